@@ -1,0 +1,1 @@
+"""Decoupled DiLoCo for PyTorch Lightning: `Trainer(strategy="decoupled_diloco")`."""

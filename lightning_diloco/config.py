@@ -1,0 +1,213 @@
+"""All options, their defaults and their checks.
+
+1. `RunConfig` holds what is the same for everyone in a run. It is fixed once, in the manifest, by whoever comes first:
+   the syncer's flags, then the seeding learner's explicit options, then the defaults here.
+2. `LearnerConfig` holds what each learner decides for itself.
+3. Nothing is coerced and nothing falls back: `problems()` names every bad value with the allowed ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning_diloco.errors import ConfigError
+
+Merge = Literal["rda", "mean"]
+Wire = Literal["int8", "int4", "bf16", "fp32"]
+Align = Literal["carry", "overwrite", "blend"]
+Evaluate = Literal["anchor", "local"]
+Grace = Literal["adaptive"] | float
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What all learners and the syncer of a run share.
+
+    Args:
+        sync_every: H, inner steps between two exchanges of the same fragment, >= 1. Paper: 24.
+        num_fragments: P, 1..sync_every. None: min(24, sync_every), or fewer where the model has fewer slices.
+        overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Paper: 2.
+        quorum: K, contributions a round needs; lowered to the number of learners stepping. Paper: 1.
+        grace: how long a met quorum waits for more, in seconds, or "adaptive" (Eq. 3 of the paper).
+        merge: "rda" (radial-directional averaging, App. D.2) or "mean". Embeddings always use the mean.
+        outer_lr: outer learning rate, > 0. Our choice, from sweeps of the tiny recipe; the paper publishes none.
+        outer_momentum: Nesterov coefficient, 0 <= mu < 1. Our choice, likewise.
+        wire: precision of values on the wire, in both directions.
+        block_size: elements that share one quantization scale, a power of two, 16..4096.
+        max_staleness_versions: a contribution older than this is superseded, >= 1.
+        max_slice_numel: largest slice of a parameter, in elements.
+        lease_s: a learner not heard from for this long has lapsed.
+        data_parts: number of parts the data is split into; None: no split was agreed.
+    """
+
+    sync_every: int = 24
+    num_fragments: int | None = None
+    overlap: int = 2
+    quorum: int = 1
+    grace: Grace = "adaptive"
+    merge: Merge = "rda"
+    outer_lr: float = 0.8
+    outer_momentum: float = 0.6
+    wire: Wire = "int8"
+    block_size: int = 256
+    max_staleness_versions: int = 4
+    max_slice_numel: int = 1 << 24
+    lease_s: float = 15.0
+    data_parts: int | None = None
+
+    @property
+    def fragments_wanted(self) -> int:
+        """Number of fragments asked for, before the model has its say."""
+        return min(24, self.sync_every) if self.num_fragments is None else self.num_fragments
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with these values, one sentence each; empty if nothing is."""
+        found = _Problems(self)
+        found.integer("sync_every", 1)
+        found.integer("quorum", 1)
+        found.integer("max_staleness_versions", 1)
+        found.integer("max_slice_numel", 1)
+        found.integer("num_fragments", 1, optional=True)
+        found.integer("data_parts", 1, optional=True)
+        found.integer("overlap", 1)
+        found.number("outer_lr", above=0.0)
+        found.number("outer_momentum", at_least=0.0, below=1.0)
+        found.number("lease_s", above=0.0)
+        found.choice("merge", Merge)
+        found.choice("wire", Wire)
+        if self.grace != "adaptive":
+            found.number("grace", at_least=0.0, or_else='"adaptive"')
+        if not _is_int(self.block_size) or self.block_size not in _BLOCK_SIZES:
+            found.add("block_size", f"one of {', '.join(map(str, _BLOCK_SIZES))}")
+        if not found.sentences:
+            if self.fragments_wanted > self.sync_every:
+                found.add("num_fragments", f"at most sync_every={self.sync_every}: one fragment is due per step")
+            if self.overlap > self.fragments_wanted:
+                found.add("overlap", f"at most the number of fragments, {self.fragments_wanted}")
+        return found.sentences
+
+    def validate(self) -> RunConfig:
+        """Return self, or raise one `ConfigError` with every problem."""
+        if problems := self.problems():
+            raise ConfigError(problems)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for manifests and messages."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """The inverse of `to_dict`; unknown keys and bad values raise `ConfigError`."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError([f"unknown run option {name!r}; known: {', '.join(sorted(known))}" for name in unknown])
+        return cls(**values).validate()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerConfig:
+    """What one learner decides for itself.
+
+    Args:
+        align: what happens to steps trained while a round was in flight: "carry" keeps them, "overwrite" drops them
+            (the paper), "blend" mixes (Streaming DiLoCo).
+        blend_alpha: weight of the local value under "blend", 0..1.
+        error_feedback: keep what quantization lost for the next contribution.
+        evaluate: validate the "anchor" (the run's model) or the "local" parameters.
+        join: join string of a run; None: DILOCO_JOIN, else an embedded syncer.
+        learner: learner id; None: DILOCO_LEARNER, else the host name and a slot.
+        drain_s: how long to wait at the end for the last contributions to be merged.
+    """
+
+    align: Align = "carry"
+    blend_alpha: float = 0.5
+    error_feedback: bool = True
+    evaluate: Evaluate = "anchor"
+    join: str | None = None
+    learner: str | None = None
+    drain_s: float = 60.0
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with these values, one sentence each; empty if nothing is."""
+        found = _Problems(self)
+        found.choice("align", Align)
+        found.choice("evaluate", Evaluate)
+        found.number("blend_alpha", at_least=0.0, at_most=1.0)
+        found.number("drain_s", at_least=0.0)
+        if not isinstance(self.error_feedback, bool):
+            found.add("error_feedback", "True or False")
+        if self.align == "carry" and not self.error_feedback:
+            found.add("error_feedback", 'True with align="carry", which keeps what was not sent in the parameters')
+        if self.learner is not None and not is_learner_id(self.learner):
+            found.add("learner", "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit")
+        return found.sentences
+
+
+def is_learner_id(name: object) -> bool:
+    """Whether this can be a learner id: it becomes part of paths and run names."""
+    return (
+        isinstance(name, str)
+        and 1 <= len(name) <= 64
+        and name.isascii()
+        and name[0].isalnum()
+        and all(c.isalnum() or c in "._-" for c in name)
+    )
+
+
+_BLOCK_SIZES = tuple(2**k for k in range(4, 13))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class _Problems:
+    """Collects sentences about the fields of one config."""
+
+    def __init__(self, config: RunConfig | LearnerConfig) -> None:
+        self._config = config
+        self.sentences: list[str] = []
+
+    def add(self, name: str, allowed: str) -> None:
+        self.sentences.append(f"{name}={getattr(self._config, name)!r}: must be {allowed}")
+
+    def integer(self, name: str, minimum: int, *, optional: bool = False) -> None:
+        value = getattr(self._config, name)
+        if optional and value is None:
+            return
+        if not _is_int(value) or value < minimum:
+            self.add(name, f"an integer of at least {minimum}" + (", or None" if optional else ""))
+
+    def choice(self, name: str, allowed: Any) -> None:
+        if getattr(self._config, name) not in get_args(allowed):
+            self.add(name, "one of " + ", ".join(map(repr, get_args(allowed))))
+
+    def number(
+        self,
+        name: str,
+        *,
+        above: float | None = None,
+        at_least: float | None = None,
+        below: float | None = None,
+        at_most: float | None = None,
+        or_else: str | None = None,
+    ) -> None:
+        value = getattr(self._config, name)
+        bounds = [(above, "above"), (at_least, "at least"), (below, "below"), (at_most, "at most")]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0
+        if is_number and all(
+            (above is None or value > above,
+             at_least is None or value >= at_least,
+             below is None or value < below,
+             at_most is None or value <= at_most)
+        ):
+            return
+        said = " and ".join(f"{word} {bound:g}" for bound, word in bounds if bound is not None)
+        self.add(name, f"a finite number {said}" + (f", or {or_else}" if or_else else ""))
