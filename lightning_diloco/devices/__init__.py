@@ -1,0 +1,1 @@
+"""How fragments move between live parameters and host bytes, one file per kind of device."""
