@@ -1,0 +1,1 @@
+"""The algorithm: tensors in, tensors out; no network, no clock, no Lightning."""

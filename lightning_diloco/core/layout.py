@@ -1,0 +1,106 @@
+"""The flat vector of one fragment: slices one after another, each padded with zeros to whole quantization blocks.
+
+No block holds elements of two slices, so a scale never mixes parameters and every slice is merged on its own.
+
+Shapes: _P flat padded fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import Merge
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Slice:
+    """Rows start_row..stop_row (exclusive) of one parameter; a scalar has the one row 0."""
+
+    name: str
+    start_row: int
+    stop_row: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of these rows of the full parameter."""
+        return tensor[self.start_row : self.stop_row] if tensor.dim() else tensor
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start_row}:{self.stop_row}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One slice inside a flat fragment.
+
+    Args:
+        slice: which rows of which parameter.
+        shape: shape of the slice.
+        offset: where it starts in the flat vector, a multiple of the block size.
+        numel: number of elements, without padding.
+        merge: how contributions to this slice are merged.
+    """
+
+    slice: Slice
+    shape: Shape
+    offset: int
+    numel: int
+    merge: Merge
+
+    def of(self, flat_P: Tensor) -> Tensor:
+        """A 1-D view of this slice in a flat fragment, without padding."""
+        return flat_P[self.offset : self.offset + self.numel]
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentLayout:
+    """Where the slices of one fragment lie in its flat vector.
+
+    Args:
+        entries: in order of offset.
+        numel: elements of the fragment, without padding.
+        padded_numel: length of the flat vector, a multiple of the block size.
+    """
+
+    entries: tuple[Entry, ...]
+    numel: int
+    padded_numel: int
+
+
+def gather(layout: FragmentLayout, tensors: Mapping[str, Tensor], out: Tensor) -> Tensor:
+    """Copy a fragment out of full parameters.
+
+    Args:
+        layout: of the fragment.
+        tensors: full parameters by name, any float dtype.
+        out: (P,) vector that is overwritten, padding with zeros; values are cast to its dtype.
+
+    Returns:
+        out.
+    """
+    with torch.no_grad():
+        end = 0
+        for entry in layout.entries:
+            out[end : entry.offset].zero_()
+            entry.of(out).view(entry.shape).copy_(entry.slice.of(tensors[entry.slice.name]))
+            end = entry.offset + entry.numel
+        out[end:].zero_()
+    return out
+
+
+def scatter(layout: FragmentLayout, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a flat fragment into full parameters, in place, cast to their dtypes.
+
+    Args:
+        layout: of the fragment.
+        flat: (P,) vector; its padding is ignored.
+        tensors: full parameters by name; rows of other fragments stay as they are.
+    """
+    with torch.no_grad():
+        for entry in layout.entries:
+            entry.slice.of(tensors[entry.slice.name]).copy_(entry.of(flat).view(entry.shape))
