@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import ceil, prod
 
 from lightning_diloco.core.layout import Entry, FragmentLayout, Shape, Slice, gather, scatter
@@ -126,7 +127,7 @@ def _problems(
 ) -> list[str]:
     found = []
     if not shapes:
-        found.append("found no parameters: a plan needs at least one; pass the trainable named_parameters() of the model")
+        found.append("found no parameters: a plan needs at least one; pass the model's trainable named_parameters()")
     found += [
         f"parameter {name!r} has shape {tuple(shape)}: every dimension must be at least 1; "
         "remove the empty parameter, or materialize a lazy one first"
@@ -165,7 +166,7 @@ def _cut(name: str, shape: Shape, largest: int) -> list[Slice]:
     needed = -(-rows // max(1, largest // prod(shape[1:])))
     pieces = next((k for k in range(needed, min(2 * needed, rows) + 1) if rows % k == 0), needed)
     bounds = [rows * k // pieces for k in range(pieces + 1)]
-    return [Slice(name, start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [Slice(name, start, stop) for start, stop in pairwise(bounds)]
 
 
 def _deal(counts: dict[Shape, int], num_fragments: int) -> list[list[Shape]]:

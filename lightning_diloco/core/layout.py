@@ -4,6 +4,7 @@ No block holds elements of two slices, so a scale never mixes parameters and eve
 
 Shapes: _P flat padded fragment.
 """
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 

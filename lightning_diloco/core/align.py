@@ -1,0 +1,94 @@
+"""The landing of a new anchor in the parameters: what becomes of the steps trained while the round was in flight.
+
+    carry      cast( (cast(A_new) + sent) + (param - cast(A_old)) )     keeps them
+    overwrite  cast(A_new)                                              drops them, the paper's rule
+    blend      cast( alpha * param + (1 - alpha) * cast(A_new) )        Streaming DiLoCo
+
+1. Progress is param - anchor. `sent` is the decoded contribution if this update merged it, else nothing: what was
+   merged leaves the progress, all else stays in it, the quantization error included.
+2. carry is one float32 expression, never two additions in place to the parameter: A_new - A_old is not exact, so a
+   parameter without progress would not land on A_new.
+3. A parameter that equals cast(A_old), with nothing sent, becomes cast(A_new) bit for bit.
+
+Source: carry as in LOSCAR-SGD (arXiv 2605.20866); overwrite: arXiv 2604.21428; blend: arXiv 2501.18512.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Three float32 chunks of this size stay in a CPU's cache between the two passes; smaller ones pay more per call.
+LANDING_CHUNK_NUMEL = 1 << 17
+
+
+def carry(param: Tensor, anchor_old: Tensor, anchor_new: Tensor, sent: Tensor | None = None) -> Tensor:
+    """The parameter after a landing that keeps unmerged progress.
+
+    Args:
+        param: any shape, any float dtype.
+        anchor_old: of that shape, float32; the anchor of the last landing.
+        anchor_new: of that shape, float32.
+        sent: of that shape, float32: the decoded contribution, if the update names it as merged; else None.
+
+    Returns:
+        New values, dtype of param.
+    """
+    base = landing_base(anchor_new, param.dtype, sent)
+    return (base + (param.float() - anchor_old.to(param.dtype).float())).to(param.dtype)
+
+
+def overwrite(param: Tensor, anchor_new: Tensor) -> Tensor:
+    """The parameter after a landing that drops local progress: cast(anchor_new)."""
+    return anchor_new.to(param.dtype)
+
+
+def blend(param: Tensor, anchor_new: Tensor, *, alpha: float) -> Tensor:
+    """The parameter after a landing that mixes: alpha * param + (1 - alpha) * cast(anchor_new), in float32.
+
+    Args:
+        param: any shape, any float dtype.
+        anchor_new: of that shape, float32.
+        alpha: weight of the local value, 0..1.
+    """
+    stored = anchor_new.to(param.dtype).float()
+    return (alpha * param.float() + (1 - alpha) * stored).to(param.dtype)
+
+
+def landing_base(anchor_new: Tensor, dtype: torch.dtype, sent: Tensor | None = None) -> Tensor:
+    """cast(anchor_new) + sent in float32: the part of `carry` that does not depend on the parameter.
+
+    The link thread computes it ahead, so that the training thread is left with `land_carry_`.
+
+    Args:
+        anchor_new: float32.
+        dtype: of the parameter.
+        sent: see `carry`.
+    """
+    stored = anchor_new.to(dtype).float()
+    return stored if sent is None else stored + sent
+
+
+def land_carry_(param_view: Tensor, base: Tensor, old: Tensor, scratch: Tensor | None = None) -> None:
+    """param <- cast(base + (param - old)), in place, in pieces that stay in the cache.
+
+    Args:
+        param_view: contiguous, any shape: a parameter or some of its rows.
+        base: as many float32 values, from `landing_base`.
+        old: as many float32 values: cast(anchor_old), see `store_cast`.
+        scratch: float32, at least min(numel, LANDING_CHUNK_NUMEL) values, for parameters that are not float32; None: a
+            new one.
+    """
+    with torch.no_grad():
+        flat_param, flat_base, flat_old = param_view.detach().view(-1), base.reshape(-1), old.reshape(-1)
+        if scratch is None:
+            wanted = 0 if param_view.dtype == torch.float32 else min(flat_param.numel(), LANDING_CHUNK_NUMEL)
+            scratch = torch.empty(wanted, device=param_view.device)
+        for start in range(0, flat_param.numel(), LANDING_CHUNK_NUMEL):
+            part = slice(start, start + LANDING_CHUNK_NUMEL)
+            param = flat_param[part]
+            if param.dtype == torch.float32:
+                param.sub_(flat_old[part]).add_(flat_base[part])
+            else:
+                progress = scratch[: param.numel()].copy_(param).sub_(flat_old[part])
+                param.copy_(progress.add_(flat_base[part]))

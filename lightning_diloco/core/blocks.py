@@ -1,0 +1,135 @@
+"""Blockwise integer quantization of float vectors, and back.
+
+1. Symmetric, round to nearest even; block_size neighbours share one scale; the last block may be short.
+2. A scale is amax / qmax rounded *up* to bfloat16: nothing clips, and a product int * bfloat16 is exact in float32, so
+   every device decodes to the same bits, fused multiply-add or not.
+3. A block whose scale would be subnormal becomes zero: accelerators flush subnormals, and parties must agree.
+4. int4 packs the first half of a block into the low nibbles and the second half into the high ones.
+5. On a CPU all work is done in chunks that stay in the cache, in buffers allocated once: 2.8 times a memcpy of the
+   input, against 35 times for the one-line formula.
+
+Shapes: _P values, _B blocks, _BS (blocks, block size).
+Source: our choice; block scales after Streaming DiLoCo (arXiv 2501.18512).
+"""
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Bits = Literal[4, 8]
+
+CHUNK_NUMEL = 1 << 18
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+
+
+def packed_nbytes(numel: int, bits: Bits, block_size: int) -> int:
+    """Bytes of the quantized integers, without scales; a short last block of odd length wastes half a byte."""
+    return numel if bits == 8 else numel // block_size * (block_size // 2) + (numel % block_size + 1) // 2
+
+
+def num_blocks(numel: int, block_size: int) -> int:
+    """Number of scales."""
+    return -(-numel // block_size)
+
+
+def chunk_numel(x: Tensor, block_size: int) -> int:
+    """Elements to process at a time: whole blocks that fit a CPU's cache; everything on an accelerator."""
+    whole = CHUNK_NUMEL if x.device.type == "cpu" else x.numel()
+    return max(1, whole // block_size) * block_size
+
+
+def quantize_into(x_P: Tensor, packed: Tensor, scales_B: Tensor, *, bits: Bits, block_size: int) -> None:
+    """Quantize a vector; a block that holds NaN or Inf gets a scale that is not finite and undefined integers.
+
+    Args:
+        x_P: float values.
+        packed: int8, packed_nbytes(P) elements, overwritten.
+        scales_B: bfloat16, overwritten.
+        bits: 8 or 4.
+        block_size: even.
+    """
+    if block_size % 2:
+        raise ValueError(f"block_size={block_size}: must be even; use a power of two from 16 to 4096")
+    step = chunk_numel(x_P, block_size)
+    work = torch.empty(min(step, x_P.numel()), device=x_P.device)
+    rounded = work if bits == 8 else torch.empty_like(work, dtype=torch.int8)
+    whole = x_P.numel() // block_size * block_size
+    for start in range(0, whole, step):
+        stop = min(start + step, whole)
+        x_BS = x_P[start:stop].view(-1, block_size)
+        q = packed[packed_nbytes(start, bits, block_size) : packed_nbytes(stop, bits, block_size)]
+        scales = scales_B[start // block_size : stop // block_size]
+        _quantize_blocks(x_BS, q, scales, work[: stop - start], rounded[: stop - start])
+    if whole < x_P.numel():
+        tail = x_P[whole:]
+        q = packed[packed_nbytes(whole, bits, block_size) :]
+        if bits == 4 and tail.numel() % 2:
+            tail = torch.cat((tail, tail.new_zeros(1)))
+        work, rounded = torch.empty_like(tail, dtype=torch.float32), torch.empty_like(tail, dtype=torch.int8)
+        _quantize_blocks(tail.view(1, -1), q, scales_B[whole // block_size :], work, rounded)
+
+
+def _quantize_blocks(x_BS: Tensor, packed: Tensor, scales_B: Tensor, work: Tensor, rounded: Tensor) -> None:
+    is_int8 = packed.numel() == x_BS.numel()
+    work_BS = work.view_as(x_BS)
+    if x_BS.dtype == torch.float32:
+        torch.abs(x_BS, out=work_BS)
+    else:
+        work_BS.copy_(x_BS).abs_()
+    scales_B.copy_(_round_up(work_BS.amax(1).div_(127 if is_int8 else 7)))
+    divisor_B = scales_B.float()
+    torch.div(x_BS, divisor_B.masked_fill_(divisor_B == 0, torch.inf).unsqueeze(1), out=work_BS)
+    work_BS.round_()
+    if is_int8:
+        packed.view_as(x_BS).copy_(work_BS)
+    else:
+        low_BS, high_BS = rounded.view_as(x_BS).copy_(work_BS).chunk(2, dim=1)
+        torch.bitwise_or(low_BS & 15, high_BS << 4, out=packed.view_as(low_BS))
+
+
+def _round_up(scale_B: Tensor) -> Tensor:
+    """To the next bfloat16 that is not smaller; subnormals to zero. NaN and Inf stay what they are."""
+    nearest = scale_B.to(torch.bfloat16)
+    # 1.25 * 2^-8 is 0.6 to 1.25 units in the last place at any mantissa, so this rounds to exactly the next one.
+    above = (nearest.float() * (1 + 1.25 * 2**-8)).to(torch.bfloat16)
+    up = torch.where(nearest.float() < scale_B, above, nearest)
+    return up.masked_fill_(up < _SMALLEST_NORMAL, 0.0)
+
+
+def dequantize_into(packed: Tensor, scales_B: Tensor, out_P: Tensor, *, bits: Bits, block_size: int) -> None:
+    """The inverse of `quantize_into`, up to rounding.
+
+    Args:
+        packed: int8, packed_nbytes(P) elements.
+        scales_B: float32 or bfloat16.
+        out_P: float32, overwritten.
+        bits: 8 or 4.
+        block_size: as at quantization.
+    """
+    step = chunk_numel(out_P, block_size)
+    whole = out_P.numel() // block_size * block_size
+    for start in range(0, whole, step):
+        stop = min(start + step, whole)
+        q = packed[packed_nbytes(start, bits, block_size) : packed_nbytes(stop, bits, block_size)]
+        scales = scales_B[start // block_size : stop // block_size]
+        _dequantize_blocks(q, scales, out_P[start:stop].view(-1, block_size))
+    if whole < out_P.numel():
+        tail = out_P[whole:]
+        q = packed[packed_nbytes(whole, bits, block_size) :]
+        even = out_P.new_empty(1, tail.numel() + (bits == 4) * tail.numel() % 2)
+        _dequantize_blocks(q, scales_B[whole // block_size :], even)
+        tail.copy_(even[0, : tail.numel()])
+
+
+def _dequantize_blocks(packed: Tensor, scales_B: Tensor, out_BS: Tensor) -> None:
+    if packed.numel() == out_BS.numel():
+        out_BS.copy_(packed.view_as(out_BS))
+    else:
+        low_BS, high_BS = out_BS.chunk(2, dim=1)
+        low_BS.copy_((packed << 4 >> 4).view_as(low_BS))  # shifts of int8 are arithmetic: they restore the sign
+        high_BS.copy_((packed >> 4).view_as(high_BS))
+    out_BS.mul_(scales_B.float().unsqueeze(1))
