@@ -1,0 +1,242 @@
+"""Any causal language model of transformers as a LightningModule.
+
+1. The model is built in `configure_model`, under the trainer: there device, precision and tokenizer are known.
+2. Parameters take the trainer's dtype, never that of the published weights: AdamW in bfloat16 loses small updates.
+3. What a config leaves open (vocabulary size, special tokens) comes from the tokenizer and is kept in the
+   hyperparameters, so that a checkpoint is loaded without the data.
+4. Validation counts tokens, not batches: a short last batch weighs what it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
+
+from lightning_diloco.errors import ConfigError
+
+Schedule = Literal["cosine", "constant"]
+Batch = dict[str, Tensor]
+
+IGNORED_LABEL = -100
+
+
+class CausalLM(L.LightningModule):
+    """Train a causal language model, new or pretrained.
+
+    A batch is a dict of the model's inputs, int64 of shape (batch, seq_len): `input_ids`, `labels` (equal to the
+    input; the model shifts them; -100 is ignored) and, unless packed, `attention_mask`.
+    Logs `train/loss`, `val/loss` (nats per token) and `val/perplexity`.
+
+    Args:
+        name: hub name or local path of a model; give this or `config`.
+        config: `model_type` and any fields of that model's config; the weights are random. What it leaves out of
+            `vocab_size`, `bos_token_id`, `eos_token_id` and `pad_token_id` is taken from the datamodule's tokenizer.
+        from_scratch: with `name`: take its config only and start from random weights.
+        lr: peak learning rate of AdamW, > 0.
+        weight_decay: decoupled weight decay of matrices, >= 0; norms and biases have none.
+        betas: AdamW's averaging coefficients, each in [0, 1).
+        warmup_steps: optimizer steps of linear warm-up, >= 0.
+        schedule: after warm-up, "cosine" falls to `final_lr_fraction` of the peak at the trainer's last step,
+            "constant" stays.
+        final_lr_fraction: the cosine's end as a fraction of `lr`, 0..1.
+        attn_implementation: as in transformers, such as "sdpa" or "eager"; None: its own choice.
+
+    Raises:
+        ConfigError: naming every bad option.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        config: dict[str, Any] | None = None,
+        *,
+        from_scratch: bool = False,
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 0,
+        schedule: Schedule = "cosine",
+        final_lr_fraction: float = 0.1,
+        attn_implementation: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        if problems := _problems(self.hparams):
+            raise ConfigError(problems)
+        self.model: PreTrainedModel | None = None
+        self.val_loss = _TokenLoss()
+        self.val_perplexity = _Perplexity()
+
+    def configure_model(self) -> None:
+        """Build the model, once; Lightning calls this before training and before a checkpoint is loaded.
+
+        Raises:
+            ConfigError: the vocabulary size is unknown, or smaller than the tokenizer's.
+        """
+        if self.model is not None:
+            return
+        tokenizer = getattr(getattr(self._trainer, "datamodule", None), "tokenizer", None)
+        if self.hparams.config is not None:
+            self.hparams["config"] = _completed(self.hparams.config, tokenizer)
+        self.model = self._build().train()  # from_pretrained returns it in eval mode, and Lightning keeps modes
+        if self.model.loss_type is None:  # a class name that transformers cannot read, such as GPT2LMHeadModel
+            self.model.loss_type = "ForCausalLM"
+        if tokenizer is not None:
+            _check_vocabulary(self.model, tokenizer)
+
+    def _build(self) -> PreTrainedModel:
+        hparams = self.hparams
+        options = {"dtype": torch.get_default_dtype()}
+        if hparams.attn_implementation is not None:
+            options["attn_implementation"] = hparams.attn_implementation
+        if hparams.name is not None and not hparams.from_scratch:
+            return AutoModelForCausalLM.from_pretrained(hparams.name, use_cache=False, **options)
+        return AutoModelForCausalLM.from_config(self._config(), **options)
+
+    def _config(self) -> PreTrainedConfig:
+        if self.hparams.name is not None:
+            return AutoConfig.from_pretrained(self.hparams.name, use_cache=False)
+        return AutoConfig.for_model(**{"use_cache": False, **self.hparams.config})
+
+    def forward(self, **batch: Tensor) -> Any:
+        """The model's own output: `logits` of shape (batch, seq_len, vocab_size) and, given labels, `loss`."""
+        return self.model(**batch)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The model's own loss, which for mixtures of experts includes the balancing term."""
+        loss = self(**batch).loss
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Count the cross-entropy of every label that is not ignored."""
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = self(**inputs).logits[:, :-1].flatten(0, 1).float()
+        labels = batch["labels"][:, 1:].flatten()
+        nats = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+        num_tokens = (labels != IGNORED_LABEL).sum()
+        self.val_loss.update(nats, num_tokens)
+        self.val_perplexity.update(nats, num_tokens)
+        self.log("val/loss", self.val_loss, prog_bar=True)
+        self.log("val/perplexity", self.val_perplexity)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW and a schedule that advances with every optimizer step.
+
+        Raises:
+            ConfigError: a cosine without an end.
+        """
+        hparams = self.hparams
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": hparams.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=hparams.lr, betas=tuple(hparams.betas))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._schedule(optimizer), "interval": "step"}}
+
+    def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        hparams = self.hparams
+        if hparams.schedule == "constant":
+            return get_constant_schedule_with_warmup(optimizer, hparams.warmup_steps)
+        num_steps = self.trainer.estimated_stepping_batches
+        if not 0 < num_steps < float("inf"):
+            raise ConfigError(
+                'schedule="cosine" without an end: the trainer has neither max_steps nor a number of epochs that can '
+                'be counted; set trainer.max_steps, or schedule="constant"'
+            )
+        return get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, hparams.warmup_steps, int(num_steps), min_lr_rate=hparams.final_lr_fraction
+        )
+
+
+class _TokenLoss(Metric):
+    """Nats per token, over batches and ranks.
+
+    Not torchmetrics' MeanMetric: it looks for NaN on the host in every step, and ignores the weights when told not to.
+    """
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("nats", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("num_tokens", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, nats: Tensor, num_tokens: Tensor) -> None:
+        self.nats += nats
+        self.num_tokens += num_tokens
+
+    def compute(self) -> Tensor:
+        return self.nats / self.num_tokens
+
+
+class _Perplexity(_TokenLoss):
+    """The exponential of nats per token."""
+
+    def compute(self) -> Tensor:
+        return super().compute().exp()
+
+
+def _completed(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """The config with the tokenizer's values wherever it says nothing."""
+    if tokenizer is not None:
+        special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+        return {"vocab_size": len(tokenizer), **special, **config}
+    if "vocab_size" not in config:
+        raise ConfigError(
+            "config has no vocab_size and there is no datamodule with a tokenizer to take it from; "
+            "write vocab_size into config, or fit with a datamodule such as lightning_diloco.hf.TextData"
+        )
+    return dict(config)
+
+
+def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    num_rows = model.get_input_embeddings().num_embeddings
+    if num_rows < len(tokenizer):
+        raise ConfigError(
+            f"the model's vocab_size is {num_rows}, the tokenizer has {len(tokenizer)} tokens: it must be at least as "
+            "many; leave vocab_size out of the model's config, or choose the model's own tokenizer"
+        )
+
+
+def _problems(hparams: Any) -> list[str]:
+    """One sentence for each bad option."""
+    checks = {
+        f"lr={hparams.lr!r}: must be above 0": hparams.lr > 0,
+        f"weight_decay={hparams.weight_decay!r}: must be at least 0": hparams.weight_decay >= 0,
+        f"betas={hparams.betas!r}: must be two numbers of at least 0 and below 1": len(hparams.betas) == 2
+        and all(0 <= beta < 1 for beta in hparams.betas),
+        f"warmup_steps={hparams.warmup_steps!r}: must be at least 0": hparams.warmup_steps >= 0,
+        f"schedule={hparams.schedule!r}: must be one of {', '.join(map(repr, get_args(Schedule)))}": hparams.schedule
+        in get_args(Schedule),
+        f"final_lr_fraction={hparams.final_lr_fraction!r}: must be from 0 to 1": 0 <= hparams.final_lr_fraction <= 1,
+    }
+    return [*_model_problems(hparams), *(sentence for sentence, holds in checks.items() if not holds)]
+
+
+def _model_problems(hparams: Any) -> list[str]:
+    if (hparams.name is None) == (hparams.config is None):
+        given = "neither" if hparams.name is None else "both"
+        return [f"{given} of name and config given: give one, such as config={{'model_type': 'llama'}}"]
+    if hparams.config is None:
+        return []
+    model_type = hparams.config.get("model_type")
+    if model_type in CONFIG_MAPPING:
+        return []
+    return [f"config.model_type={model_type!r}: must be a model type of transformers, such as 'llama' or 'gpt2'"]

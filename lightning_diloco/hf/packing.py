@@ -1,0 +1,162 @@
+"""From documents to token sequences on disk, done once.
+
+1. Documents are split before anything looks at them: the tokenizer is trained on the training documents only.
+2. Equal documents fall on the same side of the split, wherever they stand in the corpus.
+3. Documents are joined by the end-of-sequence token and cut into full sequences; each split drops only its own last,
+   incomplete one.
+4. A folder that exists is complete: it is written under another name, by one process at a time, and then renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, Features, List, Value
+from filelock import FileLock
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.hf.corpus import TEXT, Corpus
+
+TRAIN, VALIDATION, TOKENIZER = "train", "validation", "tokenizer"
+FEATURES = Features({"input_ids": List(Value("int32"))})
+END_OF_TEXT = "<|endoftext|>"
+NUM_BYTE_TOKENS = 256 + 1  # every byte, and the end of text
+_FORMAT = 1
+_DOCUMENTS_PER_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingOptions:
+    """What, apart from the corpus, decides the tokens on disk.
+
+    Args:
+        tokenizer: hub name or local path; None: train one.
+        vocab_size: tokens of a trained tokenizer.
+        seq_len: tokens per sequence.
+        val_fraction: part of the documents that is held out.
+        max_bytes: stop before the document with which the text would exceed this many UTF-8 bytes; None: take all.
+        seed: of the split.
+    """
+
+    tokenizer: str | None
+    vocab_size: int
+    seq_len: int
+    val_fraction: float
+    max_bytes: int | None
+    seed: int
+
+
+def prepared_dir(cache_dir: Path, corpus: Corpus, options: PackingOptions) -> Path:
+    """The folder for these tokens; its name is a hash of the corpus and of all options."""
+    identity = json.dumps([_FORMAT, corpus.fingerprint(), asdict(options)], sort_keys=True)
+    return cache_dir / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+
+def prepare(directory: Path, corpus: Corpus, options: PackingOptions) -> None:
+    """Make sure that `directory` holds the tokenizer and both splits.
+
+    Several processes may call this at once: one works, the others wait for it.
+
+    Raises:
+        ConfigError: the corpus is too small, or the tokenizer has no end-of-sequence token.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory.with_suffix(".lock")):
+        if directory.exists():
+            return
+        partial = directory.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        scratch = partial / "scratch"
+        try:
+            _write(partial, corpus.load(scratch), options, scratch)
+            shutil.rmtree(scratch)
+            partial.rename(directory)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(directory: Path, documents: Dataset, options: PackingOptions, scratch: Path) -> None:
+    documents = _capped(documents, options.max_bytes)
+    sides = _split(documents, options.val_fraction, options.seed)
+    tokenizer = _tokenizer(sides[TRAIN], options)
+    tokenizer.save_pretrained(str(directory / TOKENIZER))
+    packed = DatasetDict()
+    for name, side in sides.items():
+        packed[name] = Dataset.from_generator(
+            _sequences,
+            features=FEATURES,
+            cache_dir=str(scratch),
+            gen_kwargs={"documents": side, "tokenizer": tokenizer, "seq_len": options.seq_len},
+            fingerprint=f"{directory.stem}-{name}",
+        )
+    packed.save_to_disk(str(directory))
+
+
+def _capped(documents: Dataset, max_bytes: int | None) -> Dataset:
+    if max_bytes is None:
+        return documents
+    ends = itertools.accumulate(len(row[TEXT].encode()) for row in documents)
+    return documents.select(range(sum(1 for _ in itertools.takewhile(lambda end: end <= max_bytes, ends))))
+
+
+def _split(documents: Dataset, val_fraction: float, seed: int) -> dict[str, Dataset]:
+    """Hold out the documents with the lowest seeded hashes, at least one."""
+    hashes = [hashlib.blake2b(row[TEXT].encode(), key=str(seed).encode()).digest() for row in documents]
+    distinct = sorted(set(hashes))
+    if len(distinct) < 2:
+        raise ConfigError(
+            f"the corpus has {len(distinct)} different documents; it needs at least 2, one of them for validation; "
+            "give more files, or raise max_bytes"
+        )
+    num_held_out = min(max(1, round(val_fraction * len(distinct))), len(distinct) - 1)
+    last = distinct[num_held_out - 1]
+    return {
+        TRAIN: documents.select([row for row, value in enumerate(hashes) if value > last]),
+        VALIDATION: documents.select([row for row, value in enumerate(hashes) if value <= last]),
+    }
+
+
+def _tokenizer(documents: Dataset, options: PackingOptions) -> PreTrainedTokenizerBase:
+    if options.tokenizer is None:
+        return _train_tokenizer(documents, options.vocab_size)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"tokenizer={options.tokenizer!r} has no end-of-sequence token, which must stand between documents; "
+            "choose another tokenizer, or leave it out to have one trained"
+        )
+    return tokenizer
+
+
+def _train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE: any text can be written in it, and nothing is unknown."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((row[TEXT] for row in documents), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+
+
+def _sequences(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Iterator[dict[str, list[int]]]:
+    pending: list[int] = []
+    for batch in documents.iter(_DOCUMENTS_PER_BATCH):
+        for ids in tokenizer(batch[TEXT], add_special_tokens=False, verbose=False)["input_ids"]:
+            pending += [*ids, tokenizer.eos_token_id]
+        num_full = len(pending) // seq_len * seq_len
+        for start in range(0, num_full, seq_len):
+            yield {"input_ids": pending[start : start + seq_len]}
+        pending = pending[num_full:]

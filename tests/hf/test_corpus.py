@@ -1,0 +1,71 @@
+"""Finding and loading documents."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.hf.corpus import TEXT, FileCorpus, HubCorpus, find_files, standard_library
+
+
+def test_each_text_file_is_one_document_in_sorted_order(texts: Path, tmp_path: Path) -> None:
+    documents = find_files(str(texts / "*.txt")).load(tmp_path / "scratch")
+    assert list(documents[TEXT]) == [file.read_text() for file in sorted(texts.iterdir())]
+
+
+def test_rows_of_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
+    rows = ["first", "second"]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": row, "id": 1}) for row in rows))
+    pq.write_table(pa.table({"body": rows}), tmp_path / "b.parquet")
+    for name in ("a.jsonl", "b.parquet"):
+        documents = find_files(str(tmp_path / name), text_column="body").load(tmp_path / "scratch")
+        assert documents.column_names == [TEXT]
+        assert list(documents[TEXT]) == rows
+
+
+def test_fingerprint_follows_content_and_order_not_place(texts: Path, tmp_path: Path) -> None:
+    files = sorted(texts.iterdir())[:2]
+    before = FileCorpus(tuple(files)).fingerprint()
+    assert FileCorpus(tuple(reversed(files))).fingerprint() != before
+    moved = tmp_path / "moved"
+    texts.rename(moved)
+    files = [moved / file.name for file in files]
+    assert FileCorpus(tuple(files)).fingerprint() == before
+    files[0].write_text(files[0].read_text() + "!")
+    assert FileCorpus(tuple(files)).fingerprint() != before
+
+
+def test_missing_files_are_all_named(texts: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_files([str(texts / "*.txt"), "gone.txt", "nowhere/*.md"])
+    assert len(caught.value.problems) == 2
+    assert "'gone.txt': no such file" in caught.value.problems[0]
+    assert "'nowhere/*.md'" in caught.value.problems[1]
+
+
+def test_files_of_several_kinds_are_refused(texts: Path) -> None:
+    (texts / "rows.jsonl").write_text('{"text": "x"}')
+    with pytest.raises(ConfigError, match=r"several kinds \(json, text\)"):
+        find_files(str(texts / "*"))
+
+
+def test_wrong_text_column_names_the_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x", "id": 1}')
+    with pytest.raises(ConfigError, match=r"text_column='text' is not in .*a\.jsonl; it has body, id"):
+        find_files(str(tmp_path / "a.jsonl")).load(tmp_path / "scratch")
+
+
+def test_unreachable_dataset_is_named() -> None:
+    with pytest.raises(ConfigError, match="path='nobody/nothing' was not found or not reached"):
+        HubCorpus("nobody/nothing", None, "train", TEXT).fingerprint()
+
+
+def test_standard_library_has_sources_and_no_tests_or_build_records() -> None:
+    files = standard_library().files
+    names = {file.name for file in files}
+    assert {"argparse.py", "base_events.py"} <= names
+    assert not any("test" in file.parts or file.name.startswith("_sysconfigdata") for file in files)
+    assert list(files) == sorted(files)
