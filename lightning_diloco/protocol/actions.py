@@ -1,0 +1,167 @@
+"""What the machines want done. Actions of one `handle` are carried out in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_diloco.protocol.messages import FromLearner, FromSyncer, Json, Ready
+
+# ------------------------------------------------------------------------------------------------------- by a learner
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Send a control message to the syncer."""
+
+    message: FromLearner
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Training thread: snapshot this fragment; then encode and upload it as `ready` on the link thread."""
+
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Upload the kept bytes (again)."""
+
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Fetch and stage what leads from `have` to the newest version; in full if `adopt`."""
+
+    fragment: int
+    generation: int
+    have: int
+    seq: int | None
+    adopt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Land:
+    """Training thread: the staged update becomes current."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The kept bytes of this contribution are not needed any more."""
+
+    fragment: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Stop this learner with an error of `errors.<error>`."""
+
+    error: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The leave is on record; nothing more will be said."""
+
+    is_last: bool
+
+
+LearnerAction = Say | Snapshot | Upload | Fetch | Land | Forget | Fail | Left
+
+# ------------------------------------------------------------------------------------------------------ by the syncer
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a control message to the process that owns this session."""
+
+    session: str
+    message: FromSyncer
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Append to the redo log; durable before anything later in the list is carried out."""
+
+    values: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One accepted contribution to a round.
+
+    Args:
+        session: whose payload it is.
+        learner, incarnation: who that is.
+        ready: its description.
+    """
+
+    session: str
+    learner: str
+    incarnation: int
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Compute the outer gradient of these payloads; answer with `Merged`."""
+
+    fragment: int
+    round: int
+    contributions: tuple[Contribution, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Append the commit record with the merged outer gradient, fsync, then apply it; answer `Committed`/`CommitFailed`.
+
+    Args:
+        record: header of the log record.
+        steps: weighted mean of the contributors' steps.
+    """
+
+    fragment: int
+    round: int
+    record: Json
+    steps: float
+
+
+@dataclass(frozen=True, slots=True)
+class DropPayload:
+    """Free a payload: merged, superseded, refused or fenced off."""
+
+    session: str
+    fragment: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSeed:
+    """Store the manifest and, once all have arrived, the seeder's values at version 0; answer with `SeedStored`."""
+
+    session: str
+    lease: int
+    manifest: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something people may want to know; goes to the tape."""
+
+    event: str
+    fields: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run is over: write the summary."""
+
+    status: str
+
+
+SyncerAction = Send | Record | Merge | Apply | DropPayload | StoreSeed | Note | End

@@ -1,0 +1,182 @@
+"""What the machines are told. Named after what happened; `Heard` carries what the other side said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_diloco.protocol.messages import FromLearner, FromSyncer, Mark, Ready, Reason
+
+# ------------------------------------------------------------------------------------------------------- to a learner
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """Training thread: an inner step was completed.
+
+    Args:
+        step: inner steps completed by this process.
+        tokens: the learner's token counter after it.
+    """
+
+    step: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Training thread, between steps: a boundary without a step (draining)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluating:
+    """Training thread: validation begins or ends."""
+
+    begins: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Training thread: no more steps will come; drain and leave. With drain False, leave at once."""
+
+    reason: Reason
+    drain: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FromTheSyncer:
+    """A control message arrived."""
+
+    message: FromSyncer
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnected:
+    """The syncer answers again and may have forgotten this session's messages."""
+
+    connection: int
+    known: tuple[Mark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The payload of a snapshot exists; the fragment's anchor may change again."""
+
+    fragment: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """The syncer acknowledged the payload."""
+
+    fragment: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadFailed:
+    """The payload may or may not have arrived."""
+
+    fragment: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """An update was fetched and can land at a boundary.
+
+    Args:
+        merged_seq: my contribution that is part of this update, if any.
+        is_full: the update replaces the anchor, rather than adding to it.
+    """
+
+    fragment: int
+    generation: int
+    version: int
+    merged_seq: int | None
+    is_full: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """An update could not be fetched; it is tried again."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Some time has passed."""
+
+
+LearnerEvent = (
+    StepDone
+    | Pause
+    | Evaluating
+    | Finish
+    | FromTheSyncer
+    | Reconnected
+    | Encoded
+    | Uploaded
+    | UploadFailed
+    | Staged
+    | FetchFailed
+    | Tick
+)
+
+# ------------------------------------------------------------------------------------------------------ to the syncer
+
+
+@dataclass(frozen=True, slots=True)
+class FromALearner:
+    """A control message arrived from the process that owns this session."""
+
+    session: str
+    message: FromLearner
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadReceived:
+    """A whole payload arrived; `error` says what was wrong with its values, if anything."""
+
+    session: str
+    ready: Ready
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SeedStored:
+    """The seeder's values are durable, or could not be stored."""
+
+    lease: int
+    digests: tuple[str, ...]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The outer gradient of a round was computed; nothing has changed yet."""
+
+    fragment: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A commit is durable and applied."""
+
+    fragment: int
+    round: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFailed:
+    """The disk did not take a commit; nothing has changed."""
+
+    fragment: int
+    round: int
+    error: str
+
+
+SyncerEvent = FromALearner | PayloadReceived | SeedStored | Merged | Committed | CommitFailed | Tick

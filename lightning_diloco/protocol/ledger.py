@@ -1,0 +1,168 @@
+"""What became of every token, per (learner, incarnation, fragment).
+
+1. The unit is token x fragment: a batch of n tokens counts n in every fragment.
+2. `seen` comes from learners' counters, `merged` from commit records, `discarded` from learners' and the syncer's
+   records of cause, `pending` from learners' own unsent ranges. No term is computed from the others, so that
+   seen = merged + discarded + pending is a check.
+3. A range is merged once: adding it twice raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lightning_diloco.protocol.intervals import IntervalSet
+from lightning_diloco.protocol.messages import Progress
+
+
+@dataclass(slots=True)
+class Account:
+    """The books of one incarnation of one learner.
+
+    Args:
+        learner, incarnation: whose.
+        merged: per fragment, the ranges merged so far.
+        unlanded: per fragment, (version, start, stop) of merges the learner may not have landed yet.
+        seen: highest token counter heard.
+        declared: the learner's own books, as last heard.
+        booked: token x fragment discarded by the syncer, by cause.
+        is_closed: nothing more will be merged or pending.
+    """
+
+    learner: str
+    incarnation: int
+    merged: list[IntervalSet]
+    unlanded: list[list[tuple[int, int, int]]]
+    seen: int = 0
+    declared: Progress | None = None
+    booked: Counter[str] = field(default_factory=Counter)
+    is_closed: bool = False
+
+    @property
+    def num_merged(self) -> int:
+        return sum(ranges.size for ranges in self.merged)
+
+    @property
+    def num_discarded(self) -> Counter[str]:
+        return self.booked + Counter(self.declared.discarded if self.declared else {})
+
+    @property
+    def num_pending(self) -> int:
+        """What the learner says is unsent, less what has been merged since it said so."""
+        if self.is_closed:
+            return 0
+        return sum(stop - start for p in range(len(self.merged)) for start, stop in self.unmerged(p))
+
+    def unmerged(self, fragment: int) -> list[tuple[int, int]]:
+        """Declared pending ranges of a fragment, and what was seen since, that are in no commit."""
+        declared = self.declared.pending[fragment] if self.declared else ()
+        known = self.declared.tokens if self.declared else 0
+        ranges = [*declared, (known, self.seen)]
+        return [gap for start, stop in ranges for gap in self.merged[fragment].missing(start, stop)]
+
+    def declare(self, progress: Progress) -> bool:
+        """Take a learner's books; returns whether they agree with the commits it has landed."""
+        self.seen = max(self.seen, progress.tokens)
+        self.declared = progress
+        landed_size = 0
+        for p, version in enumerate(progress.landed):
+            self.unlanded[p] = [entry for entry in self.unlanded[p] if entry[0] > version]
+            landed_size += self.merged[p].size - sum(stop - start for _, start, stop in self.unlanded[p])
+        pending = sum(stop - start for ranges in progress.pending for start, stop in ranges)
+        total = landed_size + sum(progress.discarded.values()) + pending
+        return total == progress.tokens * len(self.merged)
+
+    def merge(self, fragment: int, version: int, start: int, stop: int) -> None:
+        """Book a commit; raises ValueError if any of the range was merged before."""
+        self.merged[fragment].add(start, stop)
+        self.unlanded[fragment].append((version, start, stop))
+        self.seen = max(self.seen, stop)
+
+    def close(self, cause: str) -> None:
+        """Whatever is still pending is discarded for this cause."""
+        if not self.is_closed:
+            self.booked[cause] += self.num_pending
+            self.is_closed = True
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over accounts, in token x fragment."""
+
+    seen: int = 0
+    merged: int = 0
+    pending: int = 0
+    discarded: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.seen == self.merged + self.pending + sum(self.discarded.values())
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAccount:
+    """An account as plain values, for snapshots."""
+
+    learner: str
+    incarnation: int
+    merged: tuple[tuple[tuple[int, int], ...], ...]
+    unlanded: tuple[tuple[tuple[int, int, int], ...], ...]
+    seen: int
+    declared: Progress | None
+    booked: dict[str, int]
+    is_closed: bool
+
+
+class Ledger:
+    """All accounts of a run."""
+
+    def __init__(self, num_fragments: int, saved: tuple[SavedAccount, ...] = ()) -> None:
+        self.num_fragments = num_fragments
+        self.accounts: dict[tuple[str, int], Account] = {
+            (a.learner, a.incarnation): Account(
+                learner=a.learner,
+                incarnation=a.incarnation,
+                merged=[IntervalSet(ranges) for ranges in a.merged],
+                unlanded=[list(entries) for entries in a.unlanded],
+                seen=a.seen,
+                declared=a.declared,
+                booked=Counter(a.booked),
+                is_closed=a.is_closed,
+            )
+            for a in saved
+        }
+
+    def account(self, learner: str, incarnation: int) -> Account:
+        """The books of this incarnation, opened at first use."""
+        key = (learner, incarnation)
+        if key not in self.accounts:
+            num = range(self.num_fragments)
+            self.accounts[key] = Account(learner, incarnation, [IntervalSet() for _ in num], [[] for _ in num])
+        return self.accounts[key]
+
+    def totals(self) -> Totals:
+        """Sums over all accounts."""
+        totals = Totals()
+        for account in self.accounts.values():
+            totals.seen += account.seen * self.num_fragments
+            totals.merged += account.num_merged
+            totals.pending += account.num_pending
+            totals.discarded += account.num_discarded
+        return totals
+
+    def saved(self) -> tuple[SavedAccount, ...]:
+        """Plain values, for snapshots; hand them to the constructor to get the same ledger."""
+        return tuple(
+            SavedAccount(
+                learner=a.learner,
+                incarnation=a.incarnation,
+                merged=tuple(tuple(ranges) for ranges in a.merged),
+                unlanded=tuple(tuple(entries) for entries in a.unlanded),
+                seen=a.seen,
+                declared=a.declared,
+                booked=dict(a.booked),
+                is_closed=a.is_closed,
+            )
+            for a in self.accounts.values()
+        )

@@ -1,0 +1,163 @@
+"""What the syncer writes to its redo log: everything a restart must know, and nothing it may forget.
+
+The live machine changes its durable state only by applying one of these, and a restart applies the same ones again.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass
+
+from lightning_diloco.errors import CorruptLogError
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.ledger import SavedAccount
+from lightning_diloco.protocol.messages import Fate, Progress, Ready, Reason
+from lightning_diloco.protocol.roster import State
+
+
+@dataclass(frozen=True, slots=True)
+class Seeded:
+    """The run has a manifest and start values at version 0."""
+
+    lease: int
+    manifest: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """This session got this incarnation; it is not active yet."""
+
+    session: str
+    learner: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activated:
+    """The incarnation takes part from now on, and fences off older ones."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """One contributor of a commit."""
+
+    session: str
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """A fragment's next version; the record's payload is the merged outer gradient, bfloat16."""
+
+    fragment: int
+    generation: int
+    version: int
+    round: int
+    steps: float
+    num_stepping: int
+    merges: tuple[Merge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A contribution that will not be merged."""
+
+    session: str
+    fragment: int
+    seq: int
+    fate: typing.Literal["refused", "superseded"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lapsed:
+    """The lease ran out."""
+
+    session: str
+    seen: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A lapsed process is back."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """A leave, with the leaver's books."""
+
+    session: str
+    reason: Reason
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Regenerated:
+    """What learners held did not fit what was restored: everyone adopts in full."""
+
+    generation: int
+
+
+LogRecord = Seeded | Granted | Activated | CommitRecord | Decided | Lapsed | Returned | Departed | Regenerated
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSession:
+    """A session as plain values, for snapshots."""
+
+    session: str
+    learner: str
+    incarnation: int
+    state: State
+    ending: Reason | None
+    is_lapsed: bool
+    last_seq: dict[str, int]
+    fates: dict[str, tuple[int, Fate, int | None, str | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The syncer machine's durable state, for snapshots."""
+
+    run: str
+    manifest: Json | None
+    lease: int
+    generation: int
+    next_round: int
+    versions: tuple[int, ...]
+    sessions: tuple[SavedSession, ...]
+    accounts: tuple[SavedAccount, ...]
+    num_joins: int
+    num_lapses: int
+    num_commits: int
+    num_contributors: int
+    num_stepping: int
+
+
+_KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(LogRecord)}
+
+
+def encode(record: LogRecord) -> Json:
+    """The record as a JSON object; its class name is under "kind"."""
+    return {"kind": type(record).__name__, **codec.dump(record)}
+
+
+def decode(values: Json) -> LogRecord:
+    """The inverse of `encode`.
+
+    Raises:
+        CorruptLogError: unknown kind (the log was written by another version of this package).
+    """
+    fields = dict(values)
+    kind = _KINDS.get(str(fields.pop("kind", None)))
+    if kind is None:
+        raise CorruptLogError(
+            f"found log record kind {values.get('kind')!r}; known are {', '.join(_KINDS)}; "
+            "restart with the version of lightning-diloco that wrote this run directory"
+        )
+    return typing.cast("LogRecord", codec.load(kind, fields))

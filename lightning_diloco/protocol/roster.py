@@ -1,0 +1,111 @@
+"""Who takes part: sessions, incarnations, leases.
+
+1. A session is one process, known by its nonce. The same session always has the same incarnation.
+2. A new incarnation is granted at once but becomes active, and fences older ones off, only when its process confirms.
+3. A learner id that is still being heard from is in use; the newcomer is told so. One that has fallen silent for three
+   heartbeats gives way.
+4. The electorate of a round is whoever is stepping or draining; nobody waits for anyone else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_diloco.protocol.messages import Fate, Phase, Progress, Reason
+
+FateOf = tuple[int, Fate, int | None, str | None]
+State = Literal["joining", "confirmed", "active", "left", "fenced"]
+
+SILENT_HEARTBEATS = 3
+STALL_STEPS = 5
+
+
+@dataclass(slots=True)
+class Member:
+    """One session.
+
+    Args:
+        session, learner, incarnation: whose it is.
+        state: joining (granted), confirmed (waiting for the start), active, left, or fenced off.
+        is_lapsed: its lease ran out; it may come back.
+        phase: what it said it is doing.
+        connection: highest connection number heard.
+        fates: per fragment, the last decided (seq, fate, version, reason).
+        last_seq: per fragment, the highest seq heard.
+        num_superseded: per fragment, contributions superseded in a row.
+    """
+
+    session: str
+    learner: str
+    incarnation: int
+    state: State = "joining"
+    is_lapsed: bool = False
+    phase: Phase = "stepping"
+    connection: int = 0
+    where: str = ""
+    heard_s: float = 0.0
+    step: int = 0
+    stepped_s: float = 0.0
+    step_s: float = 0.0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    landed: tuple[int, ...] = ()
+    active_s: float | None = None
+    ended_s: float | None = None
+    contributed_s: float | None = None
+    ending: Reason | None = None
+    fates: dict[int, FateOf] = field(default_factory=dict)
+    last_seq: dict[int, int] = field(default_factory=dict)
+    num_superseded: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_live(self) -> bool:
+        """Active, and its lease has not run out."""
+        return self.state == "active" and not self.is_lapsed
+
+    def is_stalled(self, now_s: float, heartbeat_s: float) -> bool:
+        """Whether it should be stepping but is not."""
+        patience_s = max(STALL_STEPS * self.step_s, SILENT_HEARTBEATS * heartbeat_s)
+        return self.phase == "stepping" and now_s - self.stepped_s > patience_s
+
+    def takes_part(self, now_s: float, heartbeat_s: float) -> bool:
+        """Whether a round that opens now may wait for it."""
+        if not self.is_live or self.phase == "evaluating":
+            return False
+        return self.phase == "draining" or (self.step > 0 and not self.is_stalled(now_s, heartbeat_s))
+
+    def hear(self, progress: Progress, phase: Phase, now_s: float) -> None:
+        if progress.step > self.step or (phase == "stepping" and self.phase != "stepping"):
+            self.stepped_s = now_s
+        self.step, self.tokens, self.landed, self.phase = progress.step, progress.tokens, progress.landed, phase
+
+
+class Roster:
+    """All sessions of a run, past ones included."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+
+    def __getitem__(self, session: str) -> Member:
+        return self.members[session]
+
+    def get(self, session: str) -> Member | None:
+        return self.members.get(session)
+
+    def in_state(self, *states: State) -> list[Member]:
+        return [m for m in self.members.values() if m.state in states]
+
+    def active(self, learner: str) -> Member | None:
+        """The active session of this learner id."""
+        return next((m for m in self.in_state("active") if m.learner == learner), None)
+
+    def live(self) -> list[Member]:
+        return [m for m in self.members.values() if m.is_live]
+
+    def next_incarnation(self, learner: str) -> int:
+        return 1 + max((m.incarnation for m in self.members.values() if m.learner == learner), default=0)
+
+    def electorate(self, now_s: float, heartbeat_s: float) -> set[str]:
+        return {m.session for m in self.live() if m.takes_part(now_s, heartbeat_s)}
