@@ -14,6 +14,7 @@ With weights w_m = tokens_m^2 / steps_m, normalized to a_m = w_m / sum(w), every
 Shapes: _P flat values, _MC (contributors, chunk), _EM (entries, contributors).
 Source: arXiv 2604.21428, Section 3.2 and Appendix D.2; the fallback is our choice.
 """
+
 # ruff: noqa: N803, N806
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lightning_diloco.core.quantize import Decoder
 from lightning_diloco.errors import ConfigError
 
 _CANCELLED = 0.01
+_SMALLEST = torch.finfo(torch.float32).tiny  # the inverse of a smaller norm is Inf in float32
 _CHUNK_NUMEL = 1 << 17  # of each contributor: eight of them take 4 MiB, a share of a server's last-level cache
 
 # Every call walks over the chunks of one slice from the start: yields (start, the values of all contributors there).
@@ -171,7 +173,7 @@ def _merge_slice(
     mean = [share * clip for share, clip in zip(shares, clips, strict=True)]
     if kind == "rda" and len(shares) > 1:
         radius = sum(coef * norm for coef, norm in zip(mean, norms, strict=True))
-        directions = [share / norm if norm else 0.0 for share, norm in zip(shares, norms, strict=True)]
+        directions = [share / norm if norm > _SMALLEST else 0.0 for share, norm in zip(shares, norms, strict=True)]
         square, dots = _weighted_sum(chunks, directions, out_P)
         if square > _CANCELLED**2:
             scale = radius / math.sqrt(square)

@@ -10,7 +10,8 @@ The master keeps what quantization leaves out, so it goes into the next update a
 Shapes: _P flat fragment.
 Source: arXiv 2604.21428 (outer optimizer); publishing by quantized difference is our choice.
 """
-# ruff: noqa: N803, N806
+
+# ruff: noqa: N803
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@
 3. NaN and Inf never get onto the wire: the sender raises. A buffer that holds them anyway is corrupt.
 4. decode is exact: all parties that decode the same bytes get the same float32 bits.
 """
-# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -80,6 +79,20 @@ def wire_nbytes(numel: int, wire: Wire, block_size: int) -> int:
     return packed_nbytes(numel, _BITS[wire], block_size) + 2 * num_blocks(numel, block_size)
 
 
+def encode_unchecked(x: Tensor, *, wire: Wire, block_size: int) -> Tensor:
+    """`encode` without looking for NaN and Inf: nothing waits for the device, so a training thread may call it there.
+
+    Whoever takes the bytes to the host calls `check_fragment` before sending them.
+    """
+    if wire in _FLOATS:
+        return x.to(_FLOATS[wire], copy=True).view(torch.uint8)
+    bits = _BITS[wire]
+    q = torch.empty(packed_nbytes(x.numel(), bits, block_size), dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_blocks(x.numel(), block_size), dtype=torch.bfloat16, device=x.device)
+    quantize_into(x, q, scales, bits=bits, block_size=block_size)
+    return torch.cat((q.view(torch.uint8), scales.view(torch.uint8)))
+
+
 def encode(x: Tensor, *, wire: Wire, block_size: int, name: str) -> Tensor:
     """Encode a vector for the wire.
 
@@ -95,28 +108,36 @@ def encode(x: Tensor, *, wire: Wire, block_size: int, name: str) -> Tensor:
     Raises:
         NonFiniteError: x holds NaN, Inf, or values too large for bf16.
     """
-    if wire in _FLOATS:
-        values = x.to(_FLOATS[wire], copy=True)
-        if not _all_finite(values):
-            raise _non_finite(name)
-        return values.view(torch.uint8)
-    quantized = quantize(x, bits=_BITS[wire], block_size=block_size, name=name)
-    return torch.cat((quantized.q.view(torch.uint8), quantized.scales.view(torch.uint8)))
+    buffer = encode_unchecked(x, wire=wire, block_size=block_size)
+    if not _all_finite(_float_part(buffer, x.numel(), wire, block_size)):
+        raise _non_finite(name)
+    return buffer
 
 
 def encode_fragment(layout: FragmentLayout, flat: Tensor, wire: Wire, block_size: int) -> Tensor:
-    """Like `encode`, for a flat fragment; the error names the parameters that hold NaN or Inf.
+    """Like `encode`, for a flat fragment; the error names the slices that hold NaN or Inf.
 
     Raises:
         NonFiniteError: naming up to five slices.
     """
-    try:
-        return encode(flat, wire=wire, block_size=block_size, name="fragment")
-    except NonFiniteError as error:
-        as_sent = flat.to(_FLOATS.get(wire, torch.float32))
-        culprits = [str(entry.slice) for entry in layout.entries if not _all_finite(entry.of(as_sent))]
-        named = ", ".join(culprits[:5]) + (f" and {len(culprits) - 5} more" if len(culprits) > 5 else "")
-        raise _non_finite(named or "padding") from error
+    buffer = encode_unchecked(flat, wire=wire, block_size=block_size)
+    check_fragment(layout, buffer, wire, block_size)
+    return buffer
+
+
+def check_fragment(layout: FragmentLayout, buffer: Tensor, wire: Wire, block_size: int) -> None:
+    """Find NaN and Inf in an encoded fragment.
+
+    Raises:
+        NonFiniteError: naming up to five slices.
+    """
+    floats = _float_part(buffer, layout.padded_numel, wire, block_size)
+    if _all_finite(floats):
+        return
+    per_float = 1 if wire in _FLOATS else block_size
+    bounds = [(e.slice, e.offset // per_float, num_blocks(e.offset + e.numel, per_float)) for e in layout.entries]
+    culprits = [str(rows) for rows, start, stop in bounds if not _all_finite(floats[start:stop])]
+    raise _non_finite(", ".join(culprits[:5]) + (f" and {len(culprits) - 5} more" if len(culprits) > 5 else ""))
 
 
 class Decoder:
@@ -141,14 +162,11 @@ class Decoder:
             )
         self._block_size = block_size
         self._bits = _BITS.get(wire)
-        if self._bits is None:
-            self._values = _reinterpret(buffer, _FLOATS[wire])
-            healthy = _all_finite(self._values)
-        else:
-            num_packed = packed_nbytes(numel, self._bits, block_size)
-            self._values = buffer[:num_packed].view(torch.int8)
-            self._scales_B = _reinterpret(buffer[num_packed:], torch.bfloat16).float()
-            healthy = _all_finite(self._scales_B) and not bool((self._scales_B < 0).any())
+        self._floats = _float_part(buffer, numel, wire, block_size)
+        healthy = _all_finite(self._floats)
+        if self._bits is not None:
+            self._packed = buffer[: packed_nbytes(numel, self._bits, block_size)].view(torch.int8)
+            healthy = healthy and not bool((self._floats < 0).any())
         if not healthy:
             raise CorruptMessageError(
                 f"payload of {numel} values as {wire} holds NaN, Inf or negative scales: only finite values are sent; "
@@ -162,10 +180,10 @@ class Decoder:
         """
         stop = start + out.numel()
         if self._bits is None:
-            return out.copy_(self._values[start:stop])
+            return out.copy_(self._floats[start:stop])
         low, high = (packed_nbytes(at, self._bits, self._block_size) for at in (start, stop))
-        scales_B = self._scales_B[start // self._block_size : num_blocks(stop, self._block_size)]
-        dequantize_into(self._values[low:high], scales_B, out, bits=self._bits, block_size=self._block_size)
+        scales = self._floats[start // self._block_size : num_blocks(stop, self._block_size)]
+        dequantize_into(self._packed[low:high], scales, out, bits=self._bits, block_size=self._block_size)
         return out
 
 
@@ -227,9 +245,11 @@ class ErrorFeedbackEncoder:
         self.residual.zero_()
 
 
-def _reinterpret(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as dtype, copied only if they start at an odd place."""
-    return (buffer if buffer.storage_offset() % dtype.itemsize == 0 else buffer.clone()).view(dtype)
+def _float_part(buffer: Tensor, numel: int, wire: Wire, block_size: int) -> Tensor:
+    """The values of a float buffer, the scales of an integer one; copied only if they start at an odd place."""
+    dtype = _FLOATS.get(wire, torch.bfloat16)
+    part = buffer if wire in _FLOATS else buffer[packed_nbytes(numel, _BITS[wire], block_size) :]
+    return (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)
 
 
 def _all_finite(x: Tensor) -> bool:

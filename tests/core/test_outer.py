@@ -1,0 +1,83 @@
+"""The outer step against torch.optim.SGD, and publishing without drift."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import Wire
+from lightning_diloco.core.outer import apply_update, effective_momentum, nesterov_step, publish
+from lightning_diloco.errors import ConfigError, CorruptMessageError, NonFiniteError
+
+
+def normal(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 1000, (1 << 18) + 37])
+def test_nesterov_equals_torch_sgd_bit_for_bit(numel: int, dtype: torch.dtype) -> None:
+    ours, momentum = normal(numel, 0), torch.zeros(numel)
+    theirs = torch.nn.Parameter(ours.clone())
+    optimizer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(1, 6):
+        gradient = normal(numel, step).to(dtype)
+        theirs.grad = gradient.float()
+        optimizer.step()
+        nesterov_step(ours, momentum, gradient, lr=0.7, momentum_coef=0.9)
+        assert torch.equal(ours, theirs.detach())
+        assert torch.equal(momentum, optimizer.state[theirs]["momentum_buffer"])
+
+
+def test_outer_step_with_lr_one_and_no_momentum_lands_on_the_contribution() -> None:
+    anchor, momentum = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    nesterov_step(anchor, momentum, torch.tensor([0.25, -0.5]), lr=1.0, momentum_coef=0.0)
+    assert anchor.tolist() == [0.75, 2.5]
+
+
+def test_momentum_acts_by_the_work_done() -> None:
+    assert effective_momentum(0.6, 24, 24) == 0.6
+    assert effective_momentum(0.6, 100, 24) == 0.6
+    assert effective_momentum(0.6, 6, 24) ** 4 == pytest.approx(0.6)
+    assert effective_momentum(0.0, 1, 24) == 0.0
+    with pytest.raises(ConfigError, match="steps=0"):
+        effective_momentum(0.6, 0, 24)
+
+
+@pytest.mark.parametrize("wire", get_args(Wire))
+def test_published_follows_the_master_without_drift_and_equally_everywhere(wire: Wire) -> None:
+    numel = 64 * 40
+    master = normal(numel, 0)
+    published, learner = master.clone(), master.clone()
+    residuals = []
+    for step in range(1, 201):
+        master += 0.01 * normal(numel, step)
+        update = publish(master, published, wire=wire, block_size=64)
+        apply_update(learner, update, wire=wire, block_size=64)
+        assert torch.equal(learner, published)
+        residuals.append(float((master - published).norm() / master.norm()))
+    bound = {"int8": 2e-4, "int4": 4e-3, "bf16": 1e-4, "fp32": 1e-7}[wire]
+    assert max(residuals) < bound
+    assert sum(residuals[-50:]) <= 1.1 * sum(residuals[:50]) + 1e-6
+
+
+def test_update_in_pieces_equals_one_addition() -> None:
+    numel = (1 << 18) + 256
+    master, published = normal(numel, 0), normal(numel, 1)
+    learner = published.clone()
+    update = publish(master, published, wire="fp32", block_size=256)
+    assert torch.equal(published, learner + (master - learner))
+    apply_update(learner, update, wire="fp32", block_size=256)
+    assert torch.equal(learner, published)
+
+
+def test_bad_updates_change_nothing() -> None:
+    anchor = torch.ones(128)
+    with pytest.raises(CorruptMessageError):
+        apply_update(anchor, torch.zeros(5, dtype=torch.uint8), wire="int8", block_size=64)
+    with pytest.raises(NonFiniteError, match="outer update"):
+        publish(torch.full((128,), torch.nan), anchor, wire="int8", block_size=64)
+    assert torch.equal(anchor, torch.ones(128))

@@ -1,0 +1,194 @@
+"""The wire codec: error bounds, exactness, refusals, error feedback."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_diloco.config import Wire
+from lightning_diloco.core.fragments import FragmentPlan, gather
+from lightning_diloco.core.quantize import (
+    Decoder,
+    ErrorFeedbackEncoder,
+    decode,
+    encode,
+    encode_fragment,
+    quantize,
+    wire_nbytes,
+)
+from lightning_diloco.errors import CorruptMessageError, NonFiniteError
+
+WIRES = get_args(Wire)
+wires = pytest.mark.parametrize("wire", WIRES)
+
+
+def normal(numel: int, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def reference(x: Tensor, bits: int, block_size: int) -> Tensor:
+    """The formula, block by block, in float64."""
+    out = []
+    for block in x.double().split(block_size):
+        exact = block.abs().max() / (2 ** (bits - 1) - 1)
+        scale = exact.float().bfloat16()
+        if scale.double() < exact.float().double():
+            scale = torch.nextafter(scale, torch.tensor(torch.inf, dtype=torch.bfloat16))
+        out.append(block if scale == 0 else (block / scale.double()).round() * scale.double())
+    return torch.cat(out)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    st.integers(1, 700),
+    st.sampled_from([4, 8]),
+    st.sampled_from([16, 64, 256]),
+    st.integers(0, 99),
+    st.integers(-30, 30),
+)
+def test_quantize_equals_the_formula_for_any_length(
+    numel: int, bits: int, block_size: int, seed: int, exponent: int
+) -> None:
+    x = normal(numel, seed) * 10.0**exponent
+    found = quantize(x, bits=bits, block_size=block_size)
+    assert torch.equal(found.dequantize().double(), reference(x, bits, block_size))
+    assert found.nbytes == wire_nbytes(numel, "int8" if bits == 8 else "int4", block_size)
+
+
+@pytest.mark.parametrize(("bits", "percent"), [(8, 0.70), (4, 13.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relative_error_of_gaussian_values_over_several_chunks(bits: int, percent: float, dtype: torch.dtype) -> None:
+    x = normal((1 << 18) * 2 + 1234).to(dtype)
+    back = quantize(x, bits=bits).dequantize()
+    assert (back - x.float()).norm() / x.float().norm() == pytest.approx(percent / 100, rel=0.05)
+
+
+def test_rounding_is_to_nearest_even() -> None:
+    x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5])
+    assert quantize(x).q.tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
+
+
+def test_scale_is_rounded_up_so_that_nothing_clips() -> None:
+    x = torch.linspace(1.0, 2.0, 997).repeat_interleave(16) * 127
+    found = quantize(x, block_size=16)
+    assert (found.scales.float() >= x[::16] / 127).all()
+    assert (found.scales.float() <= x[::16] / 127 * (1 + 2**-7)).all()
+    assert found.q.max() <= 127
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-40, 1e-37])
+def test_block_of_zeros_or_nearly_becomes_zero(tiny: float) -> None:
+    found = quantize(torch.full((256,), tiny))
+    assert not found.scales.any()
+    assert not found.dequantize().any()
+
+
+@wires
+@pytest.mark.parametrize("numel", [0, 1, 255, 256, 777, (1 << 18) + 3])
+def test_decode_inverts_encode_at_the_stated_length(wire: Wire, numel: int) -> None:
+    x = normal(numel)
+    buffer = encode(x, wire=wire, block_size=256, name="x")
+    assert (buffer.dtype, buffer.numel()) == (torch.uint8, wire_nbytes(numel, wire, 256))
+    out = torch.empty(numel)
+    back = decode(buffer, numel=numel, wire=wire, block_size=256, out=out)
+    assert back is out
+    step = {"int8": 1 / 127, "int4": 1 / 7, "bf16": 2**-7, "fp32": 0.0}[wire]
+    assert ((back - x).abs() <= 0.51 * step * 6).all()
+    assert wire != "fp32" or torch.equal(back, x)
+
+
+@wires
+def test_encode_does_not_share_memory_with_its_input(wire: Wire) -> None:
+    x = normal(512)
+    buffer = encode(x, wire=wire, block_size=256, name="x")
+    before = buffer.clone()
+    x.zero_()
+    assert torch.equal(buffer, before)
+
+
+@wires
+def test_decoder_reads_parts_as_the_whole(wire: Wire) -> None:
+    buffer = encode(normal(1000), wire=wire, block_size=64, name="x")
+    whole = decode(buffer, numel=1000, wire=wire, block_size=64)
+    decoder = Decoder(buffer, 1000, wire, 64)
+    assert torch.equal(torch.cat([decoder.read(0, torch.empty(640)), decoder.read(640, torch.empty(360))]), whole)
+
+
+@wires
+def test_decode_takes_a_buffer_at_an_odd_offset(wire: Wire) -> None:
+    buffer = encode(normal(301), wire=wire, block_size=64, name="x")
+    shifted = torch.cat([buffer.new_zeros(1), buffer])[1:]
+    options = {"numel": 301, "wire": wire, "block_size": 64}
+    assert torch.equal(decode(shifted, **options), decode(buffer, **options))
+
+
+@wires
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_are_refused_by_name(wire: Wire, bad: float) -> None:
+    plan = FragmentPlan.balanced({"good": (3, 40), "bad": (2, 50)}, num_fragments=1, max_slice_numel=50)
+    layout = plan.layout(0, 16)
+    tensors = {"good": torch.ones(3, 40), "bad": torch.ones(2, 50)}
+    tensors["bad"][1, 7] = bad
+    flat = gather(layout, tensors, torch.empty(layout.padded_numel))
+    with pytest.raises(NonFiniteError, match=r"Inf in bad\[1:2\]: only finite"):
+        encode_fragment(layout, flat, wire, 16)
+    with pytest.raises(NonFiniteError, match="Inf in the fragment: only finite"):
+        encode(flat, wire=wire, block_size=16, name="the fragment")
+
+
+@wires
+def test_wrong_length_is_corrupt_and_names_both_lengths(wire: Wire) -> None:
+    buffer = encode(normal(300), wire=wire, block_size=64, name="x")
+    with pytest.raises(CorruptMessageError, match=f"{buffer.numel() - 1} bytes.* take {buffer.numel()}"):
+        decode(buffer[:-1], numel=300, wire=wire, block_size=64)
+
+
+@wires
+def test_values_or_scales_that_are_not_finite_are_corrupt_and_leave_out_alone(wire: Wire) -> None:
+    buffer = encode(normal(256), wire=wire, block_size=64, name="x")
+    buffer[-2:] = torch.tensor([0xC0, 0x7F], dtype=torch.uint8)  # a bfloat16 or the upper half of a float32: NaN
+    out = torch.full((256,), 7.0)
+    with pytest.raises(CorruptMessageError, match="NaN"):
+        decode(buffer, numel=256, wire=wire, block_size=64, out=out)
+    assert torch.equal(out, torch.full((256,), 7.0))
+
+
+def test_negative_scale_is_corrupt() -> None:
+    buffer = encode(normal(256), wire="int8", block_size=256, name="x")
+    buffer[-1] |= 0x80
+    with pytest.raises(CorruptMessageError, match="negative scales"):
+        decode(buffer, numel=256, wire="int8", block_size=256)
+
+
+def test_error_feedback_makes_a_repeated_sum_nearly_exact() -> None:
+    def relative_error(enabled: bool) -> float:
+        encoder = ErrorFeedbackEncoder(2048, "int4", 64, enabled)
+        wanted, received = torch.zeros(2048, dtype=torch.float64), torch.zeros(2048, dtype=torch.float64)
+        constant = normal(2048)
+        for k in range(100):
+            x = constant + 0.1 * normal(2048, k)
+            wanted += x
+            received += decode(encoder.encode(x, "x"), numel=2048, wire="int4", block_size=64)
+        return float((received - wanted).norm() / wanted.norm())
+
+    assert relative_error(enabled=True) < 0.003
+    assert relative_error(enabled=False) > 10 * relative_error(enabled=True)
+
+
+def test_error_feedback_keeps_what_was_lost_and_survives_bad_values() -> None:
+    encoder = ErrorFeedbackEncoder(512, "int4", 64)
+    x = normal(512)
+    kept = x.clone()
+    sent = decode(encoder.encode(x, "x"), numel=512, wire="int4", block_size=64)
+    assert torch.equal(x, kept)
+    assert torch.equal(encoder.residual, x - sent)
+    with pytest.raises(NonFiniteError, match="layer"):
+        encoder.encode(torch.full((512,), torch.nan), "layer")
+    assert torch.equal(encoder.residual, x - sent)
+    encoder.reset()
+    assert not encoder.residual.any()
