@@ -1,0 +1,177 @@
+"""Draws the state of a run: a live table at a terminal, plain lines elsewhere, and the summary at the end.
+
+Input is the syncer's status and `summary.json`; a value that is not known yet is shown as "-".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lightning_diloco.cli.feed import Status
+
+_NUM_ROUNDS_LIVE = 4
+_REDRAW_S = 0.25
+_UNITS = (("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+class Screen:
+    """Where a run is shown while it lasts.
+
+    Args:
+        console: where to write.
+        live: redraw one table; else print lines.
+        period_s: pause between two sets of lines.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, console: Console, *, live: bool, period_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False) if live else None
+        self._period_s = _REDRAW_S if live else period_s
+        self._clock = clock
+        self._next_s = clock()
+
+    def __enter__(self) -> Screen:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Print lines that stay."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def show(self, status: Status | None, problem: str | None = None) -> None:
+        """Show the state, unless it was shown a moment ago; without one, say what the problem is."""
+        if self._clock() < self._next_s or (status is None and problem is None):
+            return
+        self._next_s = self._clock() + self._period_s
+        silence = f"no answer from the syncer: {problem}"
+        if self._live:
+            view = status_view(status, num_rounds=_NUM_ROUNDS_LIVE) if status else Text(silence)
+            self._live.update(view, refresh=True)
+        else:
+            self.say("\n".join(status_lines(status)) if status else silence)
+
+
+def status_view(status: Status, *, num_rounds: int | None = None) -> Group:
+    """The state as a table of learners, a line on the run, and one line per open round (at most num_rounds)."""
+    table = Table("learner", "phase", title=Text(f"run {status['run']}"), title_justify="left")
+    for heading in ("step", "loss", "tokens/s", "staleness", "last contribution"):
+        table.add_column(heading, justify="right")
+    for learner in status["learners"]:
+        table.add_row(
+            Text(learner["id"]),
+            learner["phase"],
+            str(learner["step"]),
+            _number(learner["metrics"].get("loss"), ".4f"),
+            _count(learner["tokens_per_s"]),
+            str(learner["staleness_versions"]),
+            _ago(learner["last_contribution_s_ago"]),
+        )
+    rounds = list(round_lines(status))
+    left_out = (
+        [] if num_rounds is None or len(rounds) <= num_rounds else [f"and {len(rounds) - num_rounds} more rounds"]
+    )
+    return Group(table, *map(Text, (run_line(status), *rounds[:num_rounds], *left_out)))
+
+
+def status_lines(status: Status) -> list[str]:
+    """The state as plain lines: the run, then each learner."""
+    stamp = f"{status['uptime_s']:7.1f} s  "
+    return [stamp + run_line(status)] + [
+        f"{stamp}{learner['id']} {learner['phase']}: step {learner['step']}, "
+        f"loss {_number(learner['metrics'].get('loss'), '.4f')}, {_count(learner['tokens_per_s'])} tokens/s, "
+        f"staleness {learner['staleness_versions']}, last contribution {_ago(learner['last_contribution_s_ago'])}"
+        for learner in status["learners"]
+    ]
+
+
+def run_line(status: Status) -> str:
+    """The run as a whole, in one line."""
+    versions: Sequence[int] = status["versions"]
+    span = f"{min(versions)}..{max(versions)} of {len(versions)} fragments" if versions else "-"
+    why = f" ({status['reason']})" if status["reason"] else ""
+    return (
+        f"{status['state']}{why}: round {span}, {status['num_commits']} commits, quorum {status['effective_quorum']}, "
+        f"participation {_percent(status['participation'])}, goodput {_percent(status['goodput'])}, "
+        f"{_count(status['fleet_tokens'])} tokens, up {_bytes(status['bytes_up'])}, down {_bytes(status['bytes_down'])}"
+    )
+
+
+def round_lines(status: Status) -> Iterator[str]:
+    """For each open round: whom it waits for, since when, until when, and what happens then."""
+    for opened in status["rounds"]:
+        waiting = ", ".join(opened["waiting_for"]) or "nobody"
+        until = "" if opened["closes_in_s"] is None else f" for at most {opened['closes_in_s']:.1f} s more"
+        yield (
+            f"fragment {opened['fragment']}, round {opened['round']}: waiting for {waiting} since "
+            f"{opened['opened_s_ago']:.1f} s{until}; ready: {', '.join(opened['ready']) or 'nobody'} "
+            f"(quorum {opened['quorum']}); then: {opened['then']}"
+        )
+
+
+def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
+    """What `summary.json` says, and where the files are."""
+    merged, seen = summary["tokens_merged"], summary["tokens_seen"]
+    discarded = ", ".join(
+        f"{cause} {_count(tokens)}" for cause, tokens in summary["tokens_discarded"].items() if tokens
+    )
+    table = Table(title="summary", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    rows = {
+        "status": str(summary["status"]),
+        "wall time": f"{summary['wall_s']:.1f} s",
+        "tokens": f"{_count(summary['fleet_tokens'])} seen by the fleet",
+        "merged / seen": f"{merged} / {seen} token-fragments ({_percent(merged / seen if seen else None)})",
+        "discarded": discarded or "nothing",
+        "pending": str(summary["tokens_pending"]),
+        "participation": _percent(summary["participation"]),
+        "goodput": _percent(summary["goodput"]),
+        "bytes up / down": f"{_bytes(summary['bytes_up'])} / {_bytes(summary['bytes_down'])}",
+        "joins / lapses": f"{summary['joins']} / {summary['lapses']}",
+        **{f"stall of {name}": _number(stall_s, ".3f", " s") for name, stall_s in (summary["stall_s"] or {}).items()},
+        "eval_loss of the anchor": _number(summary["eval_loss"], ".4f"),
+        "files": str(run_dir),
+    }
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "-"
+    unit, size = next(((unit, size) for unit, size in _UNITS if abs(value) >= size), ("", 1.0))
+    return f"{value / size:.4g}{unit}"
+
+
+def _bytes(value: float) -> str:
+    return f"{_count(value)}B"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _ago(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f} s ago"

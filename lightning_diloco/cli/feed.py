@@ -1,0 +1,61 @@
+"""Asks a syncer for its state, in a thread of its own: one that does not answer holds up nobody."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.transport.address import JoinAddress
+
+Status = Mapping[str, Any]
+Fetch = Callable[[], Status]
+
+
+class StatusFeed:
+    """The latest answer to a question asked every period.
+
+    Args:
+        fetch: returns the syncer's state; called from the feed's thread only.
+        period_s: pause between an answer and the next question.
+    """
+
+    def __init__(self, fetch: Fetch, *, period_s: float = 0.5) -> None:
+        self._fetch = fetch
+        self._period_s = period_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name="diloco-status", daemon=True)
+        self.latest: Status | None = None
+        self.problem: str | None = None
+
+    def __enter__(self) -> StatusFeed:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._closing.set()
+        self._thread.join(timeout=0.5)
+
+    def _ask(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self.latest, self.problem = self._fetch(), None
+            except Exception as error:  # whatever it is: a run does not end because it cannot be watched
+                known = isinstance(error, DiLoCoError)
+                self.latest, self.problem = None, str(error) if known else repr(error)
+            self._closing.wait(self._period_s)
+
+
+@contextmanager
+def asking(address: JoinAddress) -> Iterator[Fetch]:
+    """A way to ask the syncer at this address, while the block lasts."""
+    from lightning_diloco.transport.flight import FlightConnection
+
+    connection = FlightConnection(address)
+    try:
+        yield connection.status
+    finally:
+        connection.close()

@@ -1,0 +1,171 @@
+"""Child processes: started, watched, started again, and ended.
+
+1. Each child leads a session of its own, so that a Ctrl-C at the terminal reaches only us, and we decide the order.
+2. What a dead child left behind in its process group is killed before it is started again.
+3. Whatever happens to us, no child outlives us: leaving the `with` block ends them, and a leash does if we are killed.
+4. Exit code 0 is the end of a child's work, 2 a command line that is wrong (argparse, jsonargparse, Python and we
+   agree on it): neither is started again. Every other end is.
+
+Rules and bounds are our choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+Outcome = Literal["running", "finished", "gave up", "stopped"]
+
+_LEASH = str(Path(__file__).with_name("leash.py"))
+_USAGE_EXIT_CODE = 2
+_POLL_S = 0.02
+_TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What to run as one child, the same at every start.
+
+    Args:
+        name: the child's name, unique in its fleet.
+        argv: program and arguments.
+        log_path: stdout and stderr are appended here; its folder is made.
+        env: added to our own environment.
+        stop_signal: how it is asked to end.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    log_path: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    stop_signal: signal.Signals = signal.SIGTERM
+
+
+@dataclass(slots=True)
+class _Child:
+    command: Command
+    process: subprocess.Popen[bytes]
+    num_restarts: int = 0
+    outcome: Outcome = "running"
+
+
+class Fleet:
+    """The children of one run. Not thread-safe: used from the main thread only (see leash.py).
+
+    Args:
+        max_restarts: how often each child may be started again.
+        say: receives what there is to tell, in whole lines.
+    """
+
+    def __init__(self, *, max_restarts: int, say: Callable[[str], None]) -> None:
+        self._max_restarts = max_restarts
+        self._say = say
+        self._children: dict[str, _Child] = {}
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop(list(self._children), within_s=2.0)
+
+    def start(self, command: Command) -> None:
+        """Start one child."""
+        self._children[command.name] = _Child(command, _spawn(command))
+
+    def watch(self) -> None:
+        """Look once at every child; start the dead again, or say why not. Never waits."""
+        for child in self._children.values():
+            if child.outcome == "running" and child.process.poll() is not None:
+                _signal_group(child, signal.SIGKILL)
+                self._bury(child, child.process.returncode)
+
+    def outcome(self, name: str) -> Outcome:
+        """What became of a child, as of the last `watch` or `stop`."""
+        return self._children[name].outcome
+
+    def pid(self, name: str) -> int:
+        """The process (and process group) a child runs as now."""
+        return self._children[name].process.pid
+
+    def stop(self, names: Iterable[str], *, within_s: float) -> None:
+        """Ask these children to end, and kill what has not after within_s; returns once all are dead."""
+        children = [child for name in names if (child := self._children[name]).outcome == "running"]
+        for child in children:
+            child.outcome = "stopped"
+            _signal_group(child, child.command.stop_signal)
+        deadline_s = time.monotonic() + within_s
+        while time.monotonic() < deadline_s and any(child.process.poll() is None for child in children):
+            time.sleep(_POLL_S)
+        if late := [child.command.name for child in children if child.process.poll() is None]:
+            self._say(f"{', '.join(late)}: still running {within_s:g} s after being asked to end; killed")
+        for child in children:
+            _signal_group(child, signal.SIGKILL)
+            child.process.wait()
+
+    def _bury(self, child: _Child, code: int) -> None:
+        name, how = child.command.name, describe_exit(code)
+        if code == 0:
+            child.outcome = "finished"
+            self._say(f"{name} finished")
+        elif code == _USAGE_EXIT_CODE:
+            self._give_up(
+                child, f"{name} ended with {how}: what it was asked to do is wrong, so it is not started again"
+            )
+        elif child.num_restarts >= self._max_restarts:
+            self._give_up(child, f"{name} died ({how}); restarts used up: {child.num_restarts} of {self._max_restarts}")
+        else:
+            child.num_restarts += 1
+            self._say(f"{name} died ({how}); restart {child.num_restarts} of {self._max_restarts}")
+            child.process = _spawn(child.command)
+
+    def _give_up(self, child: _Child, why: str) -> None:
+        child.outcome = "gave up"
+        self._say(f"{why}\n{describe_log(child.command.log_path)}")
+
+
+def describe_exit(code: int) -> str:
+    """A `Popen.returncode` in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def describe_log(path: Path, *, num_lines: int = 15) -> str:
+    """The last lines of a log, indented, and where the rest is."""
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        text = log.read().decode(errors="replace")
+    # A progress bar redraws its line after "\r"; only its last state is of interest.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    tail = "".join(f"    {line}\n" for line in lines[-num_lines:])
+    return f"  its last lines:\n{tail}  the whole log: {path}"
+
+
+def _spawn(command: Command) -> subprocess.Popen[bytes]:
+    command.log_path.parent.mkdir(parents=True, exist_ok=True)
+    with command.log_path.open("ab") as log:
+        return subprocess.Popen(
+            (sys.executable, "-IS", _LEASH, str(os.getpid()), *command.argv),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **command.env},
+            start_new_session=True,
+        )
+
+
+def _signal_group(child: _Child, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        os.killpg(child.process.pid, number)

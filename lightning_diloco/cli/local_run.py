@@ -1,0 +1,194 @@
+"""A run on this machine: one syncer and N learners, until all of them have finished.
+
+1. Learners start once the syncer has written RUN_DIR/join.
+2. A learner that gives up leaves the others training; a syncer that gives up ends the run.
+3. After the last learner the syncer has a while to write the summary; learners from elsewhere keep it going.
+4. An interrupted run ends within 5 s: learners first, so that the syncer still hears them leave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.cli.display import Screen
+from lightning_diloco.cli.feed import Fetch, StatusFeed, asking
+from lightning_diloco.cli.fleet import Command, Fleet
+from lightning_diloco.cli.interruption import Interruption
+from lightning_diloco.transport.address import JoinAddress, read_join_file
+
+Ask = Callable[[JoinAddress], AbstractContextManager[Fetch]]
+
+_SYNCER = "syncer"
+_GONE = ("left", "lapsed")
+_TICK_S = 0.1
+_STOP_LEARNERS_S = 2.3
+_STOP_SYNCER_S = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to start, and how patient to be.
+
+    Args:
+        run_dir: absolute path of the run directory.
+        syncer_argv: command of the syncer.
+        learner_argv: command of every learner.
+        num_learners: N.
+        threads: OMP_NUM_THREADS of a learner; None: what the environment says, else the cores divided by N.
+        max_restarts: how often each process may be started again.
+        open_s: how long the syncer may take to write its join file.
+        linger_s: how long the syncer may take to end after the last learner did.
+    """
+
+    run_dir: Path
+    syncer_argv: tuple[str, ...]
+    learner_argv: tuple[str, ...]
+    num_learners: int
+    threads: int | None = None
+    max_restarts: int = 3
+    open_s: float = 60.0
+    linger_s: float = 30.0
+
+    @property
+    def learners(self) -> list[str]:
+        """The ids l0..lN-1."""
+        return [f"l{index}" for index in range(self.num_learners)]
+
+    def syncer(self) -> Command:
+        """The syncer's command."""
+        return Command(name=_SYNCER, argv=self.syncer_argv, log_path=self.run_dir / "syncer" / "log.txt")
+
+    def learner(self, name: str, address: JoinAddress) -> Command:
+        """A learner's command; the secret travels in the environment, where other users cannot read it."""
+        env = {
+            "DILOCO_JOIN": address.join_string(),
+            "DILOCO_LEARNER": name,
+            "DILOCO_RUN_DIR": str(self.run_dir),
+        }
+        if self.threads is not None or "OMP_NUM_THREADS" not in os.environ:
+            env["OMP_NUM_THREADS"] = str(self.threads or max(1, _num_cores() // self.num_learners))
+        log_path = self.run_dir / "learners" / name / "log.txt"
+        # SIGINT is what Lightning ends gracefully on; SIGTERM it only notes until the next batch.
+        return Command(name=name, argv=self.learner_argv, log_path=log_path, env=env, stop_signal=signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a run ended.
+
+    Args:
+        exit_code: 0: every learner finished and so did the run; 128 + signal: interrupted; 1: anything else.
+        summary: what the syncer wrote at the end; None if it did not.
+    """
+
+    exit_code: int
+    summary: dict[str, Any] | None
+
+
+def execute(plan: Plan, screen: Screen, interruption: Interruption, ask: Ask = asking) -> Ended:
+    """Run to the end; main thread only."""
+    summary_path = plan.run_dir / "summary.json"
+    before = _stamp(summary_path)
+    with Fleet(max_restarts=plan.max_restarts, say=screen.say) as fleet:
+        run = _Run(plan, fleet, screen, interruption)
+        if address := run.open():
+            for name in plan.learners:
+                fleet.start(plan.learner(name, address))
+            with ask(address) as fetch, StatusFeed(fetch) as feed:
+                run.train(feed)
+                run.drain(feed)
+                run.stop()
+    summary = json.loads(summary_path.read_text(encoding="utf-8")) if _stamp(summary_path) != before else None
+    if interruption:
+        return Ended(exit_code=interruption.exit_code, summary=summary)
+    all_finished = address is not None and all(fleet.outcome(name) == "finished" for name in plan.learners)
+    is_done = all_finished and summary is not None and summary["status"] == "finished"
+    return Ended(exit_code=0 if is_done else 1, summary=summary)
+
+
+class _Run:
+    """The stages of one run."""
+
+    def __init__(self, plan: Plan, fleet: Fleet, screen: Screen, interruption: Interruption) -> None:
+        self._plan = plan
+        self._fleet = fleet
+        self._screen = screen
+        self._interruption = interruption
+
+    def open(self) -> JoinAddress | None:
+        """Start the syncer; its address, or None if it did not come up."""
+        join = self._plan.run_dir / "join"
+        before = _stamp(join)
+        self._fleet.start(self._plan.syncer())
+        deadline_s = time.monotonic() + self._plan.open_s
+        self._wait(lambda: _stamp(join) != before or not self._is_served() or time.monotonic() > deadline_s)
+        if self._interruption or not self._is_served():
+            return None
+        if _stamp(join) == before:
+            log = self._plan.syncer().log_path
+            self._screen.say(f"the syncer did not write {join} within {self._plan.open_s:g} s; see {log}")
+            return None
+        return read_join_file(join)
+
+    def train(self, feed: StatusFeed) -> None:
+        """Wait for the learners, or for a syncer that gave up."""
+        self._wait(lambda: not self._are_training() or self._fleet.outcome(_SYNCER) == "gave up", feed)
+
+    def drain(self, feed: StatusFeed) -> None:
+        """Wait for the syncer to end by itself, as long as there is reason to."""
+        if self._are_training() or self._interruption:
+            return
+        if feed.latest is not None and not feed.latest["learners"]:
+            self._screen.say(
+                "no learner took part in the run, so it cannot finish; "
+                'a script takes part by Trainer(strategy="decoupled_diloco"), after `import lightning_diloco`'
+            )
+            return
+        deadline_s = time.monotonic() + self._plan.linger_s
+        self._wait(lambda: not self._is_served() or (time.monotonic() > deadline_s and not _is_used(feed)), feed)
+
+    def stop(self) -> None:
+        """End what still runs."""
+        if self._interruption.signal:
+            self._screen.say(f"{self._interruption.signal.name}: ending the run")
+        self._fleet.stop(self._plan.learners, within_s=_STOP_LEARNERS_S)
+        self._fleet.stop([_SYNCER], within_s=_STOP_SYNCER_S)
+
+    def _wait(self, done: Callable[[], bool], feed: StatusFeed | None = None) -> None:
+        self._fleet.watch()
+        while not self._interruption and not done():
+            if feed is not None:
+                self._screen.show(feed.latest, feed.problem)
+            time.sleep(_TICK_S)
+            self._fleet.watch()
+
+    def _is_served(self) -> bool:
+        return self._fleet.outcome(_SYNCER) == "running"
+
+    def _are_training(self) -> bool:
+        return any(self._fleet.outcome(name) == "running" for name in self._plan.learners)
+
+
+def _is_used(feed: StatusFeed) -> bool:
+    return feed.latest is not None and any(learner["phase"] not in _GONE for learner in feed.latest["learners"])
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Changes whenever the file is written: one left by an earlier syncer of the run must not be taken for the new."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,115 @@
+"""Finds recipes: in `recipes/` next to the package (a checkout) and in `recipes/` under the working directory.
+
+A recipe is a YAML file for LightningCLI or a Python script; its name is its path below `recipes/` without the suffix,
+its description the first comment line (YAML) or the first line of the docstring (script).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_diloco.errors import ConfigError
+
+SUFFIXES = (".yaml", ".yml", ".py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One recipe that was found.
+
+    Args:
+        name: for people, such as "tiny/gpt".
+        path: the file.
+        model: class of the model, or "script".
+        description: one line.
+    """
+
+    name: str
+    path: Path
+    model: str
+    description: str
+
+
+def roots() -> tuple[Path, ...]:
+    """Folders in which recipes are looked for, each once."""
+    checkout = Path(__file__).resolve().parents[2] / "recipes"
+    return tuple(dict.fromkeys((checkout, Path.cwd() / "recipes")))
+
+
+def find(folders: Sequence[Path] | None = None) -> list[Recipe]:
+    """All recipes, by name; the first folder wins where two have the same."""
+    found: dict[str, Recipe] = {}
+    for folder in roots() if folders is None else folders:
+        for path in _files(folder):
+            name = path.relative_to(folder).as_posix()
+            name = name if path.suffix == ".py" else name.removesuffix(path.suffix)
+            found.setdefault(name, _read(name, path))
+    return [found[name] for name in sorted(found)]
+
+
+def resolve(target: str) -> Path:
+    """The file meant by a path or by the name of a recipe.
+
+    Raises:
+        ConfigError: there is no such file; the nearest names are given.
+    """
+    path = Path(target)
+    if path.is_file() and path.suffix in SUFFIXES:
+        return path
+    if path.is_file():
+        raise ConfigError(f"{target}: a recipe ends in {', '.join(SUFFIXES)}; rename the file, or see `diloco ls`")
+    known = {recipe.name: recipe.path for recipe in find()}
+    if target in known:
+        return known[target]
+    raise ConfigError(_not_found(target, known))
+
+
+def _not_found(target: str, known: dict[str, Path]) -> str:
+    looked = ", ".join(str(folder) for folder in roots())
+    names = {**{str(path): name for name, path in known.items()}, **{name: name for name in known}}
+    wanted = target.removeprefix("recipes/").removesuffix(".yaml").removesuffix(".yml")
+    near = dict.fromkeys(names[match] for match in difflib.get_close_matches(wanted, names, n=3, cutoff=0.5))
+    hint = f"the nearest: {', '.join(near)}; " if near else ""
+    return (
+        f"no recipe or script {target!r}: neither a file {Path(target).absolute()} nor a name in {looked}; "
+        f"{hint}`diloco ls` shows all"
+    )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES and path.is_file())
+
+
+def _read(name: str, path: Path) -> Recipe:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix == ".py":
+        return Recipe(name=name, path=path, model="script", description=_docstring_line(text))
+    return Recipe(name=name, path=path, model=_model(text), description=_comment_line(text))
+
+
+def _comment_line(text: str) -> str:
+    return next((line.lstrip("# ").strip() for line in text.splitlines() if line.startswith("#")), "")
+
+
+def _docstring_line(text: str) -> str:
+    try:
+        lines = (ast.get_docstring(ast.parse(text)) or "").splitlines()
+    except SyntaxError:
+        return "not valid Python"
+    return lines[0] if lines else ""
+
+
+def _model(text: str) -> str:
+    import yaml
+
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return "not valid YAML"
+    model = content.get("model") if isinstance(content, dict) else None
+    class_path = model.get("class_path", "") if isinstance(model, dict) else str(model or "")
+    return str(class_path).rpartition(".")[2]

@@ -1,0 +1,128 @@
+"""`diloco run`: a recipe or a script as N learners on this machine, with a syncer.
+
+Options are ours up to `--`, or up to the first one after the target that is not ours; everything from there on belongs
+to the recipe or the script, untouched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.cli import recipes
+from lightning_diloco.errors import ConfigError
+
+_EXAMPLE = """examples:
+  diloco run recipes/tiny/gpt.yaml --local 2 --trainer.max_steps 60
+  diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"""
+_VALUED = ("--local", "--run-dir", "--max-restarts", "--threads")
+_FLAGS = ("--no-table", "-h", "--help")
+
+
+def add_parser(verbs: Any) -> None:
+    """Add this verb."""
+    about = "run a recipe or a script as N learners on this machine"
+    parser = verbs.add_parser(
+        "run",
+        help=about,
+        description=f"{about.capitalize()}.",
+        epilog=_EXAMPLE,
+        usage="diloco run RECIPE.yaml|SCRIPT.py --local N [options] [--] [overrides or script arguments]",
+    )
+    parser.add_argument("target", metavar="RECIPE|SCRIPT", help="a YAML recipe (see `diloco ls`) or a Python script")
+    parser.add_argument("--local", type=int, metavar="N", help="number of learners")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<name>-<UTC time>")
+    parser.add_argument("--max-restarts", type=int, default=3, metavar="R", help="of each process (default: 3)")
+    parser.add_argument("--threads", type=int, metavar="T", help="of each learner (default: cores / N)")
+    parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
+    parser.set_defaults(call=call)
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide a command line `run ...` into what is ours and what is passed on."""
+    num_positional, position = 0, 0
+    while position < len(words):
+        word = words[position]
+        if word == "--":
+            return list(words[:position]), list(words[position + 1 :])
+        name, has_value, _ = word.partition("=")
+        is_ours = name in _VALUED or word in _FLAGS
+        if not is_ours and num_positional == 2:  # "run" and the target
+            break
+        num_positional += not word.startswith("-")
+        position += 2 if name in _VALUED and not has_value else 1
+    return list(words[:position]), list(words[position:])
+
+
+def call(arguments: argparse.Namespace) -> int:
+    """Run to the end and print the summary; returns the exit code."""
+    from rich.console import Console
+
+    from lightning_diloco.cli.display import Screen, summary_view
+    from lightning_diloco.cli.interruption import Interruption
+    from lightning_diloco.cli.local_run import Plan, execute
+
+    _check(arguments)
+    target = recipes.resolve(arguments.target)
+    num_learners = arguments.local
+    run_dir = _make_run_dir(arguments.run_dir, target.stem)
+    plan = Plan(
+        run_dir=run_dir,
+        syncer_argv=_syncer_argv(run_dir, num_learners),
+        learner_argv=_learner_argv(target, arguments.passed_on),
+        num_learners=num_learners,
+        threads=arguments.threads,
+        max_restarts=arguments.max_restarts,
+    )
+    console = Console()
+    live = console.is_terminal and not arguments.no_table
+    with Interruption() as interruption:
+        with Screen(console, live=live) as screen:
+            screen.say(f"run directory: {run_dir}  (each process logs to log.txt in its folder there)")
+            ended = execute(plan, screen, interruption)
+        console.print(summary_view(ended.summary, run_dir) if ended.summary else f"no summary; files: {run_dir}")
+    return ended.exit_code
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    problems = []
+    if arguments.local is None:
+        swallowed = any(word.partition("=")[0] == "--local" for word in arguments.passed_on)
+        hint = "put it before everything that is passed on" if swallowed else "for example --local 2"
+        problems.append(f"--local N is missing: say how many learners to run; {hint}")
+    for name, minimum in (("local", 1), ("max_restarts", 0), ("threads", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < minimum:
+            problems.append(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _make_run_dir(wanted: Path | None, stem: str) -> Path:
+    stamp = f"{stem}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    names = (stamp if attempt == 1 else f"{stamp}-{attempt}" for attempt in itertools.count(1))
+    run_dir = wanted or next(path for name in names if not (path := Path("runs") / name).exists())
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {run_dir}: {error.strerror}; choose a folder you can write with --run-dir"
+        ) from error
+    return run_dir.resolve()
+
+
+def _syncer_argv(run_dir: Path, num_learners: int) -> tuple[str, ...]:
+    count = str(num_learners)
+    module = (sys.executable, "-m", "lightning_diloco.cli.main", "syncer")
+    return (*module, "--run-dir", str(run_dir), "--expect", count, "--data-parts", count)
+
+
+def _learner_argv(target: Path, passed_on: Sequence[str]) -> tuple[str, ...]:
+    if target.suffix == ".py":
+        return (sys.executable, str(target), *passed_on)
+    return (sys.executable, "-m", "lightning_diloco.cli.fit", str(target), *passed_on)

@@ -1,0 +1,101 @@
+"""`diloco status`: who takes part in a run, and whom its rounds are waiting for.
+
+The target says which syncer to ask: a run directory (its join file), a join string, or HOST:PORT, whose token comes
+from --join or DILOCO_JOIN. A directory whose summary is newer than its join file holds a finished run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_diloco.errors import ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from lightning_diloco.transport.address import JoinAddress
+
+_EXAMPLE = "example:\n  diloco status runs/mine --watch"
+_WATCH_S = 1.0
+
+
+def add_parser(verbs: Any) -> None:
+    """Add this verb."""
+    about = "show learners and rounds of a run: whom it waits for, since when, until when, and what happens then"
+    parser = verbs.add_parser("status", help=about, description=f"{about.capitalize()}.", epilog=_EXAMPLE)
+    parser.add_argument("target", metavar="DIR|HOST:PORT|diloco://...", help="run directory, address or join string")
+    parser.add_argument(
+        "--join", metavar="JOIN", help="join string with the token for HOST:PORT (default: DILOCO_JOIN)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON that the syncer sent")
+    parser.add_argument("--watch", action="store_true", help="again every second, until the run is finished")
+    parser.set_defaults(call=call)
+
+
+def call(arguments: argparse.Namespace) -> int:
+    """Print the state or, of a finished run, the summary."""
+    from rich.console import Console
+
+    from lightning_diloco.cli.display import status_view, summary_view
+    from lightning_diloco.cli.feed import asking
+
+    console, run_dir = Console(), Path(arguments.target)
+    show = _print_json if arguments.json else lambda status: console.print(status_view(status))
+    show_end = _print_json if arguments.json else lambda summary: console.print(summary_view(summary, run_dir))
+    if summary := finished(run_dir):
+        show_end(summary)
+        return 0
+    with asking(address(arguments)) as fetch:
+        show(status := fetch())
+        while arguments.watch and status["state"] != "finished":
+            time.sleep(_WATCH_S)
+            try:
+                show(status := fetch())
+            except TransportError:
+                if (summary := finished(run_dir)) is None:
+                    raise
+                show_end(summary)
+                break
+    return 0
+
+
+def address(arguments: argparse.Namespace) -> JoinAddress:
+    """The syncer meant by the target.
+
+    Raises:
+        ConfigError: the target means none, or there is no token for it.
+    """
+    from lightning_diloco.transport.address import SCHEME, JoinAddress, read_join_file, split_host_port
+
+    target: str = arguments.target
+    if target.startswith(f"{SCHEME}://"):
+        return JoinAddress.parse(target)
+    if Path(target).is_dir():
+        return read_join_file(Path(target) / "join")
+    if ":" not in target:
+        raise ConfigError(f"{target!r}: neither a folder nor HOST:PORT nor {SCHEME}://...; give the run directory")
+    host, port = split_host_port(target)
+    join = arguments.join or os.environ.get("DILOCO_JOIN")
+    if not join:
+        raise ConfigError(
+            f"{target}: an address alone does not let anyone in; the token is in the join string (RUN_DIR/join): "
+            "set DILOCO_JOIN to it, or pass --join"
+        )
+    return dataclasses.replace(JoinAddress.parse(join), host=host, port=port)
+
+
+def finished(run_dir: Path) -> dict[str, Any] | None:
+    """The summary of a run that has one and was not opened again since."""
+    summary, join = run_dir / "summary.json", run_dir / "join"
+    if not summary.exists() or (join.exists() and join.stat().st_mtime_ns > summary.stat().st_mtime_ns):
+        return None
+    content: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
+    return content
+
+
+def _print_json(content: Any) -> None:
+    print(json.dumps(content, indent=2))

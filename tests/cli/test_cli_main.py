@@ -1,0 +1,300 @@
+"""`diloco` from its command line: what is parsed, what is printed, and the exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lightning_diloco.cli import local_run, recipes
+from lightning_diloco.cli.display import Screen
+from lightning_diloco.cli.interruption import Interruption
+from lightning_diloco.cli.local_run import Ended, Plan
+from lightning_diloco.cli.main import main
+from lightning_diloco.cli.run import split
+from lightning_diloco.cli.status import address
+from lightning_diloco.config import RunConfig
+from lightning_diloco.errors import ConfigError, StorageError, TransportError
+
+VERBS = ("run", "syncer", "status", "ls", "cp")
+JOIN = "diloco://127.0.0.1:7654/run#secret"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with two recipes and a script."""
+    family = tmp_path / "recipes" / "toy"
+    family.mkdir(parents=True)
+    (family / "one.yaml").write_text("# The first of two.\nmodel:\n  class_path: some.where.Net\n")
+    (family / "two.yaml").write_text("model: Net2\n")
+    (family / "own.py").write_text('"""A script."""\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipes, "roots", lambda: (tmp_path / "recipes",))
+    return tmp_path
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that would have been executed."""
+    planned: list[Plan] = []
+
+    def execute(plan: Plan, screen: Screen, interruption: Interruption) -> Ended:
+        planned.append(plan)
+        return Ended(exit_code=0, summary=None)
+
+    monkeypatch.setattr(local_run, "execute", execute)
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("line", "ours", "passed_on"),
+    [
+        ("r.yaml --local 2", "r.yaml --local 2", ""),
+        ("r.yaml --local 2 --trainer.max_steps 60", "r.yaml --local 2", "--trainer.max_steps 60"),
+        ("--local=2 r.yaml --no-table --lr=1 --threads 3", "--local=2 r.yaml --no-table", "--lr=1 --threads 3"),
+        ("r.yaml --local 2 -- --threads 3", "r.yaml --local 2", "--threads 3"),
+        ("s.py --local 2 data.txt --local 3", "s.py --local 2", "data.txt --local 3"),
+        ("s.py --local 2 -- -- x", "s.py --local 2", "-- x"),
+        ("--typo r.yaml x", "--typo r.yaml", "x"),
+        ("r.yaml --local", "r.yaml --local", ""),
+        ("--help", "--help", ""),
+    ],
+)
+def test_a_run_line_is_split_where_our_options_end(line: str, ours: str, passed_on: str) -> None:
+    assert split(["run", *line.split()]) == (["run", *ours.split()], passed_on.split())
+
+
+def test_run_starts_recipes_with_lightning_cli(project: Path, plans: list[Plan]) -> None:
+    line = "run toy/one --local 3 --run-dir there --max-restarts 1 --threads 2 --trainer.max_steps 60"
+    assert main(line.split()) == 0
+    (plan,) = plans
+    assert plan.learner_argv == (
+        *(sys.executable, "-m", "lightning_diloco.cli.fit", str(project / "recipes/toy/one.yaml")),
+        *("--trainer.max_steps", "60"),
+    )
+    assert plan.syncer_argv == (
+        *(sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(project / "there")),
+        *("--expect", "3", "--data-parts", "3"),
+    )
+    assert (plan.num_learners, plan.max_restarts, plan.threads) == (3, 1, 2)
+    assert (project / "there").is_dir()
+
+
+def test_run_starts_scripts_with_python(project: Path, plans: list[Plan]) -> None:
+    assert main(["run", "recipes/toy/own.py", "--local", "1", "--", "--threads", "9"]) == 0
+    assert plans[0].learner_argv == (sys.executable, "recipes/toy/own.py", "--threads", "9")
+    assert plans[0].threads is None
+
+
+def test_run_directories_are_never_shared_by_default(project: Path, plans: list[Plan]) -> None:
+    for _ in range(3):
+        main(["run", "toy/one", "--local", "1"])
+    names = [plan.run_dir.name for plan in plans]
+    assert len(set(names)) == 3
+    assert all(name.startswith("one-") and plan.run_dir.is_dir() for name, plan in zip(names, plans, strict=True))
+
+
+def test_run_reports_all_problems_at_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "toy/one", "--max-restarts", "-1", "--threads", "0", "--lr", "1", "--local", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "--local N is missing: say how many learners to run; put it before everything that is passed on" in said
+    assert "--max-restarts -1: must be at least 0" in said
+    assert "--threads 0: must be at least 1" in said
+
+
+def test_a_run_directory_that_cannot_be_made_is_said(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "file").touch()
+    assert main(["run", "toy/one", "--local", "1", "--run-dir", "file/there"]) == 2
+    assert "file/there: Not a directory" in capsys.readouterr().err
+
+
+def test_a_missing_recipe_names_what_was_looked_for_and_the_nearest(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "recipes/toy/oen.yaml", "--local", "1"]) == 2
+    said = capsys.readouterr().err
+    assert str(project / "recipes/toy/oen.yaml") in said
+    assert "the nearest: toy/one" in said
+    assert "`diloco ls`" in said
+    assert "Traceback" not in said
+
+
+def test_a_file_of_another_kind_is_no_recipe(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "notes.txt").touch()
+    assert main(["run", "notes.txt", "--local", "1"]) == 2
+    assert "notes.txt: a recipe ends in .yaml, .yml, .py" in capsys.readouterr().err
+
+
+def test_ls_shows_name_model_and_description(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "toy/one     Net     The first of two.",
+        "toy/own.py  script  A script.",
+        "toy/two     Net2",
+    ]
+
+
+def test_a_broken_recipe_does_not_hide_the_others(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "recipes/toy/bad.yaml").write_text("a: [")
+    (project / "recipes/toy/bad.py").write_text("def")
+    assert main(["ls"]) == 0
+    said = capsys.readouterr().out
+    assert "not valid YAML" in said
+    assert "not valid Python" in said
+    assert "toy/one" in said
+
+
+def test_the_shipped_recipes_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "tiny/gpt" in [recipe.name for recipe in recipes.find()]
+
+
+def test_cp_copies_a_recipe(project: Path) -> None:
+    assert main(["cp", "toy/one", "new/mine.yaml"]) == 0
+    assert (project / "new/mine.yaml").read_bytes() == (project / "recipes/toy/one.yaml").read_bytes()
+    assert main(["cp", "toy/two", "new"]) == 0
+    assert (project / "new/two.yaml").exists()
+
+
+def test_cp_overwrites_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "mine.yaml").write_text("precious")
+    assert main(["cp", "toy/one", "mine.yaml"]) == 2
+    assert "mine.yaml exists and is not overwritten" in capsys.readouterr().err
+    assert (project / "mine.yaml").read_text() == "precious"
+
+
+class _Syncer:
+    """Stands in for runtime/syncer.py."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: int | Exception = 0) -> None:
+        self.options: dict[str, Any] = {}
+        self._answer = answer
+        module = ModuleType("lightning_diloco.runtime.syncer")
+        module.SyncerOptions = dict  # type: ignore[attr-defined]
+        module.serve = self.serve  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def serve(self, options: dict[str, Any]) -> int:
+        self.options = options
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+def test_syncer_passes_on_what_was_given_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = _Syncer(monkeypatch, 7)
+    line = (
+        f"syncer --run-dir {tmp_path} --expect 2 --data-parts 2 --grace adaptive --outer-lr 0.5 --record contributions"
+    )
+    assert main(line.split()) == 7
+    assert served.options == {
+        "run_dir": tmp_path,
+        "listen": "127.0.0.1:0",
+        "expect": 2,
+        "embedded": False,
+        "run_options": {"data_parts": 2, "grace": "adaptive", "outer_lr": 0.5},
+        "reseed": False,
+        "record_contributions": True,
+    }
+
+
+def test_syncer_offers_every_run_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = _Syncer(monkeypatch)
+    defaults = {name: value for name, value in RunConfig().to_dict().items() if value is not None}
+    flags = [word for name, value in defaults.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["syncer", "--run-dir", str(tmp_path), *flags]) == 0
+    assert served.options["run_options"] == defaults
+
+
+def test_a_syncer_started_again_listens_where_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = _Syncer(monkeypatch)
+    (tmp_path / "join").write_text(JOIN)
+    main(["syncer", "--run-dir", str(tmp_path), "--embedded-by", "1"])
+    assert served.options["listen"] == "127.0.0.1:7654"
+    assert served.options["embedded"] is True
+    main(["syncer", "--run-dir", str(tmp_path), "--listen", "127.0.0.1:0"])
+    assert served.options["listen"] == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [(ConfigError(["one", "two"]), 2), (TransportError("gone"), 2), (StorageError("disk full"), 1)],
+)
+def test_errors_are_one_clean_block(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    exit_code: int,
+) -> None:
+    _Syncer(monkeypatch, error)
+    assert main(["syncer", "--run-dir", str(tmp_path)]) == exit_code
+    assert capsys.readouterr().err == f"diloco: {error}\n"
+
+
+def test_status_of_a_finished_run_is_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "join").write_text(JOIN)
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "finished"}))
+    os.utime(tmp_path / "join", (1, 1))
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"status": "finished"}
+
+
+def namespace(target: object, join: str | None = None) -> argparse.Namespace:
+    return argparse.Namespace(target=str(target), join=join)
+
+
+def test_status_asks_the_syncer_of_a_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "join").write_text(JOIN)
+    assert address(namespace(tmp_path)).join_string() == JOIN
+    assert address(namespace(JOIN)).join_string() == JOIN
+
+
+def test_status_of_an_address_takes_the_token_from_option_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_JOIN", JOIN)
+    assert address(namespace("10.0.0.1:99")).join_string() == "diloco://10.0.0.1:99/run#secret"
+    assert address(namespace("10.0.0.1:99", JOIN.replace("secret", "other"))).token == "other"
+
+
+def test_status_of_an_address_without_a_token_says_where_to_find_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DILOCO_JOIN", raising=False)
+    assert main(["status", "127.0.0.1:7654"]) == 2
+    assert "set DILOCO_JOIN to it, or pass --join" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["nowhere", "."])
+def test_status_of_what_is_no_run_is_an_error(project: Path, capsys: pytest.CaptureFixture[str], target: str) -> None:
+    assert main(["status", target]) == 2
+    assert capsys.readouterr().err.startswith("diloco: ")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_every_verb_ends_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0
+    assert f"  diloco {verb}" in capsys.readouterr().out.partition("\nexample")[2]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = """
+import sys
+from lightning_diloco.cli.main import main
+try:
+    main([])
+except SystemExit:
+    pass
+print(sorted({"torch", "lightning", "pyarrow", "rich", "transformers"} & set(sys.modules)))
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "usage: diloco" in said
+    assert said.splitlines()[-1] == "[]"

@@ -1,0 +1,198 @@
+"""Children of a fleet are started, counted, given up and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.cli.fleet import Command, Fleet, describe_exit, describe_log
+
+SLEEP = "import time; time.sleep(60)"
+DEADLINE_S = 10.0
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-ISc", code)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def until(condition: Callable[[], bool], between: Callable[[], None] = lambda: None) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        between()
+        time.sleep(0.005)
+
+
+class Harness:
+    def __init__(self, folder: Path, max_restarts: int = 0) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        self.fleet = Fleet(max_restarts=max_restarts, say=self.said.append)
+
+    def command(self, code: str, name: str = "l0", **options: object) -> Command:
+        return Command(name=name, argv=python(code), log_path=self.folder / name / "log.txt", **options)  # type: ignore[arg-type]
+
+    def run(self, code: str, name: str = "l0") -> str:
+        """Start a child, wait for its end, and return what there is to say about it."""
+        with self.fleet:
+            self.fleet.start(self.command(code, name))
+            until(lambda: self.fleet.outcome(name) != "running", self.fleet.watch)
+        return "\n".join(self.said)
+
+    def log(self, name: str = "l0") -> str:
+        return (self.folder / name / "log.txt").read_text()
+
+
+def test_a_child_that_ends_with_zero_is_finished_and_not_started_again(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, max_restarts=3)
+    assert harness.run("print('once')") == "l0 finished"
+    assert harness.fleet.outcome("l0") == "finished"
+    assert harness.log() == "once\n"
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_a_dying_child_is_started_again_as_often_as_allowed(tmp_path: Path, max_restarts: int) -> None:
+    harness = Harness(tmp_path, max_restarts)
+    said = harness.run("print('try'); raise SystemExit(7)")
+    assert harness.fleet.outcome("l0") == "gave up"
+    assert harness.log() == "try\n" * (1 + max_restarts)
+    assert said.count("l0 died (exit code 7); restart ") == max_restarts
+    assert f"restarts used up: {max_restarts} of {max_restarts}" in said
+
+
+def test_giving_up_shows_the_signal_and_the_end_of_the_log(tmp_path: Path) -> None:
+    said = Harness(tmp_path).run("import os; print('last words', flush=True); os.kill(os.getpid(), 9)")
+    assert "l0 died (signal SIGKILL)" in said
+    assert "    last words\n" in said
+    assert f"the whole log: {tmp_path / 'l0' / 'log.txt'}" in said
+
+
+def test_a_wrong_command_line_is_not_tried_again(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, max_restarts=3)
+    said = harness.run("print('usage: ...'); raise SystemExit(2)")
+    assert harness.log() == "usage: ...\n"
+    assert "exit code 2" in said
+    assert "    usage: ...\n" in said
+
+
+def test_what_a_dead_child_left_running_is_killed(tmp_path: Path) -> None:
+    leaver = (
+        f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-ISc', {SLEEP!r}]); "
+        "print(child.pid); raise SystemExit(7)"
+    )
+    harness = Harness(tmp_path)
+    harness.run(leaver)
+    until(lambda: not is_running(int(harness.log())))
+
+
+def test_stop_asks_by_the_signal_of_the_command(tmp_path: Path) -> None:
+    obedient = (
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (print('asked'), sys.exit(0)))\n"
+        "print('ready', flush=True)\ntime.sleep(60)"
+    )
+    harness = Harness(tmp_path)
+    with harness.fleet as fleet:
+        fleet.start(harness.command(obedient))
+        until(lambda: "ready" in harness.log())
+        pid = fleet.pid("l0")
+        fleet.stop(["l0"], within_s=DEADLINE_S)
+        assert not is_alive(pid)
+        fleet.watch()
+    assert fleet.outcome("l0") == "stopped"
+    assert harness.log() == "ready\nasked\n"
+    assert harness.said == []
+
+
+def test_stop_kills_a_child_that_will_not_end(tmp_path: Path) -> None:
+    stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
+    harness = Harness(tmp_path)
+    with harness.fleet as fleet:
+        fleet.start(harness.command(stubborn))
+        until(lambda: "ready" in harness.log())
+        pid = fleet.pid("l0")
+        fleet.stop(["l0"], within_s=0.05)
+        assert not is_alive(pid)
+    assert "l0: still running 0.05 s after being asked to end; killed" in harness.said
+
+
+def test_an_error_in_the_block_leaves_no_child(tmp_path: Path) -> None:
+    harness = Harness(tmp_path)
+
+    def fail() -> None:
+        with harness.fleet as fleet:
+            fleet.start(harness.command(SLEEP))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not is_alive(harness.fleet.pid("l0"))
+
+
+def test_a_child_sees_the_environment_of_its_command_and_a_default_sigint(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        harness = Harness(tmp_path)
+        code = "import os, signal; print(os.environ['SAID'], signal.getsignal(signal.SIGINT).__name__)"
+        with harness.fleet as fleet:
+            fleet.start(harness.command(code, env={"SAID": "hello"}))
+            until(lambda: fleet.outcome("l0") != "running", fleet.watch)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert harness.log() == "hello default_int_handler\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
+def test_killing_us_leaves_no_child(tmp_path: Path) -> None:
+    argv = python(f"print('ready', flush=True); {SLEEP}")
+    starter = f"""
+import time
+from pathlib import Path
+from lightning_diloco.cli.fleet import Command, Fleet
+fleet = Fleet(max_restarts=0, say=print)
+fleet.start(Command(name="l0", argv={argv!r}, log_path=Path({str(tmp_path / "log")!r})))
+print(fleet.pid("l0"), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        until(lambda: "ready" in (tmp_path / "log").read_text())
+        process.kill()
+    until(lambda: not is_running(pid))
+
+
+def is_running(pid: int) -> bool:
+    """Whether it runs; a zombie that nobody has reaped does not."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(("code", "words"), [(3, "exit code 3"), (-15, "signal SIGTERM"), (-200, "signal 200")])
+def test_an_exit_is_described_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+def test_only_the_last_state_of_a_progress_bar_is_shown(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_bytes(b"".join(b"line %d\n" % i for i in range(30)) + b"step 1\rstep 2\rstep 3\r\n")
+    shown = describe_log(log, num_lines=2)
+    assert "    line 29\n    step 3\n" in shown
+    assert "line 28" not in shown
+    assert "step 2" not in shown
