@@ -1,0 +1,1 @@
+"""How messages and payloads travel between learners and their syncer."""

@@ -1,0 +1,172 @@
+"""Where a run is, and the secret that lets a learner in.
+
+    diloco://host:port/run#token,sha256
+
+1. The string is the whole secret: whoever has it can join. It is written to files of mode 0600 and never logged.
+2. `str`, `repr` and `redacted()` hide the token; only `join_string()` shows it. No error message contains it.
+3. Without a SHA-256 of the certificate there is no TLS by pinning: such an address is good for loopback, or with a
+   public key infrastructure of the user's own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lightning_diloco.errors import ConfigError
+
+SCHEME = "diloco"
+_FORM = "diloco://host:port/run#token,sha256"
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TOKEN = re.compile(r"[A-Za-z0-9_-]+")
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_HOST = re.compile(r"[A-Za-z0-9._:%-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAddress:
+    """Everything a learner needs to join a run.
+
+    Args:
+        host: name or IP address; IPv6 without brackets.
+        port: 1..65535.
+        run: run id, 1 to 64 letters, digits, '.', '_' or '-'.
+        token: letters, digits, '_' and '-'; see `new_token`.
+        fingerprint: SHA-256 of the syncer's certificate (DER), 64 hex digits; None: nothing is pinned.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+
+    host: str
+    port: int
+    run: str
+    token: str = field(repr=False)
+    fingerprint: str | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not _HOST.fullmatch(self.host):
+            problems.append(f"host {self.host!r}: must be a name or an IP address; use the form {_FORM}")
+        if not 1 <= self.port <= 65535:
+            problems.append(f"port {self.port}: must be 1..65535; use the form {_FORM}")
+        if not _RUN.fullmatch(self.run):
+            problems.append(
+                f"run {self.run!r}: must be 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or "
+                f"digit; use the form {_FORM}"
+            )
+        if not _TOKEN.fullmatch(self.token):
+            problems.append(
+                f"token of {len(self.token)} characters (not shown): must be letters, digits, '_' and '-', at least "
+                "one; copy the whole join string, in quotes"
+            )
+        if self.fingerprint is not None and not _FINGERPRINT.fullmatch(self.fingerprint):
+            problems.append(
+                f"certificate hash {self.fingerprint!r}: must be 64 lower-case hex digits (SHA-256); copy the whole "
+                "join string, in quotes"
+            )
+        if problems:
+            raise ConfigError(problems)
+
+    @classmethod
+    def parse(cls, text: str) -> JoinAddress:
+        """The inverse of `join_string`.
+
+        Raises:
+            ConfigError: not of the form `diloco://host:port/run#token,sha256`; the message never shows the token.
+        """
+        shown = text.strip().partition("#")[0]
+        try:
+            parts = urlsplit(text.strip())
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"join string {shown!r}: {error}; must be {_FORM}; copy it from RUN_DIR/join") from None
+        if parts.scheme != SCHEME or not host or port is None or parts.query or not parts.fragment:
+            raise ConfigError(f"join string {shown!r}: must be {_FORM}; copy all of it from RUN_DIR/join, in quotes")
+        token, _, fingerprint = parts.fragment.partition(",")
+        return cls(host, port, parts.path.removeprefix("/"), token, fingerprint.lower() or None)
+
+    @property
+    def host_port(self) -> str:
+        """`host:port`, with brackets around an IPv6 address."""
+        return join_host_port(self.host, self.port)
+
+    def join_string(self) -> str:
+        """The whole secret."""
+        secret = self.token if self.fingerprint is None else f"{self.token},{self.fingerprint}"
+        return f"{SCHEME}://{self.host_port}/{self.run}#{secret}"
+
+    def redacted(self) -> str:
+        """What may be shown: everything but the token."""
+        pinned = "" if self.fingerprint is None else f",{self.fingerprint}"
+        return f"{SCHEME}://{self.host_port}/{self.run}#***{pinned}"
+
+    def __str__(self) -> str:
+        return self.redacted()
+
+
+def new_token() -> str:
+    """A fresh secret of 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether traffic to this host stays on this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def join_host_port(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_host_port(text: str) -> tuple[str, int]:
+    """The inverse of `join_host_port`; port 0 is allowed and means any.
+
+    Raises:
+        ConfigError: not of this form.
+    """
+    host, _, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not host or not port.isdecimal() or int(port) > 65535 or (":" in host and not bracketed):
+        raise ConfigError(f"address {text!r}: must be host:port or [IPv6]:port, port 0..65535; e.g. 127.0.0.1:0")
+    return host.strip("[]"), int(port)
+
+
+def write_join_file(path: str | os.PathLike[str], address: JoinAddress) -> None:
+    """Write the join string, readable by the owner alone; readers see the old file or the new one, never half."""
+    write_private(Path(path), (address.join_string() + "\n").encode())
+
+
+def read_join_file(path: str | os.PathLike[str]) -> JoinAddress:
+    """Read what `write_join_file` wrote.
+
+    Raises:
+        ConfigError: there is no such file, or no join string in it.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"join file {str(path)!r}: {error}; must be a readable file; is the run started?") from error
+    return JoinAddress.parse(text)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file atomically and durably; its mode is 0600 from the first byte on."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

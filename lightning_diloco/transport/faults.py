@@ -1,0 +1,213 @@
+"""A bad network in user space: a TCP proxy that delays, throttles, cuts, freezes and counts.
+
+1. It knows nothing of what it carries, so it works in front of TLS; its byte counters are what a network card sees.
+2. Everything can be changed while connections are open; when a method returns, it has taken effect.
+3. Delay and rate are of the link, each direction by itself: all connections share the rate, none of them the delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from lightning_diloco.errors import LocalError
+from lightning_diloco.transport.address import join_host_port, split_host_port
+
+_CHUNK_BYTES = 1 << 16
+_MAX_CHUNKS_IN_FLIGHT = 1024
+_InFlight = asyncio.Queue[tuple[float, bytes]]
+
+
+class FaultProxy:
+    """Listens on an address of its own and passes everything on to the target.
+
+    Args:
+        target: `host:port`.
+        listen: `host:port`; port 0 for any.
+        delay_s: one way; may be set at any time.
+        rate_bps: bits per second, each direction; None: no limit; may be set at any time.
+        reset_probability: that a chunk of up to 64 KiB resets its connection instead; may be set at any time.
+        seed: of these resets.
+
+    Attributes:
+        bytes_up: passed on to the target so far.
+        bytes_down: passed back so far.
+        num_connections: accepted so far.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        listen: str = "127.0.0.1:0",
+        *,
+        delay_s: float = 0.0,
+        rate_bps: float | None = None,
+        reset_probability: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.delay_s = delay_s
+        self.rate_bps = rate_bps
+        self.reset_probability = reset_probability
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.num_connections = 0
+        self._target = split_host_port(target)
+        self._host, self._port = split_host_port(listen)
+        self._random = random.Random(seed)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
+        self._server: asyncio.Server | None = None
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._links: set[asyncio.Task[None]] = set()
+        self._free_at_s = {"up": 0.0, "down": 0.0}
+
+    @property
+    def address(self) -> str:
+        """`host:port` to dial instead of the target's."""
+        return join_host_port(self._host, self._port)
+
+    def start(self) -> FaultProxy:
+        """Begin to listen; returns self."""
+        self._thread.start()
+        self._run(self._listen)
+        return self
+
+    def stop(self) -> None:
+        """Drop everything and end the thread; idempotent."""
+        if not self._thread.is_alive():
+            return
+        self.cut()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def cut(self) -> None:
+        """Reset open connections and refuse new ones, until `heal`."""
+        self._run(self._cut)
+
+    def freeze(self) -> None:
+        """Accept, but let nothing through and close nothing, until `heal`: the peer that is only half there."""
+        self._run(self._set_flowing, False)
+
+    def heal(self) -> None:
+        """End `cut` and `freeze`; what was frozen flows on."""
+        self._run(self._set_flowing, True)
+        self._run(self._listen)
+
+    def __enter__(self) -> FaultProxy:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def _run(self, step: Callable[..., object], *args: object) -> None:
+        """Run a step, or a coroutine function, in the loop's thread and wait for it."""
+        if not self._thread.is_alive():
+            raise LocalError("the proxy does not run; it must be started and not stopped; call start() first")
+
+        async def call() -> None:
+            result = step(*args)
+            if asyncio.iscoroutine(result):
+                await result
+
+        asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    async def _listen(self) -> None:
+        if self._server is None:
+            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=_CHUNK_BYTES)
+            self._port = self._server.sockets[0].getsockname()[1]
+
+    async def _cut(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        links = list(self._links)
+        for link in links:
+            link.cancel()
+        await asyncio.gather(*links, return_exceptions=True)
+
+    def _set_flowing(self, flowing: bool) -> None:
+        if flowing:
+            self._flowing.set()
+        else:
+            self._flowing.clear()
+
+    async def _serve(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        """One connection, from accept to reset or close."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._links.add(task)
+        self.num_connections += 1
+        writers = [back]
+        steps: list[asyncio.Task[None]] = []
+        # A reset, a close on either side and cut() all end here; asyncio must not report them as errors.
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            try:
+                if self._server is None:
+                    raise ConnectionResetError
+                await self._flowing.wait()
+                far, forth = await asyncio.open_connection(*self._target, limit=_CHUNK_BYTES)
+                writers.append(forth)
+                for way, reader, writer in (("up", near, forth), ("down", far, back)):
+                    in_flight: _InFlight = asyncio.Queue(_MAX_CHUNKS_IN_FLIGHT)
+                    steps.append(asyncio.create_task(self._depart(way, reader, in_flight)))
+                    steps.append(asyncio.create_task(self._arrive(way, in_flight, writer)))
+                await asyncio.gather(*steps)
+            except BaseException:
+                for writer in writers:
+                    _reset_on_close(writer)
+                raise
+            finally:
+                for step in steps:
+                    step.cancel()
+                for writer in writers:
+                    writer.close()
+                self._links.discard(task)
+
+    async def _depart(self, way: str, reader: asyncio.StreamReader, in_flight: _InFlight) -> None:
+        """Put what comes on the link, at its rate; an empty chunk stands for the end of the stream."""
+        data = b" "
+        while data:
+            data = await reader.read(_CHUNK_BYTES)
+            await self._flowing.wait()
+            if self.reset_probability and self._random.random() < self.reset_probability:
+                raise ConnectionResetError
+            await self._transmit(way, len(data))
+            await in_flight.put((self._loop.time() + self.delay_s, data))
+
+    async def _arrive(self, way: str, in_flight: _InFlight, writer: asyncio.StreamWriter) -> None:
+        """Take what is due off the link."""
+        while True:
+            due_s, data = await in_flight.get()
+            await asyncio.sleep(due_s - self._loop.time())
+            await self._flowing.wait()
+            if not data:
+                writer.write_eof()
+                return
+            writer.write(data)
+            if way == "up":
+                self.bytes_up += len(data)
+            else:
+                self.bytes_down += len(data)
+            await writer.drain()
+
+    async def _transmit(self, way: str, num_bytes: int) -> None:
+        """Wait until the link has sent these bytes after all that came before."""
+        if self.rate_bps is None:
+            return
+        now_s = self._loop.time()
+        self._free_at_s[way] = max(now_s, self._free_at_s[way]) + 8 * num_bytes / self.rate_bps
+        await asyncio.sleep(self._free_at_s[way] - now_s)
+
+
+def _reset_on_close(writer: asyncio.StreamWriter) -> None:
+    """Closing shall send a reset and drop what is buffered; without this the peer sees an orderly end."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

@@ -1,0 +1,205 @@
+"""A learner's end of Arrow Flight; see `flight`.
+
+1. Constructing stores, the first call connects, and gRPC reconnects by itself after a failure, within 2 s of retrying.
+2. What went wrong is told apart: `AuthError` (token, certificate) needs a person, `TransportError` needs patience.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal
+
+import pyarrow as pa
+from pyarrow import flight
+
+from lightning_diloco.errors import AuthError, ConfigError, CorruptMessageError, DiLoCoError, TransportError
+from lightning_diloco.transport.address import JoinAddress, is_loopback
+from lightning_diloco.transport.base import Bulk, Json, Polled
+from lightning_diloco.transport.failures import from_json
+from lightning_diloco.transport.frames import (
+    ENVELOPE_KEY,
+    MAX_PAYLOAD_BYTES,
+    SCHEMA,
+    Envelope,
+    dumps,
+    from_batches,
+    loads,
+    to_batches,
+)
+from lightning_diloco.transport.identity import ClientIdentity, pinned_certificate, server_name
+
+Channel = Literal["control", "polls", "bulk"]
+_PIN_CHECK_S = 2.0
+
+
+class FlightConnection:
+    """Implements `Connection`; all methods may be called from several threads.
+
+    Args:
+        address: of the run; with a fingerprint, TLS with that one certificate.
+        identity: of a public key infrastructure of the user's own; None: none.
+        control_deadline_s: of send, status, and of poll beyond its wait.
+        keepalive_s: how long the line may be silent before it is probed, and how long the probe may go unanswered.
+        max_payload_bytes: of one download.
+
+    Raises:
+        ConfigError: an address off loopback with nothing to verify the syncer by.
+    """
+
+    def __init__(
+        self,
+        address: JoinAddress,
+        *,
+        identity: ClientIdentity | None = None,
+        control_deadline_s: float = 10.0,
+        keepalive_s: float = 10.0,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+    ) -> None:
+        self._address = address
+        self._identity = identity or ClientIdentity()
+        self._secure = address.fingerprint is not None or self._identity.server_ca is not None
+        if not self._secure and not is_loopback(address.host):
+            raise ConfigError(
+                f"{address.redacted()} without a certificate hash: only loopback may go without TLS; take the join "
+                "string of a syncer with TLS, give the authority's certificate (server_ca), or forward the port "
+                "over ssh"
+            )
+        self._control_deadline_s = control_deadline_s
+        self._keepalive_s = keepalive_s
+        self._max_payload_bytes = max_payload_bytes
+        self._headers = [(b"authorization", f"Bearer {address.token}".encode())]
+        self._clients: dict[Channel, flight.FlightClient] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def send(self, session: str, messages: Sequence[Json]) -> Json:
+        return self._act("control", "send", {"session": session, "messages": list(messages)}, self._control_deadline_s)
+
+    def poll(self, session: str, cursor: int, wait_s: float) -> Polled:
+        body = {"session": session, "cursor": cursor, "wait_s": wait_s}
+        answer = self._act("polls", "poll", body, wait_s + self._control_deadline_s)
+        return Polled(answer["cursor"], tuple(answer["messages"]))
+
+    def status(self) -> Json:
+        return self._act("control", "status", {}, self._control_deadline_s)
+
+    def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
+        descriptor = flight.FlightDescriptor.for_command(Envelope.of(bulk).encode())
+        with self._call("bulk", "put", deadline_s) as (client, options):
+            writer, answers = client.do_put(descriptor, SCHEMA, options)
+            # Only close() brings the syncer's own error; a failed write just says that the stream broke.
+            with writer:
+                for batch in to_batches(bulk.payload):
+                    writer.write_batch(batch)
+                writer.done_writing()
+                answer = answers.read()
+        if answer is None:
+            raise CorruptMessageError("an upload without an answer; there must be one; send it again")
+        return loads(answer.to_pybytes())
+
+    def get(self, header: Json, *, deadline_s: float) -> Bulk:
+        ticket = flight.Ticket(dumps(header))
+        with self._call("bulk", "get", deadline_s) as (client, options):
+            reader = client.do_get(ticket, options)
+            metadata = reader.schema.metadata or {}
+            envelope = Envelope.decode(metadata.get(ENVELOPE_KEY, b""), self._max_payload_bytes)
+            try:
+                return from_batches(envelope, (chunk.data for chunk in reader))
+            except CorruptMessageError:
+                reader.cancel()
+                raise
+
+    def close(self) -> None:
+        """No more calls; those under way end by their own deadlines."""
+        with self._lock:
+            self._closed = True
+            clients, self._clients = self._clients, {}
+        for client in clients.values():
+            client.close()
+
+    def _act(self, channel: Channel, name: str, body: Json, deadline_s: float) -> Json:
+        action = flight.Action(name, dumps(body))
+        with self._call(channel, name, deadline_s) as (client, options):
+            results = list(client.do_action(action, options))
+        return loads(b"".join(result.body.to_pybytes() for result in results))
+
+    @contextmanager
+    def _call(
+        self, channel: Channel, name: str, deadline_s: float
+    ) -> Iterator[tuple[flight.FlightClient, flight.FlightCallOptions]]:
+        began_s = time.monotonic()
+        try:
+            client = self._client(channel, deadline_s)
+            left_s = max(began_s + deadline_s - time.monotonic(), 0.001)
+            yield client, flight.FlightCallOptions(timeout=left_s, headers=self._headers)
+        except (flight.FlightError, pa.ArrowException, OSError) as error:
+            waited_s = time.monotonic() - began_s
+            self._recheck_pin(error, deadline_s - waited_s)
+            raise self._translated(error, name, waited_s, deadline_s) from error
+
+    def _client(self, channel: Channel, timeout_s: float) -> flight.FlightClient:
+        with self._lock:
+            client = self._clients.get(channel)
+        if client is None:
+            made = self._connected(timeout_s)
+            with self._lock:
+                client = made if self._closed else self._clients.setdefault(channel, made)
+            if client is not made:
+                made.close()
+        if self._closed:
+            raise TransportError(
+                f"the connection to {self._address.host_port} is closed; it must be open; make a new one"
+            )
+        return client
+
+    def _connected(self, timeout_s: float) -> flight.FlightClient:
+        """A client with its own TCP connection, which it makes at its first call."""
+        keepalive_ms = round(1000 * self._keepalive_s)
+        # max_pings_without_data stays at its default: lifted, a server drops a line after 5 s of probes.
+        options = [
+            ("grpc.keepalive_time_ms", keepalive_ms),
+            ("grpc.keepalive_timeout_ms", keepalive_ms),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 1000),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+        ]
+        if not self._secure:
+            return flight.FlightClient(f"grpc://{self._address.host_port}", generic_options=options)
+        identity = self._identity
+        roots, name = identity.server_ca, None
+        if self._address.fingerprint is not None:
+            pinned = pinned_certificate(self._address, timeout_s)
+            if roots is None:
+                roots, name = pinned, server_name(pinned) or None
+        return flight.FlightClient(
+            f"grpc+tls://{self._address.host_port}",
+            tls_root_certs=roots,
+            cert_chain=identity.certificate,
+            private_key=identity.key,
+            override_hostname=name,
+            generic_options=options,
+        )
+
+    def _recheck_pin(self, error: Exception, left_s: float) -> None:
+        """gRPC calls a certificate that changed `unavailable`; look whether that is why."""
+        if isinstance(error, flight.FlightUnavailableError) and self._address.fingerprint is not None and left_s > 0:
+            with suppress(TransportError):
+                pinned_certificate(self._address, min(left_s, _PIN_CHECK_S))
+
+    def _translated(self, error: Exception, name: str, waited_s: float, deadline_s: float) -> DiLoCoError:
+        if isinstance(error, flight.FlightServerError) and error.extra_info:
+            return from_json(loads(error.extra_info))
+        where = self._address.host_port
+        if isinstance(error, flight.FlightUnauthenticatedError):
+            return AuthError(
+                f"the syncer at {where} refused the token of {self._address.redacted()}; it must be the one of the run "
+                "that is served there; take the join string from that run's RUN_DIR/join"
+            )
+        said = str(error).partition(" gRPC client debug context")[0].removesuffix(".")
+        return TransportError(
+            f"{name} to {where} failed after {waited_s:.1f} s of {deadline_s:.1f} s ({type(error).__name__}: {said}); "
+            "the syncer must run and be reachable; try again"
+        )

@@ -1,0 +1,289 @@
+"""The syncer's end of Arrow Flight; see `flight`.
+
+1. No RPC gets past the middleware without the token, compared in constant time.
+2. A payload's memory is set aside before it is received, and only so much for all together: an upload that does not
+   fit waits, and its sender with it.
+3. Nothing waits longer than `_SLICE_S` without looking whether its caller is still there and the server not stopping.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import flight
+
+from lightning_diloco.errors import ConfigError, CorruptMessageError, DiLoCoError, LocalError, TransportError
+from lightning_diloco.transport.address import JoinAddress, is_loopback, join_host_port, split_host_port
+from lightning_diloco.transport.base import Handler, Json
+from lightning_diloco.transport.failures import OnError, handling, log_error, to_json
+from lightning_diloco.transport.frames import (
+    ENVELOPE_KEY,
+    MAX_PAYLOAD_BYTES,
+    SCHEMA,
+    Envelope,
+    dumps,
+    from_batches,
+    loads,
+    to_batches,
+)
+from lightning_diloco.transport.identity import ServerIdentity
+
+_SLICE_S = 0.25
+_STOP_S = 2.0
+_INFLIGHT_PAYLOADS = 4
+
+
+class FlightServer:
+    """Serves a handler until stopped; may be started again.
+
+    Args:
+        handler: called from many threads at once.
+        listen: `host:port`; port 0 for any, which is then kept.
+        token: what every caller must show.
+        tls: who the server is; None: no TLS, on loopback only.
+        max_payload_bytes: of one upload.
+        max_inflight_bytes: of all uploads being received or handled; None: four of max_payload_bytes.
+        on_error: told of what the handler raised outside our error tree.
+
+    Raises:
+        ConfigError: an address off loopback without TLS, or one that is not an address.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        listen: str,
+        *,
+        token: str,
+        tls: ServerIdentity | None = None,
+        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        max_inflight_bytes: int | None = None,
+        on_error: OnError = log_error,
+    ) -> None:
+        self._host, self._port = split_host_port(listen)
+        if tls is None and not is_loopback(self._host):
+            raise ConfigError(
+                f"listen={listen!r} without TLS: only loopback (127.0.0.1, ::1, localhost) may go without; give a "
+                "ServerIdentity, or listen on loopback and forward the port over ssh"
+            )
+        self._handler = handler
+        self._token = token
+        self._tls = tls
+        self._max_payload_bytes = max_payload_bytes
+        self._max_inflight_bytes = max_inflight_bytes or _INFLIGHT_PAYLOADS * max_payload_bytes
+        self._on_error = on_error
+        self._service: _Service | None = None
+
+    @property
+    def address(self) -> str:
+        """`host:port` listened on."""
+        if not self._port:
+            raise LocalError(f"{self._host}: the port is not known yet; any was allowed; call start() first")
+        return join_host_port(self._host, self._port)
+
+    def join_address(self, run: str, host: str | None = None) -> JoinAddress:
+        """What learners need; host is how they reach this machine if that is not the address listened on."""
+        port = split_host_port(self.address)[1]
+        return JoinAddress(host or self._host, port, run, self._token, self._tls.fingerprint if self._tls else None)
+
+    def start(self) -> None:
+        """Listen and serve, in threads of gRPC.
+
+        Raises:
+            TransportError: the address is taken, or not of this machine.
+        """
+        scheme = "grpc" if self._tls is None else "grpc+tls"
+        try:
+            self._service = _Service(
+                f"{scheme}://{join_host_port(self._host, self._port)}",
+                self._handler,
+                token=self._token,
+                tls=self._tls,
+                memory=_Memory(self._max_payload_bytes, self._max_inflight_bytes),
+                on_error=self._on_error,
+            )
+        except (pa.ArrowException, OSError) as error:
+            where = join_host_port(self._host, self._port)
+            raise TransportError(
+                f"cannot listen on {where} ({error}); it must be a free port of an address of this machine; choose "
+                "another, or port 0 for any"
+            ) from error
+        self._port = self._service.port
+
+    def stop(self) -> None:
+        """Refuse new calls, end waiting ones, and let running ones finish for up to 2 s; idempotent."""
+        service, self._service = self._service, None
+        if service is not None:
+            service.stopping.set()
+            # gRPC waits for calls without a limit, and one from a frozen peer lasts until its deadline.
+            closing = threading.Thread(target=service.shutdown, name="flight-shutdown", daemon=True)
+            closing.start()
+            closing.join(_STOP_S)
+
+    def __enter__(self) -> FlightServer:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+
+class _Memory:
+    """The bytes that payloads may take: rule 2."""
+
+    def __init__(self, max_payload_bytes: int, max_inflight_bytes: int) -> None:
+        self.max_payload_bytes = max_payload_bytes
+        self._free_bytes = max(max_payload_bytes, max_inflight_bytes)
+        self._freed = threading.Condition()
+
+    @contextmanager
+    def hold(self, num_bytes: int, check: Callable[[], None]) -> Iterator[None]:
+        """Wait for this much, with a check of the caller from time to time that may raise."""
+        with self._freed:
+            while self._free_bytes < num_bytes:
+                check()
+                self._freed.wait(_SLICE_S)
+            self._free_bytes -= num_bytes
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._free_bytes += num_bytes
+                self._freed.notify_all()
+
+
+class _Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Rule 1."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    def start_call(self, info: flight.CallInfo, headers: Mapping[str, list[str]]) -> None:
+        shown = (headers.get("authorization") or [""])[0]
+        if not hmac.compare_digest(shown.encode(), self._expected):
+            raise flight.FlightUnauthenticatedError("wrong token")
+
+
+class _Service(flight.FlightServerBase):  # type: ignore[misc]
+    """What gRPC calls; constructing it listens."""
+
+    def __init__(
+        self,
+        location: str,
+        handler: Handler,
+        *,
+        token: str,
+        tls: ServerIdentity | None,
+        memory: _Memory,
+        on_error: OnError,
+    ) -> None:
+        self.stopping = threading.Event()
+        self._handler = handler
+        self._memory = memory
+        self._on_error = on_error
+        self._actions = {"send": self._send, "poll": self._poll, "status": self._status}
+        super().__init__(
+            location,
+            middleware={"gate": _Gate(token)},
+            tls_certificates=[(tls.certificate, tls.key)] if tls else None,
+            verify_client=bool(tls and tls.client_ca),
+            root_certificates=tls.client_ca if tls else None,
+        )
+
+    def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
+        with _answered():
+            call = self._actions.get(action.type)
+            if call is None:
+                raise CorruptMessageError(
+                    f"action {action.type!r}; known are {', '.join(self._actions)}; do both sides run the same version?"
+                )
+            return [call(context, loads(action.body.to_pybytes()))]
+
+    def do_put(
+        self,
+        context: flight.ServerCallContext,
+        descriptor: flight.FlightDescriptor,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.FlightMetadataWriter,
+    ) -> None:
+        def check() -> None:
+            self._check(context)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for chunk in reader:
+                check()
+                yield chunk.data
+
+        with _answered():
+            envelope = Envelope.decode(descriptor.command, self._memory.max_payload_bytes)
+            with self._memory.hold(envelope.num_bytes, check):
+                bulk = from_batches(envelope, batches())
+                with handling(self._on_error):
+                    answer = dumps(self._handler.on_put(bulk))
+            writer.write(pa.py_buffer(answer))
+
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.RecordBatchStream:
+        with _answered():
+            header = loads(ticket.ticket)
+            with handling(self._on_error):
+                bulk = self._handler.on_get(header)
+                schema = SCHEMA.with_metadata({ENVELOPE_KEY: Envelope.of(bulk).encode()})
+                batches = pa.RecordBatchReader.from_batches(schema, to_batches(bulk.payload, schema))
+            return flight.RecordBatchStream(batches)
+
+    def _send(self, context: flight.ServerCallContext, body: Json) -> bytes:
+        session, messages = _field(body, "session", str), _field(body, "messages", list)
+        if not all(isinstance(message, dict) for message in messages):
+            raise CorruptMessageError("a message that is not a JSON object; all must be; nothing of it was used")
+        with handling(self._on_error):
+            return dumps(self._handler.on_send(session, messages))
+
+    def _poll(self, context: flight.ServerCallContext, body: Json) -> bytes:
+        session, cursor = _field(body, "session", str), _field(body, "cursor", int)
+        ends_s = time.monotonic() + _field(body, "wait_s", float, int)
+        while True:
+            began_s = time.monotonic()
+            slice_s = max(0.0, min(_SLICE_S, ends_s - began_s))
+            with handling(self._on_error):
+                polled = self._handler.on_poll(session, cursor, slice_s)
+                answer = dumps({"cursor": polled.cursor, "messages": list(polled.messages)})
+            came_early = time.monotonic() < began_s + slice_s
+            if polled.messages or came_early or time.monotonic() >= ends_s:
+                return answer
+            self._check(context)
+
+    def _status(self, context: flight.ServerCallContext, body: Json) -> bytes:
+        with handling(self._on_error):
+            return dumps(self._handler.on_status())
+
+    def _check(self, context: flight.ServerCallContext) -> None:
+        """Rule 3."""
+        if context.is_cancelled():
+            raise TransportError("the caller is gone; it must wait for its answer; nothing of the call was used")
+        if self.stopping.is_set():
+            raise flight.FlightUnavailableError("the syncer is stopping")
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Put errors of our tree into the form that `failures.from_json` reads at the other end."""
+    try:
+        yield
+    except DiLoCoError as error:
+        raise flight.FlightServerError(type(error).__name__, extra_info=dumps(to_json(error))) from error
+
+
+def _field(body: Json, name: str, *kinds: type) -> Any:
+    value = body.get(name)
+    if not isinstance(value, kinds):
+        raise CorruptMessageError(
+            f"field {name}={value!r}; must be of type {kinds[0].__name__}; do both sides run the same version?"
+        )
+    return value

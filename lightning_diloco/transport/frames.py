@@ -1,0 +1,135 @@
+"""A JSON header and a payload as an Arrow stream, and back.
+
+1. The envelope goes first and declares header, length and checksum. A length above the limit is refused before
+   anything is allocated.
+2. Record batches of one uint8 column follow, 2 MiB each (1 to 4 MiB measured best: larger ones are 2-3 times slower),
+   slices of the payload without a copy. The receiver copies each into one buffer of the declared length.
+3. The checksum is CRC-32: it finds accidents between buffer and buffer; against attackers there is TLS. It costs a
+   sixth of a BLAKE2b (measured 6.9 against 1.1 GB/s). It, and both copies, run without the GIL.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.transport.base import Bulk, Json
+
+BATCH_BYTES = 2 << 20
+MAX_PAYLOAD_BYTES = 1 << 30
+SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
+ENVELOPE_KEY = b"diloco"
+_AGAIN = "nothing of it was used; send it again"
+
+
+def dumps(value: Json) -> bytes:
+    """Strict JSON; TypeError or ValueError (NaN) for what is not."""
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def loads(raw: bytes) -> Json:
+    """A JSON object.
+
+    Raises:
+        CorruptMessageError: it is not one.
+    """
+    try:
+        value = json.loads(raw)
+    except ValueError as error:
+        raise CorruptMessageError(
+            f"{len(raw)} bytes that are not JSON ({error}); must be an object; {_AGAIN}"
+        ) from None
+    if not isinstance(value, dict):
+        raise CorruptMessageError(f"JSON of type {type(value).__name__}; must be an object; {_AGAIN}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What is declared before a payload comes.
+
+    Args:
+        header: the `Bulk`'s.
+        num_bytes: length of the payload.
+        crc32: checksum of the payload.
+    """
+
+    header: Json
+    num_bytes: int
+    crc32: int
+
+    @classmethod
+    def of(cls, bulk: Bulk) -> Envelope:
+        """Measure a payload."""
+        return cls(bulk.header, bulk.payload.nbytes, zlib.crc32(bulk.payload))
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return dumps({"header": self.header, "num_bytes": self.num_bytes, "crc32": self.crc32})
+
+    @classmethod
+    def decode(cls, raw: bytes, max_payload_bytes: int) -> Envelope:
+        """The inverse of `encode`.
+
+        Raises:
+            CorruptMessageError: not an envelope, or of a payload above max_payload_bytes.
+        """
+        fields = loads(raw)
+        header, num_bytes, crc32 = (fields.get(name) for name in ("header", "num_bytes", "crc32"))
+        if not (isinstance(header, dict) and isinstance(num_bytes, int) and isinstance(crc32, int) and num_bytes >= 0):
+            raise CorruptMessageError(
+                f"envelope with the fields {sorted(fields)}; must hold header, num_bytes and crc32; do both sides run "
+                "the same version?"
+            )
+        if num_bytes > max_payload_bytes:
+            raise CorruptMessageError(
+                f"a payload of {num_bytes} bytes was declared; at most {max_payload_bytes} are taken; raise "
+                "max_payload_bytes, or use more fragments"
+            )
+        return cls(header, num_bytes, crc32)
+
+
+def to_batches(payload: memoryview, schema: pa.Schema = SCHEMA) -> Iterator[pa.RecordBatch]:
+    """The payload in slices of `BATCH_BYTES`, without a copy; none if it is empty."""
+    whole = pa.py_buffer(payload)
+    for start in range(0, whole.size, BATCH_BYTES):
+        part = whole.slice(start, min(BATCH_BYTES, whole.size - start))
+        column = pa.Array.from_buffers(pa.uint8(), part.size, [None, part], null_count=0)
+        yield pa.record_batch([column], schema=schema)
+
+
+def from_batches(envelope: Envelope, batches: Iterable[pa.RecordBatch]) -> Bulk:
+    """Collect a payload into one buffer and check it.
+
+    Raises:
+        CorruptMessageError: other columns, another length or another checksum than declared.
+    """
+    buffer = pa.allocate_buffer(envelope.num_bytes)
+    sink = pa.FixedSizeBufferWriter(buffer)
+    num_bytes, crc32 = 0, 0
+    for batch in batches:
+        if batch is None or batch.schema != SCHEMA:
+            raise CorruptMessageError(f"a batch that is not one column of uint8, as it must be; {_AGAIN}")
+        if num_bytes + batch.num_rows > envelope.num_bytes:
+            raise _wrong("more than", num_bytes + batch.num_rows, envelope)
+        column = batch.column(0)
+        part = column.buffers()[1].slice(column.offset, len(column))
+        sink.write(part)
+        crc32 = zlib.crc32(part, crc32)
+        num_bytes += part.size
+    if num_bytes < envelope.num_bytes:
+        raise _wrong("only", num_bytes, envelope)
+    if crc32 != envelope.crc32:
+        raise CorruptMessageError(
+            f"payload of {num_bytes} bytes with the checksum {crc32:08x}; declared was {envelope.crc32:08x}; {_AGAIN}"
+        )
+    return Bulk(envelope.header, memoryview(buffer).cast("B").toreadonly())
+
+
+def _wrong(word: str, num_bytes: int, envelope: Envelope) -> CorruptMessageError:
+    return CorruptMessageError(f"{word} {num_bytes} bytes came; declared were {envelope.num_bytes}; {_AGAIN}")

@@ -1,0 +1,112 @@
+"""The join string, and the file that holds it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.transport.address import (
+    JoinAddress,
+    is_loopback,
+    join_host_port,
+    new_token,
+    read_join_file,
+    split_host_port,
+    write_join_file,
+)
+
+HASH = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "syncer.example.org", "::1", "fe80::1%eth0", "2001:db8::7"])
+@pytest.mark.parametrize("fingerprint", [None, HASH])
+def test_the_string_reads_back_to_the_same_address(host, fingerprint):
+    address = JoinAddress(host, 4100, "run-1.a_b", new_token(), fingerprint)
+    assert JoinAddress.parse(address.join_string()) == address
+    assert JoinAddress.parse(f" {address.join_string()}\n") == address
+
+
+def test_the_string_looks_as_documented():
+    assert JoinAddress("::1", 7, "r", "tok", HASH).join_string() == f"diloco://[::1]:7/r#tok,{HASH}"
+
+
+def test_the_token_is_in_no_text_but_the_join_string():
+    address = JoinAddress("h", 7, "r", "sesame", HASH)
+    for text in (repr(address), str(address), f"{address}", address.redacted(), address.host_port):
+        assert "sesame" not in text
+    assert "sesame" in address.join_string()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sesame",
+        "http://h:7/r#sesame",
+        "diloco://h/r#sesame",
+        "diloco://h:7/r",
+        "diloco://h:7/r#",
+        "diloco://h:7#sesame",
+        "diloco://h:7/a/b#sesame",
+        "diloco://h:0/r#sesame",
+        "diloco://h:99999/r#sesame",
+        "diloco://h:x/r#sesame",
+        "diloco://h:7/r#sesame,123",
+        "diloco://h:7/r#ses ame",
+        "diloco://[::1:7/r#sesame",
+    ],
+)
+def test_a_bad_string_is_refused_without_showing_a_token(text):
+    with pytest.raises(ConfigError) as caught:
+        JoinAddress.parse(text)
+    if "#" in text:
+        assert "sesame" not in str(caught.value)
+
+
+def test_all_problems_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        JoinAddress("a b", 0, "", "", "x")
+    assert len(caught.value.problems) == 5
+
+
+def test_tokens_differ_and_are_long():
+    assert len({new_token() for _ in range(100)}) == 100
+    assert len(new_token()) >= 43
+
+
+def test_a_join_file_is_private_and_replaced_whole(tmp_path):
+    path = tmp_path / "join"
+    path.write_text("old")
+    path.chmod(0o644)
+    address = JoinAddress("127.0.0.1", 7, "r", "sesame", HASH)
+    write_join_file(path, address)
+    assert read_join_file(path) == address
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in tmp_path.iterdir()] == ["join"]
+
+
+def test_a_missing_join_file_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="join file"):
+        read_join_file(tmp_path / "join")
+
+
+@pytest.mark.parametrize(("text", "parts"), [("h:7", ("h", 7)), ("[::1]:0", ("::1", 0)), ("0.0.0.0:1", ("0.0.0.0", 1))])
+def test_host_and_port_are_split_and_joined(text, parts):
+    assert split_host_port(text) == parts
+    assert join_host_port(*parts) == text
+
+
+@pytest.mark.parametrize("text", ["", "h", ":7", "h:", "h:x", "h:-1", "h:65536", "::1:7"])
+def test_a_bad_host_and_port_is_refused(text):
+    with pytest.raises(ConfigError, match="host:port"):
+        split_host_port(text)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_stays_here(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "localhost.example.org", ""])
+def test_anything_else_is_not_loopback(host):
+    assert not is_loopback(host)
