@@ -1,0 +1,1 @@
+"""Drives protocol and core with a transport, a clock and a disk."""

@@ -1,0 +1,156 @@
+"""The tape: what happened in a run, one JSON object per line, in the order it happened.
+
+1. A line is `{"t": unix seconds, "event": name, "lsn": log sequence number or null, ...}`.
+2. The tape is not fsynced line by line: after a crash it may lack its end, or be ahead of a log that lost its own. It
+   is then cut to the log (`truncate_after`) and completed from it (records after `last_lsn`). Therefore it is synced
+   before the log drops records.
+3. A line without its end, left by a crash, is cut at opening.
+
+Non-finite numbers are written as Python writes them: NaN, Infinity.
+
+Source: protocol, section 7.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.runtime.files import AppendFile, make_directory, storage
+from lightning_diloco.transport.base import Json
+
+_MAX = sys.maxsize
+
+
+class Tape:
+    """An append-only `events.jsonl`; safe to use from several threads.
+
+    Args:
+        path: created, with its directories, if it is not there.
+        clock: wall-clock time in unix seconds.
+
+    Attributes:
+        last_lsn: the highest log sequence number on the tape; 0 if there is none.
+        torn_bytes: what was cut off at opening.
+
+    Raises:
+        CorruptLogError: a line other than the last is not JSON.
+        StorageError: the file cannot be used.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(path)
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self.last_lsn = 0
+        make_directory(self.path.parent)
+        self._file = AppendFile(self.path)
+        try:
+            end = self._measure()
+            self.torn_bytes = self._file.end - end
+            if self.torn_bytes:
+                self._file.cut(end)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def record(self, event: str, *, lsn: int | None, **fields: object) -> None:
+        """Write one line.
+
+        Args:
+            event: its name.
+            lsn: the log record it tells of; None if it is in no log. Never lower than one already on the tape.
+            **fields: JSON values; `t`, `event` and `lsn` are taken.
+
+        Raises:
+            StorageError: the disk did not take it; the tape is as before.
+        """
+        with self._mutex:
+            assert fields.keys().isdisjoint({"t"}), "the tape stamps the time itself"
+            assert lsn is None or lsn >= self.last_lsn, f"lsn {lsn} after {self.last_lsn}"
+            line = {"t": self._clock(), "event": event, "lsn": lsn, **fields}
+            self._file.append([json.dumps(line, separators=(",", ":")).encode() + b"\n"])
+            self.last_lsn = max(self.last_lsn, lsn or 0)
+
+    def truncate_after(self, lsn: int) -> int:
+        """Cut the tape before the first line that tells of a later log record.
+
+        Returns:
+            The bytes cut off.
+        """
+        with self._mutex:
+            before = self._file.end
+            end = self._measure(up_to_lsn=lsn)
+            if end < before:
+                self._file.cut(end)
+            return before - end
+
+    def sync(self) -> None:
+        """Make every line durable, or take back those since the last sync; raises `StorageError`."""
+        with self._mutex:
+            self._sync()
+
+    def close(self) -> None:
+        """Make the tape durable and let go of it; idempotent."""
+        with self._mutex:
+            if self._file.is_open:
+                try:
+                    self._sync()
+                finally:
+                    self._file.close()
+
+    def _sync(self) -> None:
+        try:
+            self._file.sync()
+        except StorageError:
+            self._measure(before=self._file.end)
+            raise
+
+    def _measure(self, *, up_to_lsn: int = _MAX, before: int = _MAX) -> int:
+        """Where the last whole line before this byte and of no later lsn ends; sets `last_lsn` to match."""
+        self.last_lsn, end = 0, 0
+        for line, line_end in _lines(self.path):
+            lsn = line["lsn"] or 0
+            if lsn > up_to_lsn or line_end > before:
+                break
+            self.last_lsn, end = max(self.last_lsn, lsn), line_end
+        return end
+
+
+def read_tape(path: str | os.PathLike[str]) -> Iterator[Json]:
+    """The lines of a tape, also of one still being written; an unfinished last line is left out.
+
+    Raises:
+        CorruptLogError: a line other than the last is not JSON.
+    """
+    for line, _ in _lines(Path(path)):
+        yield line
+
+
+def _lines(path: Path) -> Iterator[tuple[Json, int]]:
+    end = 0
+    with storage("read", path), path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            if not text.endswith(b"\n"):
+                return
+            end += len(text)
+            yield _parse(path, number, text), end
+
+
+def _parse(path: Path, number: int, text: bytes) -> Json:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        line = None
+    if not isinstance(line, dict) or not {"t", "event", "lsn"} <= line.keys():
+        raise CorruptLogError(
+            f"{path}, line {number}, is {text[:60]!r}; a line must be a JSON object with t, event and lsn; restore the "
+            f"tape from a backup, or move it away and let it begin anew from the log"
+        )
+    return line
