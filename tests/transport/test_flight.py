@@ -327,6 +327,22 @@ def test_a_frozen_peer_ends_every_call_within_its_deadline(served, dial, pool, e
         assert eventually(connection.status) == {"status": "running"}
 
 
+def test_an_upload_frozen_half_way_gives_its_memory_back_at_its_deadline(serve, dial, pool, eventually):
+    server = serve(max_payload_bytes=16 * MIB, max_inflight_bytes=16 * MIB)
+    with FaultProxy(server.address, rate_bps=8 * 32e6) as proxy:
+        stuck = dial(server.join_address("run"), through=proxy, keepalive_s=0.2)
+        upload = pool.submit(stuck.put, bulk(16 * MIB), deadline_s=0.6)
+
+        def half_way() -> None:
+            assert proxy.bytes_up > MIB
+
+        eventually(half_way)
+        proxy.freeze()
+        assert dial(server.join_address("run")).put(bulk(16 * MIB), deadline_s=5) == {"got": 16 * MIB}
+        with pytest.raises(TransportError):
+            upload.result(5)
+
+
 @pytest.mark.slow
 def test_a_quiet_poll_outlasts_the_probes_of_the_line(serve, dial):
     """A server drops a line after some 5 s of probes without data; so they must be few."""
