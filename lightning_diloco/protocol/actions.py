@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_diloco.protocol.messages import FromLearner, FromSyncer, Json, Ready
+from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.messages import FromLearner, FromSyncer, Ready
 
 # ------------------------------------------------------------------------------------------------------- by a learner
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from functools import cache
 from typing import Literal, TypeVar, Union
 
 from lightning_diloco.errors import CorruptMessageError
@@ -21,8 +20,9 @@ T = TypeVar("T")
 
 def dump(value: object) -> Json:
     """A dataclass instance as a JSON object."""
-    assert dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return {name: _plain(getattr(value, name)) for name in _hints(type(value))}
+    assert dataclasses.is_dataclass(value)
+    assert not isinstance(value, type)
+    return {name: _plain(getattr(value, name)) for name in _fields(type(value))[0]}
 
 
 def load(kind: type[T], values: Json, where: str = "") -> T:
@@ -37,24 +37,24 @@ def load(kind: type[T], values: Json, where: str = "") -> T:
         CorruptMessageError: missing or unknown fields, or a value of a wrong type; nothing is coerced.
     """
     where = where or kind.__name__
-    hints = _hints(kind)
-    if not _required(kind) <= set(values) <= set(hints):
+    hints, required = _fields(kind)
+    if not required <= set(values) <= set(hints):
         raise CorruptMessageError(
-            f"{where}: found fields {sorted(values)}; needed are {sorted(_required(kind))}, allowed {sorted(hints)}"
+            f"{where}: found fields {sorted(values)}; needed are {sorted(required)}, allowed {sorted(hints)}"
         )
     return kind(**{name: _value(value, hints[name], f"{where}.{name}") for name, value in values.items()})
 
 
-@cache
-def _hints(kind: type) -> dict[str, object]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+_known: dict[type, tuple[dict[str, object], frozenset[str]]] = {}
 
 
-@cache
-def _required(kind: type) -> frozenset[str]:
-    missing = dataclasses.MISSING
-    return frozenset(f.name for f in dataclasses.fields(kind) if f.default is missing and f.default_factory is missing)
+def _fields(kind: type) -> tuple[dict[str, object], frozenset[str]]:
+    """Type of each field of a dataclass, and the fields without a default."""
+    if kind not in _known:
+        hints, fields, missing = typing.get_type_hints(kind), dataclasses.fields(kind), dataclasses.MISSING
+        required = frozenset(f.name for f in fields if f.default is missing and f.default_factory is missing)
+        _known[kind] = ({f.name: hints[f.name] for f in fields}, required)
+    return _known[kind]
 
 
 def _plain(value: object) -> object:

@@ -246,7 +246,8 @@ class LearnerState:
     def _announced(self, message: msg.Announce, now_s: float) -> list[LearnerAction]:
         f = self.fragments[message.fragment]
         if message.round <= f.last_round:
-            return []
+            has_answered = f.outstanding is None and f.announced is None
+            return [do.Say(msg.Decline(message.fragment, message.round))] if has_answered else []
         f.is_due, f.last_round = False, message.round
         if self.phase == "evaluating":
             return [do.Say(msg.Decline(message.fragment, message.round))]

@@ -62,7 +62,12 @@ class Account:
         return [gap for start, stop in ranges for gap in self.merged[fragment].missing(start, stop)]
 
     def declare(self, progress: Progress) -> bool:
-        """Take a learner's books; returns whether they agree with the commits it has landed."""
+        """Take a learner's books; returns whether they agree with the commits it has landed.
+
+        Books that are older than what was heard before (messages may overtake each other) are passed over.
+        """
+        if self.declared and _age(progress) < _age(self.declared):
+            return True
         self.seen = max(self.seen, progress.tokens)
         self.declared = progress
         landed_size = 0
@@ -84,6 +89,10 @@ class Account:
         if not self.is_closed:
             self.booked[cause] += self.num_pending
             self.is_closed = True
+
+
+def _age(progress: Progress) -> tuple[int, int]:
+    return progress.tokens, sum(progress.landed)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ TRANSFER_FLOOR_S = 2.0
 TRANSFER_CAP_S = 120.0
 WAIT_FOR_SUPERSEDED_STEPS = 10
 RETRY_COMMIT_S = 2.0
+ANNOUNCE_AGAIN_S = 2.0
 NUM_DIGESTS_KEPT = 8
 
 
@@ -58,6 +59,7 @@ class Round:
 
     number: int
     opened_s: float
+    announced_s: float
     opener_step_s: float
     electorate: set[str]
     num_stepping: int
@@ -123,12 +125,11 @@ class Rounds:
 
     def intent(self, member: Member, p: int, step_s: float, now_s: float) -> list[SyncerAction]:
         f = self.fragments[p]
-        member.step_s = step_s
+        member.step_s, member.stepped_s, member.step = step_s, now_s, max(1, member.step)
         if f.round is None:
             return self._open(p, f, step_s, now_s)
         if f.round.stage == "collecting":
-            is_awaited = member.session in f.round.electorate and member.session not in f.held
-            return [do.Send(member.session, msg.Announce(p, f.round.number))] if is_awaited else []
+            return self._announce(p, f, f.round, {member.session} & f.round.electorate)
         if member.session not in f.round.members:
             f.wanted[member.session] = step_s
         return []
@@ -170,7 +171,7 @@ class Rounds:
         decided = member.fates.get(p)
         held = f.held.get(member.session)
         if decided and decided[0] == seq:
-            answer = msg.FateIs(p, seq, decided[1], decided[2], decided[3])  # type: ignore[arg-type]
+            answer = msg.FateIs(p, seq, decided[1], decided[2], decided[3])
         elif held and held.contribution.ready.seq == seq and held.has_payload:
             answer = msg.FateIs(p, seq, "held")
         else:
@@ -207,7 +208,7 @@ class Rounds:
         return [
             msg.Announce(p, f.round.number)
             for p, f in enumerate(self.fragments)
-            if f.round and f.round.stage == "collecting" and session in f.round.electorate and session not in f.held
+            if f.round and f.round.stage == "collecting" and session in f.round.electorate - f.held.keys()
         ]
 
     # ------------------------------------------------------------------------------------------------- contributions
@@ -265,13 +266,13 @@ class Rounds:
         electorate = self.roster.electorate(now_s, self.heartbeat_s)
         f.wanted.clear()
         todo = self._supersede_stale(p, f)
-        f.round = Round(self.next_round, now_s, step_s, electorate, max(1, len(electorate)))
+        f.round = Round(self.next_round, now_s, now_s, step_s, electorate, max(1, len(electorate)))
         f.round.until_s = now_s + step_s + self._grace_s(step_s)
         self.next_round += 1
-        todo += [
-            do.Send(session, msg.Announce(p, f.round.number)) for session in sorted(electorate) if session not in f.held
-        ]
-        return todo + self._try_close(p, now_s)
+        return todo + self._announce(p, f, f.round, electorate) + self._try_close(p, now_s)
+
+    def _announce(self, p: int, f: FragmentRounds, r: Round, sessions: set[str]) -> list[SyncerAction]:
+        return [do.Send(session, msg.Announce(p, r.number)) for session in sorted(sessions - f.held.keys())]
 
     def _grace_s(self, step_s: float) -> float:
         if self.config.grace != "adaptive":
@@ -470,5 +471,8 @@ class Rounds:
             if f.round.stage == "suspended" and now_s >= f.round.until_s:
                 f.round.members = tuple(s for s in f.round.members if s in f.held)
                 todo += self._merge(p, f, f.round) if f.round.members else self._abort(p, f, "contributors left")
+            if f.round.stage == "collecting" and now_s >= f.round.announced_s + ANNOUNCE_AGAIN_S:
+                f.round.announced_s = now_s
+                todo += self._announce(p, f, f.round, f.round.electorate)
             todo += self._try_close(p, now_s) + self._try_merge(p, now_s)
         return todo
