@@ -104,7 +104,7 @@ def status_lines(status: Status) -> list[str]:
 def run_line(status: Status) -> str:
     """The run as a whole, in one line."""
     versions: Sequence[int] = status["versions"]
-    span = f"{min(versions)}..{max(versions)} of {len(versions)} fragments" if versions else "-"
+    span = f"{min(versions)}..{max(versions)} in {len(versions)} fragments" if versions else "-"
     why = f" ({status['reason']})" if status["reason"] else ""
     return (
         f"{status['state']}{why}: round {span}, {status['num_commits']} commits, quorum {status['effective_quorum']}, "

@@ -27,7 +27,10 @@ class Interruption:
         return self.signal is not None
 
     def __enter__(self) -> Interruption:
-        self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        # nohup asks for a closed terminal to mean nothing, and gets it.
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        noted = [number for number in _SIGNALS if number != signal.SIGHUP or not is_nohup]
+        self._before = {number: signal.signal(number, self._note) for number in noted}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

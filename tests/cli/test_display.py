@@ -74,14 +74,14 @@ def test_the_table_shows_each_learner() -> None:
 
 def test_the_table_shows_the_run() -> None:
     text = drawn(status_view(status()))
-    for part in ("run gpt", "round 4..5 of 3 fragments", "13 commits", "quorum 1", "participation 97.5 %"):
+    for part in ("run gpt", "round 4..5 in 3 fragments", "13 commits", "quorum 1", "participation 97.5 %"):
         assert part in text
     assert "goodput -, 61.44k tokens, up 2.5MB, down 900B" in text.replace("\n", " ")
 
 
 def test_the_reason_of_a_suspended_run_is_shown() -> None:
     assert status_lines(status(state="suspended", reason="the disk is full"))[0].endswith(
-        "suspended (the disk is full): round 4..5 of 3 fragments, 13 commits, quorum 1, participation 97.5 %, "
+        "suspended (the disk is full): round 4..5 in 3 fragments, 13 commits, quorum 1, participation 97.5 %, "
         "goodput -, 61.44k tokens, up 2.5MB, down 900B"
     )
 

@@ -1,0 +1,33 @@
+"""Signals that ask to end are noted, and nothing else happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from lightning_diloco.cli.interruption import Interruption
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_is_noted_and_handlers_are_put_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with Interruption() as interruption:
+        assert not interruption
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interruption
+        assert interruption.signal is number
+        assert interruption.exit_code == 128 + number
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_a_closed_terminal_is_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption() as interruption:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interruption
+    finally:
+        signal.signal(signal.SIGHUP, before)
