@@ -60,7 +60,7 @@ class FileCorpus:
 
     @property
     def _builder(self) -> str:
-        return BUILDERS.get(self.files[0].suffix, TEXT)
+        return _builder_of(self.files[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def find_files(patterns: str | Sequence[str], *, text_column: str = TEXT) -> Fil
     """
     problems, files = [], []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found = sorted(Path(name).resolve() for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
+        found = sorted(Path(name).absolute() for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
         files += found
         if not found:
             problems.append(
@@ -118,7 +118,7 @@ def find_files(patterns: str | Sequence[str], *, text_column: str = TEXT) -> Fil
             )
     if not problems and not files:
         problems.append("files is empty; name at least one file, or leave it out for the default corpus")
-    kinds = {BUILDERS.get(file.suffix, TEXT) for file in files}
+    kinds = {_builder_of(file) for file in files}
     if len(kinds) > 1:
         problems.append(f"files are of several kinds ({', '.join(sorted(kinds))}); choose files of one kind")
     if problems:
@@ -142,6 +142,10 @@ def standard_library() -> FileCorpus:
             "set files= or path= to a text of your own"
         )
     return FileCorpus(tuple(sorted(modules + packages)))
+
+
+def _builder_of(file: Path) -> str:
+    return BUILDERS.get(file.suffix.lower(), TEXT)
 
 
 def _text_only(dataset: Dataset, column: str, *, where: str) -> Dataset:

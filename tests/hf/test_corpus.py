@@ -26,6 +26,13 @@ def test_rows_of_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
         assert list(documents[TEXT]) == rows
 
 
+def test_a_link_is_read_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "0a1b").write_text('{"text": "row"}')  # as caches of downloads name what they hold
+    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "0a1b")
+    documents = find_files(str(tmp_path / "rows.jsonl")).load(tmp_path / "scratch")
+    assert list(documents[TEXT]) == ["row"]
+
+
 def test_fingerprint_follows_content_and_order_not_place(texts: Path, tmp_path: Path) -> None:
     files = sorted(texts.iterdir())[:2]
     before = FileCorpus(tuple(files)).fingerprint()
