@@ -97,6 +97,18 @@ def test_records_come_back_as_appended_after_reopening(folder: Path) -> None:
     reopened.close()
 
 
+def test_opening_makes_durable_what_a_killed_process_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RedoLog(folder)
+    fill(log)
+    log.close(sync=False)
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    reopened = RedoLog(folder)
+    assert (reopened.durable_lsn, reopened.torn_bytes) == (4, 0)
+    assert {str(folder), str(only_segment(folder))} <= set(synced)
+    reopened.close()
+
+
 def test_files_are_private(log: RedoLog, folder: Path) -> None:
     assert stat.S_IMODE(only_segment(folder).stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -213,6 +225,7 @@ def test_rotation_and_dropping_keep_the_lsn(folder: Path) -> None:
     log = RedoLog(folder)
     fill(log, 4)
     log.rotate()
+    assert log.durable_lsn == 4
     log.rotate()  # the new segment is empty: nothing to rotate
     assert len(list(folder.glob("*.log"))) == 2
     log.append({"k": 4})

@@ -158,8 +158,19 @@ def test_full_disk_keeps_the_old_one(tmp_path: Path) -> None:
     SnapshotStore(tmp_path).write(7, {"seed": 1}, tensors(1))
     with pytest.raises(StorageError, match=r"could not write the snapshot .*No space left"):
         SnapshotStore(tmp_path, faults=faults).write(9, {"seed": 2}, tensors(2))
-    store = SnapshotStore(tmp_path)
-    assert is_that_of(store.latest(), 1)
+    assert is_that_of(SnapshotStore(tmp_path).latest(), 1)
+
+
+def test_snapshot_is_tried_again_once_there_is_room(tmp_path: Path) -> None:
+    errors = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+
+    def faults(point: str) -> None:
+        if point == "snapshot:before_rename" and errors:
+            raise errors.pop()
+
+    store = SnapshotStore(tmp_path, faults=faults)
+    with pytest.raises(StorageError):
+        store.write(9, {"seed": 1}, tensors(1))
     store.write(9, {"seed": 2}, tensors(2))
     assert is_that_of(store.latest(), 2)
 

@@ -111,21 +111,25 @@ def test_full_disk_leaves_the_tape_as_before(tape: Tape, path: Path, monkeypatch
     assert events(path) == ["join", "commit"]
 
 
+@pytest.mark.parametrize("failing_calls", [["fsync"], ["fsync", "ftruncate"]])
 def test_failed_sync_takes_back_the_lines_since_the_last(
-    tape: Tape, path: Path, monkeypatch: pytest.MonkeyPatch
+    tape: Tape, path: Path, monkeypatch: pytest.MonkeyPatch, failing_calls: list[str]
 ) -> None:
     tape.record("join", lsn=1)
     tape.sync()
     tape.record("commit", lsn=2)
 
-    def failing(fd: int) -> None:
+    def failing(fd: int, size: int = 0) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as disk:
-        disk.setattr(os, "fsync", failing)
+        for call in failing_calls:
+            disk.setattr(os, call, failing)
         with pytest.raises(StorageError, match="could not fsync"):
             tape.sync()
-    assert (events(path), tape.last_lsn) == (["join"], 1)
+    assert tape.last_lsn == 1
+    tape.record("leave", lsn=2)
+    assert events(path) == ["join", "leave"]
 
 
 def test_every_line_is_plain_json(tape: Tape, path: Path) -> None:
