@@ -60,8 +60,8 @@ class Anchor:
 
     @cached_property
     def digest(self) -> str:
-        """BLAKE2b of the raw bytes of `published`, in hex."""
-        return hashlib.blake2b(bytes_of(self.published), digest_size=16).hexdigest()
+        """SHA-256 of the raw bytes of `published` in hex, as devices compute it of their anchors."""
+        return hashlib.sha256(bytes_of(self.published)).hexdigest()
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything but the numbers, for a snapshot; they share memory with this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 
 import pytest
@@ -201,6 +202,7 @@ def test_seed_is_copied() -> None:
 
 def test_digest_is_of_the_published_bits() -> None:
     store, other = seeded(), seeded()
+    assert store.digest(0) == hashlib.sha256(store.anchor(0).published.numpy().tobytes()).hexdigest()
     assert store.digests() == other.digests()
     assert store.digest(0) != store.digest(1)
     other.commit(0, gradient(other, 0, 0), steps=8.0)
