@@ -1,0 +1,73 @@
+"""Fragments whose parameters lie on one CUDA device.
+
+1. The training thread only enqueues: its copies and landings run on its current stream, in order with training.
+2. The link thread works on a stream of its own, and has the host wait for that stream before it hands anything on.
+   So what it made can be used on any stream without a further word.
+3. In the other direction an event says how far training had got when it last touched a buffer. The link thread's
+   stream waits for it before it starts, and whenever it takes a recycled buffer. The training thread never waits.
+4. Bytes move through pinned memory: only then does a copy run beside the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.devices.dense import DenseFragments
+
+
+class CudaFragments(DenseFragments):
+    """A `FragmentDevice` on one CUDA device; see `DenseFragments` for its arguments."""
+
+    def __init__(
+        self, plan: FragmentPlan, params: Mapping[str, Tensor], config: RunConfig, learner: LearnerConfig
+    ) -> None:
+        self._progress: torch.cuda.Event | None = None
+        super().__init__(plan, params, config, learner)
+        self._stream = torch.cuda.Stream(self._device)
+        self._mark()
+
+    def _mark(self) -> None:
+        event = torch.cuda.Event()  # a new one each time: the link thread may still hold the one before
+        event.record(torch.cuda.current_stream(self._device))
+        self._progress = event
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            self._wait_for_training()
+            yield
+            self._stream.synchronize()
+
+    def _take(self) -> Tensor:
+        buffer = super()._take()
+        self._wait_for_training()
+        return buffer
+
+    def _wait_for_training(self) -> None:
+        """The present stream waits, not the host; on the training stream itself this is nothing."""
+        if self._progress is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._progress)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    def _from_host(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _align(self, param: Tensor, base: Tensor, old: Tensor | None) -> None:
+        """No pieces here: an accelerator has no cache to stay in, and every kernel launch costs the training thread."""
+        flat = param.float()
+        base = base.view_as(param)
+        if self._learner.align == "carry":
+            assert old is not None
+            param.copy_(flat - old.view_as(param) + base)
+        elif self._learner.align == "overwrite":
+            param.copy_(base)
+        else:
+            param.copy_(flat * self._learner.blend_alpha + base)

@@ -1,0 +1,292 @@
+"""Anchors and parameters of a learner whose parameters lie whole on one device; the device only says when work runs.
+
+1. The training thread copies at a snapshot and makes one pass over the parameters at a landing. Everything else, the
+   pseudo-gradient, encoding, decoding and the new anchor, is done by the link thread on its own copies.
+2. Fragment-sized buffers are recycled and were written to before use: fresh ones cost the training thread more in page
+   faults than the copy itself. A landing swaps buffers instead of copying them.
+3. The anchor is float32, a parameter may not be: everything is measured against the value really stored, cast(anchor).
+4. "carry" keeps what was not sent in the parameters. "overwrite" and "blend" lose it, so they keep what the encoding
+   lost as a residual, committed when the contribution is merged.
+
+Shapes: _P flat padded fragment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.align import LANDING_CHUNK_NUMEL, land_carry_
+from lightning_diloco.core.blocks import chunk_numel
+from lightning_diloco.core.fragments import FragmentPlan, gather, scatter
+from lightning_diloco.core.pseudogradient import pseudo_gradient, store_cast
+from lightning_diloco.core.quantize import Decoder, encode_fragment
+from lightning_diloco.devices.base import Encoded, Update
+from lightning_diloco.errors import CorruptMessageError
+
+_NUM_SPARE_BUFFERS = 4  # a snapshot, and base, old and new of a landing; more are made when needed
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A fragment's parameters at one moment.
+
+    Args:
+        fragment: which one.
+        buffer: float32, holds the parameters, later the pseudo-gradient.
+    """
+
+    fragment: int
+    buffer: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A landing, ready to be made.
+
+    Args:
+        anchor: buffer of the new anchor.
+        base: buffer of what `land` adds to progress; may be `anchor`.
+        old: buffer of the value stored at the last landing; may be the present anchor. None: not needed.
+    """
+
+    anchor: Tensor
+    base: Tensor
+    old: Tensor | None
+
+
+class DenseFragments:
+    """A `FragmentDevice` for any device that holds whole parameters.
+
+    Args:
+        plan: of the run.
+        params: live parameters by name, at least those of the plan, all on one device, any float dtype.
+        config: of the run.
+        learner: of this learner; `align`, `blend_alpha` and `error_feedback` count here.
+    """
+
+    def __init__(
+        self, plan: FragmentPlan, params: Mapping[str, Tensor], config: RunConfig, learner: LearnerConfig
+    ) -> None:
+        self._params = {name: params[name] for name in plan.shapes}
+        self._config, self._learner = config, learner
+        self._layouts = [plan.layout(p, config.block_size) for p in range(plan.num_fragments)]
+        self._dtypes = [[self._params[e.slice.name].dtype for e in layout.entries] for layout in self._layouts]
+        self._casts = [any(dtype != torch.float32 for dtype in dtypes) for dtypes in self._dtypes]
+        self._device = next(iter(self._params.values())).device
+        # All buffers are alike, so that any of them can take any fragment.
+        self._buffer_numel = max(layout.padded_numel for layout in self._layouts)
+        self._spare = deque(self._new_buffer() for _ in range(_NUM_SPARE_BUFFERS))
+        self._anchors = [self._new_buffer() for _ in self._layouts]
+        self._scratch = torch.empty(LANDING_CHUNK_NUMEL, device=self._device)
+        self._residuals: dict[int, Tensor] = {}  # what encodings of merged contributions lost
+        self._unmerged: dict[int, Tensor] = {}  # the residual if the outstanding contribution is merged
+        self._hidden: dict[str, Tensor] | None = None  # local values while the anchor is shown
+
+    # --- training thread -----------------------------------------------------------------------------------------
+
+    def adopt(self, fragment: int, values: Tensor) -> None:
+        """See `FragmentDevice.adopt`."""
+        self._flat(fragment, self._anchors[fragment]).copy_(values)
+        scatter(self._layouts[fragment], values, self._params)
+        self._residuals.pop(fragment, None)
+        self._unmerged.pop(fragment, None)
+        self._mark()
+
+    def local_values(self, fragment: int) -> Tensor:
+        """See `FragmentDevice.local_values`; not fooled by `show_anchor`."""
+        layout = self._layouts[fragment]
+        params = self._params if self._hidden is None else self._hidden
+        return gather(layout, params, torch.empty(layout.padded_numel))
+
+    def snapshot(self, fragment: int) -> Snapshot:
+        """See `FragmentDevice.snapshot`."""
+        buffer = self._take()
+        gather(self._layouts[fragment], self._params, self._flat(fragment, buffer))
+        self._mark()
+        return Snapshot(fragment, buffer)
+
+    def land(self, fragment: int, staged: Staged) -> None:
+        """See `FragmentDevice.land`."""
+        with torch.no_grad():
+            for entry in self._layouts[fragment].entries:
+                param = entry.slice.of(self._params[entry.slice.name])
+                self._align(param, entry.of(staged.base), None if staged.old is None else entry.of(staged.old))
+        before, self._anchors[fragment] = self._anchors[fragment], staged.anchor
+        self._mark()
+        self._spare.append(before)
+        if staged.base is not staged.anchor:
+            self._spare.append(staged.base)
+        if staged.old is not None and staged.old is not before:
+            self._spare.append(staged.old)
+
+    def show_anchor(self) -> None:
+        """See `FragmentDevice.show_anchor`."""
+        if self._hidden is None:
+            self._hidden = {name: param.detach().clone() for name, param in self._params.items()}
+            for p, layout in enumerate(self._layouts):
+                scatter(layout, self._flat(p, self._anchors[p]), self._params)
+
+    def show_local(self) -> None:
+        """See `FragmentDevice.show_local`."""
+        hidden, self._hidden = self._hidden, None
+        with torch.no_grad():
+            for name, values in (hidden or {}).items():
+                self._params[name].copy_(values)
+
+    # --- link thread ---------------------------------------------------------------------------------------------
+
+    def encode(self, snapshot: Snapshot) -> Encoded:
+        """See `FragmentDevice.encode`."""
+        p = snapshot.fragment
+        with self._aside():
+            scratch, wanted_P = self._take(), self._flat(p, snapshot.buffer)
+            pseudo_gradient(self._stored(p, self._anchors[p], scratch), wanted_P, out=wanted_P)
+            if p in self._residuals:
+                wanted_P.add_(self._flat(p, self._residuals[p]))
+            payload = encode_fragment(self._layouts[p], wanted_P, self._config.wire, self._config.block_size)
+            norm = float(torch.linalg.vector_norm(wanted_P))
+            lost_P = self._add_decoded(payload, wanted_P, sign=-1)
+            lost = float(torch.linalg.vector_norm(lost_P))
+            payload = self._to_host(payload)
+        self._spare.append(scratch)
+        if self._learner.align != "carry" and self._learner.error_feedback:
+            self._replace(self._unmerged, p, snapshot.buffer)
+        else:
+            self._spare.append(snapshot.buffer)
+        return Encoded(payload, norm, lost / norm if norm else 0.0)
+
+    def stage(self, fragment: int, update: Update) -> Staged:
+        """See `FragmentDevice.stage`. The one before, if any, must have landed."""
+        with self._aside():
+            anchor = self._new_anchor(fragment, update)
+            staged = Staged(anchor, *self._base_and_old(fragment, anchor, update.sent))
+        if update.sent is not None and fragment in self._unmerged:
+            self._replace(self._residuals, fragment, self._unmerged.pop(fragment))
+        return staged
+
+    def anchor(self, fragment: int) -> Tensor:
+        """See `FragmentDevice.anchor`; a copy."""
+        with self._aside():
+            return self._flat(fragment, self._anchors[fragment]).to("cpu", copy=True)
+
+    def digest(self, fragment: int) -> str:
+        """SHA-256 in hex of the anchor's bytes, padding included."""
+        return hashlib.sha256(self.anchor(fragment).numpy().data).hexdigest()
+
+    def _new_anchor(self, fragment: int, update: Update) -> Tensor:
+        buffer = self._take()
+        new_P = self._flat(fragment, buffer)
+        if update.full is not None:
+            _check_full(update.full, new_P.numel())
+            new_P.copy_(update.full)
+        else:
+            new_P.copy_(self._flat(fragment, self._anchors[fragment]))
+        for encoded in update.chain:
+            self._add_decoded(self._from_host(encoded), new_P)
+        return buffer
+
+    def _base_and_old(self, fragment: int, anchor: Tensor, sent: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        align, casts = self._learner.align, self._casts[fragment]
+        if align == "overwrite":
+            return anchor, None
+        if align == "blend":
+            base = self._take()
+            self._stored(fragment, anchor, base).mul_(1 - self._learner.blend_alpha)
+            return base, None
+        base = anchor
+        if casts or sent is not None:
+            base = self._take()
+            base_P = self._stored(fragment, anchor, base)
+            if sent is not None:
+                self._add_decoded(self._from_host(sent), base_P)
+        old = self._anchors[fragment]
+        if casts:
+            old = self._take()
+            self._stored(fragment, self._anchors[fragment], old)
+        return base, old
+
+    def _stored(self, fragment: int, anchor: Tensor, out: Tensor) -> Tensor:
+        """cast(anchor), as float32, in the buffer `out`."""
+        anchor_P, out_P = self._flat(fragment, anchor), self._flat(fragment, out)
+        return store_cast(self._layouts[fragment], anchor_P, self._dtypes[fragment], out_P)
+
+    def _add_decoded(self, encoded: Tensor, out_P: Tensor, sign: int = 1) -> Tensor:
+        """Add what was encoded, piece by piece."""
+        numel, size = out_P.numel(), self._config.block_size
+        decoder = Decoder(encoded, numel, self._config.wire, size)
+        step = chunk_numel(out_P, size)
+        piece = torch.empty(min(step, numel), device=out_P.device)
+        for start in range(0, numel, step):
+            out = out_P[start : start + step]
+            out.add_(decoder.read(start, piece[: out.numel()]), alpha=sign)
+        return out_P
+
+    # --- what devices differ in ----------------------------------------------------------------------------------
+
+    def _mark(self) -> None:
+        """Training thread: the link thread's next work comes after everything so far."""
+
+    def _aside(self) -> AbstractContextManager[object]:
+        """Link thread: around work that must not hold up training; finished when it exits."""
+        return nullcontext()
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _from_host(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _align(self, param: Tensor, base: Tensor, old: Tensor | None) -> None:
+        """The one pass of a landing over a parameter or some of its rows, whatever their memory format."""
+        view = param if param.is_contiguous() else param.contiguous()
+        if self._learner.align == "carry":
+            assert old is not None
+            land_carry_(view, base, old, self._scratch)
+        elif self._learner.align == "overwrite":
+            view.copy_(base.view_as(view))
+        else:
+            self._land_blend_(view.detach().view(-1), base)
+        if view is not param:
+            param.copy_(view)
+
+    def _land_blend_(self, param: Tensor, base: Tensor) -> None:
+        """param <- cast(alpha * param + base), in pieces."""
+        for start in range(0, param.numel(), LANDING_CHUNK_NUMEL):
+            part = slice(start, start + LANDING_CHUNK_NUMEL)
+            mixed = self._scratch[: param[part].numel()].copy_(param[part])
+            param[part].copy_(mixed.mul_(self._learner.blend_alpha).add_(base[part]))
+
+    # --- buffers -------------------------------------------------------------------------------------------------
+
+    def _flat(self, fragment: int, buffer: Tensor) -> Tensor:
+        return buffer[: self._layouts[fragment].padded_numel]
+
+    def _new_buffer(self) -> Tensor:
+        return torch.empty(self._buffer_numel, device=self._device).zero_()
+
+    def _take(self) -> Tensor:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return self._new_buffer()
+
+    def _replace(self, held: dict[int, Tensor], fragment: int, buffer: Tensor) -> None:
+        if (before := held.pop(fragment, None)) is not None:
+            self._spare.append(before)
+        held[fragment] = buffer
+
+
+def _check_full(values: Tensor, numel: int) -> None:
+    if values.dtype != torch.float32 or values.shape != (numel,) or not bool(torch.isfinite(values).all()):
+        raise CorruptMessageError(
+            f"a full fragment came as {values.dtype} of shape {tuple(values.shape)}: {numel} finite float32 values are "
+            "expected; the message was discarded and may be sent again"
+        )

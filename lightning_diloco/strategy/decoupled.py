@@ -1,0 +1,130 @@
+"""The strategy users name, and how it becomes the right one.
+
+Lightning builds a strategy before it tells it the accelerator, and decides by isinstance checks against its own
+strategy classes. So the bare class only holds options. `_configure_launcher` is the last thing the Trainer calls while
+it puts a strategy together; there the object takes the final class that fits its devices: the hooks before one of
+Lightning's strategies. All checks Lightning makes come later and see that class. (An outer strategy that delegates to
+an inner one does not work: Lightning's optimizers are bound to the inner, so the outer never sees a step.)
+
+To support more devices, add a final class and its line in `_FINAL_CLASSES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_diloco.config import Align, Evaluate, Merge, Wire
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy.hooks import DiLoCoHooks
+from lightning_diloco.strategy.options import resolve
+
+_INNER = ("auto",)
+
+
+class DecoupledDiLoCoStrategy(DiLoCoHooks):
+    """Train one model together with learners far away: `Trainer(strategy=DecoupledDiLoCoStrategy(...))`.
+
+    Every option has a default that works. An unset one (None) is adopted from the run that is joined, or takes its
+    default when the run is new; an explicit run option must agree with the run. Nothing is opened before `fit`.
+
+    Args:
+        inner: what trains inside this learner; "auto" takes what fits the Trainer's devices.
+        sync_every: H, inner steps between two exchanges of the same fragment, >= 1. Default 24.
+        num_fragments: P, 1..sync_every. Default min(24, sync_every), or fewer where the model has fewer slices.
+        overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Default 2.
+        quorum: contributions a round needs; lowered to the number of learners stepping. Default 1.
+        grace: how long a met quorum waits for more, in seconds, or "adaptive", the default.
+        merge: "rda" (default) or "mean". Embeddings always use the mean.
+        align: steps trained while a round was in flight: "carry" keeps them (default), "overwrite" drops them, "blend"
+            mixes.
+        blend_alpha: weight of the local value under "blend", 0..1. Default 0.5.
+        outer_lr: outer learning rate, > 0. Default: see `RunConfig`.
+        outer_momentum: Nesterov coefficient, 0 <= mu < 1. Default: see `RunConfig`.
+        wire: precision on the wire, "int8" (default), "int4", "bf16" or "fp32".
+        block_size: elements that share a quantization scale, a power of two, 16..4096. Default 256.
+        error_feedback: keep what quantization lost for the next contribution. Default True.
+        join: join string of a run. Default: DILOCO_JOIN, else a run of its own that others can join.
+        learner: learner id. Default: DILOCO_LEARNER, else from the host name.
+        token_count_fn: number of tokens of a host batch. Default: attention mask, input_ids, or samples.
+        evaluate: validate the "anchor" (default) or the "local" parameters.
+
+    Raises:
+        ConfigError: unknown or contradictory options, all of them at once.
+    """
+
+    def __init__(
+        self,
+        inner: Literal["auto"] = "auto",
+        *,
+        sync_every: int | None = None,
+        num_fragments: int | None = None,
+        overlap: int | None = None,
+        quorum: int | None = None,
+        grace: Literal["adaptive"] | float | None = None,
+        merge: Merge | None = None,
+        align: Align | None = None,
+        blend_alpha: float | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        wire: Wire | None = None,
+        block_size: int | None = None,
+        error_feedback: bool | None = None,
+        join: str | None = None,
+        learner: str | None = None,
+        token_count_fn: Callable[[Any], int] | None = None,
+        evaluate: Evaluate | None = None,
+        **unknown: Any,
+    ) -> None:
+        options = {k: v for k, v in locals().items() if k not in ("self", "inner", "unknown", "__class__")}
+        super().__init__()
+        self._run_options, self._learner = resolve(options, unknown, inner, _INNER)
+        self._token_count_fn = token_count_fn
+        self.parallel_devices: list[torch.device] | None = None  # Lightning fills these two in
+        self.num_nodes = 1
+
+    def _configure_launcher(self) -> None:
+        self.__class__ = _final_class(self.parallel_devices or [], self.num_nodes)
+        self._bind()
+        super()._configure_launcher()
+
+    def _bind(self) -> None:
+        """Initialize the inner strategy with what Lightning has set so far."""
+        raise NotImplementedError
+
+
+# An instance exists before it is bound, when it cannot yet do what Strategy declares abstract.
+DecoupledDiLoCoStrategy.__abstractmethods__ = frozenset()
+
+
+class SingleDeviceDiLoCo(DecoupledDiLoCoStrategy, SingleDeviceStrategy):
+    """A learner with one device."""
+
+    def _bind(self) -> None:
+        assert self.parallel_devices
+        SingleDeviceStrategy.__init__(
+            self, self.parallel_devices[0], self._accelerator, self._checkpoint_io, self._precision_plugin
+        )
+
+
+# By device type, and whether the learner has several devices.
+_FINAL_CLASSES: dict[tuple[str, bool], type[DecoupledDiLoCoStrategy]] = {
+    ("cpu", False): SingleDeviceDiLoCo,
+    ("cuda", False): SingleDeviceDiLoCo,
+}
+
+
+def _final_class(devices: list[torch.device], num_nodes: int) -> type[DecoupledDiLoCoStrategy]:
+    types = sorted({torch.device(device).type for device in devices})
+    final = _FINAL_CLASSES.get((types[0], len(devices) * num_nodes > 1)) if len(types) == 1 else None
+    if final is None:
+        allowed = ", ".join(f"{'several' if many else 'one'} {kind}" for kind, many in _FINAL_CLASSES)
+        raise ConfigError(
+            f"this learner has {num_nodes} node(s) with {len(devices)} device(s) each of type {'/'.join(types)}: "
+            f"a learner can have {allowed}; pass Trainer(accelerator=..., devices=1, num_nodes=1) and start one "
+            "process per device, each a learner of its own"
+        )
+    return final

@@ -1,0 +1,271 @@
+"""Where the outer loop meets Lightning: a strategy's hooks, and nothing of any device or network.
+
+1. A link exists only inside `fit`. It starts at Trainer's barrier "run-stage": by then a checkpoint is restored, the
+   model is on its device and optimizers exist, and neither the sanity validation nor a training loader has run.
+   validate, test, predict and fast_dev_run start none; nor do the trial fits of a tuner, which call the fit loop.
+2. An inner step ends after `optimizer_step`, once per real step. With manual optimization it ends after a
+   `training_step` in which any optimizer stepped: before, gradients may still be computed with the parameters.
+3. Parameters change only at the end of an inner step, around validation, and at the end of training.
+4. A tuner that runs in the midst of training brackets its trial steps with a checkpoint of its own; nothing is
+   exchanged in between.
+5. Checkpoints hold the anchor as `state_dict`, so that anybody can load them; this learner's own parameters lie
+   under CHECKPOINT_KEY, as tensors and plain values only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.devices import device_for
+from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.strategy.data import fork_random_state, split
+from lightning_diloco.strategy.model import aliases, describe, named_values, trainable_parameters
+from lightning_diloco.strategy.paths import separate_paths
+from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_diloco.runtime.link import Link
+
+CHECKPOINT_KEY = "decoupled_diloco"
+CHECKPOINT_VERSION = 1
+
+_TUNER_CHECKPOINTS = (".lr_find_", ".scale_batch_size_")
+
+
+class DiLoCoHooks(Strategy):
+    """Mixin: put it before one of Lightning's strategies."""
+
+    _run_options: dict[str, Any]
+    _learner: LearnerConfig
+    _token_count_fn: TokenCountFn | None
+    _link: Link | None = None
+    _device: FragmentDevice | None = None
+    _tuner_checkpoint: str | None = None
+    _preparing_train_loader = False
+    _stepped = False
+
+    @property
+    def data_part(self) -> tuple[int, int] | None:
+        """(part, parts) of the training data that this learner reads; None: all of it."""
+        return self._link.data_part if self._link else None
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _exchanging(self) -> bool:
+        return self._link is not None and self._tuner_checkpoint is None
+
+    # --- start and end -------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Give the learner paths of its own before callbacks and loggers open theirs."""
+        super().setup_environment()
+        self._root_dir = Path(self._trainer.default_root_dir)
+        learner_id = self._learner.learner or os.environ.get("DILOCO_LEARNER")
+        if learner_id and self._wants_link():
+            separate_paths(self._trainer, learner_id)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Lightning names the places it passes: the start of a stage, and whose loader it prepares."""
+        super().barrier(name)
+        self._preparing_train_loader = name == "train_dataloader()"
+        if name == "run-stage" and self._wants_link():
+            self._join()
+
+    def _wants_link(self) -> bool:
+        return self._trainer.state.fn == TrainerFn.FITTING and not self._trainer.fast_dev_run
+
+    def _join(self) -> None:
+        from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
+
+        assert self.lightning_module is not None
+        self._params = trainable_parameters(self.lightning_module)
+        self._aliases = aliases(self.lightning_module)
+        self._counter = TokenCounter(self._token_count_fn)
+        self._stepped, self._tuner_checkpoint = False, None
+        self._link = Link(self._run_options, self._learner, self._root_dir)
+        self._link.start(describe(self.lightning_module, self._counter.unit), self._make_device)
+        fork_random_state(self._link.learner_id)
+        self._reload_train_data()
+
+    def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice:
+        self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
+        return self._device
+
+    def _reload_train_data(self) -> None:
+        """Forget a loader that was made before the learner's part was known; the fit loop makes it again."""
+        part, parts = self.data_part or (0, 1)
+        if parts == 1 or self._trainer.fit_loop._combined_loader is None:
+            return
+        self._trainer.fit_loop._combined_loader = None
+        if self._trainer.max_steps == -1:
+            rank_zero_warn(
+                "The training data was loaded before it was split (estimated_stepping_batches?): what was computed "
+                f"from its length counts all of it, but this learner reads part {part} of {parts}. "
+                "Set Trainer(max_steps=...) to make schedules independent of it."
+            )
+
+    def on_train_end(self) -> None:
+        """Send the last contributions, wait for them, and leave the anchor in the module."""
+        super().on_train_end()
+        if self._exchanging:
+            self._leave()
+
+    def _leave(self) -> None:
+        assert self._link is not None
+        self._link.finish()
+        if self._device is not None:
+            self._device.show_anchor()  # for good
+        self._close()
+
+    def _close(self) -> None:
+        link, self._link, self._device, self._tuner_checkpoint = self._link, None, None, None
+        if link is not None:
+            link.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Put the local parameters back and let go of the run."""
+        try:
+            if self._device is not None:
+                self._device.show_local()
+        finally:
+            self._close()
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """A fit that had nothing to train never ends its training; it leaves here."""
+        if self._link is not None:
+            self._leave()
+        super().teardown()
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Split training data over learners; validation and test data stay whole."""
+        dataloader = super().process_dataloader(dataloader)
+        part, parts = self.data_part or (0, 1)
+        wanted = self._preparing_train_loader and self._trainer._accelerator_connector.use_distributed_sampler
+        return split(dataloader, part, parts) if wanted and parts > 1 else dataloader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Count the tokens of training batches while they are still on the host."""
+        if self._exchanging and self._trainer.training:
+            self._counter.add(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The real step, then the outer loop's share of it."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._stepped = True
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._end_inner_step()
+        return output
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """With manual optimization, the end of an inner step if any optimizer stepped in it."""
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization and self._stepped:
+            self._end_inner_step()
+        return output
+
+    def _end_inner_step(self) -> None:
+        self._stepped = False
+        if not self._exchanging:
+            return
+        assert self._link is not None
+        self._link.step(*self._counter.take())
+        logging = self._trainer._logger_connector
+        if self._trainer.loggers and logging.should_update_logs:
+            # With the step of the user's own metrics; given explicitly, none of them is changed or flushed.
+            logging.log_metrics(self._link.metrics(), step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    # --- validation ----------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """Validate the anchor. The sanity check has nothing to swap: parameters and anchor are still the same."""
+        super().on_validation_start()
+        if self._exchanging and not self._trainer.sanity_checking:
+            self._set_evaluating(True)
+
+    def on_validation_end(self) -> None:
+        """Back to the local parameters."""
+        if self._exchanging and not self._trainer.sanity_checking:
+            self._set_evaluating(False)
+        super().on_validation_end()
+
+    def _set_evaluating(self, evaluating: bool) -> None:
+        assert self._link is not None
+        assert self._device is not None
+        self._link.set_evaluating(evaluating)
+        if self._learner.evaluate == "anchor":
+            (self._device.show_anchor if evaluating else self._device.show_local)()
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with the anchor in place of the local parameters."""
+        state = super().lightning_module_state_dict()
+        if self._device is not None:
+            anchor = self._named(self._device.anchor)
+            state.update({key: anchor[name] for key, name in self._aliases.items() if name in anchor and key in state})
+        return state
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Add the local parameters, unless only weights are wanted."""
+        if self._device is not None and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = {
+                "version": CHECKPOINT_VERSION,
+                "local": self._named(self._device.local_values),
+            }
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._link is not None and Path(filepath).name.startswith(_TUNER_CHECKPOINTS):
+            self._tuner_checkpoint = os.fspath(filepath)
+            self._link.set_evaluating(True)
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """A tuner removes its checkpoint when it has restored everything."""
+        super().remove_checkpoint(filepath)
+        if self._link is not None and os.fspath(filepath) == self._tuner_checkpoint:
+            self._tuner_checkpoint = None
+            self._link.set_evaluating(False)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Training goes on from the local parameters; everything else gets the anchor.
+
+        A learner that seeds a run then seeds it with them; one that joins a run adopts the run's anchor instead.
+        """
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if self._trainer.state.fn == TrainerFn.FITTING and CHECKPOINT_KEY in checkpoint:
+            assert self.lightning_module is not None
+            self.lightning_module.load_state_dict(checkpoint[CHECKPOINT_KEY]["local"], strict=False)
+
+    def _named(self, values: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert self._link is not None
+        return named_values(self._link.plan, self._link.config.block_size, self._params, values)

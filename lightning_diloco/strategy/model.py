@@ -1,0 +1,95 @@
+"""The model as the run sees it.
+
+1. Names come from `named_parameters()` of the plain LightningModule: wrappers do not show, tied weights appear once.
+2. Only trainable parameters are exchanged. What is frozen must be equal everywhere, and is compared by digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diloco.core.fragments import FragmentPlan, scatter
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.runtime.model import ModelDescription, TokenUnit
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that learners exchange, by name.
+
+    Raises:
+        ConfigError: there are none, or some are not floating point; all are named.
+    """
+    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not found:
+        raise ConfigError(
+            f"{type(module).__name__} has no trainable parameter: at least one is needed; "
+            "set requires_grad=True on what is to be trained, or use another strategy"
+        )
+    odd = [name for name, p in found.items() if not p.dtype.is_floating_point]
+    if odd:
+        raise ConfigError(
+            [f"parameter {n!r} is {found[n].dtype}: must be a real float type; freeze it or convert it" for n in odd]
+        )
+    return found
+
+
+def describe(module: nn.Module, token_unit: TokenUnit | None) -> ModelDescription:
+    """What the others need to know of this model.
+
+    Args:
+        module: the LightningModule, in its final precision.
+        token_unit: what steps count, if that is known before the first batch.
+    """
+    params = trainable_parameters(module)
+    # By identity, so that a head tied to an embedding counts as embedding whichever name it goes by.
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    return ModelDescription(
+        shapes={name: tuple(p.shape) for name, p in params.items()},
+        mean_names=frozenset(name for name, p in params.items() if id(p) in tables),
+        frozen_digest={name: _digest(tensor) for name, tensor in _frozen(module)},
+        token_unit=token_unit,
+    )
+
+
+def named_values(
+    plan: FragmentPlan, block_size: int, params: dict[str, nn.Parameter], values: Callable[[int], Tensor]
+) -> dict[str, Tensor]:
+    """Full tensors on the host from flat fragments.
+
+    Args:
+        plan: of the run.
+        block_size: of the run.
+        params: every parameter of the plan; gives dtypes.
+        values: float32 [P] of a fragment, by its number.
+
+    Returns:
+        New tensors by name, in the dtype of the parameter.
+    """
+    tensors = {name: torch.empty_like(p, device="cpu", requires_grad=False) for name, p in params.items()}
+    for fragment in range(plan.num_fragments):
+        scatter(plan.layout(fragment, block_size), values(fragment), tensors)
+    return tensors
+
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> its name in `named_parameters()`; they differ for tied weights."""
+    first = {id(p): name for name, p in module.named_parameters()}
+    return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _frozen(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                yield (f"{path}.{name}" if path else name), buffer
+
+
+def _digest(tensor: Tensor) -> str:
+    tensor = tensor.detach().cpu().contiguous()
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.sha256(head + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

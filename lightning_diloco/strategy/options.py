@@ -1,0 +1,55 @@
+"""From keyword arguments to validated options.
+
+None means unset: an unset run option is adopted from the run that is joined, an explicit one must agree with it.
+(YAML tools pass every default on, so nothing but None could tell the two apart.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.errors import ConfigError
+
+_RUN_NAMES = frozenset(field.name for field in dataclasses.fields(RunConfig))
+_LEARNER_NAMES = frozenset(field.name for field in dataclasses.fields(LearnerConfig))
+
+
+def resolve(
+    options: Mapping[str, Any], unknown: Mapping[str, Any], inner: object, inner_allowed: tuple[str, ...]
+) -> tuple[dict[str, Any], LearnerConfig]:
+    """Check everything the user passed, together.
+
+    Args:
+        options: known options by name; None is unset.
+        unknown: options nobody knows.
+        inner: the inner strategy asked for.
+        inner_allowed: names of inner strategies.
+
+    Returns:
+        The explicit run options, and what the learner decides for itself.
+
+    Raises:
+        ConfigError: every problem, one sentence each.
+    """
+    explicit = {name: value for name, value in options.items() if value is not None}
+    run = {name: explicit[name] for name in explicit if name in _RUN_NAMES}
+    learner = LearnerConfig(**{name: explicit[name] for name in explicit if name in _LEARNER_NAMES})
+    problems = [_unknown(name, options) for name in unknown]
+    if inner not in inner_allowed:
+        problems.append(f"inner={inner!r}: must be one of {', '.join(map(repr, inner_allowed))}")
+    if (count_fn := explicit.get("token_count_fn")) is not None and not callable(count_fn):
+        problems.append(f"token_count_fn={count_fn!r}: must be a function from a batch to its number of tokens")
+    problems += RunConfig(**run).problems() + learner.problems()
+    if problems:
+        raise ConfigError(problems)
+    return run, learner
+
+
+def _unknown(name: str, known: Mapping[str, Any]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    advice = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(sorted(known))}"
+    return f"unknown option {name!r}: {advice}"

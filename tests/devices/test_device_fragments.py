@@ -1,0 +1,344 @@
+"""Snapshots, contributions and landings against plain float64 formulas, over random sequences."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.core.quantize import decode, encode
+from lightning_diloco.devices import device_for
+from lightning_diloco.devices.base import Encoded, Update
+from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.devices.dense import DenseFragments
+from lightning_diloco.errors import ConfigError, CorruptMessageError, NonFiniteError
+
+BLOCK = 16
+SHAPES = {"embedding": (37, 5), "matrix": (24, 7), "conv": (4, 3, 2, 2), "bias": (11,), "scalar": ()}
+EPSILON = torch.finfo(torch.float32).eps
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+class Rig:
+    """A device with random parameters, and what a syncer would publish."""
+
+    def __init__(self, dtype=torch.float32, where="cpu", num_fragments=3, **learner):
+        self.generator = torch.Generator().manual_seed(1)
+        self.params = {
+            name: torch.nn.Parameter(self.random(shape).to(dtype).to(where)) for name, shape in SHAPES.items()
+        }
+        self.params["conv"].data = self.params["conv"].data.contiguous(memory_format=torch.channels_last)
+        self.plan = FragmentPlan.balanced(SHAPES, num_fragments=num_fragments, max_slice_numel=64)
+        config = RunConfig(block_size=BLOCK, num_fragments=num_fragments)
+        self.device: DenseFragments = device_for(torch.device(where))(
+            self.plan, self.params, config, LearnerConfig(**learner)
+        )
+        for p in self.fragments:
+            self.device.adopt(p, self.device.local_values(p))
+
+    @property
+    def fragments(self):
+        return range(self.plan.num_fragments)
+
+    def random(self, shape, scale=1.0):
+        return torch.randn(shape, generator=self.generator) * scale
+
+    def train(self, scale=0.01):
+        with torch.no_grad():
+            for param in self.params.values():
+                param.add_(self.random(param.shape, scale).to(param))
+
+    def numel(self, p):
+        return self.plan.layout(p, BLOCK).padded_numel
+
+    def decoded(self, p, payload):
+        return decode(payload, numel=self.numel(p), wire="int8", block_size=BLOCK)
+
+    def published(self, p, scale=0.1):
+        """A random encoded update; padding is zero, as it always is."""
+        update = torch.zeros(self.numel(p))
+        for entry in self.plan.layout(p, BLOCK).entries:
+            entry.of(update).copy_(self.random(entry.numel, scale))
+        return encode(update, wire="int8", block_size=BLOCK, name="update")
+
+    def contribute(self, p) -> Encoded:
+        return self.device.encode(self.device.snapshot(p))
+
+    def receive(self, p, *chain, full=None, sent=None):
+        self.device.land(p, self.device.stage(p, Update(full=full, chain=chain, sent=sent)))
+
+    def local(self, p, cast=torch.float64):
+        return self.device.local_values(p).to(cast)
+
+    def stored(self, p):
+        """cast(anchor) in float64."""
+        out = self.device.anchor(p)
+        for entry in self.plan.layout(p, BLOCK).entries:
+            part = entry.of(out)
+            part.copy_(part.to(self.params[entry.slice.name].dtype))
+        return out.double()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_carry_equals_the_float64_rule_over_a_random_sequence(dtype, seed):
+    rig, choose = Rig(dtype), random.Random(seed)
+    for _ in range(60):
+        p = choose.randrange(rig.plan.num_fragments)
+        rig.train()
+        payload = rig.contribute(p).payload
+        rig.train()
+        chain = [rig.published(p) for _ in range(choose.randint(1, 3))]
+        sent = choose.choice([payload, None])
+        param, old = rig.local(p), rig.stored(p)
+        anchor = rig.device.anchor(p)
+        for update in chain:
+            anchor += rig.decoded(p, update)
+
+        rig.receive(p, *chain, sent=sent)
+
+        assert torch.equal(rig.device.anchor(p), anchor)  # bit for bit
+        merged = 0.0 if sent is None else rig.decoded(p, sent).double()
+        expected = rig.stored(p) + (param - old) + merged
+        terms = rig.stored(p).abs() + (param - old).abs() + (abs(merged) if sent is None else merged.abs())
+        epsilon = EPSILON + (torch.finfo(dtype).eps if dtype != torch.float32 else 0)
+        assert bool(((rig.local(p) - expected).abs() <= epsilon * terms).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("align", ["carry", "overwrite"])  # under blend, mixing itself moves the parameters
+def test_learner_without_a_step_contributes_exactly_zero(dtype, align):
+    rig = Rig(dtype, align=align)
+    for round_ in range(4):
+        for p in rig.fragments:
+            encoded = rig.contribute(p)
+            assert not encoded.payload[: rig.numel(p)].any()
+            assert (encoded.norm, encoded.relative_error) == (0.0, 0.0)
+            rig.receive(p, rig.published(p), sent=encoded.payload if round_ % 2 else None)
+            assert torch.equal(rig.local(p), rig.stored(p))
+
+
+def test_contribution_is_the_stored_anchor_minus_the_parameters():
+    rig = Rig()
+    rig.train()
+    p = 1
+    encoded, expected = rig.contribute(p), rig.stored(p) - rig.local(p)
+    sent = rig.decoded(p, encoded.payload).double()
+    assert encoded.norm == pytest.approx(expected.norm().item(), rel=1e-6)
+    assert encoded.relative_error == pytest.approx(((expected - sent).norm() / expected.norm()).item(), rel=1e-4)
+    assert 0 < encoded.relative_error < 0.01
+
+
+def test_snapshot_keeps_the_moment_it_was_taken():
+    rig = Rig()
+    rig.train()
+    snapshot, then = rig.device.snapshot(0), rig.contribute(0).payload
+    rig.train(scale=1.0)
+    assert torch.equal(rig.device.encode(snapshot).payload, then)
+
+
+def test_carry_keeps_what_quantization_lost_for_the_next_contribution():
+    rig = Rig()
+    rig.train()
+    first = rig.contribute(0)
+    rig.receive(0, sent=first.payload)
+    second = rig.contribute(0)
+    assert second.norm == pytest.approx(first.norm * first.relative_error, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_overwrite_lands_on_the_anchor(dtype):
+    rig = Rig(dtype, align="overwrite")
+    rig.train()
+    rig.receive(0, rig.published(0))
+    assert torch.equal(rig.local(0), rig.stored(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blend_mixes_local_and_anchor(dtype):
+    rig = Rig(dtype, align="blend", blend_alpha=0.25)
+    rig.train()
+    before = rig.local(0)
+    rig.receive(0, rig.published(0))
+    expected = 0.25 * before + 0.75 * rig.stored(0)
+    tolerance = 2 * (EPSILON + torch.finfo(dtype).eps)
+    assert torch.allclose(rig.local(0), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("align", ["overwrite", "blend"])
+@pytest.mark.parametrize("merged", [True, False])
+def test_explicit_residual_is_kept_only_of_what_was_merged(align, merged):
+    rig = Rig(align=align, blend_alpha=0.0)
+    rig.train()
+    first = rig.contribute(0)
+    rig.receive(0, rig.published(0), sent=first.payload if merged else None)
+    again = rig.contribute(0)
+    lost = first.norm * first.relative_error
+    assert again.norm == pytest.approx(lost if merged else 0.0, rel=1e-3, abs=0.0)
+    assert (again.norm > 0) is merged
+
+
+def test_without_error_feedback_nothing_is_kept():
+    rig = Rig(align="overwrite", error_feedback=False)
+    rig.train()
+    rig.receive(0, rig.published(0), sent=rig.contribute(0).payload)
+    assert rig.contribute(0).norm == 0.0
+
+
+def test_adopting_forgets_the_residual():
+    rig = Rig(align="overwrite")
+    rig.train()
+    rig.receive(0, rig.published(0), sent=rig.contribute(0).payload)
+    rig.device.adopt(0, rig.device.anchor(0))
+    assert rig.contribute(0).norm == 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_full_fragment_replaces_the_anchor_and_keeps_progress(dtype):
+    rig = Rig(dtype)
+    full = rig.device.anchor(0) * 2
+    rig.receive(0, full=full)
+    assert torch.equal(rig.device.anchor(0), full)
+    assert torch.equal(rig.local(0), rig.stored(0))
+
+
+def test_anchors_agree_whatever_the_parameters_are():
+    rigs = [Rig(dtype) for dtype in DTYPES]
+    start = rigs[0].device.anchor(0)
+    for rig in rigs:
+        rig.device.adopt(0, start)
+        rig.train()
+    for _ in range(5):
+        update = rigs[0].published(0)
+        for rig in rigs:
+            rig.receive(0, update)
+    assert len({rig.device.digest(0) for rig in rigs}) == 1
+    assert rigs[0].device.digest(0) != rigs[0].device.digest(1)
+
+
+def test_anchor_is_a_copy():
+    rig = Rig()
+    rig.device.anchor(0).zero_()
+    assert rig.device.anchor(0).any()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda rig: {"chain": [rig.published(0)[:-1]]},
+        lambda rig: {"chain": [rig.published(0), torch.full_like(rig.published(0), 0xFF)]},
+        lambda rig: {"full": rig.device.anchor(0)[:-1]},
+        lambda rig: {"full": rig.device.anchor(0).index_fill(0, torch.tensor([3]), torch.nan)},
+        lambda rig: {"full": rig.device.anchor(0).double()},
+        lambda rig: {"sent": rig.published(0)[1:]},
+    ],
+)
+def test_corrupt_update_changes_nothing(bad):
+    rig = Rig()
+    anchor, local = rig.device.anchor(0), rig.local(0)
+    with pytest.raises(CorruptMessageError):
+        rig.device.stage(0, Update(**{"full": None, "chain": (), "sent": None, **bad(rig)}))
+    assert torch.equal(rig.device.anchor(0), anchor)
+    assert torch.equal(rig.local(0), local)
+
+
+def test_non_finite_parameter_is_named():
+    rig = Rig()
+    with torch.no_grad():
+        rig.params["bias"][2] = torch.nan
+    p = next(p for p in rig.fragments if any(s.name == "bias" for s in rig.plan.fragments[p]))
+    with pytest.raises(NonFiniteError, match="bias"):
+        rig.contribute(p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_anchor_is_shown_and_local_values_return(dtype):
+    rig = Rig(dtype)
+    rig.train()
+    local = {name: param.detach().clone() for name, param in rig.params.items()}
+    values = [rig.local(p) for p in rig.fragments]
+    for _ in range(2):  # showing what is shown changes nothing
+        rig.device.show_anchor()
+    shown = [rig.device.encode(rig.device.snapshot(p)).norm for p in rig.fragments]
+    assert shown == [0.0] * 3
+    assert all(torch.equal(rig.local(p), values[p]) for p in rig.fragments)
+    for _ in range(2):
+        rig.device.show_local()
+    assert all(torch.equal(rig.params[name], values) for name, values in local.items())
+
+
+def test_parameters_stay_the_same_objects_in_the_same_memory():
+    rig = Rig()
+    places = {name: param.data_ptr() for name, param in rig.params.items()}
+    rig.train()
+    rig.receive(0, rig.published(0), sent=rig.contribute(0).payload)
+    assert {name: param.data_ptr() for name, param in rig.params.items()} == places
+    assert all(param.requires_grad and param.grad_fn is None for param in rig.params.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
+def test_steady_state_allocates_no_fragment(dtype, align, monkeypatch):
+    rig = Rig(dtype, align=align)
+
+    def exchange_all():
+        for p in rig.fragments:
+            rig.train()
+            rig.receive(p, rig.published(p), sent=rig.contribute(p).payload)
+
+    exchange_all()
+    exchange_all()
+    spare = len(rig.device._spare)
+    monkeypatch.setattr(CpuFragments, "_new_buffer", lambda self: pytest.fail("a fragment was allocated"))
+    exchange_all()
+    assert len(rig.device._spare) == spare
+
+
+def test_every_spare_buffer_is_used_by_one_only():
+    rig = Rig(torch.bfloat16)
+    for _ in range(3):
+        for p in rig.fragments:
+            rig.train()
+            rig.receive(p, rig.published(p), sent=rig.contribute(p).payload)
+    held = [*rig.device._spare, *rig.device._anchors]
+    assert len({buffer.data_ptr() for buffer in held}) == len(held)
+
+
+def test_device_without_a_class_is_refused():
+    with pytest.raises(ConfigError, match="device meta: must be of type cpu or cuda"):
+        device_for(torch.device("meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
+def test_cuda_equals_cpu_over_a_random_sequence(dtype, align):
+    rigs = [Rig(dtype, where, align=align) for where in ("cpu", "cuda")]
+    choose = random.Random(0)
+    for _ in range(30):
+        p, merged = choose.randrange(3), choose.random() < 0.5
+        update = rigs[0].published(p)
+        rigs[1].published(p)  # keeps both generators in step
+        for rig in rigs:
+            rig.train()
+            rig.receive(p, update, sent=rig.contribute(p).payload if merged else None)
+        assert torch.equal(rigs[0].device.anchor(p), rigs[1].device.anchor(p))
+    for p in rigs[0].fragments:
+        assert torch.allclose(rigs[0].local(p), rigs[1].local(p), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+def test_cuda_training_thread_never_waits():
+    """Snapshot and landing return although the device is busy for long."""
+    rig = Rig(where="cuda")
+    staged = rig.device.stage(0, Update(full=None, chain=[rig.published(0)], sent=None))
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    busy.record()
+    rig.device.snapshot(1)
+    rig.device.land(0, staged)
+    assert not busy.query()

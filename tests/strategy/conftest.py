@@ -1,0 +1,208 @@
+"""A link without a network, a small model, and a Trainer: the seam between strategy and link."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.devices.base import FragmentDevice, Update
+from lightning_diloco.runtime.model import ModelDescription
+
+VOCABULARY, LENGTH, NUM_SAMPLES = 11, 6, 24
+
+# Lightning tells small CPU runs about their size; none of this is about us.
+THIRD_PARTY_WARNINGS = (
+    "ignore:The '.*_dataloader' does not have many workers",
+    "ignore:The number of training batches .* is smaller than the logging interval",
+    "ignore:`max_epochs` was not set",
+    "ignore:Checkpoint directory .* exists and is not empty",
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated",
+    "ignore:Starting from v1.9.0, `tensorboardX` has been removed",
+    "ignore:Found .* module\\(s\\) in eval mode at the start of training",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            for warning in THIRD_PARTY_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))
+
+
+@dataclass
+class Scenario:
+    """What the links of one test do, and which links were made."""
+
+    data_part: tuple[int, int] | None = None
+    learner_id: str = "l0"
+    start_error: Exception | None = None
+    step_error: Exception | None = None
+    run_values: float | None = None  # the run exists: its anchors hold this value everywhere
+    made: list[RecordingLink] = field(default_factory=list)
+
+    @property
+    def link(self) -> RecordingLink:
+        assert len(self.made) == 1, f"{len(self.made)} links were made"
+        return self.made[0]
+
+
+class RecordingLink:
+    """A learner alone: it seeds, records what it is told, and at the end every anchor has grown by 1."""
+
+    scenario: Scenario
+
+    def __init__(self, run_options: dict[str, Any], learner: LearnerConfig, root_dir: Path) -> None:
+        self.run_options, self.learner, self.root_dir = run_options, learner, root_dir
+        self.learner_id, self.data_part = self.scenario.learner_id, None
+        self.events: list[str] = []
+        self.steps: list[tuple[int, str]] = []
+        self.seeded: dict[str, torch.Tensor] = {}
+        self.scenario.made.append(self)
+
+    def start(
+        self, model: ModelDescription, make_device: Callable[[FragmentPlan, RunConfig], FragmentDevice[Any, Any]]
+    ) -> None:
+        self.events.append("start")
+        if self.scenario.start_error:
+            raise self.scenario.start_error
+        self.model = model
+        self.config = RunConfig(**self.run_options)
+        self.plan = FragmentPlan.balanced(
+            model.shapes,
+            num_fragments=self.config.fragments_wanted,
+            max_slice_numel=self.config.max_slice_numel,
+            mean_names=model.mean_names,
+        )
+        self.device = make_device(self.plan, self.config)
+        for p in range(self.plan.num_fragments):
+            values = self.device.local_values(p)
+            self.device.adopt(
+                p, values if self.scenario.run_values is None else torch.full_like(values, self.scenario.run_values)
+            )
+        self.data_part = self.scenario.data_part
+
+    def step(self, tokens: int, unit: str) -> None:
+        self.events.append("step")
+        self.steps.append((tokens, unit))
+        if self.scenario.step_error:
+            raise self.scenario.step_error
+
+    def set_evaluating(self, evaluating: bool) -> None:
+        self.events.append("evaluating" if evaluating else "training")
+
+    def finish(self) -> None:
+        self.events.append("finish")
+        for p in range(self.plan.num_fragments):
+            full = Update(full=self.device.anchor(p) + 1, chain=(), sent=None)
+            self.device.land(p, self.device.stage(p, full))
+
+    def close(self) -> None:
+        self.events.append("close")
+
+    def metrics(self) -> dict[str, float]:
+        return {"diloco/steps": float(len(self.steps))}
+
+
+@pytest.fixture
+def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
+    """Puts RecordingLink where the strategy looks for its link."""
+    module = ModuleType("lightning_diloco.runtime.link")
+    made = Scenario()
+    module.Link = type("Link", (RecordingLink,), {"scenario": made})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delenv("DILOCO_LEARNER", raising=False)
+    monkeypatch.delenv("DILOCO_RUN_DIR", raising=False)
+    return made
+
+
+class Sequences(Dataset[dict[str, torch.Tensor]]):
+    """Sample k holds its own index and LENGTH token ids."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(LENGTH) * (index + 1)) % VOCABULARY
+        return {"input_ids": ids, "index": torch.tensor(index)}
+
+
+class TinyModel(L.LightningModule):
+    """An embedding with a tied head, a frozen layer and a buffer; notes what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+        self.body = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(()))
+        self.learning_rate, self.batch_size = 0.1, 4
+        self.seen: list[int] = []
+        self.validated: list[torch.Tensor] = []
+        self.noise: list[float] = []
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        hidden = self.frozen(torch.relu(self.body(self.embedding(batch["input_ids"]))))
+        logits = self.head(hidden * self.scale)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.seen += batch["index"].tolist()
+        self.noise.append(torch.rand(()).item())
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.validated.append(self.body.weight.detach().clone())
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.learning_rate)
+
+    def train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        return DataLoader(Sequences(), batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        return DataLoader(Sequences(), batch_size=NUM_SAMPLES)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+@pytest.fixture
+def model() -> TinyModel:
+    torch.manual_seed(7)
+    return TinyModel()
+
+
+@pytest.fixture
+def trainer_for(tmp_path: Path) -> Callable[..., L.Trainer]:
+    """Makes a quiet CPU Trainer with our strategy; any argument can be overridden."""
+
+    def make(**options: Any) -> L.Trainer:
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        defaults = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "default_root_dir": tmp_path, **quiet}
+        return L.Trainer(**{"strategy": "decoupled_diloco", "enable_model_summary": False, **defaults, **options})
+
+    return make

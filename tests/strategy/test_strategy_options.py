@@ -1,0 +1,117 @@
+"""Options are validated together; the bare strategy becomes the right class; the name is registered once."""
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+
+from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.config import LearnerConfig
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy.decoupled import SingleDeviceDiLoCo, _final_class
+from lightning_diloco.strategy.registration import register
+
+
+def test_unset_options_are_not_passed_on(scenario, model, trainer_for):
+    strategy = DecoupledDiLoCoStrategy(sync_every=12, wire="int4", align="blend", learner="mira")
+    trainer_for(strategy=strategy, max_steps=1, limit_val_batches=0).fit(model)
+    assert scenario.link.run_options == {"sync_every": 12, "wire": "int4"}
+    assert scenario.link.learner == LearnerConfig(align="blend", learner="mira")
+
+
+def test_all_problems_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        DecoupledDiLoCoStrategy(
+            inner="ddp", sync_evry=3, overlap=0, align="drop", learner="a/b", token_count_fn=7, quite_unlike_any=1
+        )
+    text = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 7
+    assert "unknown option 'sync_evry': did you mean 'sync_every'?" in text
+    assert "unknown option 'quite_unlike_any': known: align, blend_alpha" in text
+    assert "inner='ddp': must be one of 'auto'" in text
+    assert "'carry', 'overwrite', 'blend'" in text
+
+
+def test_options_are_keyword_only():
+    with pytest.raises(TypeError):
+        DecoupledDiLoCoStrategy("auto", 24)
+
+
+def test_trainer_binds_the_bare_strategy_to_its_device(trainer_for):
+    strategy = DecoupledDiLoCoStrategy()
+    trainer = trainer_for(strategy=strategy)
+    assert trainer.strategy is strategy
+    assert type(strategy) is SingleDeviceDiLoCo
+    assert isinstance(strategy, SingleDeviceStrategy)
+    assert strategy.root_device == torch.device("cpu")
+    assert (trainer.world_size, trainer.global_rank, trainer.is_global_zero) == (1, 0, True)
+
+
+def test_precision_and_accelerator_survive_binding(trainer_for):
+    trainer = trainer_for(precision="bf16-true")
+    assert trainer.strategy.precision_plugin.precision == "bf16-true"
+    assert trainer.strategy.accelerator is trainer.accelerator
+
+
+def test_several_devices_are_refused_with_what_is_allowed(trainer_for):
+    with pytest.raises(ConfigError, match=r"2 device\(s\) each of type cpu: a learner can have one cpu, one cuda"):
+        trainer_for(devices=2)
+
+
+@pytest.mark.parametrize(("device", "num_nodes"), [("mps", 1), ("cuda", 2)])
+def test_unsupported_devices_are_refused(device, num_nodes):
+    with pytest.raises(ConfigError, match=rf"{num_nodes} node\(s\) .* type {device}"):
+        _final_class([torch.device(device)], num_nodes)
+
+
+def test_cuda_device_gets_a_final_class():
+    assert _final_class([torch.device("cuda", 3)], 1) is SingleDeviceDiLoCo
+
+
+def test_registering_twice_changes_nothing():
+    before = StrategyRegistry["decoupled_diloco"]
+    register()
+    assert StrategyRegistry["decoupled_diloco"] is before
+
+
+def test_trainer_of_the_other_package_gets_a_clear_error(monkeypatch):
+    other = ModuleType("pytorch_lightning.strategies")
+    other.StrategyRegistry = _StrategyRegistry()
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    register()
+    register()
+    with pytest.raises(ConfigError, match="replace `import pytorch_lightning as pl`"):
+        other.StrategyRegistry.get("decoupled_diloco")
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_lightning_cli_leaves_options_unset(scenario, model, tmp_path, monkeypatch):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "trainer: {accelerator: cpu, logger: false, enable_checkpointing: false, strategy: "
+        "{class_path: lightning_diloco.DecoupledDiLoCoStrategy, init_args: {sync_every: 6}}}\n"
+    )
+    arguments = [f"--config={config}", "--trainer.strategy.init_args.overlap=1"]
+    monkeypatch.setattr(sys, "argv", ["script", *arguments])
+    cli = LightningCLI(type(model), run=False, save_config_callback=None)
+    assert cli.trainer.strategy._run_options == {"sync_every": 6, "overlap": 1}
+
+
+@pytest.mark.slow
+def test_import_of_the_package_adds_nothing_heavy_to_lightning():
+    """In a fresh interpreter: what the import of Lightning alone brings is not ours to judge."""
+    code = """
+import sys, lightning.pytorch
+before = set(sys.modules)
+import lightning_diloco
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+heavy = new & {"transformers", "datasets", "pyarrow", "wandb", "torch_xla", "rich", "cryptography"}
+assert not heavy, heavy
+assert "lightning_diloco.runtime.link" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True, timeout=60)

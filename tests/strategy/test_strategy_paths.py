@@ -1,0 +1,67 @@
+"""Two learners with one script write to different places."""
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_diloco import DecoupledDiLoCoStrategy
+
+
+def fit_as(learner, model, trainer_for, **options):
+    trainer = trainer_for(
+        strategy=DecoupledDiLoCoStrategy(learner=learner),
+        max_steps=2,
+        limit_val_batches=0,
+        log_every_n_steps=1,
+        **options,
+    )
+    trainer.fit(model)
+    return trainer
+
+
+def files(root):
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def test_default_paths_lie_in_the_learners_directory(scenario, model, trainer_for, tmp_path):
+    trainer = fit_as("ada", model, trainer_for, logger=True, enable_checkpointing=True)
+    assert trainer.default_root_dir == str(tmp_path / "learners" / "ada")
+    assert any("checkpoints" in name for name in files(tmp_path))
+    assert all(name.startswith("learners/ada/lightning_logs/version_0/") for name in files(tmp_path))
+    assert scenario.link.root_dir == tmp_path
+
+
+def test_learners_share_no_file_with_explicit_paths(scenario, model, trainer_for, tmp_path):
+    written = []
+    for learner in ("ada", "bob"):
+        before = files(tmp_path)
+        keep = ModelCheckpoint(tmp_path / "kept", filename="last")
+        logger = CSVLogger(tmp_path / "logs", version="one")
+        fit_as(learner, model, trainer_for, logger=logger, enable_checkpointing=True, callbacks=keep)
+        written.append(files(tmp_path) - before)
+    assert written[0]
+    assert {name.replace("ada", "bob") for name in written[0]} == written[1]
+    assert "kept/learners/ada/last.ckpt" in written[0]
+
+
+def test_run_dir_and_id_come_from_the_environment(scenario, model, trainer_for, tmp_path, monkeypatch):
+    monkeypatch.setenv("DILOCO_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("DILOCO_LEARNER", "eve")
+    assert fit_as(None, model, trainer_for).default_root_dir == str(tmp_path / "run" / "learners" / "eve")
+
+
+def test_own_directory_set_by_a_launcher_is_left_alone(scenario, model, trainer_for, tmp_path, monkeypatch):
+    own = tmp_path / "run" / "learners" / "l0"
+    monkeypatch.setenv("DILOCO_LEARNER", "l0")
+    monkeypatch.setenv("DILOCO_RUN_DIR", str(tmp_path / "elsewhere"))
+    trainer = fit_as(None, model, trainer_for, default_root_dir=own, logger=True)
+    assert trainer.default_root_dir == trainer.logger.save_dir == str(own)
+
+
+def test_without_an_id_nothing_is_moved(scenario, model, trainer_for, tmp_path):
+    assert fit_as(None, model, trainer_for).default_root_dir == str(tmp_path)
+
+
+def test_validate_moves_nothing(scenario, model, trainer_for, tmp_path):
+    trainer = trainer_for(strategy=DecoupledDiLoCoStrategy(learner="ada"))
+    trainer.validate(model, verbose=False)
+    assert trainer.default_root_dir == str(tmp_path)
