@@ -37,6 +37,7 @@ class TokenCounter:
         Raises:
             ConfigError: its size cannot be told, or it counts in another unit than the batches before.
         """
+        unit: TokenUnit
         tokens, unit = (int(self._count_fn(batch)), "tokens") if self._count_fn else _count(batch)
         if self.unit not in (None, unit):
             raise ConfigError(
