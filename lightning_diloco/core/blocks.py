@@ -12,8 +12,6 @@ Shapes: _P values, _B blocks, _BS (blocks, block size).
 Source: our choice; block scales after Streaming DiLoCo (arXiv 2501.18512).
 """
 
-# ruff: noqa: N803, N806
-
 from __future__ import annotations
 
 from typing import Literal

@@ -5,8 +5,6 @@ No block holds elements of two slices, so a scale never mixes parameters and eve
 Shapes: _P flat padded fragment.
 """
 
-# ruff: noqa: N803
-
 from __future__ import annotations
 
 from collections.abc import Mapping

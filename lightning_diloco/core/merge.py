@@ -15,8 +15,6 @@ Shapes: _P flat values, _MC (contributors, chunk), _EM (entries, contributors).
 Source: arXiv 2604.21428, Section 3.2 and Appendix D.2; the fallback is our choice.
 """
 
-# ruff: noqa: N803, N806
-
 from __future__ import annotations
 
 import math

@@ -11,8 +11,6 @@ Shapes: _P flat fragment.
 Source: arXiv 2604.21428 (outer optimizer); publishing by quantized difference is our choice.
 """
 
-# ruff: noqa: N803
-
 from __future__ import annotations
 
 from collections.abc import Iterator

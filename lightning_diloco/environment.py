@@ -1,0 +1,37 @@
+"""The environment variables that are read here. There are no others, and an explicit argument always wins.
+
+1. Each is read where and when it is used, never on import. A test compares `read_in` with the code.
+2. None is written: what a child process should see is handed to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One variable.
+
+    Args:
+        meaning: for people, one line.
+        read_in: modules that read it, as paths below the package.
+    """
+
+    meaning: str
+    read_in: tuple[str, ...]
+
+
+VARIABLES = {
+    "DILOCO_HOST": Variable("name under which learners reach this machine", ("runtime/syncer.py",)),
+    "DILOCO_JOIN": Variable("join string of the run to take part in", ("cli/status.py",)),
+    "DILOCO_LEARNER": Variable("id of this learner; default: one is made up", ("strategy/hooks.py",)),
+    "DILOCO_RUN_DIR": Variable("run directory, in which this learner has a folder", ("strategy/paths.py",)),
+    "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local_run.py",)),
+    "PL_GLOBAL_SEED": Variable("Lightning's global seed: the order of a split data set", ("strategy/data.py",)),
+    "XDG_CACHE_HOME": Variable("where packed text is kept; default: ~/.cache", ("hf/text_data.py",)),
+}
+"""Every variable by name."""
+
+WHOLE_IN = ("cli/fit.py", "cli/fleet.py")
+"""Modules that take all of it: for the arguments of a learner, and for child processes."""

@@ -1,0 +1,31 @@
+"""What all tests need: no network, few threads, equal random numbers, no run of the person who starts them."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import pytest
+from hypothesis import settings
+
+# Libraries read these once, when they are first imported, and child processes inherit them.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for name in [name for name in os.environ if name.startswith("DILOCO_")]:
+    del os.environ[name]
+
+# Equal examples on every machine, no limit that a busy one would break, no folder of examples.
+settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Each test starts from the same random state; what is not loaded is not loaded for that (torch: 2 s)."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)

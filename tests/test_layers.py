@@ -1,0 +1,243 @@
+"""The shape of the package, read from its source; nothing is executed.
+
+1. LAYERS reads downwards: a module imports from its own layer and from lower ones, never from a neighbour behind a bar.
+   Imports inside functions and under TYPE_CHECKING count: what is needed for a type is needed.
+2. NARROWER names the layers that may use only some of those below. LIBRARIES names what each may use from outside.
+3. Only `cli` prints. Environment variables are those of `lightning_diloco.environment`, read where it says.
+4. Every module has a docstring, and everything in an `__all__` exists.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.environment import VARIABLES, WHOLE_IN
+
+PACKAGE = "lightning_diloco"
+ROOT = Path(__file__).parents[1] / PACKAGE
+SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+
+LAYERS = (
+    "cli > __init__ > callbacks | hf | simulate > strategy > runtime > devices | transport > protocol | core"
+    " > config | environment > errors"
+)
+NARROWER = {
+    "simulate": "core protocol config errors",
+    "devices": "core config errors",
+    "transport": "protocol config errors",
+    "protocol": "config errors",
+    "core": "config errors",
+}
+LIBRARIES = {
+    "cli": "lightning rich yaml",
+    "callbacks": "torch lightning wandb",
+    "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock",
+    "strategy": "torch lightning numpy",
+    "runtime": "torch safetensors fsspec",
+    "devices": "torch",
+    "devices/xla.py": "torch torch_xla",
+    "transport": "pyarrow cryptography",
+    "core": "torch",
+}
+WHOLE = "the whole environment"
+
+
+def layer_of(where: str) -> str:
+    """Layer of a path below the package or of a dotted name below it."""
+    return where.replace("/", ".").removesuffix(".py").partition(".")[0]
+
+
+def below() -> dict[str, set[str]]:
+    """What each layer may import, itself included."""
+    allowed: dict[str, set[str]] = {}
+    for level in reversed(LAYERS.split(" > ")):
+        lower = set(allowed)
+        for layer in level.split(" | "):
+            allowed[layer] = {layer} | (set(NARROWER[layer].split()) if layer in NARROWER else lower)
+    return allowed
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of all modules imported anywhere in a module; `from package import name` counts as package.name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            source = "." * node.level + (node.module or "")
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def import_offences(where: str, source: str) -> list[str]:
+    """What a module imports although its layer may not."""
+    layer, allowed = layer_of(where), below()
+    if layer not in allowed:
+        return [f"{where} is in no layer: add {layer!r} to LAYERS"]
+    libraries = set(LIBRARIES.get(where, LIBRARIES.get(layer, "")).split()) | sys.stdlib_module_names
+    offences = []
+    for name in imported(ast.parse(source)):
+        top, _, rest = name.partition(".")
+        inner = layer_of(rest) if layer_of(rest) in allowed else "__init__"
+        if not top:
+            offences.append(f"{where} imports {name}: relative, say {PACKAGE}...")
+        elif top == PACKAGE and inner not in allowed[layer]:
+            offences.append(f"{where} imports {name}: {layer} may not use {inner}")
+        elif top != PACKAGE and top not in libraries:
+            offences.append(f"{where} imports {name}: {layer} may not use {top}")
+    return offences
+
+
+def print_offences(where: str, source: str) -> list[str]:
+    """Calls of `print` outside `cli`."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    prints = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+    return [f"{where}:{line} prints" for line in prints if layer_of(where) != "cli"]
+
+
+def environment_reads(source: str) -> set[str]:
+    """Variables that a module reads by name, and WHOLE where it takes all of them, writes one or computes a name."""
+    tree = ast.parse(source)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    return {_variable(node, parents) for node in ast.walk(tree) if _is_environment(node)}
+
+
+def _is_environment(node: ast.AST) -> bool:
+    names = {"environ", "environb", "getenv", "putenv"}
+    return (isinstance(node, ast.Attribute) and node.attr in names) or (
+        isinstance(node, ast.ImportFrom) and node.module == "os" and any(alias.name in names for alias in node.names)
+    )
+
+
+def _variable(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+    """The constant in `environ.get(X)`, `getenv(X)`, `environ[X]` (read) or `X in environ`."""
+    name: ast.AST | None = None
+    match parents.get(node):
+        case ast.Attribute(attr="get") as get:
+            node = get
+        case ast.Subscript(slice=name, ctx=ast.Load()) | ast.Compare(left=name, ops=[ast.In() | ast.NotIn()]):
+            pass
+    match parents.get(node):
+        case ast.Call(func=called, args=[first, *_]) if called is node:
+            name = first
+    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else WHOLE
+
+
+def missing_names(source: str) -> set[str]:
+    """Names in `__all__` that the module does not bind."""
+    bound: set[str] = set()
+    exported: set[str] = set()
+    for node in ast.parse(source).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                exported = set(ast.literal_eval(value))
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                bound |= {alias.asname or alias.name for alias in names}
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                bound.add(name)
+            case ast.Assign(targets=targets):
+                bound |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return exported - bound
+
+
+@pytest.mark.parametrize("where", SOURCES)
+def test_imports_point_down(where: str) -> None:
+    assert import_offences(where, SOURCES[where]) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "source", "offender"),
+    [
+        ("protocol/learner.py", "import torch", "torch"),
+        ("protocol/learner.py", "from lightning_diloco.core import merge", "core"),
+        ("core/merge.py", "from lightning_diloco.protocol.events import Ready", "protocol"),
+        ("core/merge.py", "import numpy", "numpy"),
+        ("config.py", "import yaml", "yaml"),
+        ("config.py", "from lightning_diloco.environment import VARIABLES", "environment"),
+        ("errors.py", "from lightning_diloco import config", "config"),
+        ("transport/flight.py", "from lightning_diloco.core.merge import merge_fragment", "core"),
+        ("transport/flight.py", "from lightning_diloco.devices import device_for", "devices"),
+        ("devices/dense.py", "from lightning_diloco.runtime.link import Link", "runtime"),
+        ("devices/dense.py", "def f():\n    import torch_xla.core as xla", "torch_xla"),
+        ("runtime/link.py", "if TYPE_CHECKING:\n    from lightning_diloco.strategy.hooks import Hooks", "strategy"),
+        ("runtime/link.py", "import lightning_diloco.cli.main", "cli"),
+        ("runtime/link.py", "from lightning_diloco import __version__", "__init__"),
+        ("simulate/fleet.py", "from lightning_diloco.transport.memory import MemoryTransport", "transport"),
+        ("strategy/hooks.py", "import transformers.utils", "transformers"),
+        ("strategy/hooks.py", "from . import data", "relative"),
+        ("extra/thing.py", "", "extra"),
+    ],
+)
+def test_an_import_that_points_up_or_outside_is_found(where: str, source: str, offender: str) -> None:
+    (offence,) = import_offences(where, source)
+    assert offender in offence
+
+
+@pytest.mark.parametrize(
+    ("where", "source"),
+    [
+        ("cli/run.py", "from lightning_diloco.runtime.syncer import serve\nimport rich.table"),
+        ("cli/run.py", "from lightning_diloco import __version__, errors"),
+        ("__init__.py", "from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy"),
+        ("runtime/link.py", "from lightning_diloco import errors, protocol"),
+        ("devices/xla.py", "import torch_xla"),
+    ],
+)
+def test_an_import_that_points_down_is_allowed(where: str, source: str) -> None:
+    assert import_offences(where, source) == []
+
+
+def test_narrower_layers_still_point_down() -> None:
+    full = {layer: level for level, layers in enumerate(LAYERS.split(" > ")) for layer in layers.split(" | ")}
+    upward = [(high, low) for high, allowed in NARROWER.items() for low in allowed.split() if full[low] <= full[high]]
+    assert upward == []
+
+
+def test_only_the_command_line_prints() -> None:
+    assert [offence for where, source in SOURCES.items() for offence in print_offences(where, source)] == []
+
+
+def test_a_print_outside_the_command_line_is_found() -> None:
+    source = "def f(console):\n    console.print(1)\n    print(2)"
+    assert print_offences("runtime/link.py", source) == ["runtime/link.py:3 prints"]
+    assert print_offences("cli/run.py", source) == []
+
+
+def test_environment_variables_are_read_only_where_the_table_says() -> None:
+    documented = {(name, where) for name, variable in VARIABLES.items() for where in variable.read_in}
+    documented |= {(WHOLE, where) for where in WHOLE_IN}
+    assert {(name, where) for where, source in SOURCES.items() for name in environment_reads(source)} == documented
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ('a = os.environ.get("A") or os.getenv("B", "0")', {"A", "B"}),
+        ('if "A" not in os.environ or os.environ["B"]: pass', {"A", "B"}),
+        ('os.environ["A"] = "1"', {WHOLE}),
+        ('os.environ.setdefault("A", "1")', {WHOLE}),
+        ("os.environ.get(name)", {WHOLE}),
+        ("env = {**os.environ}", {WHOLE}),
+        ("from os import environ", {WHOLE}),
+        ("x = list(map(os.getenv, names))", {WHOLE}),
+        ("import os", set()),
+    ],
+)
+def test_each_way_to_read_the_environment_is_found(source: str, reads: set[str]) -> None:
+    assert environment_reads(source) == reads
+
+
+def test_every_module_has_a_docstring() -> None:
+    assert [where for where, source in SOURCES.items() if not ast.get_docstring(ast.parse(source))] == []
+
+
+def test_every_exported_name_exists() -> None:
+    assert {where: missing for where, source in SOURCES.items() if (missing := missing_names(source))} == {}
+
+
+def test_an_exported_name_that_does_not_exist_is_found() -> None:
+    source = '__all__ = ["A", "B", "C", "d", "gone"]\nimport x as A\nB: int = 1\nclass C: ...\ndef d(): ...'
+    assert missing_names(source) == {"gone"}
