@@ -180,13 +180,18 @@ class SeedGrant:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The run exists: adopt these versions, then confirm."""
+    """The run exists: adopt these versions, then confirm.
+
+    Args:
+        slot: the learner's number in the run, the same over restarts.
+    """
 
     incarnation: int
     run: str
     manifest: Json
     generations: tuple[int, ...]
     versions: tuple[int, ...]
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,13 @@ from lightning_diloco.protocol.roster import State
 
 
 @dataclass(frozen=True, slots=True)
+class Seeding:
+    """Start values are about to be stored under this lease."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
 class Seeded:
     """The run has a manifest and start values at version 0."""
 
@@ -31,6 +38,7 @@ class Granted:
     session: str
     learner: str
     incarnation: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +111,7 @@ class Regenerated:
     generation: int
 
 
-LogRecord = Seeded | Granted | Activated | CommitRecord | Decided | Lapsed | Returned | Departed | Regenerated
+LogRecord = Seeding | Seeded | Granted | Activated | CommitRecord | Decided | Lapsed | Returned | Departed | Regenerated
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,7 @@ class SavedSession:
     session: str
     learner: str
     incarnation: int
+    slot: int
     state: State
     ending: Reason | None
     is_lapsed: bool

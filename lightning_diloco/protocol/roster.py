@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,6 +28,7 @@ class Member:
 
     Args:
         session, learner, incarnation: whose it is.
+        slot: number of the learner among all that ever joined; decides its part of the data.
         state: joining (granted), confirmed (waiting for the start), active, left, or fenced off.
         is_lapsed: its lease ran out; it may come back.
         phase: what it said it is doing.
@@ -39,6 +41,7 @@ class Member:
     session: str
     learner: str
     incarnation: int
+    slot: int
     state: State = "joining"
     is_lapsed: bool = False
     phase: Phase = "stepping"
@@ -94,6 +97,11 @@ class Roster:
     def get(self, session: str) -> Member | None:
         return self.members.get(session)
 
+    def heard(self, session: str, at_s: float) -> None:
+        """Bulk of this session came in or went out: it is alive."""
+        if member := self.members.get(session):
+            member.heard_s = max(member.heard_s, at_s)
+
     def in_state(self, *states: State) -> list[Member]:
         return [m for m in self.members.values() if m.state in states]
 
@@ -106,6 +114,17 @@ class Roster:
 
     def next_incarnation(self, learner: str) -> int:
         return 1 + max((m.incarnation for m in self.members.values() if m.learner == learner), default=0)
+
+    def slot_for(self, learner: str) -> int:
+        """The learner's slot: kept over restarts, else the number its name ends in, else the lowest that is free."""
+        slots = {m.learner: m.slot for m in self.members.values()}
+        if learner in slots:
+            return slots[learner]
+        taken = set(slots.values())
+        number = learner[len(learner.rstrip("0123456789")) :]
+        if number and len(number) <= 6 and int(number) not in taken:
+            return int(number)
+        return next(slot for slot in itertools.count() if slot not in taken)
 
     def electorate(self, now_s: float, heartbeat_s: float) -> set[str]:
         return {m.session for m in self.live() if m.takes_part(now_s, heartbeat_s)}

@@ -59,6 +59,7 @@ class SyncerState:
         self.num_inexact = 0
         self.eval_loss: float | None = None
         self.eval_reason: str | None = "no learner has evaluated the final anchor"
+        self.has_verdict = False
         self._lease = 0
         self._seeder: str | None = None
         self._pending_manifest: Json | None = None
@@ -105,7 +106,7 @@ class SyncerState:
             case msg.Leave():
                 return todo + self._leave(member, message, now_s)
             case msg.Evaluated():
-                self.eval_loss, self.eval_reason = message.eval_loss, message.reason
+                self.eval_loss, self.eval_reason, self.has_verdict = message.eval_loss, message.reason, True
                 return [*todo, do.Note("evaluated", {"eval_loss": message.eval_loss, "reason": message.reason})]
         if member.state != "active":
             return todo
@@ -181,7 +182,8 @@ class SyncerState:
         if verdict is not None:
             rejected = msg.Rejected("join", verdict)
             return [do.Send(session, rejected), do.Note("rejected", {"learner": hello.learner, "text": verdict})]
-        record = records.Granted(session, hello.learner, self.roster.next_incarnation(hello.learner))
+        name, roster = hello.learner, self.roster
+        record = records.Granted(session, name, roster.next_incarnation(name), roster.slot_for(name))
         self._apply_granted(record)
         member = self.roster[session]
         member.connection, member.where, member.heard_s = hello.connection, hello.where, now_s
@@ -192,7 +194,7 @@ class SyncerState:
         if self.manifest is not None:
             versions = tuple(f.version for f in self.rounds.fragments)
             generations = (self.rounds.generation,) * len(versions)
-            welcome = msg.Welcome(member.incarnation, self.run, self.manifest, generations, versions)
+            welcome = msg.Welcome(member.incarnation, self.run, self.manifest, generations, versions, member.slot)
             return [do.Send(member.session, welcome)]
         if self._seeder is None:
             self._seeder = member.session
@@ -210,7 +212,8 @@ class SyncerState:
         if found := admission.contradictions(config.to_dict(), self.options):
             return [do.Send(member.session, msg.Rejected("config", "; ".join(found)))]
         self._pending_manifest = message.manifest
-        return [do.StoreSeed(member.session, message.lease, message.manifest)]
+        started = do.Record(records.encode(records.Seeding(message.lease)))
+        return [started, do.StoreSeed(member.session, message.lease, message.manifest)]
 
     def _seed_stored(self, event: on.SeedStored, now_s: float) -> list[SyncerAction]:
         if event.lease != self._lease or self._pending_manifest is None:
@@ -296,6 +299,10 @@ class SyncerState:
             if isinstance(action, do.Apply):
                 self._applying[event.fragment] = cast("records.CommitRecord", records.decode(action.record))
         return todo
+
+    def applying(self, p: int) -> records.CommitRecord:
+        """The commit of this fragment that is being written."""
+        return self._applying[p]
 
     def _was_rolled_back(self, known: tuple[msg.Mark, ...]) -> bool:
         fragments = self.rounds.fragments
@@ -384,6 +391,8 @@ class SyncerState:
     def apply(self, record: records.LogRecord) -> None:
         """Change durable state as this record says; the only way it changes."""
         match record:
+            case records.Seeding():
+                self._lease = max(self._lease, record.lease)
             case records.Seeded():
                 self._apply_seeded(record)
             case records.Granted():
@@ -411,7 +420,7 @@ class SyncerState:
         self.rounds = Rounds(self.config, num_fragments, self.roster, self.ledger, heartbeat_s=self.heartbeat_s)
 
     def _apply_granted(self, record: records.Granted) -> None:
-        self.roster.members[record.session] = Member(record.session, record.learner, record.incarnation)
+        self.roster.members[record.session] = Member(record.session, record.learner, record.incarnation, record.slot)
 
     def _apply_activated(self, record: records.Activated) -> None:
         member = self.roster[record.session]
@@ -487,6 +496,7 @@ def _saved_session(m: Member) -> records.SavedSession:
         session=m.session,
         learner=m.learner,
         incarnation=m.incarnation,
+        slot=m.slot,
         state=m.state,
         ending=m.ending,
         is_lapsed=m.is_lapsed,
@@ -496,7 +506,7 @@ def _saved_session(m: Member) -> records.SavedSession:
 
 
 def _member(s: records.SavedSession) -> Member:
-    member = Member(s.session, s.learner, s.incarnation, state=s.state, is_lapsed=s.is_lapsed, ending=s.ending)
+    member = Member(s.session, s.learner, s.incarnation, s.slot, state=s.state, is_lapsed=s.is_lapsed, ending=s.ending)
     member.last_seq = {int(p): seq for p, seq in s.last_seq.items()}
     member.fates = {int(p): fate for p, fate in s.fates.items()}
     return member

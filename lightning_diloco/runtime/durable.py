@@ -1,0 +1,138 @@
+"""The syncer's state on disk: redo log, snapshots and tape of one run directory, and the way back from them.
+
+1. Nothing counts before `sync` returned: the log comes first, then tensors and messages.
+2. `restore` is snapshot + log. It changes state by the very records the live machine wrote, so what comes out is what
+   was there: anchors, momentum, versions and ledger, bit for bit.
+3. A snapshot is due when the log has grown as large as the state; log and snapshot stay under three times that size.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.protocol import SyncerState, codec, records
+from lightning_diloco.runtime.anchors import AnchorStore
+from lightning_diloco.runtime.files import Buffer, Faults, no_faults
+from lightning_diloco.runtime.manifest import plan_of
+from lightning_diloco.runtime.redo_log import RedoLog
+from lightning_diloco.runtime.snapshots import SnapshotStore
+from lightning_diloco.runtime.tape import Tape
+from lightning_diloco.transport.base import Json
+
+log = logging.getLogger(__name__)
+
+MIN_LOG_BYTES = 8 << 20
+
+
+class Durable:
+    """Log, snapshots and tape of one run.
+
+    Args:
+        run_dir: RUN_DIR.
+        faults: hook at named points, for crash tests.
+    """
+
+    def __init__(self, run_dir: Path, *, faults: Faults = no_faults) -> None:
+        self.log = RedoLog(run_dir / "syncer" / "log", faults=faults)
+        self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
+        self.tape = Tape(run_dir / "tape" / "events.jsonl")
+        self._writing: threading.Thread | None = None
+        # A failed fsync takes back everything since the last good one: never two writers' records at once.
+        self._one_record = threading.Lock()
+
+    def restore(self, state: SyncerState, now_s: float) -> AnchorStore | None:
+        """Bring a fresh machine, and the anchors, to where the disk says they were.
+
+        Returns:
+            The anchors; None if the run has no start values yet.
+
+        Raises:
+            CorruptLogError: what had been durable cannot be read back.
+        """
+        snapshot = self.snapshots.latest()
+        store = None
+        if snapshot is not None:
+            state.restore(codec.load(records.SavedState, snapshot.state["machine"]), now_s)
+            store = _new_store(cast("Json", snapshot.state["manifest"]))
+            store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors)
+        for record in self.log.records(snapshot.lsn + 1 if snapshot else self.log.first_lsn):
+            change = records.decode(record.header)
+            state.apply(change)
+            if isinstance(change, records.CommitRecord):
+                if store is None:
+                    raise CorruptLogError(f"log record {record.lsn} is a commit, but no snapshot has the start values")
+                store.commit(change.fragment, record.payload, steps=change.steps, version=change.version)
+            elif isinstance(change, records.Regenerated) and store is not None:
+                store.regenerate(change.generation)
+        self.tape.truncate_after(self.log.last_lsn)
+        if state.manifest is None or store is None:
+            return None  # a seed that was stored but never recorded is stored again
+        state.set_digests(store.digests())
+        state.resume(now_s)
+        return store
+
+    def write(self, record: Json, payload: Buffer = b"") -> None:
+        """Append a record and make it durable, or raise `StorageError` and leave the log as it was."""
+        with self._one_record:
+            self.log.append(record, payload)
+            self.log.sync()
+
+    def note(self, event: str, **fields: object) -> None:
+        """Write a line to the tape. A full disk loses the line, not the run: the log has what counts."""
+        try:
+            self.tape.record(event, lsn=max(self.log.last_lsn, self.tape.last_lsn), **fields)
+        except StorageError as error:
+            log.warning("the tape misses %s: %s", event, error)
+
+    def store_seed(self, state: Json, manifest: Json, store: AnchorStore) -> None:
+        """Make a run's start values durable."""
+        self._write(self.log.last_lsn, state, manifest, *store.freeze())
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and self._writing.is_alive()
+
+    def is_snapshot_due(self, store: AnchorStore) -> bool:
+        """Whether the log has grown as large as the state."""
+        state_bytes = sum(12 * layout.padded_numel for layout in store.layouts)
+        return not self.is_writing and self.log.nbytes > max(MIN_LOG_BYTES, state_bytes)
+
+    def begin_snapshot(
+        self, machine: Json, manifest: Json, store: AnchorStore, failed: Callable[[Exception], None]
+    ) -> None:
+        """Write a snapshot of this moment in the background; commits go on meanwhile.
+
+        No commit may be between its log record and its installation.
+        """
+        self.tape.sync()
+        self.log.rotate()
+        lsn, frozen = self.log.last_lsn, store.freeze()
+
+        def write() -> None:
+            try:
+                self._write(lsn, machine, manifest, *frozen)
+                self.log.drop_before(lsn + 1)
+            except Exception as error:
+                failed(error)
+
+        self._writing = threading.Thread(target=write, name="diloco-snapshot", daemon=True)
+        self._writing.start()
+
+    def _write(self, lsn: int, machine: Json, manifest: Json, numbers: Any, tensors: Any) -> None:
+        self.snapshots.write(lsn, {"machine": machine, "manifest": manifest, "anchors": numbers}, tensors)
+
+    def close(self) -> None:
+        """Wait for a snapshot being written, and let go of all files."""
+        if self._writing is not None:
+            self._writing.join()
+        self.log.close()
+        self.tape.close()
+
+
+def _new_store(manifest: Json) -> AnchorStore:
+    return AnchorStore(*plan_of(manifest))

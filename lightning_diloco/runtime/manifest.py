@@ -1,0 +1,93 @@
+"""The manifest: what everyone in a run must agree on, and the plan that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.errors import PlanMismatchError
+from lightning_diloco.runtime.model import ModelDescription
+from lightning_diloco.transport.base import Json
+
+MAX_SHOWN = 12
+
+
+def make_manifest(model: ModelDescription, options: Mapping[str, Any]) -> tuple[Json, FragmentPlan]:
+    """Fix a run's manifest from the seeder's model and the options that are decided.
+
+    Args:
+        model: the seeder's.
+        options: explicit run options, of the syncer and of the seeder.
+
+    Returns:
+        The manifest and the plan. `num_fragments` in it is what the model allows, at most what was asked for.
+
+    Raises:
+        ConfigError: options are unknown or contradict each other.
+    """
+    config = RunConfig.from_dict(options)
+    plan = _plan(model.shapes, model.mean_names, config)
+    config = dataclasses.replace(
+        config, num_fragments=plan.num_fragments, overlap=min(config.overlap, plan.num_fragments)
+    )
+    manifest: Json = {
+        "config": config.to_dict(),
+        "shapes": {name: list(shape) for name, shape in sorted(model.shapes.items())},
+        "mean_names": sorted(model.mean_names),
+        "frozen": dict(model.frozen_digest),
+        "token_unit": model.token_unit,
+        "plan_digest": plan.digest,
+        "num_fragments": plan.num_fragments,
+    }
+    return manifest, plan
+
+
+def plan_of(manifest: Json) -> tuple[FragmentPlan, RunConfig]:
+    """The plan and options that a manifest stands for."""
+    config = RunConfig.from_dict(manifest["config"])
+    shapes = {name: tuple(shape) for name, shape in manifest["shapes"].items()}
+    return _plan(shapes, frozenset(manifest["mean_names"]), config), config
+
+
+def check_model(model: ModelDescription, manifest: Json) -> None:
+    """Compare a joiner's model with the run's.
+
+    Raises:
+        PlanMismatchError: names or shapes differ; every difference is named.
+    """
+    mine = {name: list(shape) for name, shape in model.shapes.items()}
+    theirs: Mapping[str, list[int]] = manifest["shapes"]
+    lines = [f"{name}: only in this model, {mine[name]}" for name in sorted(mine.keys() - theirs.keys())]
+    lines += [f"{name}: only in the run's model, {theirs[name]}" for name in sorted(theirs.keys() - mine.keys())]
+    lines += [
+        f"{name}: {mine[name]} here, {theirs[name]} in the run"
+        for name in sorted(mine.keys() & theirs.keys())
+        if mine[name] != theirs[name]
+    ]
+    if sorted(model.mean_names) != manifest["mean_names"] and not lines:
+        lines.append(f"embeddings: {sorted(model.mean_names)} here, {manifest['mean_names']} in the run")
+    if lines:
+        more = [f"and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
+        shown = "\n  ".join(lines[:MAX_SHOWN] + more)
+        raise PlanMismatchError(
+            f"this model is not the model of the run; its trainable parameters differ:\n  {shown}\n"
+            "All learners of a run train the same model; use the same code and config, or start another run."
+        )
+
+
+def _plan(shapes: Mapping[str, tuple[int, ...]], mean_names: frozenset[str], config: RunConfig) -> FragmentPlan:
+    return FragmentPlan.balanced(
+        shapes,
+        num_fragments=config.fragments_wanted,
+        max_slice_numel=config.max_slice_numel,
+        mean_names=mean_names,
+    )
+
+
+def num_parameters(manifest: Json) -> int:
+    """Trainable parameters of the run's model."""
+    return sum(math.prod(shape) for shape in manifest["shapes"].values())

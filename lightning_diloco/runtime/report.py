@@ -1,0 +1,178 @@
+"""A run in figures: what `status` shows while it lasts, and what `summary.json` holds at its end.
+
+Every figure is defined once: protocol page, sections 6 and 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_diloco.protocol import SyncerState
+from lightning_diloco.protocol.roster import Member
+from lightning_diloco.protocol.rounds import FragmentRounds, Round
+from lightning_diloco.transport.base import Json
+
+STALL = "diloco/stall_s"
+
+
+def summary(state: SyncerState, *, status: str, wall_s: float, now_s: float, bytes_up: int, bytes_down: int) -> Json:
+    """What a run leaves behind; ledger figures are integer sums of token x fragment."""
+    totals = state.ledger.totals()
+    num_fragments = max(1, state.ledger.num_fragments)
+    config = state.config.to_dict()
+    return {
+        "run": state.run,
+        "status": status,
+        "wall_s": round(wall_s, 3),
+        "fleet_tokens": totals.seen / num_fragments,
+        "tokens_seen": totals.seen,
+        "tokens_merged": totals.merged,
+        "tokens_discarded": dict(totals.discarded),
+        "tokens_pending": totals.pending,
+        "ledger_exact": totals.is_exact and state.num_inexact == 0,
+        "goodput": goodput(state, now_s),
+        "rounds": state.rounds.counts.num_commits,
+        "rounds_aborted": state.rounds.counts.num_aborted,
+        "participation": state.rounds.counts.participation,
+        "joins": state.num_joins,
+        "lapses": state.num_lapses,
+        "bytes_up": bytes_up,
+        "bytes_down": bytes_down,
+        "stall_s": {m.learner: m.metrics.get(STALL) for m in _took_part(state)},
+        "learners": [_learner(state, m, now_s) for m in _took_part(state)],
+        "versions": [f.version for f in state.rounds.fragments],
+        "eval_loss": state.eval_loss,
+        "eval_reason": state.eval_reason,
+        "config": config,
+    }
+
+
+def status(state: SyncerState, *, uptime_s: float, now_s: float, bytes_up: int, bytes_down: int) -> Json:
+    """The run as it is now."""
+    totals = state.ledger.totals()
+    return {
+        "run": state.run,
+        "state": _stage(state),
+        "reason": state.rounds.suspended,
+        "uptime_s": uptime_s,
+        "config": state.config.to_dict(),
+        "learners": [_learner(state, m, now_s) for m in _present(state)],
+        "versions": [f.version for f in state.rounds.fragments],
+        "rounds": [
+            _round(state, p, f, f.round, now_s) for p, f in enumerate(state.rounds.fragments) if f.round is not None
+        ],
+        "num_commits": state.rounds.counts.num_commits,
+        "effective_quorum": max(1, min(state.config.quorum, len(state.roster.electorate(now_s, state.heartbeat_s)))),
+        "participation": state.rounds.counts.participation,
+        "goodput": goodput(state, now_s),
+        "fleet_tokens": totals.seen / max(1, state.ledger.num_fragments),
+        "ledger": {
+            "seen": totals.seen,
+            "merged": totals.merged,
+            "discarded": dict(totals.discarded),
+            "pending": totals.pending,
+        },
+        "bytes_up": bytes_up,
+        "bytes_down": bytes_down,
+    }
+
+
+def goodput(state: SyncerState, now_s: float) -> float | None:
+    """Tokens merged, divided by what the planned learners would have trained undisturbed.
+
+    A learner's planned time runs from its first start to its announced leave, downtime included; its undisturbed rate
+    is the median it measured itself. None before anything was measured.
+    """
+    capacity = 0.0
+    by_learner: dict[str, list[Member]] = {}
+    for member in _took_part(state):
+        by_learner.setdefault(member.learner, []).append(member)
+    for members in by_learner.values():
+        starts = [m.active_s for m in members if m.active_s is not None]
+        rates = [m.tokens_per_s for m in members if m.tokens_per_s > 0]
+        if starts and rates:
+            ends = [m.ended_s if m.ended_s is not None else now_s for m in members]
+            capacity += (max(ends) - min(starts)) * rates[-1]
+    merged = state.ledger.totals().merged / max(1, state.ledger.num_fragments)
+    return merged / capacity if capacity > 0 else None
+
+
+def _took_part(state: SyncerState) -> list[Member]:
+    return state.roster.in_state("active", "left", "fenced")
+
+
+def _present(state: SyncerState) -> list[Member]:
+    """The newest session of every learner id."""
+    newest: dict[str, Member] = {}
+    for member in state.roster.members.values():
+        held = newest.get(member.learner)
+        if held is None or member.incarnation > held.incarnation:
+            newest[member.learner] = member
+    return [newest[name] for name in sorted(newest)]
+
+
+def _stage(state: SyncerState) -> str:
+    if state.rounds.suspended is not None:
+        return "suspended"
+    if state.manifest is None:
+        return "seeding" if state.roster.members else "waiting"
+    return "finished" if state.is_finished else "open"
+
+
+def _phase(state: SyncerState, m: Member, now_s: float) -> str:
+    if m.state in ("joining", "confirmed"):
+        return "joining"
+    if m.state == "left":
+        return "left"
+    if m.is_lapsed or m.state == "fenced":
+        return "lapsed"
+    return "stalled" if m.step > 0 and m.is_stalled(now_s, state.heartbeat_s) else m.phase
+
+
+def _learner(state: SyncerState, m: Member, now_s: float) -> dict[str, Any]:
+    versions = [f.version for f in state.rounds.fragments]
+    behind = max((new - old for new, old in zip(versions, m.landed, strict=False)), default=0)
+    return {
+        "id": m.learner,
+        "incarnation": m.incarnation,
+        "phase": _phase(state, m, now_s),
+        "step": m.step,
+        "tokens": m.tokens,
+        "metrics": dict(m.metrics),
+        "tokens_per_s": m.tokens_per_s,
+        "staleness_versions": behind,
+        "last_contribution_s_ago": None if m.contributed_s is None else now_s - m.contributed_s,
+        "last_heard_s_ago": now_s - m.heard_s,
+    }
+
+
+def _round(state: SyncerState, p: int, f: FragmentRounds, r: Round, now_s: float) -> dict[str, Any]:
+    ready = sorted(f.held)
+    waiting = sorted(r.electorate - set(ready)) if r.stage == "collecting" else _without_payload(f, r.members)
+    then = {
+        "collecting": "the round closes with whoever is ready",
+        "transferring": "whoever is late is held for the next round",
+        "merging": "the merged gradient is committed",
+        "committing": "the new version is offered to everyone",
+        "suspended": "the commit is tried again",
+    }[r.stage]
+    return {
+        "fragment": p,
+        "round": r.number,
+        "stage": r.stage,
+        "opened_s_ago": now_s - r.opened_s,
+        "ready": _names(state, ready),
+        "waiting_for": _names(state, waiting),
+        "quorum": state.rounds.effective_quorum(r),
+        "closes_in_s": max(0.0, r.until_s - now_s) if r.stage in ("collecting", "transferring", "suspended") else None,
+        "then": then,
+    }
+
+
+def _without_payload(f: FragmentRounds, members: Iterable[str]) -> list[str]:
+    return [s for s in members if s in f.held and not f.held[s].has_payload]
+
+
+def _names(state: SyncerState, sessions: Iterable[str]) -> list[str]:
+    return [state.roster[session].learner for session in sessions]

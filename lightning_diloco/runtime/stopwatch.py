@@ -1,0 +1,68 @@
+"""How fast a learner goes, and how much of its time our hooks take.
+
+Source: protocol page, section 10. Stall is all time inside our hooks on the training thread. The undisturbed rate is the
+median over recent steps of tokens per second between two hooks, hooks left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+NUM_RECENT = 200
+NUM_WARM_UP = 2
+COMPILE_FACTOR = 5.0
+
+
+class Stopwatch:
+    """Fed with the moments at which the training thread enters and leaves the step hook."""
+
+    def __init__(self) -> None:
+        self._left_s: float | None = None
+        self._seen = 0
+        self._step_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self._rates: deque[float] = deque(maxlen=NUM_RECENT)
+        self._exchange_s: deque[float] = deque(maxlen=NUM_RECENT)
+        self.stall_s = 0.0
+        self.num_exchanges = 0
+
+    def entered(self, now_s: float, tokens: int) -> None:
+        """A step is done; `tokens` were in it."""
+        if self._left_s is None:
+            return
+        self._seen += 1
+        step_s = now_s - self._left_s
+        is_slow = self._step_s and step_s > COMPILE_FACTOR * self.step_s
+        if self._seen > NUM_WARM_UP and step_s > 0 and not is_slow:
+            self._step_s.append(step_s)
+            self._rates.append(tokens / step_s)
+
+    def left(self, entered_s: float, now_s: float, *, num_exchanges: int) -> None:
+        """The hook is done; it snapshotted or landed this many fragments."""
+        self._left_s = now_s
+        self.stall_s += now_s - entered_s
+        self.num_exchanges += num_exchanges
+        if num_exchanges:
+            self._exchange_s.append((now_s - entered_s) / num_exchanges)
+
+    def interrupted(self) -> None:
+        """What follows until the next step is no step: validation, a checkpoint."""
+        self._left_s = None
+
+    @property
+    def step_s(self) -> float:
+        """Median of recent steps; 0 before there are any."""
+        return statistics.median(self._step_s) if self._step_s else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Median undisturbed rate; 0 before there is any."""
+        return statistics.median(self._rates) if self._rates else 0.0
+
+    @property
+    def exchange_p95_s(self) -> float:
+        """95th percentile of the hook's time per snapshot or landing."""
+        if not self._exchange_s:
+            return 0.0
+        ordered = sorted(self._exchange_s)
+        return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
