@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -153,7 +153,7 @@ class Joining:
             device.adopt(p, values)
             generations.append(header["generation"])
             versions.append(header["version"])
-        return messages.Welcome(welcome.incarnation, welcome.run, welcome.manifest, tuple(generations), tuple(versions))
+        return replace(welcome, generations=tuple(generations), versions=tuple(versions))
 
     # --------------------------------------------------------------------------------------------------- conversation
 

@@ -46,7 +46,7 @@ from lightning_diloco.transport.flight import FlightConnection
 
 log = logging.getLogger(__name__)
 
-POLL_S = 10.0
+POLL_S = 2.0
 TICK_S = 0.1
 RECONNECT_S = (0.1, 2.0)
 LEAVE_S = 10.0
@@ -128,7 +128,7 @@ class Link:
         self.device: FragmentDevice[Any, Any] = joined.device
         self._unit = joined.welcome.manifest["token_unit"]  # type: ignore[assignment]
         self._state = _machine(self.learner_id, joined, self._learner)
-        self._cursor = joined.cursor
+        self._cursor, self._slot = joined.cursor, joined.welcome.slot
         log.info("learner %s takes part in %s as incarnation %d", self.learner_id, address, joined.welcome.incarnation)
         for name, run in (
             ("sender", self._send_loop),
@@ -149,8 +149,7 @@ class Link:
         parts = self.config.data_parts
         if parts is None or parts == 1:
             return None
-        digits = "".join(filter(str.isdigit, self.learner_id.rpartition("-")[2] or self.learner_id))
-        return (int(digits or 0) % parts, parts)
+        return (self._slot % parts, parts)
 
     def step(self, tokens: int, unit: str) -> None:
         """An inner step is done. Never waits for the network.
@@ -233,7 +232,7 @@ class Link:
                 "perf/step_s": self._watch.step_s,
             }
 
-    # ----------------------------------------------------------------------------------------------------- the machine
+    # --------------------------------------------------------------------------------------------------- the machine
 
     @property
     def _machine(self) -> LearnerState:
@@ -284,7 +283,7 @@ class Link:
             return replace(message, protocol=PROTOCOL_VERSION, where=f"{socket.gethostname()}:{os.getpid()}")
         return message
 
-    # ----------------------------------------------------------------------------------------------------- other threads
+    # --------------------------------------------------------------------------------------------------- other threads
 
     def _guarded(self, run: Callable[[], None]) -> None:
         try:
@@ -452,7 +451,7 @@ class Link:
             )
         return Update(None, values.split(size) if num_updates else (), sent)
 
-    # ----------------------------------------------------------------------------------------------------------- helpers
+    # --------------------------------------------------------------------------------------------------------- helpers
 
     def _address(self) -> JoinAddress:
         text = self._learner.join or os.environ.get("DILOCO_JOIN")

@@ -1,7 +1,7 @@
 """How fast a learner goes, and how much of its time our hooks take.
 
-Source: protocol page, section 10. Stall is all time inside our hooks on the training thread. The undisturbed rate is the
-median over recent steps of tokens per second between two hooks, hooks left out.
+Source: protocol page, section 10. Stall is all time inside our hooks on the training thread. The undisturbed rate is
+the median over recent steps of tokens per second between two hooks, hooks left out.
 """
 
 from __future__ import annotations
