@@ -24,8 +24,8 @@ class Variable:
 
 VARIABLES = {
     "DILOCO_HOST": Variable("name under which learners reach this machine", ("runtime/syncer.py",)),
-    "DILOCO_JOIN": Variable("join string of the run to take part in", ("cli/status.py",)),
-    "DILOCO_LEARNER": Variable("id of this learner; default: one is made up", ("strategy/hooks.py",)),
+    "DILOCO_JOIN": Variable("join string of the run to take part in", ("cli/status.py", "runtime/link.py")),
+    "DILOCO_LEARNER": Variable("id of this learner; default: one is made up", ("runtime/link.py", "strategy/hooks.py")),
     "DILOCO_RUN_DIR": Variable("run directory, in which this learner has a folder", ("strategy/paths.py",)),
     "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local_run.py",)),
     "PL_GLOBAL_SEED": Variable("Lightning's global seed: the order of a split data set", ("strategy/data.py",)),
@@ -33,5 +33,5 @@ VARIABLES = {
 }
 """Every variable by name."""
 
-WHOLE_IN = ("cli/fit.py", "cli/fleet.py")
+WHOLE_IN = ("cli/fit.py", "cli/fleet.py", "runtime/embedded.py")
 """Modules that take all of it: for the arguments of a learner, and for child processes."""
