@@ -1,7 +1,7 @@
 """The syncer's side of an outer step, and how its result reaches every party as the same bits.
 
-    buf    <- mu * buf + g
-    master <- master - lr * (g + mu * buf)          Nesterov, as torch.optim.SGD does it
+    buf    <- decay * buf + g
+    master <- master - lr * (g + push * buf)        decay = push = mu is Nesterov as torch.optim.SGD does it
     update <- Q(master - published)                 these bytes go to the learners
     anchor <- anchor + dequantized update           the same addition at the syncer (published) and at every learner
 
@@ -14,6 +14,7 @@ Source: arXiv 2604.21428 (outer optimizer); publishing by quantized difference i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,39 +25,61 @@ from lightning_diloco.core.quantize import Decoder, encode
 from lightning_diloco.errors import ConfigError
 
 
-def nesterov_step(anchor: Tensor, momentum: Tensor, outer_gradient: Tensor, *, lr: float, momentum_coef: float) -> None:
-    """One outer step, in place; bit for bit torch.optim.SGD(nesterov=True).
+@dataclass(frozen=True, slots=True)
+class Momentum:
+    """Nesterov coefficients of one outer step.
+
+    Args:
+        decay: what is left of the momentum buffer, before the gradient is added.
+        push: share of the buffer that moves the anchor.
+    """
+
+    decay: float
+    push: float
+
+
+def nesterov_step(
+    anchor: Tensor, momentum: Tensor, outer_gradient: Tensor, *, lr: float, momentum_coef: float | Momentum
+) -> None:
+    """One outer step, in place; with a plain number bit for bit torch.optim.SGD(nesterov=True).
 
     Args:
         anchor: (P,) float32, the master.
         momentum: (P,) float32, zeros before the first step.
         outer_gradient: (P,) float32 or bfloat16; a descent direction has the sign of a gradient.
         lr: outer learning rate.
-        momentum_coef: mu of this step, see `effective_momentum`.
+        momentum_coef: mu, or the coefficients of a round of another length, see `momentum_by_work`.
     """
+    coefs = momentum_coef if isinstance(momentum_coef, Momentum) else Momentum(momentum_coef, momentum_coef)
     for part in _chunks(anchor, 1):
         gradient = outer_gradient[part].float()
-        buffer = momentum[part].mul_(momentum_coef).add_(gradient)
-        anchor[part].add_(gradient.add(buffer, alpha=momentum_coef), alpha=-lr)
+        buffer = momentum[part].mul_(coefs.decay).add_(gradient)
+        anchor[part].add_(gradient.add(buffer, alpha=coefs.push), alpha=-lr)
 
 
-def effective_momentum(momentum_coef: float, steps: float, sync_every: int) -> float:
-    """Momentum by the work done: mu ** (min(steps, H) / H).
+def momentum_by_work(mu: float, steps: float, sync_every: int) -> Momentum:
+    """Momentum of a round by the work that went into it, with s = min(steps, H) / H:
 
-    Ten rounds of H / 10 steps then decay the buffer as much as one of H, so short rounds (drains, rejoins) do not
-    fling the anchor about.
+        decay = mu ** s,  push = mu * (1 - decay) / (1 - mu)
+
+    A full round has decay = push = mu. Cut the same work into other rounds (drains, rejoins, learners out of phase),
+    and both what the buffer forgets and how far a steady pseudo-gradient moves the anchor stay the same: lr / (1 - mu)
+    per unit of work. With push = decay, a round of one step would move the anchor by more than a whole buffer.
 
     Args:
-        momentum_coef: mu of a full round, 0 <= mu < 1.
+        mu: coefficient of a full round, 0 <= mu < 1.
         steps: weighted mean of the round's inner steps, > 0.
         sync_every: H.
 
     Raises:
         ConfigError: steps is not above 0.
+
+    Source: our choice.
     """
     if not steps > 0:
         raise ConfigError(f"steps={steps}: a round holds more than 0 inner steps; refuse empty contributions")
-    return float(momentum_coef ** (min(steps, sync_every) / sync_every))
+    decay = float(mu ** (min(steps, sync_every) / sync_every))
+    return Momentum(decay, mu * ((1 - decay) / (1 - mu)))
 
 
 def publish(master: Tensor, published: Tensor, *, wire: Wire, block_size: int) -> Tensor:

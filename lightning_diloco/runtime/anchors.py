@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.merge import MergeReport, merge_fragment
-from lightning_diloco.core.outer import effective_momentum, nesterov_step, publish
+from lightning_diloco.core.outer import momentum_by_work, nesterov_step, publish
 from lightning_diloco.core.quantize import wire_nbytes
 from lightning_diloco.errors import CorruptLogError, NonFiniteError, PlanMismatchError
 from lightning_diloco.runtime.files import Buffer
@@ -174,9 +174,9 @@ class AnchorStore:
         now, config = self.anchor(p), self._config
         assert outer_gradient.dtype == torch.bfloat16, f"outer gradient is {outer_gradient.dtype}"
         assert outer_gradient.shape == now.master.shape, f"{outer_gradient.shape} for {now.master.shape}"
-        coefficient = effective_momentum(config.outer_momentum, steps, config.sync_every)
+        coefficients = momentum_by_work(config.outer_momentum, steps, config.sync_every)
         master, momentum, published = now.master.clone(), now.momentum.clone(), now.published.clone()
-        nesterov_step(master, momentum, outer_gradient, lr=config.outer_lr, momentum_coef=coefficient)
+        nesterov_step(master, momentum, outer_gradient, lr=config.outer_lr, momentum_coef=coefficients)
         _check_finite(momentum, f"the momentum of fragment {p}", "refuse this round's contributions")
         update = publish(master, published, wire=config.wire, block_size=config.block_size)
         chain = (*now.chain, update)[-CHAIN_LENGTH:]

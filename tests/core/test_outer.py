@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import Wire
-from lightning_diloco.core.outer import apply_update, effective_momentum, nesterov_step, publish
+from lightning_diloco.core.outer import Momentum, apply_update, momentum_by_work, nesterov_step, publish
 from lightning_diloco.errors import ConfigError, CorruptMessageError, NonFiniteError
 
 
@@ -38,13 +38,29 @@ def test_outer_step_with_lr_one_and_no_momentum_lands_on_the_contribution() -> N
     assert anchor.tolist() == [0.75, 2.5]
 
 
-def test_momentum_acts_by_the_work_done() -> None:
-    assert effective_momentum(0.6, 24, 24) == 0.6
-    assert effective_momentum(0.6, 100, 24) == 0.6
-    assert effective_momentum(0.6, 6, 24) ** 4 == pytest.approx(0.6)
-    assert effective_momentum(0.0, 1, 24) == 0.0
+def test_momentum_of_a_full_round_is_plain_nesterov() -> None:
+    assert momentum_by_work(0.6, 24, 24) == Momentum(decay=0.6, push=0.6)
+    assert momentum_by_work(0.6, 100, 24) == Momentum(decay=0.6, push=0.6)
+    assert momentum_by_work(0.0, 1, 24) == Momentum(decay=0.0, push=0.0)
     with pytest.raises(ConfigError, match="steps=0"):
-        effective_momentum(0.6, 0, 24)
+        momentum_by_work(0.6, 0, 24)
+
+
+@pytest.mark.parametrize("steps", [24, 12, 4, 1])
+def test_momentum_moves_the_anchor_by_work_however_it_is_cut_into_rounds(steps: int) -> None:
+    anchor, momentum = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    coefs = momentum_by_work(0.6, steps, 24)
+    per_round = torch.tensor([steps / 24])
+    for _ in range(40 * 24 // steps):
+        before = anchor.item()
+        nesterov_step(anchor, momentum, per_round, lr=0.8, momentum_coef=coefs)
+    assert (before - anchor.item()) * 24 / steps == pytest.approx(0.8 / (1 - 0.6), rel=1e-6)
+    # The same with push = decay, which is what a plain coefficient of mu ** s would do: 10 times too far for one step.
+    momentum.zero_()
+    for _ in range(40 * 24 // steps):
+        before = anchor.item()
+        nesterov_step(anchor, momentum, per_round, lr=0.8, momentum_coef=coefs.decay)
+    assert steps == 24 or (before - anchor.item()) * 24 / steps > 1.5 * 0.8 / (1 - 0.6)
 
 
 @pytest.mark.parametrize("wire", get_args(Wire))
