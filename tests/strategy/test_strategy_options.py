@@ -1,6 +1,5 @@
 """Options are validated together; the bare strategy becomes the right class; the name is registered once."""
 
-import subprocess
 import sys
 from types import ModuleType
 
@@ -100,18 +99,3 @@ def test_lightning_cli_leaves_options_unset(scenario, model, tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["script", *arguments])
     cli = LightningCLI(type(model), run=False, save_config_callback=None)
     assert cli.trainer.strategy._run_options == {"sync_every": 6, "overlap": 1}
-
-
-@pytest.mark.slow
-def test_import_of_the_package_adds_nothing_heavy_to_lightning():
-    """In a fresh interpreter: what the import of Lightning alone brings is not ours to judge."""
-    code = """
-import sys, lightning.pytorch
-before = set(sys.modules)
-import lightning_diloco
-new = {name.split(".")[0] for name in set(sys.modules) - before}
-heavy = new & {"transformers", "datasets", "pyarrow", "wandb", "torch_xla", "rich", "cryptography"}
-assert not heavy, heavy
-assert "lightning_diloco.runtime.link" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-W", "error::ImportWarning", "-c", code], check=True, timeout=60)

@@ -1,0 +1,107 @@
+"""The name is known whichever is imported first, and importing the package loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "numpy", "lightning", "lightning_fabric", "pytorch_lightning", "transformers", "pyarrow", "rich")
+# A package with Lightning's names, so that import orders are tried in milliseconds.
+STAND_IN = """
+class _Registry(dict):
+    def register(self, name, make, description=None):
+        assert name not in self
+        self[name] = make
+StrategyRegistry = _Registry(other=object)
+"""
+SHOW = "; import lightning.pytorch.strategies as s; print(sorted(s.StrategyRegistry))"
+
+
+def python(code: str, folder: Path | None = None) -> str:
+    path = [] if folder is None else [str(folder)]
+    code = f"import sys; sys.path[:0] = {[*path, *sys.path]!r}; {code}"
+    ended = subprocess.run([sys.executable, "-W", "error", "-Sc", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    for package in ("lightning/pytorch", "pytorch_lightning"):
+        folder = tmp_path / package / "strategies"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").write_text("from . import strategies")
+        (folder / "__init__.py").write_text(STAND_IN)
+    (tmp_path / "lightning" / "__init__.py").write_text("from . import pytorch")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["lightning_diloco", "lightning_diloco.cli.main", "lightning_diloco.strategy"])
+def test_importing_loads_nothing_heavy(name: str) -> None:
+    assert python(f"import {name}; print(sorted({set(HEAVY)!r} & set(sys.modules)))") == "[]"
+
+
+def test_the_syncer_needs_torch_and_the_wire_only() -> None:
+    code = f"import lightning_diloco.runtime.syncer; print(sorted({set(HEAVY)!r} & set(sys.modules)))"
+    assert python(code) == "['numpy', 'pyarrow', 'torch']"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning; import lightning_diloco",
+        "import lightning_diloco; import lightning",
+        "import lightning_diloco; from lightning.pytorch import strategies",
+        "import lightning_diloco; del sys.modules['lightning_diloco']; import lightning_diloco; import lightning",
+        "import lightning; import lightning_diloco; lightning_diloco.register()",
+    ],
+)
+def test_the_name_is_known_in_any_order(stand_in: Path, imports: str) -> None:
+    assert python(imports + SHOW, stand_in) == "['decoupled_diloco', 'other']"
+
+
+def test_nothing_is_left_in_the_import_system(stand_in: Path) -> None:
+    code = "before = list(sys.meta_path); import lightning_diloco, lightning, pytorch_lightning.strategies as other; "
+    assert python(f"{code}print(sys.meta_path == before, sorted(other.StrategyRegistry))", stand_in) == (
+        "True ['decoupled_diloco', 'other']"
+    )
+
+
+def test_without_lightning_the_import_fails_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / "lightning" / "__init__.py").touch()
+    code = "import lightning_diloco\ntry:\n  import lightning.pytorch.strategies\nexcept ImportError as e:\n  print(e)"
+    assert python(code, tmp_path) == "No module named 'lightning.pytorch'"
+
+
+def test_unknown_names_of_the_package_are_attribute_errors() -> None:
+    import lightning_diloco
+
+    with pytest.raises(AttributeError, match="has no attribute 'Strategy'"):
+        _ = lightning_diloco.Strategy
+    assert set(lightning_diloco.__all__) <= set(dir(lightning_diloco))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["lightning as L, lightning_diloco", "lightning_diloco, lightning as L"])
+def test_a_trainer_finds_the_strategy(order: str) -> None:
+    code = (
+        f"import warnings; warnings.simplefilter('ignore'); import {order}; "
+        "trainer = L.Trainer(strategy='decoupled_diloco', accelerator='cpu', devices=1, logger=False); "
+        "print(isinstance(trainer.strategy, lightning_diloco.DecoupledDiLoCoStrategy))"
+    )
+    assert python(code).endswith("True")
+
+
+@pytest.mark.slow
+def test_the_other_package_is_told_what_to_import() -> None:
+    pytest.importorskip("pytorch_lightning")
+    code = (
+        "import warnings; warnings.simplefilter('ignore'); import lightning_diloco, pytorch_lightning as pl\n"
+        "try: pl.Trainer(strategy='decoupled_diloco', accelerator='cpu', logger=False)\n"
+        "except lightning_diloco.errors.ConfigError as error: print(error)"
+    )
+    assert "import lightning.pytorch as pl" in python(code)
