@@ -58,7 +58,7 @@ class FragmentDevice(Protocol, Generic[SnapshotT, StagedT]):
         """Anchor and parameters become `values` (float32 [P], host). Training thread, while nothing trains."""
 
     def local_values(self, fragment: int) -> Tensor:
-        """The live parameters as float32 [P] on the host. Training thread, while nothing trains (seeding, checkpoints)."""
+        """The live parameters as float32 [P] on the host, for seeds and checkpoints. Training thread, between steps."""
 
     def snapshot(self, fragment: int) -> SnapshotT:
         """Keep what `encode` needs of the live parameters. Training thread; never waits."""

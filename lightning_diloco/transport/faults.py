@@ -191,11 +191,12 @@ class FaultProxy:
             if not data:
                 writer.write_eof()
                 return
-            writer.write(data)
+            # Counted first: whoever has received the bytes finds them counted.
             if way == "up":
                 self.bytes_up += len(data)
             else:
                 self.bytes_down += len(data)
+            writer.write(data)
             await writer.drain()
 
     async def _transmit(self, way: str, num_bytes: int) -> None:
