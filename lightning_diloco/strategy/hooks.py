@@ -31,6 +31,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.strategy.data import fork_random_state, split
+from lightning_diloco.strategy.losses import train_loss, validate_final
 from lightning_diloco.strategy.model import aliases, describe, named_values, trainable_parameters
 from lightning_diloco.strategy.paths import separate_paths
 from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn
@@ -123,21 +124,31 @@ class DiLoCoHooks(Strategy):
             )
 
     def on_train_end(self) -> None:
-        """Send the last contributions, wait for them, and leave the anchor in the module."""
+        """Send the last contributions, wait for them, and leave the anchor in the module; the last one validates it."""
         super().on_train_end()
         if self._exchanging:
-            self._leave()
+            self._leave(validates=True)
 
-    def _leave(self) -> None:
+    def _leave(self, *, validates: bool) -> None:
         assert self._link is not None
-        self._link.finish()
+        is_last = self._link.finish()
         if self._device is not None:
             self._device.show_anchor()  # for good
-        self._close()
+        link = self._let_go()
+        assert link is not None
+        try:
+            if is_last and validates:
+                link.report(*validate_final(self._trainer))
+        finally:
+            link.close()
+
+    def _let_go(self) -> Link | None:
+        """From here on the module is an ordinary one; the link is the caller's to close."""
+        link, self._link, self._device, self._tuner_checkpoint = self._link, None, None, None
+        return link
 
     def _close(self) -> None:
-        link, self._link, self._device, self._tuner_checkpoint = self._link, None, None, None
-        if link is not None:
+        if link := self._let_go():
             link.close()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -152,7 +163,7 @@ class DiLoCoHooks(Strategy):
     def teardown(self) -> None:
         """A fit that had nothing to train never ends its training; it leaves here."""
         if self._link is not None:
-            self._leave()
+            self._leave(validates=False)
         super().teardown()
 
     # --- training ------------------------------------------------------------------------------------------------
@@ -182,7 +193,7 @@ class DiLoCoHooks(Strategy):
         self._stepped = True
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
-            self._end_inner_step()
+            self._end_inner_step(output)
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,13 +204,17 @@ class DiLoCoHooks(Strategy):
             self._end_inner_step()
         return output
 
-    def _end_inner_step(self) -> None:
+    def _end_inner_step(self, output: Any = None) -> None:
         self._stepped = False
         if not self._exchanging:
             return
         assert self._link is not None
-        self._link.step(*self._counter.take())
         logging = self._trainer._logger_connector
+        # Elsewhere than on the CPU, reading the loss waits for the device: no more often than Lightning itself does.
+        reads_loss = logging.should_update_logs or self.root_device.type == "cpu"
+        if reads_loss and (loss := train_loss(self._trainer, output)) is not None:
+            self._link.set_loss(loss)
+        self._link.step(*self._counter.take())
         if self._trainer.loggers and logging.should_update_logs:
             # With the step of the user's own metrics; given explicitly, none of them is changed or flushed.
             logging.log_metrics(self._link.metrics(), step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -43,7 +43,7 @@ def resolve(
         problems.append(f"inner={inner!r}: must be one of {', '.join(map(repr, inner_allowed))}")
     if (count_fn := explicit.get("token_count_fn")) is not None and not callable(count_fn):
         problems.append(f"token_count_fn={count_fn!r}: must be a function from a batch to its number of tokens")
-    problems += RunConfig(**run).problems() + learner.problems()
+    problems += RunConfig.with_defaults(run).problems() + learner.problems()
     if problems:
         raise ConfigError(problems)
     return run, learner

@@ -52,6 +52,7 @@ class Scenario:
     start_error: Exception | None = None
     step_error: Exception | None = None
     run_values: float | None = None  # the run exists: its anchors hold this value everywhere
+    is_last: bool = False  # nobody else is in the run when this learner leaves
     made: list[RecordingLink] = field(default_factory=list)
 
     @property
@@ -70,7 +71,8 @@ class RecordingLink:
         self.learner_id, self.data_part = self.scenario.learner_id, None
         self.events: list[str] = []
         self.steps: list[tuple[int, str]] = []
-        self.seeded: dict[str, torch.Tensor] = {}
+        self.losses: list[float] = []
+        self.reports: list[tuple[float | None, str | None]] = []
         self.scenario.made.append(self)
 
     def start(
@@ -104,11 +106,19 @@ class RecordingLink:
     def set_evaluating(self, evaluating: bool) -> None:
         self.events.append("evaluating" if evaluating else "training")
 
-    def finish(self) -> None:
+    def set_loss(self, loss: float) -> None:
+        self.losses.append(loss)
+
+    def finish(self) -> bool:
         self.events.append("finish")
         for p in range(self.plan.num_fragments):
             full = Update(full=self.device.anchor(p) + 1, chain=(), sent=None)
             self.device.land(p, self.device.stage(p, full))
+        return self.scenario.is_last
+
+    def report(self, eval_loss: float | None, reason: str | None = None) -> None:
+        self.events.append("report")
+        self.reports.append((eval_loss, reason))
 
     def close(self) -> None:
         self.events.append("close")

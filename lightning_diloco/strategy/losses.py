@@ -1,0 +1,78 @@
+"""The two losses people see beside a run: each learner's own while it trains, and the final anchor's.
+
+1. Metrics are the user's: a loss is known by its name, and there may be none.
+2. Validating the final anchor is an ordinary validation of the fit, seen by loggers and callbacks, except that progress
+   bars are closed by then. It fails for itself: the model is trained, whatever its last validation does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import ProgressBar
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+_TRAIN_NAMES = ("train/loss", "train_loss", "loss")
+_VAL_NAMES = ("val/loss", "val_loss")
+_NOTHING = "nothing to validate: no validation_step, no validation data, or limit_val_batches=0"
+
+
+def train_loss(trainer: pl.Trainer, output: object) -> float | None:
+    """The loss of the step just done; waits for the device.
+
+    Args:
+        trainer: in a training step.
+        output: what the optimizer's closure returned; a part of the loss where gradients are accumulated.
+
+    Returns:
+        The loss; None if it cannot be told.
+    """
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return float(output) * trainer.accumulate_grad_batches
+    return _named_loss(trainer.callback_metrics, _TRAIN_NAMES)
+
+
+def validate_final(trainer: pl.Trainer) -> tuple[float | None, str | None]:
+    """Validate the parameters as they are now, at the end of a fit.
+
+    Returns:
+        The loss and no reason, or None and the reason.
+    """
+    if not trainer.enable_validation:
+        return None, _NOTHING
+    log.info("validating the final anchor")
+    try:
+        outputs = _validate(trainer)
+    except Exception as error:
+        log.exception("the final anchor could not be validated")
+        return None, f"validation failed: {error!r}"
+    if not outputs:
+        return None, _NOTHING
+    metrics = {name: value for output in outputs for name, value in output.items()}
+    loss = _named_loss(metrics, (*_VAL_NAMES, *(name for name in metrics if "loss" in name)))
+    if loss is None:
+        return None, f"validation logs no loss: no name contains 'loss' (found: {', '.join(metrics) or 'nothing'})"
+    return loss, None
+
+
+def _validate(trainer: pl.Trainer) -> list[Mapping[str, Any]]:
+    """Run the fit's own validation once more, as Lightning does in the midst of training."""
+    callbacks = trainer.callbacks
+    trainer.callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]  # type: ignore[attr-defined]
+    trainer.validating = True
+    try:
+        return list(trainer.fit_loop.epoch_loop.val_loop.run())
+    finally:
+        trainer.training = True
+        trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def _named_loss(metrics: Mapping[str, Any], names: Iterable[str]) -> float | None:
+    return next((float(metrics[name]) for name in names if name in metrics), None)
