@@ -31,7 +31,8 @@ class RunConfig:
     Args:
         sync_every: H, inner steps between two exchanges of the same fragment, >= 1. Paper: 24.
         num_fragments: P, 1..sync_every. None: min(24, sync_every), or fewer where the model has fewer slices.
-        overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Paper: 2.
+        overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Paper: 2, here at most num_fragments
+            where `with_defaults` chooses.
         quorum: K, contributions a round needs; lowered to the number of learners stepping. Paper: 1.
         grace: how long a met quorum waits for more, in seconds, or "adaptive" (Eq. 3 of the paper).
         merge: "rda" (radial-directional averaging, App. D.2) or "mean". Embeddings always use the mean.
@@ -108,7 +109,16 @@ class RunConfig:
         unknown = sorted(set(values) - known)
         if unknown:
             raise ConfigError([f"unknown run option {name!r}; known: {', '.join(sorted(known))}" for name in unknown])
-        return cls(**values).validate()
+        return cls.with_defaults(values).validate()
+
+    @classmethod
+    def with_defaults(cls, values: Mapping[str, Any]) -> RunConfig:
+        """These options, with defaults that fit them for the others; not validated."""
+        config = cls(**values)
+        is_sound = _is_int(config.sync_every) and (config.num_fragments is None or _is_int(config.num_fragments))
+        if "overlap" in values or not is_sound or config.fragments_wanted < 1:
+            return config
+        return dataclasses.replace(config, overlap=min(config.overlap, config.fragments_wanted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ class FragmentDevice(Protocol, Generic[SnapshotT, StagedT]):
         """The anchor, float32 [P] on the host. Link thread or training thread, not during `land` of that fragment."""
 
     def digest(self, fragment: int) -> str:
-        """`core.fragments` digest of the anchor's raw bytes, equal on all devices. Same threads as `anchor`."""
+        """`core.digest.digest` of the anchor, equal on all devices. Same threads as `anchor`."""
 
     def show_anchor(self) -> None:
         """Put cast(anchor) into the live parameters, keeping the local values aside. Training thread."""

@@ -13,7 +13,6 @@ Shapes: _P flat padded fragment.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +24,7 @@ from torch import Tensor
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.align import LANDING_CHUNK_NUMEL, land_carry_
 from lightning_diloco.core.blocks import chunk_numel
+from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan, gather, scatter
 from lightning_diloco.core.pseudogradient import pseudo_gradient, store_cast
 from lightning_diloco.core.quantize import Decoder, encode_fragment
@@ -179,7 +179,7 @@ class DenseFragments:
 
     def digest(self, fragment: int) -> str:
         """SHA-256 in hex of the anchor's bytes, padding included."""
-        return hashlib.sha256(self.anchor(fragment).numpy().data).hexdigest()
+        return digest(self.anchor(fragment))
 
     def _new_anchor(self, fragment: int, update: Update) -> Tensor:
         buffer = self._take()

@@ -16,7 +16,6 @@ Source: protocol, sections 4 and 7.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import RunConfig
+from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.merge import MergeReport, merge_fragment
 from lightning_diloco.core.outer import momentum_by_work, nesterov_step, publish
@@ -60,8 +60,8 @@ class Anchor:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the raw bytes of `published` in hex, as devices compute it of their anchors."""
-        return hashlib.sha256(bytes_of(self.published)).hexdigest()
+        """Of `published`, as devices compute it of their anchors."""
+        return digest(self.published)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything but the numbers, for a snapshot; they share memory with this."""
@@ -297,7 +297,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
     """A 1-D tensor with a copy of these bytes; the inverse of `bytes_of`."""
-    return torch.frombuffer(bytearray(data), dtype=dtype)
+    copied = torch.empty(memoryview(data).nbytes, dtype=torch.uint8)
+    copied.numpy()[:] = memoryview(data).cast("B")  # numpy lets other threads run meanwhile, bytearray() does not
+    return copied.view(dtype)
 
 
 def _joined(chain: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,28 @@
+"""Defaults that depend on other options."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "overlap"),
+    [({}, 2), ({"sync_every": 1}, 1), ({"num_fragments": 1}, 1), ({"sync_every": 5}, 2), ({"overlap": 3}, 3)],
+)
+def test_unset_overlap_fits_the_number_of_fragments(given: dict[str, int], overlap: int) -> None:
+    assert RunConfig.from_dict(given).overlap == overlap
+
+
+def test_explicit_overlap_is_never_changed() -> None:
+    with pytest.raises(ConfigError, match="overlap=2: must be at most the number of fragments, 1"):
+        RunConfig.from_dict({"sync_every": 1, "overlap": 2})
+
+
+@pytest.mark.parametrize("given", [{"sync_every": 0}, {"sync_every": "many"}, {"num_fragments": 1.5}])
+def test_bad_option_is_named_and_not_made_worse(given: dict[str, object]) -> None:
+    problems = RunConfig.with_defaults(given).problems()
+    assert len(problems) == 1
+    assert next(iter(given)) in problems[0]
