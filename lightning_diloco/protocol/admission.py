@@ -9,29 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_diloco.config import PROTOCOL_VERSION
+from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
+from lightning_diloco.errors import ConfigError
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.roster import Roster
 
 
-def contradictions(asked: Mapping[str, object], fixed: Mapping[str, object]) -> list[str]:
-    """One sentence for each option a joiner insists on and the run has otherwise."""
+def contradictions(
+    asked: Mapping[str, object], fixed: Mapping[str, object], reduced: Mapping[str, object] | None = None
+) -> list[str]:
+    """One sentence for each option a joiner insists on and the run has otherwise.
+
+    Args:
+        asked: options the joiner insists on.
+        fixed: options of the run.
+        reduced: what had been asked for before the model had its say; to ask for it again is no contradiction.
+    """
+    reduced = reduced or {}
     return [
         f"{name}={value!r} was asked for, the run has {name}={fixed[name]!r}"
         for name, value in sorted(asked.items())
-        if name in fixed and fixed[name] != value
+        if name in fixed and value not in (fixed[name], reduced.get(name, fixed[name]))
     ]
 
 
-def objection(hello: msg.Hello, run: str, fixed: Mapping[str, object]) -> msg.Rejected | None:
+def objection(
+    hello: msg.Hello, run: str, fixed: Mapping[str, object], reduced: Mapping[str, object]
+) -> msg.Rejected | None:
     """Why a process with this hello can never join, if so."""
     if hello.protocol != PROTOCOL_VERSION:
         text = f"protocol version {hello.protocol}, the syncer speaks {PROTOCOL_VERSION}; install the same version"
         return msg.Rejected("join", text)
     if hello.run is not None and hello.run != run:
         return msg.Rejected("join", f"run {hello.run!r} was asked for, this syncer has run {run!r}")
-    if found := contradictions(hello.options, fixed):
+    if found := contradictions(hello.options, fixed, reduced):
         text = "; ".join(found) + ". Leave these options out to adopt the run's, or start another run"
         return msg.Rejected("config", text)
     return None
@@ -55,16 +67,36 @@ def mismatch(confirm: msg.Confirm, manifest: Json) -> msg.Rejected | None:
     return None
 
 
+def defect(manifest: Json) -> str | None:
+    """What is wrong with a seeder's manifest, if anything."""
+    config, frozen = manifest.get("config"), manifest.get("frozen")
+    if not isinstance(config, dict) or not isinstance(frozen, dict):
+        return "the manifest needs the objects config and frozen; do both sides run the same version?"
+    try:
+        fragments_wanted = RunConfig.from_dict(config).fragments_wanted
+    except (ConfigError, TypeError) as error:
+        return str(error)
+    if manifest.get("num_fragments") != fragments_wanted or not isinstance(manifest.get("plan_digest"), str):
+        return f"num_fragments={manifest.get('num_fragments')!r}, the config says {fragments_wanted}"
+    if manifest.get("token_unit") not in (None, "tokens", "samples"):
+        return f"token_unit={manifest.get('token_unit')!r}; tokens or samples can be counted"
+    return None
+
+
 def rolled_back(
     known: tuple[msg.Mark, ...], generation: int, versions: list[int], digests: list[dict[int, str]]
 ) -> bool:
     """Whether a returning process holds something this syncer never published: its disk was rolled back."""
-    for p, mark in enumerate(known):
-        if mark.generation != generation:
-            continue
-        if mark.version > versions[p] or digests[p].get(mark.version, mark.digest) != mark.digest:
-            return True
-    return False
+    if len(known) != len(versions):
+        return False
+    return any(
+        mark.generation > generation
+        or (
+            mark.generation == generation
+            and (mark.version > versions[p] or digests[p].get(mark.version, mark.digest) != mark.digest)
+        )
+        for p, mark in enumerate(known)
+    )
 
 
 class Contenders:
@@ -75,14 +107,15 @@ class Contenders:
 
     def verdict(self, session: str, learner: str, roster: Roster, now_s: float, heartbeat_s: float) -> str | None:
         """None: granted. "wait": too early to say. Otherwise the text of a refusal."""
-        owner = roster.active(learner)
+        owner = roster.owner(learner, session)
         if owner is None or owner.is_lapsed:
             return None
         since_s = self._since_s.setdefault(session, now_s)
         if owner.heard_s > since_s + 0.5 * heartbeat_s:
             return (
                 f"learner id {learner!r} is in use by {owner.where or 'another process'}, heard "
-                f"{now_s - owner.heard_s:.1f} s ago; every learner needs an id of its own: set DILOCO_LEARNER or learner="
+                f"{now_s - owner.heard_s:.1f} s ago; "
+                "every learner needs an id of its own: set DILOCO_LEARNER or learner="
             )
         if now_s - max(owner.heard_s, since_s - 2 * heartbeat_s) < 3 * heartbeat_s:
             return "wait"

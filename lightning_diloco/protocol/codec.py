@@ -1,7 +1,7 @@
 """Frozen dataclasses to JSON objects and back, strictly.
 
 1. `load` accepts exactly the declared fields with exactly the declared types; lists become tuples, objects dataclasses.
-2. No NaN or infinity passes, no bool passes for an integer.
+2. No NaN or infinity passes, no bool passes for an integer, and integers fit 64 bits.
 3. Used for messages, log records and snapshots alike, so one set of rules decides what may come in from outside.
 """
 
@@ -89,8 +89,9 @@ def _value(value: object, hint: object, where: str) -> object:
     elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if isinstance(value, dict):
             return load(hint, value, where)
-    elif hint is float and type(value) is int:
-        return float(value)
+    elif type(value) is int and hint in (int, float):
+        if -(2**63) <= value < 2**63:
+            return value if hint is int else float(value)
     elif (hint is object or type(value) is hint) and not (isinstance(value, float) and value - value != 0):
         return value
     raise CorruptMessageError(f"{where}: found {value!r:.80}, which is not {hint}; nothing of it was used")

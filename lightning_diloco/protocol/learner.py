@@ -6,6 +6,7 @@
    the last one did.
 4. Nothing lands while its fragment's delta is being encoded, nor during evaluation.
 5. Messages may be lost, repeated or late: intents, fates, fetches and leaves are asked again until answered.
+6. What belongs to another generation than the one it was welcomed to is passed over; only a `Welcome` changes that.
 
 Source: protocol page, sections 3, 5, 6 and 8; the rules of the paper's learner loop (Sec. 3) with base-relative
 contributions.
@@ -13,54 +14,19 @@ contributions.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
-from lightning_diloco.config import Align
+from lightning_diloco.config import PROTOCOL_VERSION, Align
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import LearnerAction
+from lightning_diloco.protocol.fragment import Fragment
 
 ASK_AGAIN_S = 3.0
 MAX_REFUSALS = 3
-
-
-@dataclass(slots=True)
-class Outstanding:
-    """A contribution whose fate has not landed yet."""
-
-    ready: msg.Ready
-    stop_step: int
-    is_encoded: bool = False
-    merged_at: int | None = None
-    asked_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Fragment:
-    """What this learner knows of one fragment.
-
-    Args:
-        fresh_from, fresh_step: token counter and step from which nothing has been snapshotted.
-        announced: round that waits for my snapshot.
-    """
-
-    generation: int
-    landed: int
-    offered: int
-    fresh_from: int = 0
-    fresh_step: int = 0
-    snapshot_step: int = 0
-    seq: int = 0
-    outstanding: Outstanding | None = None
-    staged: on.Staged | None = None
-    is_fetching: bool = False
-    must_adopt: Literal["refused", "restored"] | None = None
-    is_due: bool = False
-    announced: int | None = None
-    last_round: int = -1
 
 
 class LearnerState:
@@ -92,11 +58,12 @@ class LearnerState:
     ) -> None:
         self.learner = learner
         self.incarnation = incarnation
+        self.generation = min(generations)
         self.fragments = [Fragment(g, v, v) for g, v in zip(generations, versions, strict=True)]
         self.step = 0
         self.tokens = 0
         self.phase: msg.Phase = "stepping"
-        self.discarded: dict[str, int] = {}
+        self.discarded: Counter[str] = Counter()
         self.step_s = 0.0
         self.tokens_per_s = 0.0
         self.metrics: dict[str, float] = {}
@@ -106,20 +73,21 @@ class LearnerState:
         self._keeps_all = align == "carry"
         self._heartbeat_s = heartbeat_s
         self._drain_s = drain_s
-        self._next_heartbeat_s = 0.0
+        self._next_heartbeat_s = float("-inf")
         self._leave_reason: msg.Reason | None = None
         self._drain_until_s = 0.0
-        self._final: msg.Leave | None = None
+        self._is_leaving = False
         self._has_left = False
 
     # ------------------------------------------------------------------------------------------------------ dispatch
 
     def handle(self, event: on.LearnerEvent, now_s: float) -> list[LearnerAction]:
         """What is to be done because of this event."""
+        if self._has_left:
+            return []
         match event:
             case on.StepDone():
-                self.step, self.tokens = event.step, event.tokens
-                return self._boundary() + self._schedule(event.step + 1) + self._intents(now_s)
+                return self._step_done(event)
             case on.Pause():
                 return self._boundary() + self._drain(now_s)
             case on.Evaluating():
@@ -129,14 +97,11 @@ class LearnerState:
             case on.FromTheSyncer():
                 return self._hear(event.message, now_s)
             case on.Reconnected():
-                hello = msg.Hello(self.learner, event.connection, 0, {}, known=event.known)
-                return [do.Say(hello)]
+                return [do.Say(msg.Hello(self.learner, event.connection, PROTOCOL_VERSION, {}, known=event.known))]
             case on.Encoded():
                 return self._encoded(event)
-            case on.Uploaded():
-                return []
-            case on.UploadFailed():
-                return self._ask_fate(event.fragment, now_s)
+            case on.Uploaded() | on.UploadFailed():
+                return self._upload_ended(event, now_s)
             case on.Staged():
                 return self._stage(event)
             case on.FetchFailed():
@@ -152,8 +117,9 @@ class LearnerState:
             step=self.step,
             tokens=self.tokens,
             landed=tuple(f.landed for f in self.fragments),
-            pending=tuple(self._pending(f) for f in self.fragments),
+            pending=tuple(f.pending(self.tokens) for f in self.fragments),
             discarded=dict(self.discarded),
+            generation=self.generation,
         )
 
     @property
@@ -163,7 +129,18 @@ class LearnerState:
 
     # ------------------------------------------------------------------------------------------------- step boundary
 
+    def _step_done(self, event: on.StepDone) -> list[LearnerAction]:
+        self.step, self.tokens = event.step, event.tokens
+        todo = self._boundary()
+        p = self._due(event.step + 1)
+        if p is not None:
+            f = self.fragments[p]
+            f.is_due |= f.outstanding is not None or event.step + 1 - f.snapshot_step >= self._min_period_steps
+        return todo + [do.Say(msg.Intent(p, self.step_s)) for p, f in enumerate(self.fragments) if f.is_due]
+
     def _boundary(self) -> list[LearnerAction]:
+        if self._is_leaving:
+            return []
         todo: list[LearnerAction] = []
         for p, f in enumerate(self.fragments):
             if f.staged and (f.outstanding is None or f.outstanding.is_encoded):
@@ -177,13 +154,12 @@ class LearnerState:
         f.landed, f.generation, f.staged = staged.version, staged.generation, None
         mine = f.outstanding
         if mine and staged.merged_seq == mine.ready.seq:
-            f.outstanding = None
+            f.merged_tokens += f.drop_outstanding()
+            self.num_refusals = 0
             todo.append(do.Forget(p, mine.ready.seq))
-        if f.must_adopt:
-            self._discard(f, f.must_adopt)
+        if f.must_adopt or not self._keeps_all:
+            self._book(f.must_adopt or "overwritten", f.drop_fresh(self.step, self.tokens))
             f.must_adopt = None
-        elif not self._keeps_all:
-            self._discard(f, "overwritten")
         return todo + self._fetch(p, f)
 
     def _answer(self, p: int, f: Fragment, round_id: int) -> list[LearnerAction]:
@@ -191,33 +167,11 @@ class LearnerState:
             return []  # an update that contains it is on its way; answer after it has landed
         f.announced = None
         if f.outstanding:
-            return []  # it counts as held, so as ready, in this round
+            return [do.Say(f.outstanding.ready)]  # held, so ready in this round; the syncer may have forgotten
         if f.must_adopt or self.tokens <= f.fresh_from or self.step <= f.fresh_step:
             return [do.Say(msg.Decline(p, round_id))]
-        f.seq += 1
-        ready = msg.Ready(
-            fragment=p,
-            seq=f.seq,
-            base=f.landed,
-            generation=f.generation,
-            start=f.fresh_from,
-            stop=self.tokens,
-            steps=self.step - f.fresh_step,
-        )
-        f.outstanding = Outstanding(ready, self.step)
-        f.fresh_from, f.fresh_step, f.snapshot_step = self.tokens, self.step, self.step
+        ready = f.snapshot(p, self.step, self.tokens)
         return [do.Snapshot(ready), do.Say(ready)]
-
-    def _schedule(self, next_step: int) -> list[LearnerAction]:
-        p = self._due(next_step)
-        if p is not None:
-            f = self.fragments[p]
-            if f.outstanding or next_step - f.snapshot_step >= self._min_period_steps:
-                f.is_due = True
-        return []
-
-    def _intents(self, now_s: float) -> list[LearnerAction]:
-        return [do.Say(msg.Intent(p, self.step_s)) for p, f in enumerate(self.fragments) if f.is_due]
 
     # ----------------------------------------------------------------------------------------------- what is heard
 
@@ -234,8 +188,6 @@ class LearnerState:
             case msg.Welcome():
                 return self._welcome_back(message, now_s)
             case msg.LeaveNoted():
-                if self._has_left:
-                    return []
                 self._has_left = True
                 return [do.Left(message.is_last)]
             case msg.Rejected():
@@ -244,20 +196,22 @@ class LearnerState:
                 return [do.Fail("JoinError", "the syncer forgot this run; restore its run directory, or start anew")]
 
     def _announced(self, message: msg.Announce, now_s: float) -> list[LearnerAction]:
-        f = self.fragments[message.fragment]
-        if message.round <= f.last_round:
-            has_answered = f.outstanding is None and f.announced is None
-            return [do.Say(msg.Decline(message.fragment, message.round))] if has_answered else []
-        f.is_due, f.last_round = False, message.round
-        if self.phase == "evaluating":
-            return [do.Say(msg.Decline(message.fragment, message.round))]
+        p, f = message.fragment, self.fragments[message.fragment]
+        if message.round < f.last_round or (message.round == f.last_round and f.announced is not None):
+            return []
+        is_repeated = message.round == f.last_round
+        f.is_due, f.last_round = f.is_due and is_repeated, message.round
+        if f.outstanding and f.outstanding.merged_at is None:
+            return [do.Say(f.outstanding.ready), *self._ask_fate(p, now_s)]
+        if is_repeated or self.phase == "evaluating":
+            return [do.Say(msg.Decline(p, message.round))]
         f.announced = message.round
-        return self._ask_fate(message.fragment, now_s)
+        return []
 
     def _committed(self, message: msg.Commit, now_s: float) -> list[LearnerAction]:
+        if message.generation != self.generation:
+            return []
         p, f = message.fragment, self.fragments[message.fragment]
-        if message.generation > f.generation:
-            return self._restore(p, f, message.version)
         f.offered = max(f.offered, message.version)
         mine = f.outstanding
         todo = self._fetch(p, f)
@@ -271,73 +225,91 @@ class LearnerState:
     def _fate(self, message: msg.FateIs) -> list[LearnerAction]:
         p, f = message.fragment, self.fragments[message.fragment]
         mine = f.outstanding
-        if mine is None or mine.ready.seq != message.seq:
+        if mine is None or mine.ready.seq != message.seq or mine.merged_at is not None:
             return []
         match message.fate:
             case "held":
                 return []
             case "unknown":
-                return [do.Upload(mine.ready)] if mine.is_encoded else []
+                return self._upload(f)
             case "merged":
                 mine.merged_at = message.version
                 f.offered = max(f.offered, message.version or 0)
-                self.num_refusals = 0
                 return self._fetch(p, f)
             case "superseded":
-                self._drop_outstanding(f, "superseded")
+                if self._keeps_all:
+                    f.take_back()
+                else:
+                    self._book("superseded", f.drop_outstanding())
                 return [do.Forget(p, message.seq)]
             case "refused":
-                return self._refused(p, f, message.reason or "no reason given")
+                return self._refused(p, f, message)
 
-    def _refused(self, p: int, f: Fragment, reason: str) -> list[LearnerAction]:
-        assert f.outstanding is not None
-        seq, f.fresh_from = f.outstanding.ready.seq, f.outstanding.ready.start
-        f.outstanding, f.must_adopt, f.staged = None, "refused", None
+    def _refused(self, p: int, f: Fragment, message: msg.FateIs) -> list[LearnerAction]:
+        self._book("refused", f.drop_outstanding())
+        f.must_adopt, f.staged = "refused", None
         self.num_refusals += 1
         if self.num_refusals >= MAX_REFUSALS:
             text = (
-                f"{self.num_refusals} contributions in a row were refused, the last one of fragment {p}: {reason}. "
+                f"{self.num_refusals} contributions in a row were refused, the last one of fragment {p}: "
+                f"{message.reason or 'no reason given'}. "
                 "Finite pseudo-gradients within the norm guard are accepted; lower the learning rate or look for NaN."
             )
             return [do.Fail("RefusedError", text)]
-        return [do.Forget(p, seq), *self._fetch(p, f)]
-
-    def _restore(self, p: int, f: Fragment, version: int) -> list[LearnerAction]:
-        """The syncer's disk was rolled back: adopt in full, and book what was not merged."""
-        todo: list[LearnerAction] = [do.Forget(p, f.outstanding.ready.seq)] if f.outstanding else []
-        if f.outstanding:
-            f.fresh_from = f.outstanding.ready.start
-        f.outstanding, f.staged, f.must_adopt, f.offered = None, None, "restored", version
-        return todo + self._fetch(p, f)
+        return [do.Forget(p, message.seq), *self._fetch(p, f)]
 
     def _welcome_back(self, message: msg.Welcome, now_s: float) -> list[LearnerAction]:
+        """The syncer has heard our hello; or its disk was rolled back, and everyone adopts in full."""
         todo: list[LearnerAction] = []
-        for p, (f, generation, version) in enumerate(
-            zip(self.fragments, message.generations, message.versions, strict=True)
-        ):
-            f.is_fetching, f.announced, f.last_round = False, None, -1
-            if generation > f.generation:
-                todo += self._restore(p, f, version)
-                continue
-            f.offered = max(f.offered, version)
-            todo += self._fetch(p, f) + self._ask_fate(p, now_s, at_once=True)
-        return [*todo, self._heartbeat(now_s)]
+        generation = max(message.generations)
+        merged = message.merged or (0,) * len(self.fragments)
+        for p, f in enumerate(self.fragments):
+            f.announced, f.last_round = None, -1
+            if generation > self.generation:
+                todo += [do.Forget(p, f.outstanding.ready.seq)] if f.outstanding else []
+                self._book("restored", f.rolled_back(message.versions[p], merged[p]))
+                todo += self._fetch(p, f)
+            elif generation == self.generation:
+                f.offered = max(f.offered, message.versions[p])
+                todo += self._fetch(p, f) + self._ask_fate(p, now_s, at_once=True)
+        self.generation = max(self.generation, generation)
+        return [*todo, self._leave() if self._is_leaving else self._heartbeat(now_s)]
 
     # ------------------------------------------------------------------------------------------------- own threads
 
     def _encoded(self, event: on.Encoded) -> list[LearnerAction]:
+        f = self.fragments[event.fragment]
+        if f.outstanding is None or f.outstanding.ready.seq != event.seq:
+            return []
+        f.outstanding.is_encoded = True
+        return self._upload(f)
+
+    def _upload(self, f: Fragment) -> list[LearnerAction]:
+        mine = f.outstanding
+        if mine is None or not mine.is_encoded or mine.is_uploading:
+            return []
+        mine.is_uploading = True
+        return [do.Upload(mine.ready)]
+
+    def _upload_ended(self, event: on.Uploaded | on.UploadFailed, now_s: float) -> list[LearnerAction]:
         mine = self.fragments[event.fragment].outstanding
         if mine is None or mine.ready.seq != event.seq:
             return []
-        mine.is_encoded = True
-        return [do.Upload(mine.ready)]
+        mine.is_uploading = False
+        return self._ask_fate(event.fragment, now_s) if isinstance(event, on.UploadFailed) else []
 
     def _stage(self, event: on.Staged) -> list[LearnerAction]:
+        """Take an update that fits; what does not is fetched anew at the next tick."""
         f = self.fragments[event.fragment]
         f.is_fetching = False
-        is_news = event.version > f.landed or event.generation > f.generation
-        if event.is_full < (f.must_adopt is not None) or not (is_news or f.must_adopt):
-            return self._fetch(event.fragment, f)
+        if event.generation != self.generation or (f.must_adopt is not None) != f.fetches_to_adopt:
+            return []
+        if event.version <= f.landed and not f.must_adopt:
+            return []
+        mine = f.outstanding
+        contains_mine = mine is not None and mine.merged_at is not None and mine.merged_at <= event.version
+        if mine and contains_mine and event.merged_seq != mine.ready.seq:
+            return []  # landing it would leave my contribution in the parameters, so it would be sent twice
         f.staged = event
         f.offered = max(f.offered, event.version)
         return []
@@ -345,33 +317,33 @@ class LearnerState:
     def _fetch(self, p: int, f: Fragment) -> list[LearnerAction]:
         if f.is_fetching or f.staged or not (f.must_adopt or f.offered > f.landed):
             return []
-        f.is_fetching = True
+        f.is_fetching, f.fetches_to_adopt = True, f.must_adopt is not None
         seq = f.outstanding.ready.seq if f.outstanding else None
-        return [do.Fetch(p, f.generation, f.landed, seq, f.must_adopt is not None)]
+        return [do.Fetch(p, f.generation, f.landed, seq, f.fetches_to_adopt)]
 
     # ----------------------------------------------------------------------------------------------------- over time
 
     def _tick(self, now_s: float) -> list[LearnerAction]:
-        if self._has_left:
-            return []
-        if self._final:
-            return [do.Say(self._final)]
+        if self._is_leaving:
+            return [self._leave()]
         todo: list[LearnerAction] = []
         for p, f in enumerate(self.fragments):
-            todo += self._fetch(p, f)
-            if f.outstanding and f.outstanding.is_encoded and f.outstanding.merged_at is None:
-                todo += self._ask_fate(p, now_s)
+            todo += self._fetch(p, f) + self._ask_fate(p, now_s)
         if now_s >= self._next_heartbeat_s:
             todo.append(self._heartbeat(now_s))
         return todo
 
     def _heartbeat(self, now_s: float) -> LearnerAction:
         self._next_heartbeat_s = now_s + self._heartbeat_s
-        return do.Say(msg.Heartbeat(self.phase, self.progress, self.step_s, self.tokens_per_s, dict(self.metrics)))
+        return do.Say(msg.Heartbeat(self.phase, self.progress, self.step_s, self.tokens_per_s, self._finite_metrics()))
+
+    def _finite_metrics(self) -> dict[str, float]:
+        """NaN cannot travel, and a diverged loss must not silence a learner."""
+        return {name: value for name, value in self.metrics.items() if math.isfinite(value)}
 
     def _ask_fate(self, p: int, now_s: float, *, at_once: bool = False) -> list[LearnerAction]:
         mine = self.fragments[p].outstanding
-        if mine is None or not mine.is_encoded or mine.merged_at is not None:
+        if mine is None or not mine.is_encoded or mine.is_uploading or mine.merged_at is not None:
             return []
         if not at_once and now_s - mine.asked_s < ASK_AGAIN_S:
             return []
@@ -384,7 +356,7 @@ class LearnerState:
         self.phase = "evaluating" if begins else "stepping"
         todo: list[LearnerAction] = []
         for p, f in enumerate(self.fragments):
-            if begins and f.announced is not None and f.outstanding is None:
+            if begins and f.announced is not None:
                 todo.append(do.Say(msg.Decline(p, f.announced)))
                 f.announced = None
         return [*todo, self._heartbeat(now_s)]
@@ -399,39 +371,19 @@ class LearnerState:
 
     def _drain(self, now_s: float) -> list[LearnerAction]:
         """Ask for rounds until everything is merged and landed, then leave."""
-        if self._leave_reason is None or self._final:
+        if self._leave_reason is None or self._is_leaving:
             return []
-        if now_s < self._drain_until_s and not all(map(self._is_drained, self.fragments)):
-            waiting = [p for p, f in enumerate(self.fragments) if not self._is_drained(f) and f.announced is None]
-            return [
-                do.Say(msg.Intent(p, self.step_s))
-                for p in waiting
-                if not ((mine := self.fragments[p].outstanding) and mine.merged_at is not None)
-            ]
-        self._final = msg.Leave(self._leave_reason, self.progress, self.tokens_per_s, dict(self.metrics))
-        return [do.Say(self._final)]
+        if now_s < self._drain_until_s and not all(f.is_drained(self.tokens) for f in self.fragments):
+            waiting = [p for p, f in enumerate(self.fragments) if f.wants_round(self.tokens) and f.announced is None]
+            return [do.Say(msg.Intent(p, self.step_s)) for p in waiting]
+        self._is_leaving = True
+        return [self._leave()]
 
-    def _is_drained(self, f: Fragment) -> bool:
-        return f.outstanding is None and f.fresh_from >= self.tokens and f.landed >= f.offered and not f.must_adopt
+    def _leave(self) -> LearnerAction:
+        assert self._leave_reason is not None
+        return do.Say(msg.Leave(self._leave_reason, self.progress, self.tokens_per_s, self._finite_metrics()))
 
-    # -------------------------------------------------------------------------------------------------------- ranges
-
-    def _pending(self, f: Fragment) -> tuple[tuple[int, int], ...]:
-        ranges = [(f.outstanding.ready.start, f.outstanding.ready.stop)] if f.outstanding else []
-        if f.fresh_from < self.tokens:
-            ranges.append((f.fresh_from, self.tokens))
-        return tuple(ranges)
-
-    def _discard(self, f: Fragment, cause: str) -> None:
-        """Everything fresh is gone from the parameters."""
-        self.discarded[cause] = self.discarded.get(cause, 0) + self.tokens - f.fresh_from
-        f.fresh_from, f.fresh_step = self.tokens, self.step
-
-    def _drop_outstanding(self, f: Fragment, cause: str) -> None:
-        """Superseded: with carry the values are still in the parameters, so the range is fresh again."""
-        assert f.outstanding is not None
-        ready, f.outstanding = f.outstanding.ready, None
-        if self._keeps_all:
-            f.fresh_from, f.fresh_step = ready.start, f.fresh_step - ready.steps
-        else:
-            self.discarded[cause] = self.discarded.get(cause, 0) + ready.tokens
+    def _book(self, cause: str, tokens: int) -> None:
+        assert tokens >= 0, f"{tokens} tokens {cause}"
+        if tokens:
+            self.discarded[cause] += tokens

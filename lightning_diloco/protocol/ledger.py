@@ -16,6 +16,14 @@ from lightning_diloco.protocol.intervals import IntervalSet
 from lightning_diloco.protocol.messages import Progress
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A learner's counter and its own books, as last heard."""
+
+    seen: int
+    declared: Progress | None
+
+
 @dataclass(slots=True)
 class Account:
     """The books of one incarnation of one learner.
@@ -27,6 +35,7 @@ class Account:
         seen: highest token counter heard.
         declared: the learner's own books, as last heard.
         booked: token x fragment discarded by the syncer, by cause.
+        is_absent: its lease has run out; what is pending waits for its return.
         is_closed: nothing more will be merged or pending.
     """
 
@@ -37,6 +46,7 @@ class Account:
     seen: int = 0
     declared: Progress | None = None
     booked: Counter[str] = field(default_factory=Counter)
+    is_absent: bool = False
     is_closed: bool = False
 
     @property
@@ -84,6 +94,15 @@ class Account:
         self.unlanded[fragment].append((version, start, stop))
         self.seen = max(self.seen, stop)
 
+    def heard(self) -> Heard:
+        """What is known from the learner alone; a record carries it, for nobody could tell it again."""
+        return Heard(self.seen, self.declared)
+
+    def hear(self, heard: Heard) -> None:
+        """The inverse of `heard`."""
+        self.seen = max(self.seen, heard.seen)
+        self.declared = heard.declared or self.declared
+
     def close(self, cause: str) -> None:
         """Whatever is still pending is discarded for this cause."""
         if not self.is_closed:
@@ -91,17 +110,19 @@ class Account:
             self.is_closed = True
 
 
-def _age(progress: Progress) -> tuple[int, int]:
-    return progress.tokens, sum(progress.landed)
+def _age(progress: Progress) -> tuple[int, int, int]:
+    """Grows with every change of a learner's books that matters."""
+    return progress.tokens, sum(progress.discarded.values()), sum(progress.landed)
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over accounts, in token x fragment."""
+    """Sums over accounts, in token x fragment; absent is the part of pending whose owner's lease has run out."""
 
     seen: int = 0
     merged: int = 0
     pending: int = 0
+    absent: int = 0
     discarded: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -120,6 +141,7 @@ class SavedAccount:
     seen: int
     declared: Progress | None
     booked: dict[str, int]
+    is_absent: bool
     is_closed: bool
 
 
@@ -137,6 +159,7 @@ class Ledger:
                 seen=a.seen,
                 declared=a.declared,
                 booked=Counter(a.booked),
+                is_absent=a.is_absent,
                 is_closed=a.is_closed,
             )
             for a in saved
@@ -157,6 +180,7 @@ class Ledger:
             totals.seen += account.seen * self.num_fragments
             totals.merged += account.num_merged
             totals.pending += account.num_pending
+            totals.absent += account.num_pending if account.is_absent else 0
             totals.discarded += account.num_discarded
         return totals
 
@@ -171,6 +195,7 @@ class Ledger:
                 seen=a.seen,
                 declared=a.declared,
                 booked=dict(a.booked),
+                is_absent=a.is_absent,
                 is_closed=a.is_closed,
             )
             for a in self.accounts.values()

@@ -119,6 +119,7 @@ class Progress:
         landed: version landed, per fragment.
         pending: per fragment, the ranges [start, stop) of the counter that are neither landed as merged nor discarded.
         discarded: token x fragment dropped by this learner, by cause.
+        generation: the one these books are of.
     """
 
     step: int
@@ -126,6 +127,7 @@ class Progress:
     landed: tuple[int, ...]
     pending: tuple[tuple[tuple[int, int], ...], ...]
     discarded: dict[str, int] = field(default_factory=dict)
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class Welcome:
 
     Args:
         slot: the learner's number in the run, the same over restarts.
+        merged: tokens of this process that are merged, per fragment; empty for none at all.
     """
 
     incarnation: int
@@ -192,6 +195,7 @@ class Welcome:
     generations: tuple[int, ...]
     versions: tuple[int, ...]
     slot: int
+    merged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

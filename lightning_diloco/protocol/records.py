@@ -1,6 +1,7 @@
 """What the syncer writes to its redo log: everything a restart must know, and nothing it may forget.
 
-The live machine changes its durable state only by applying one of these, and a restart applies the same ones again.
+1. The live machine changes its durable state only by applying one of these; a restart applies the same ones again.
+2. Applying a record again changes nothing: a snapshot may hold what the records after it say once more.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from lightning_diloco.errors import CorruptLogError
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json
-from lightning_diloco.protocol.ledger import SavedAccount
+from lightning_diloco.protocol.ledger import Heard, SavedAccount
 from lightning_diloco.protocol.messages import Fate, Progress, Ready, Reason
 from lightning_diloco.protocol.roster import State
 
@@ -43,9 +44,10 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Activated:
-    """The incarnation takes part from now on, and fences off older ones."""
+    """The incarnation takes part from now on, and fences off the older one, whose books end with what was heard."""
 
     session: str
+    replaced: Heard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Lapsed:
     """The lease ran out."""
 
     session: str
-    seen: int
+    heard: Heard
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,8 @@ class SavedSession:
     state: State
     ending: Reason | None
     is_lapsed: bool
-    last_seq: dict[str, int]
+    step: int
+    tokens: int
     fates: dict[str, tuple[int, Fate, int | None, str | None]]
 
 

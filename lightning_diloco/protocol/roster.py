@@ -35,7 +35,7 @@ class Member:
         connection: highest connection number heard.
         fates: per fragment, the last decided (seq, fate, version, reason).
         last_seq: per fragment, the highest seq heard.
-        num_superseded: per fragment, contributions superseded in a row.
+        num_superseded: per fragment, contributions superseded in a row since it was last waited for.
     """
 
     session: str
@@ -80,9 +80,16 @@ class Member:
         return self.phase == "draining" or (self.step > 0 and not self.is_stalled(now_s, heartbeat_s))
 
     def hear(self, progress: Progress, phase: Phase, now_s: float) -> None:
+        """Where it says it stands."""
         if progress.step > self.step or (phase == "stepping" and self.phase != "stepping"):
             self.stepped_s = now_s
         self.step, self.tokens, self.landed, self.phase = progress.step, progress.tokens, progress.landed, phase
+
+    def heard_stepping(self, step_s: float, now_s: float) -> None:
+        """It asks for a round, so it is stepping or draining."""
+        self.step_s, self.stepped_s, self.step = step_s, now_s, max(1, self.step)
+        if self.phase == "evaluating":
+            self.phase = "stepping"
 
 
 class Roster:
@@ -108,6 +115,19 @@ class Roster:
     def active(self, learner: str) -> Member | None:
         """The active session of this learner id."""
         return next((m for m in self.in_state("active") if m.learner == learner), None)
+
+    def older(self, member: Member) -> list[Member]:
+        """Sessions of the same learner that a new one fences off."""
+        return [
+            m
+            for m in self.in_state("joining", "confirmed", "active")
+            if m.learner == member.learner and m.incarnation < member.incarnation
+        ]
+
+    def owner(self, learner: str, newcomer: str) -> Member | None:
+        """The newest session that takes part under this learner id, or is about to."""
+        held = [m for m in self.in_state("joining", "confirmed", "active") if m.learner == learner]
+        return max((m for m in held if m.session != newcomer), key=lambda m: m.incarnation, default=None)
 
     def live(self) -> list[Member]:
         return [m for m in self.members.values() if m.is_live]

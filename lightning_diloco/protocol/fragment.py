@@ -1,0 +1,139 @@
+"""What a learner knows of one fragment: its token ranges, its one contribution, its updates.
+
+The counter of a learner is cut, per fragment, into ranges:
+
+    merged and landed, or discarded | outstanding (at most one) | fresh: [fresh_from, now)
+
+1. A snapshot turns the fresh range into the outstanding one. With "carry" the two touch; an overwriting landing drops
+   the fresh range, so that there may be a gap, which is booked.
+2. `pending` is the outstanding and the fresh range; nothing else of the counter is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_diloco.protocol.events import Staged
+from lightning_diloco.protocol.messages import Ready
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """A contribution whose fate has not landed yet.
+
+    Args:
+        is_encoded: its payload exists.
+        is_uploading: the payload is on its way; no use in asking for its fate.
+        merged_at: the version it became part of, once that is known.
+        asked_s: when its fate was last asked.
+    """
+
+    ready: Ready
+    is_encoded: bool = False
+    is_uploading: bool = False
+    merged_at: int | None = None
+    asked_s: float = float("-inf")
+
+
+@dataclass(slots=True)
+class Fragment:
+    """One fragment at one learner.
+
+    Args:
+        generation, landed: the anchor it has.
+        offered: newest version it has heard of.
+        fresh_from, fresh_step: token counter and step from which nothing has been snapshotted.
+        snapshot_step: step of the last snapshot.
+        seq: number of the last contribution.
+        merged_tokens: size of the ranges whose merge has landed.
+        staged: an update that lands at the next boundary.
+        is_fetching: an update is on its way; `fetches_to_adopt` says with which intention.
+        must_adopt: the anchor is to be taken over as it is, and the progress dropped for this cause.
+        is_due: its schedule asks for a round.
+        announced: round that waits for my snapshot.
+        last_round: newest round heard of.
+    """
+
+    generation: int
+    landed: int
+    offered: int
+    fresh_from: int = 0
+    fresh_step: int = 0
+    snapshot_step: int = 0
+    seq: int = 0
+    merged_tokens: int = 0
+    outstanding: Outstanding | None = None
+    staged: Staged | None = None
+    is_fetching: bool = False
+    fetches_to_adopt: bool = False
+    must_adopt: Literal["refused", "restored"] | None = None
+    is_due: bool = False
+    announced: int | None = None
+    last_round: int = -1
+
+    def pending(self, tokens: int) -> tuple[tuple[int, int], ...]:
+        """The ranges that are neither landed as merged nor discarded."""
+        ranges = [(self.outstanding.ready.start, self.outstanding.ready.stop)] if self.outstanding else []
+        if self.fresh_from < tokens:
+            ranges.append((self.fresh_from, tokens))
+        return tuple(ranges)
+
+    def wants_round(self, tokens: int) -> bool:
+        """Whether there is something that only a round can bring on."""
+        if self.must_adopt:
+            return False
+        return self.fresh_from < tokens if self.outstanding is None else self.outstanding.merged_at is None
+
+    def is_drained(self, tokens: int) -> bool:
+        return (
+            self.outstanding is None
+            and self.fresh_from >= tokens
+            and self.landed >= self.offered
+            and self.must_adopt is None
+        )
+
+    def snapshot(self, p: int, step: int, tokens: int) -> Ready:
+        """The fresh range becomes a contribution."""
+        self.seq += 1
+        ready = Ready(
+            fragment=p,
+            seq=self.seq,
+            base=self.landed,
+            generation=self.generation,
+            start=self.fresh_from,
+            stop=tokens,
+            steps=step - self.fresh_step,
+        )
+        self.outstanding = Outstanding(ready)
+        self.fresh_from, self.fresh_step, self.snapshot_step = tokens, step, step
+        return ready
+
+    def drop_outstanding(self) -> int:
+        """Forget the contribution; returns its tokens."""
+        tokens = self.outstanding.ready.tokens if self.outstanding else 0
+        self.outstanding = None
+        return tokens
+
+    def take_back(self) -> None:
+        """The contribution is fresh again: its values are still in the parameters."""
+        assert self.outstanding is not None
+        ready, self.outstanding = self.outstanding.ready, None
+        assert ready.stop == self.fresh_from, "only touching ranges can be joined again"
+        self.fresh_from, self.fresh_step = ready.start, self.fresh_step - ready.steps
+
+    def drop_fresh(self, step: int, tokens: int) -> int:
+        """The fresh range is gone from the parameters; returns its tokens."""
+        dropped = tokens - self.fresh_from
+        self.fresh_from, self.fresh_step = tokens, step
+        return dropped
+
+    def rolled_back(self, version: int, merged: int) -> int:
+        """The run fell back to this version, with so many of my tokens merged; returns the tokens that are lost.
+
+        What had landed as merged, or was outstanding, and is not merged there, is gone with the old generation.
+        """
+        lost = self.merged_tokens + self.drop_outstanding() - merged
+        self.merged_tokens, self.landed, self.offered = merged, version, version
+        self.staged, self.announced, self.must_adopt = None, None, "restored"
+        return lost

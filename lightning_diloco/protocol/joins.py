@@ -1,0 +1,218 @@
+"""How a process comes to take part: hello, seed or adopt, confirm, active.
+
+1. The same session always gets the same incarnation. A new incarnation becomes active, and fences off older ones, only
+   when its process confirms that it has adopted every anchor.
+2. An empty run grants one seed lease; it passes on if the seeder falls silent. Everyone else waits for the seed.
+3. The first step is held until the expected learners have confirmed, or for a minute; later joins start at once.
+4. Every message of the conversation may be lost or repeated: each is answered by what comes next.
+
+Source: protocol page, sections 1 and 2. The rules by which somebody is turned away are in `admission.py`.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol import admission, records
+from lightning_diloco.protocol import events as on
+from lightning_diloco.protocol import messages as msg
+from lightning_diloco.protocol.actions import SyncerAction
+from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.durable import DurableState
+from lightning_diloco.protocol.roster import Member
+
+START_HOLD_S = 60.0
+
+
+class Joins(DurableState):
+    """The joining half of the syncer.
+
+    Args:
+        expect: learners to wait for before the first step; None: do not wait.
+    """
+
+    def __init__(self, *, run: str, options: dict[str, msg.Scalar], expect: int | None, heartbeat_s: float) -> None:
+        super().__init__(run=run, options=options, heartbeat_s=heartbeat_s)
+        self.expect = expect
+        self._now_s = 0.0
+        self._seeder: str | None = None
+        self._pending_manifest: Json | None = None
+        self._has_started = expect is None
+        self._first_confirmed_s: float | None = None
+        self._contenders = admission.Contenders()
+        self._outlived: int | None = None
+
+    def _heard_from(self, member: Member, now_s: float) -> list[SyncerAction]:
+        member.heard_s = now_s
+        if not (member.is_lapsed and member.state == "active"):
+            return []
+        record = records.Returned(member.session)
+        self.apply(record)
+        return [do.Record(records.encode(record)), do.Note("return", {"learner": member.learner})]
+
+    def _fenced(self, member: Member) -> SyncerAction:
+        text = (
+            f"incarnation {member.incarnation} of learner {member.learner!r} was replaced by a newer process; "
+            "this one must stop. Give each process a learner id of its own."
+        )
+        return do.Send(member.session, msg.Rejected("fenced", text))
+
+    @property
+    def _fixed(self) -> dict[str, object]:
+        """Run options that are decided already."""
+        if self.manifest is None:
+            return dict(self.options)
+        return cast("dict[str, object]", self.manifest["config"])
+
+    @property
+    def _reduced(self) -> dict[str, object]:
+        """What the seeder had asked for before its model had its say."""
+        return cast("dict[str, object]", (self.manifest or {}).get("asked", {}))
+
+    def _hello(self, session: str, member: Member | None, hello: msg.Hello, now_s: float) -> list[SyncerAction]:
+        if member is None:
+            return self._newcomer(session, hello, now_s)
+        if hello.connection < member.connection:
+            return []
+        member.connection = hello.connection
+        todo = self._heard_from(member, now_s)
+        if member.state == "fenced":
+            return [*todo, self._fenced(member)]
+        if member.state == "left":
+            return [*todo, do.Send(session, msg.LeaveNoted(self._is_last()))]
+        if self._was_rolled_back(hello.known):
+            self._outlived = max(mark.generation for mark in hello.known)
+            return todo  # the new generation's welcome follows
+        announcements = [do.Send(session, a) for a in self.rounds.announcements(session)]
+        return todo + self._invite(member) + (announcements if member.state == "active" else [])
+
+    def _newcomer(self, session: str, hello: msg.Hello, now_s: float) -> list[SyncerAction]:
+        if hello.known:
+            text = (
+                f"this process has trained in run {self.run!r}, whose syncer does not know it: the run directory is "
+                "empty or belongs to another run. Restore the run directory, or start the learner anew"
+            )
+            return [do.Send(session, msg.Rejected("join", text))]
+        if rejected := admission.objection(hello, self.run, self._fixed, self._reduced):
+            return [do.Send(session, rejected), do.Note("rejected", {"learner": hello.learner, "text": rejected.text})]
+        verdict = self._contenders.verdict(session, hello.learner, self.roster, now_s, self.heartbeat_s)
+        if verdict == "wait":
+            return []
+        if verdict is not None:
+            rejected = msg.Rejected("join", verdict)
+            return [do.Send(session, rejected), do.Note("rejected", {"learner": hello.learner, "text": verdict})]
+        name, roster = hello.learner, self.roster
+        record = records.Granted(session, name, roster.next_incarnation(name), roster.slot_for(name))
+        self.apply(record)
+        member = self.roster[session]
+        member.connection, member.where, member.heard_s = hello.connection, hello.where, now_s
+        return [do.Record(records.encode(record)), *self._invite(member)]
+
+    def _invite(self, member: Member) -> list[SyncerAction]:
+        """Tell a session what to do next: adopt, or seed, or wait."""
+        if self.manifest is not None:
+            versions = tuple(f.version for f in self.rounds.fragments)
+            generations = (self.rounds.generation,) * len(versions)
+            merged = tuple(ranges.size for ranges in self.account(member).merged)
+            welcome = msg.Welcome(
+                member.incarnation, self.run, self.manifest, generations, versions, member.slot, merged
+            )
+            return [do.Send(member.session, welcome)]
+        if self._seeder is None:
+            self._seeder = member.session
+            self._lease += 1
+        if self._seeder != member.session:
+            return []
+        return [do.Send(member.session, msg.SeedGrant(self._lease, member.incarnation, self.run, self.options))]
+
+    def _seed_plan(self, member: Member, message: msg.SeedPlan) -> list[SyncerAction]:
+        if self.manifest is not None or member.session != self._seeder or message.lease != self._lease:
+            return self._invite(member) if self.manifest is not None else []
+        if self._pending_manifest is not None:
+            return []
+        if problem := admission.defect(message.manifest):
+            return [do.Send(member.session, msg.Rejected("config", problem))]
+        config = cast("dict[str, object]", message.manifest["config"])
+        asked = cast("dict[str, object]", message.manifest.get("asked", {}))
+        if found := admission.contradictions(self.options, config, asked):
+            return [do.Send(member.session, msg.Rejected("config", "; ".join(found)))]
+        self._pending_manifest = message.manifest
+        started = do.Record(records.encode(records.Seeding(message.lease)))
+        return [started, do.StoreSeed(member.session, message.lease, message.manifest)]
+
+    def _seed_stored(self, event: on.SeedStored, now_s: float) -> list[SyncerAction]:
+        if event.lease != self._lease or self._pending_manifest is None:
+            return []
+        manifest, self._pending_manifest = self._pending_manifest, None
+        if event.error is not None:
+            return [do.Note("suspended", {"reason": event.error})]
+        record = records.Seeded(event.lease, manifest)
+        self.apply(record)
+        self.set_digests(event.digests)
+        todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Note("seeded", {"lease": event.lease})]
+        return todo + [a for member in self.roster.in_state("joining") for a in self._invite(member)]
+
+    def set_digests(self, digests: tuple[str, ...]) -> None:
+        """Digests of the published values as they are now, per fragment."""
+        for f, digest in zip(self.rounds.fragments, digests, strict=True):
+            f.digests[f.version] = digest
+
+    def _confirm(self, member: Member, confirm: msg.Confirm, now_s: float) -> list[SyncerAction]:
+        if self.manifest is None or confirm.incarnation != member.incarnation or member.state == "left":
+            return []
+        if member.state == "joining":
+            if rejected := admission.mismatch(confirm, self.manifest):
+                note = do.Note("rejected", {"learner": member.learner, "text": rejected.text})
+                return [do.Send(member.session, rejected), note]
+            member.state = "confirmed"
+            if self._first_confirmed_s is None:
+                self._first_confirmed_s = now_s
+        if not self._may_start(now_s):
+            return []
+        waiting = [m for m in self.roster.in_state("confirmed") if m is not member]
+        return [a for m in [member, *waiting] for a in self._activate(m, now_s)]
+
+    def _may_start(self, now_s: float) -> bool:
+        if not self._has_started:
+            num_ready = len(self.roster.in_state("confirmed", "active", "left"))
+            waited_s = now_s - (now_s if self._first_confirmed_s is None else self._first_confirmed_s)
+            self._has_started = num_ready >= (self.expect or 0) or waited_s >= START_HOLD_S
+        return self._has_started
+
+    def _activate(self, member: Member, now_s: float) -> list[SyncerAction]:
+        active = do.Send(member.session, msg.Active(tuple(self.rounds.announcements(member.session))))
+        if member.state != "confirmed":
+            return [active] if member.state == "active" else []
+        replaced, old = self.roster.older(member), self.roster.active(member.learner)
+        todo: list[SyncerAction] = []
+        if old is not None:
+            if self.rounds.is_committing(old):
+                return []  # it is asked again, and tried at every tick
+            todo += self.rounds.drop_contributions(old) + self.rounds.remove(old, now_s)
+            old.ended_s = now_s
+        record = records.Activated(member.session, self.account(old).heard() if old else None)
+        self.apply(record)
+        member.active_s = member.stepped_s = now_s
+        note = do.Note("join", {"learner": member.learner, "incarnation": member.incarnation, "where": member.where})
+        return [*todo, do.Record(records.encode(record)), note, active, *map(self._fenced, replaced)]
+
+    def _was_rolled_back(self, known: tuple[msg.Mark, ...]) -> bool:
+        fragments = self.rounds.fragments
+        return admission.rolled_back(
+            known, self.rounds.generation, [f.version for f in fragments], [f.digests for f in fragments]
+        )
+
+    def _is_last(self) -> bool:
+        """Whether nobody takes part, or is about to."""
+        coming = self.roster.in_state("joining", "confirmed")
+        is_coming = any(self._now_s - m.heard_s <= self.config.lease_s for m in coming)
+        return not is_coming and not self.roster.live()
+
+    def _pass_on_seed_lease(self, now_s: float) -> list[SyncerAction]:
+        seeder = self.roster.get(self._seeder) if self._seeder else None
+        if self.manifest is not None or seeder is None or now_s - seeder.heard_s <= self.config.lease_s:
+            return []
+        others = [m for m in self.roster.in_state("joining") if now_s - m.heard_s <= self.config.lease_s]
+        self._seeder = self._pending_manifest = None
+        return self._invite(others[0]) if others else []
