@@ -185,7 +185,7 @@ class DenseFragments:
         buffer = self._take()
         new_P = self._flat(fragment, buffer)
         if update.full is not None:
-            _check_full(update.full, new_P.numel())
+            check_full(update.full, new_P.numel())
             new_P.copy_(update.full)
         else:
             new_P.copy_(self._flat(fragment, self._anchors[fragment]))
@@ -284,7 +284,12 @@ class DenseFragments:
         held[fragment] = buffer
 
 
-def _check_full(values: Tensor, numel: int) -> None:
+def check_full(values: Tensor, numel: int) -> None:
+    """Refuse published values of a wrong kind or length, or with NaN or Inf.
+
+    Raises:
+        CorruptMessageError: see above.
+    """
     if values.dtype != torch.float32 or values.shape != (numel,) or not bool(torch.isfinite(values).all()):
         raise CorruptMessageError(
             f"a full fragment came as {values.dtype} of shape {tuple(values.shape)}: {numel} finite float32 values are "
