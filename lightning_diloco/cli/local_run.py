@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli.display import Screen
-from lightning_diloco.cli.feed import Fetch, StatusFeed, asking
+from lightning_diloco.cli.feed import Fetch, Status, StatusFeed, asking
 from lightning_diloco.cli.fleet import Command, Fleet
 from lightning_diloco.cli.interruption import Interruption
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 
 Ask = Callable[[JoinAddress], AbstractContextManager[Fetch]]
+Meddle = Callable[[Fleet, Status | None], None]
+Via = Callable[[str, JoinAddress], JoinAddress]
 
 _SYNCER = "syncer"
 _GONE = ("left", "lapsed")
@@ -46,6 +48,7 @@ class Plan:
         max_restarts: how often each process may be started again.
         open_s: how long the syncer may take to write its join file.
         linger_s: how long the syncer may take to end after the last learner did.
+        via: where a learner dials instead of the syncer's address; None: that address.
     """
 
     run_dir: Path
@@ -56,6 +59,7 @@ class Plan:
     max_restarts: int = 3
     open_s: float = 60.0
     linger_s: float = 30.0
+    via: Via | None = None
 
     @property
     def learners(self) -> list[str]:
@@ -68,8 +72,9 @@ class Plan:
 
     def learner(self, name: str, address: JoinAddress) -> Command:
         """A learner's command; the secret travels in the environment, where other users cannot read it."""
+        dialled = self.via(name, address) if self.via else address
         env = {
-            "DILOCO_JOIN": address.join_string(),
+            "DILOCO_JOIN": dialled.join_string(),
             "DILOCO_LEARNER": name,
             "DILOCO_RUN_DIR": str(self.run_dir),
         }
@@ -93,12 +98,22 @@ class Ended:
     summary: dict[str, Any] | None
 
 
-def execute(plan: Plan, screen: Screen, interruption: Interruption, ask: Ask = asking) -> Ended:
-    """Run to the end; main thread only."""
+def execute(
+    plan: Plan, screen: Screen, interruption: Interruption, ask: Ask = asking, meddle: Meddle | None = None
+) -> Ended:
+    """Run to the end; main thread only.
+
+    Args:
+        plan: what to run.
+        screen: where it is shown.
+        interruption: ends it.
+        ask: how its state is asked for.
+        meddle: called ten times a second while learners train, with the processes and the latest state.
+    """
     summary_path = plan.run_dir / "summary.json"
     before = _stamp(summary_path)
     with Fleet(max_restarts=plan.max_restarts, say=screen.say) as fleet:
-        run = _Run(plan, fleet, screen, interruption)
+        run = _Run(plan, fleet, screen, interruption, meddle)
         if address := run.open():
             for name in plan.learners:
                 fleet.start(plan.learner(name, address))
@@ -117,11 +132,14 @@ def execute(plan: Plan, screen: Screen, interruption: Interruption, ask: Ask = a
 class _Run:
     """The stages of one run."""
 
-    def __init__(self, plan: Plan, fleet: Fleet, screen: Screen, interruption: Interruption) -> None:
+    def __init__(
+        self, plan: Plan, fleet: Fleet, screen: Screen, interruption: Interruption, meddle: Meddle | None
+    ) -> None:
         self._plan = plan
         self._fleet = fleet
         self._screen = screen
         self._interruption = interruption
+        self._meddle = meddle
 
     def open(self) -> JoinAddress | None:
         """Start the syncer; its address, or None if it did not come up."""
@@ -167,6 +185,8 @@ class _Run:
         while not self._interruption and not done():
             if feed is not None:
                 self._screen.show(feed.latest, feed.problem)
+                if self._meddle is not None and self._are_training():
+                    self._meddle(self._fleet, feed.latest)
             time.sleep(_TICK_S)
             self._fleet.watch()
 

@@ -20,7 +20,7 @@ from lightning_diloco.errors import ConfigError
 _EXAMPLE = """examples:
   diloco run recipes/tiny/gpt.yaml --local 2 --trainer.max_steps 60
   diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"""
-_VALUED = ("--local", "--run-dir", "--max-restarts", "--threads")
+VALUED = ("--local", "--run-dir", "--max-restarts", "--threads")
 _FLAGS = ("--no-table", "-h", "--help")
 
 
@@ -43,19 +43,24 @@ def add_parser(verbs: Any) -> None:
     parser.set_defaults(call=call)
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide a command line `run ...` into what is ours and what is passed on."""
+def split(words: Sequence[str], valued: Sequence[str] = VALUED) -> tuple[list[str], list[str]]:
+    """Divide a command line `VERB ...` into what is ours and what is passed on.
+
+    Args:
+        words: the whole command line, the verb first.
+        valued: options of ours that take a value.
+    """
     num_positional, position = 0, 0
     while position < len(words):
         word = words[position]
         if word == "--":
             return list(words[:position]), list(words[position + 1 :])
         name, has_value, _ = word.partition("=")
-        is_ours = name in _VALUED or word in _FLAGS
-        if not is_ours and num_positional == 2:  # "run" and the target
+        is_ours = name in valued or word in _FLAGS
+        if not is_ours and num_positional == 2:  # the verb and the target
             break
         num_positional += not word.startswith("-")
-        position += 2 if name in _VALUED and not has_value else 1
+        position += 2 if name in valued and not has_value else 1
     return list(words[:position]), list(words[position:])
 
 
@@ -70,11 +75,11 @@ def call(arguments: argparse.Namespace) -> int:
     _check(arguments)
     target = recipes.resolve(arguments.target)
     num_learners = arguments.local
-    run_dir = _make_run_dir(arguments.run_dir, target.stem)
+    run_dir = make_run_dir(arguments.run_dir, target.stem)
     plan = Plan(
         run_dir=run_dir,
-        syncer_argv=_syncer_argv(run_dir, num_learners),
-        learner_argv=_learner_argv(target, arguments.passed_on),
+        syncer_argv=syncer_argv(run_dir, num_learners),
+        learner_argv=learner_argv(target, arguments.passed_on),
         num_learners=num_learners,
         threads=arguments.threads,
         max_restarts=arguments.max_restarts,
@@ -103,7 +108,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _make_run_dir(wanted: Path | None, stem: str) -> Path:
+def make_run_dir(wanted: Path | None, stem: str) -> Path:
+    """The wanted folder, else a new one under runs/; made if missing."""
     stamp = f"{stem}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     names = (stamp if attempt == 1 else f"{stamp}-{attempt}" for attempt in itertools.count(1))
     run_dir = wanted or next(path for name in names if not (path := Path("runs") / name).exists())
@@ -116,13 +122,15 @@ def _make_run_dir(wanted: Path | None, stem: str) -> Path:
     return run_dir.resolve()
 
 
-def _syncer_argv(run_dir: Path, num_learners: int) -> tuple[str, ...]:
+def syncer_argv(run_dir: Path, num_learners: int) -> tuple[str, ...]:
+    """Command of the syncer of a local run."""
     count = str(num_learners)
     module = (sys.executable, "-m", "lightning_diloco.cli.main", "syncer")
     return (*module, "--run-dir", str(run_dir), "--expect", count, "--data-parts", count)
 
 
-def _learner_argv(target: Path, passed_on: Sequence[str]) -> tuple[str, ...]:
+def learner_argv(target: Path, passed_on: Sequence[str]) -> tuple[str, ...]:
+    """Command of each learner of a recipe or script."""
     if target.suffix == ".py":
         return (sys.executable, str(target), *passed_on)
     return (sys.executable, "-m", "lightning_diloco.cli.fit", str(target), *passed_on)
