@@ -29,4 +29,8 @@ def device_for(device: torch.device) -> Callable[..., FragmentDevice[Any, Any]]:
         from lightning_diloco.devices.cuda import CudaFragments
 
         return CudaFragments
-    raise ConfigError(f"device {device}: must be of type cpu or cuda; pass Trainer(accelerator=...) accordingly")
+    if device.type == "xla":
+        from lightning_diloco.devices.xla_fragments import XlaFragments
+
+        return XlaFragments
+    raise ConfigError(f"device {device}: must be of type cpu, cuda or xla; pass Trainer(accelerator=...) accordingly")

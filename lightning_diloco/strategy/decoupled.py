@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_diloco.config import Align, Evaluate, Merge, Wire
+from lightning_diloco.config import Align, AnchorDevice, Evaluate, Merge, Wire
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.hooks import DiLoCoHooks
 from lightning_diloco.strategy.options import resolve
@@ -51,6 +51,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         learner: learner id. Default: DILOCO_LEARNER, else from the host name.
         token_count_fn: number of tokens of a host batch. Default: attention mask, input_ids, or samples.
         evaluate: validate the "anchor" (default) or the "local" parameters.
+        anchor_device: XLA: anchors beside the parameters ("device", default) or in "host" memory.
 
     Raises:
         ConfigError: unknown or contradictory options, all of them at once.
@@ -77,6 +78,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         learner: str | None = None,
         token_count_fn: Callable[[Any], int] | None = None,
         evaluate: Evaluate | None = None,
+        anchor_device: AnchorDevice | None = None,
         **unknown: Any,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "inner", "unknown", "__class__")}

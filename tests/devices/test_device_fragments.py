@@ -309,7 +309,7 @@ def test_every_spare_buffer_is_used_by_one_only():
 
 
 def test_device_without_a_class_is_refused():
-    with pytest.raises(ConfigError, match="device meta: must be of type cpu or cuda"):
+    with pytest.raises(ConfigError, match="device meta: must be of type cpu, cuda or xla"):
         device_for(torch.device("meta"))
 
 
