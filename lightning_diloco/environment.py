@@ -24,8 +24,12 @@ class Variable:
 
 VARIABLES = {
     "DILOCO_HOST": Variable("name under which learners reach this machine", ("runtime/syncer.py",)),
-    "DILOCO_JOIN": Variable("join string of the run to take part in", ("cli/status.py", "runtime/link.py")),
-    "DILOCO_LEARNER": Variable("id of this learner; default: one is made up", ("runtime/link.py", "strategy/hooks.py")),
+    "DILOCO_JOIN": Variable(
+        "join string of the run to take part in", ("cli/status.py", "runtime/link.py", "strategy/identity.py")
+    ),
+    "DILOCO_LEARNER": Variable(
+        "id of this learner; default: one is made up", ("runtime/link.py", "strategy/identity.py")
+    ),
     "DILOCO_RUN_DIR": Variable("run directory, in which this learner has a folder", ("strategy/paths.py",)),
     "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local_run.py",)),
     "PL_GLOBAL_SEED": Variable("Lightning's global seed: the order of a split data set", ("strategy/data.py",)),

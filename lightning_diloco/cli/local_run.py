@@ -72,15 +72,17 @@ class Plan:
 
     def learner(self, name: str, address: JoinAddress) -> Command:
         """A learner's command; the secret travels in the environment, where other users cannot read it."""
+        folder = self.run_dir / "learners" / name
         dialled = self.via(name, address) if self.via else address
         env = {
             "DILOCO_JOIN": dialled.join_string(),
             "DILOCO_LEARNER": name,
             "DILOCO_RUN_DIR": str(self.run_dir),
+            "PL_TRAINER_DEFAULT_ROOT_DIR": str(folder),  # read by Lightning where a script gives no other
         }
         if self.threads is not None or "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = str(self.threads or max(1, _num_cores() // self.num_learners))
-        log_path = self.run_dir / "learners" / name / "log.txt"
+        log_path = folder / "log.txt"
         # SIGINT is what Lightning ends gracefully on; SIGTERM it only notes until the next batch.
         return Command(name=name, argv=self.learner_argv, log_path=log_path, env=env, stop_signal=signal.SIGINT)
 

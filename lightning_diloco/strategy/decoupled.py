@@ -21,6 +21,7 @@ from lightning_diloco.config import Align, AnchorDevice, Evaluate, Merge, Wire
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.hooks import DiLoCoHooks
 from lightning_diloco.strategy.options import resolve
+from lightning_diloco.strategy.paths import OwnPathsFirst
 
 _INNER = ("auto",)
 
@@ -92,6 +93,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         self.__class__ = _final_class(self.parallel_devices or [], self.num_nodes)
         self._bind()
         super()._configure_launcher()
+        self._launcher = self._launcher or OwnPathsFirst(self._separate_paths)
 
     def _bind(self) -> None:
         """Initialize the inner strategy with what Lightning has set so far."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.strategy.data import fork_random_state, split
+from lightning_diloco.strategy.identity import learner_id
 from lightning_diloco.strategy.losses import train_loss, validate_final
 from lightning_diloco.strategy.model import aliases, describe, named_values, trainable_parameters
 from lightning_diloco.strategy.paths import separate_paths
@@ -75,23 +77,21 @@ class DiLoCoHooks(Strategy):
 
     # --- start and end -------------------------------------------------------------------------------------------
 
-    def setup_environment(self) -> None:
-        """Give the learner paths of its own before callbacks and loggers open theirs."""
-        super().setup_environment()
-        self._root_dir = Path(self._trainer.default_root_dir)
-        learner_id = self._learner.learner or os.environ.get("DILOCO_LEARNER")
-        if learner_id and self._wants_link():
-            separate_paths(self._trainer, learner_id)
+    def _separate_paths(self, trainer: pl.Trainer) -> None:
+        """Give the learner paths of its own, before anything is looked for there, or opened."""
+        if not _wants_link(trainer):
+            return
+        self._root_dir = Path(trainer.default_root_dir)
+        if (name := learner_id(self._learner)) is not None:
+            self._learner = replace(self._learner, learner=name)
+            separate_paths(trainer, name)
 
     def barrier(self, name: str | None = None) -> None:
         """Lightning names the places it passes: the start of a stage, and whose loader it prepares."""
         super().barrier(name)
         self._preparing_train_loader = name == "train_dataloader()"
-        if name == "run-stage" and self._wants_link():
+        if name == "run-stage" and _wants_link(self._trainer):
             self._join()
-
-    def _wants_link(self) -> bool:
-        return self._trainer.state.fn == TrainerFn.FITTING and not self._trainer.fast_dev_run
 
     def _join(self) -> None:
         from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
@@ -284,3 +284,7 @@ class DiLoCoHooks(Strategy):
     def _named(self, values: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
         assert self._link is not None
         return named_values(self._link.plan, self._link.config.block_size, self._params, values)
+
+
+def _wants_link(trainer: pl.Trainer) -> bool:
+    return trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run

@@ -2,21 +2,49 @@
 
 The learner's directory is `<root>/learners/<id>`: root is DILOCO_RUN_DIR if set, else the Trainer's default_root_dir.
 
-1. Done before Lightning sets up callbacks and opens loggers; possible only if the id is known by then, from `learner=`
-   or DILOCO_LEARNER. Without an id nothing is moved: file loggers then number their versions as between any two runs.
-2. A launcher does better by starting the process with PL_TRAINER_DEFAULT_ROOT_DIR, which Lightning reads itself, and
-   in time for ckpt_path="last". What already lies in the learner's directory is left alone.
-3. Explicit directories of file loggers and ModelCheckpoint get `learners/<id>` appended.
+1. Done before Lightning looks for checkpoints to resume from, sets up callbacks and opens loggers; possible only if the
+   id is known by then (identity.py). Without one nothing is moved: there is one learner only.
+2. Explicit directories of file loggers and checkpoints get `learners/<id>` appended. In a run directory those below the
+   working directory move below the learner's own, with the same relative path.
+3. What already lies in the learner's directory is left alone: a launcher may start the process with
+   PL_TRAINER_DEFAULT_ROOT_DIR, which Lightning reads itself.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+
+class OwnPathsFirst(_Launcher):
+    """Runs a Trainer's function in this process, after its paths were separated: no hook of a strategy is earlier.
+
+    Args:
+        separate: moves a Trainer's paths.
+    """
+
+    def __init__(self, separate: Callable[[pl.Trainer], None]) -> None:
+        self._separate = separate
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Notebooks are fine: no process is started."""
+        return True
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Call the function."""
+        if trainer is not None:
+            self._separate(trainer)
+        return function(*args, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        """There is no other process."""
 
 
 def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
@@ -27,13 +55,17 @@ def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
         learner_id: a valid learner id.
     """
     own = os.path.join("learners", learner_id)
+    run_dir = os.environ.get("DILOCO_RUN_DIR")
     old_root = trainer.default_root_dir
-    new_root = old_root if _is_inside(old_root, own) else os.path.join(_run_dir() or old_root, own)
+    new_root = old_root if _is_inside(old_root, own) else os.path.join(run_dir or old_root, own)
 
     def moved(path: str) -> str:
         if _is_inside(path, own):
             return path
-        return new_root if os.path.abspath(path) == os.path.abspath(old_root) else os.path.join(path, own)
+        if os.path.abspath(path) == os.path.abspath(old_root):
+            return new_root
+        below = _below_working_directory(path) if run_dir else None
+        return os.path.join(path, own) if below is None else os.path.normpath(os.path.join(new_root, below))
 
     trainer._default_root_dir = new_root
     for logger in trainer.loggers:
@@ -42,12 +74,16 @@ def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
         elif isinstance(logger, TensorBoardLogger):
             logger._root_dir = moved(logger.save_dir)
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            callback.dirpath = moved(str(callback.dirpath))
+        if getattr(callback, "dirpath", None) is not None:
+            callback.dirpath = moved(os.fspath(callback.dirpath))  # type: ignore[attr-defined]
 
 
-def _run_dir() -> str | None:
-    return os.environ.get("DILOCO_RUN_DIR") or None
+def _below_working_directory(path: str) -> str | None:
+    """The relative path, or None if it is elsewhere, such as in a bucket."""
+    if "://" in path:
+        return None
+    below = os.path.relpath(os.path.realpath(path), os.path.realpath(os.curdir))
+    return None if below.split(os.sep)[0] == os.pardir else below
 
 
 def _is_inside(path: str, own: str) -> bool:

@@ -142,6 +142,11 @@ def test_threads_are_divided_unless_given(
     assert this.learner("l0", JoinAddress.parse(JOIN)).env["OMP_NUM_THREADS"] == wanted
 
 
+def test_a_learner_writes_into_its_own_folder(tmp_path: Path) -> None:
+    command = plan(tmp_path, FINISH).learner("l1", JoinAddress.parse(JOIN))
+    assert command.env["PL_TRAINER_DEFAULT_ROOT_DIR"] == str(command.log_path.parent) == str(tmp_path / "learners/l1")
+
+
 def test_threads_of_the_environment_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "OMP_NUM_THREADS" not in plan(tmp_path, FINISH).learner("l0", JoinAddress.parse(JOIN)).env

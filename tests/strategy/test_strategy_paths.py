@@ -1,5 +1,6 @@
 """Two learners with one script write to different places."""
 
+import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -55,6 +56,44 @@ def test_own_directory_set_by_a_launcher_is_left_alone(scenario, model, trainer_
     monkeypatch.setenv("DILOCO_RUN_DIR", str(tmp_path / "elsewhere"))
     trainer = fit_as(None, model, trainer_for, default_root_dir=own, logger=True)
     assert trainer.default_root_dir == trainer.logger.save_dir == str(own)
+
+
+def test_what_lies_below_the_working_directory_moves_into_the_run(scenario, model, trainer_for, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("DILOCO_RUN_DIR", str(tmp_path / "run"))
+    keep = ModelCheckpoint("kept", filename="last")
+    logger = CSVLogger("runs/tiny", version="one")
+    elsewhere = CSVLogger("../elsewhere", version="one")
+    trainer = fit_as(
+        "eve", model, trainer_for, logger=[logger, elsewhere], enable_checkpointing=True, callbacks=keep,
+        default_root_dir="runs",
+    )  # fmt: skip
+    own = tmp_path / "run" / "learners" / "eve"
+    assert trainer.default_root_dir == str(own)
+    assert files(here) == set()
+    assert {"kept/last.ckpt", "runs/tiny/lightning_logs/one/metrics.csv"} <= files(own)
+    assert (tmp_path / "elsewhere/learners/eve/lightning_logs/one/metrics.csv").is_file()
+
+
+def test_last_checkpoint_is_that_of_the_learner(scenario, model, trainer_for, tmp_path):
+
+    def fit(learner, max_steps):
+        keep = ModelCheckpoint(tmp_path / "kept", save_last=True, every_n_train_steps=1)
+        strategy = DecoupledDiLoCoStrategy(learner=learner)
+        trainer = trainer_for(
+            strategy=strategy, max_steps=max_steps, limit_val_batches=0, enable_checkpointing=True, callbacks=keep
+        )
+        started = len(scenario.made)
+        trainer.fit(model, ckpt_path="last")
+        return len(scenario.made[started].steps)
+
+    with pytest.warns(UserWarning, match="there is no last checkpoint"):
+        assert fit("ada", 2) == 2
+    with pytest.warns(UserWarning, match="there is no last checkpoint"):
+        assert fit("bob", 3) == 3
+    assert fit("ada", 3) == 1
 
 
 def test_without_an_id_nothing_is_moved(scenario, model, trainer_for, tmp_path):

@@ -1,0 +1,71 @@
+"""A learner that joins without a name gets one that no other process of this machine has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_diloco.config import LearnerConfig, is_learner_id
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy import identity
+from lightning_diloco.strategy.identity import learner_id
+
+JOIN = "diloco://127.0.0.1:1/{run}#secret"
+
+
+@pytest.fixture(autouse=True)
+def _slots(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "_held", {})
+    monkeypatch.setattr(identity.tempfile, "tempdir", str(tmp_path))
+    for name in ("DILOCO_LEARNER", "DILOCO_JOIN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_option_wins_over_environment_wins_over_slot(monkeypatch):
+    monkeypatch.setenv("DILOCO_LEARNER", "eve")
+    assert learner_id(LearnerConfig(learner="ada", join=JOIN.format(run="a"))) == "ada"
+    assert learner_id(LearnerConfig(join=JOIN.format(run="a"))) == "eve"
+
+
+def test_who_joins_nobody_has_no_id_yet():
+    assert learner_id(LearnerConfig()) is None
+
+
+def test_slot_is_kept_within_a_process_and_counted_per_run(monkeypatch):
+    monkeypatch.setattr(identity.socket, "gethostname", lambda: "_höst 1.example.org")
+    monkeypatch.setenv("DILOCO_JOIN", JOIN.format(run="a"))
+    assert learner_id(LearnerConfig()) == learner_id(LearnerConfig()) == "h-st-1-0"
+    assert learner_id(LearnerConfig(join=JOIN.format(run="b"))) == "h-st-1-0"
+    assert is_learner_id("h-st-1-0")
+
+
+def test_processes_get_different_slots_and_a_free_one_is_taken_again(tmp_path):
+    code = (
+        f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        "from lightning_diloco.strategy.identity import _slot_in; print(_slot_in('r'), flush=True); input()"
+    )
+
+    def start():
+        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    names = []
+    with start() as first:
+        names.append(first.stdout.readline().strip())
+        with start() as second:
+            names.append(second.stdout.readline().strip())
+            first.communicate("\n")
+            with start() as third:
+                names.append(third.stdout.readline().strip())
+                third.communicate("\n")
+            second.communicate("\n")
+    assert [name.rpartition("-")[2] for name in names] == ["0", "1", "0"]
+
+
+def test_wrong_join_string_is_said_before_anything_is_moved(scenario, model, trainer_for, monkeypatch):
+    monkeypatch.setenv("DILOCO_JOIN", "nonsense")
+    trainer = trainer_for()
+    with pytest.raises(ConfigError, match="diloco://"):
+        trainer.fit(model)
+    assert scenario.made == []
