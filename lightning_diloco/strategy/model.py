@@ -45,14 +45,18 @@ def describe(module: nn.Module, token_unit: TokenUnit | None) -> ModelDescriptio
         token_unit: what steps count, if that is known before the first batch.
     """
     params = trainable_parameters(module)
-    # By identity, so that a head tied to an embedding counts as embedding whichever name it goes by.
-    tables = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     return ModelDescription(
         shapes={name: tuple(p.shape) for name, p in params.items()},
-        mean_names=frozenset(name for name, p in params.items() if id(p) in tables),
+        mean_names=embedding_names(module, params),
         frozen_digest={name: _digest(tensor) for name, tensor in _frozen(module)},
         token_unit=token_unit,
     )
+
+
+def embedding_names(module: nn.Module, params: dict[str, nn.Parameter]) -> frozenset[str]:
+    """Which of these parameters are embeddings, or heads tied to them, whichever name they go by."""
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    return frozenset(name for name, p in params.items() if id(p) in tables)
 
 
 def named_values(

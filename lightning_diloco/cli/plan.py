@@ -1,0 +1,238 @@
+"""`diloco plan`: what a recipe needs, before anything is started: memory, links, time and disk, and whether it fits.
+
+Machines and wires come from the options here. A recipe can hold its own in a comment line, `# plan: --learners 8
+--link 5Gbit ...`; what is given on the command line wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_diloco.cli import recipes
+from lightning_diloco.config import RunConfig
+from lightning_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_diloco.hf.blueprint import Blueprint
+    from lightning_diloco.simulate.plan import Fix, Forecast, Scenario
+
+_EXAMPLE = """examples:
+  diloco plan recipes/tiny/gpt.yaml --learners 2 --link 1Gbit --step 200ms
+  diloco plan gemma/12b-8gpu --learners 8 --link 2Gbit --rtt 40ms --mtbf 6h --json"""
+_RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "wire")
+_DEFAULTS = {"learners": 2, "link": 1e9, "rtt": 0.04, "step": 1.0, "restart": 120.0, "disk_rate": 1e9}
+_MARK = "# plan:"
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def add_parser(verbs: Any) -> None:
+    """Add this verb."""
+    about = "what a recipe needs, and whether it fits: memory, links, time, disk, goodput"
+    parser = verbs.add_parser("plan", help=about, description=f"{about.capitalize()}.", epilog=_EXAMPLE)
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML recipe, see `diloco ls`")
+    parser.add_argument("--json", action="store_true", help="figures for programs")
+    _add_machines(parser)
+    options = parser.add_argument_group("options of the run, instead of the recipe's")
+    for name in _RUN_OPTIONS:
+        kind = str if name == "wire" else int
+        options.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X")
+    parser.set_defaults(call=call)
+
+
+def _add_machines(parser: argparse.ArgumentParser) -> None:
+    machines = parser.add_argument_group(
+        "machines and wires", f"default: the recipe's `{_MARK}` line, else as given here"
+    )
+    add = machines.add_argument
+    add("--learners", type=int, metavar="M", help="learners (2)")
+    add("--devices", type=int, metavar="N", help="devices of one learner (the recipe's, else 1)")
+    add("--link", type=_bits, metavar="RATE", help="of each learner, each way, such as 5Gbit (1Gbit)")
+    add("--syncer-link", type=_bits, metavar="RATE", help="of the syncer (M times --link)")
+    add("--rtt", type=_seconds, metavar="TIME", help="round trip between learner and syncer (40ms)")
+    add("--step", type=_seconds, metavar="TIME", help="of one inner step (1s)")
+    add("--mtbf", type=_seconds, metavar="TIME", help="between failures of one learner, such as 6h (no failures)")
+    add("--restart", type=_seconds, metavar="TIME", help="from a failure to the new process (2min)")
+    add("--disk-rate", type=_bytes, metavar="SIZE", help="the syncer's disk takes per second (1GB)")
+    for what in ("device-memory", "host-memory", "syncer-memory", "syncer-disk"):
+        add(f"--{what}", type=_bytes, metavar="SIZE", help="such as 80GiB (not judged)")
+
+
+def call(arguments: argparse.Namespace) -> int:
+    """Print the plan; returns 0 if it fits, 1 if not."""
+    from lightning_diloco.hf.blueprint import blueprint
+    from lightning_diloco.simulate.plan import cheapest_fix, forecast
+
+    path = recipes.resolve(arguments.recipe)
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path} is a script: only a YAML recipe can be planned, because a script has to run to be read"
+        )
+    machines = _machines(path, arguments)
+    drawn = blueprint(path)
+    scenario = _scenario(drawn, machines)
+    found = forecast(scenario)
+    fix = cheapest_fix(found)
+    if arguments.json:
+        print(json.dumps(_figures(found, fix, drawn), indent=2))
+    else:
+        from rich.console import Console
+
+        from lightning_diloco.cli.plan_view import plan_view
+
+        Console().print(plan_view(path, found, fix, _notes(found, drawn), _warnings(found, drawn)))
+    return 0 if found.is_feasible else 1
+
+
+def _machines(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options by name: the command line's, then the recipe's, then the defaults."""
+    parser = argparse.ArgumentParser(prog=f"{path}, `{_MARK}`", allow_abbrev=False)
+    _add_machines(parser)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    words = [word for line in lines if line.startswith(_MARK) for word in shlex.split(line.removeprefix(_MARK))]
+    of_recipe = {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    return {**_DEFAULTS, **of_recipe, **given}
+
+
+def _scenario(drawn: Blueprint, machines: dict[str, Any]) -> Scenario:
+    from lightning_diloco.simulate.bandwidth import Machines
+    from lightning_diloco.simulate.memory import Training
+    from lightning_diloco.simulate.plan import Scenario
+
+    wanted = {name: machines[name] for name in _RUN_OPTIONS if name in machines}
+    shared = {field.name for field in dataclasses.fields(Training)} & {f.name for f in dataclasses.fields(drawn)}
+    return Scenario(
+        shapes=drawn.shapes,
+        mean_names=drawn.mean_names,
+        config=RunConfig(**{**drawn.run_options, **wanted}).validate(),
+        training=Training(
+            **{name: getattr(drawn, name) for name in shared - {"devices"}},
+            num_trainable=drawn.num_trainable,
+            devices=machines.get("devices") or drawn.devices or 1,
+        ),
+        fleet=Machines(
+            num_learners=machines["learners"],
+            link_bps=machines["link"],
+            rtt_s=machines["rtt"],
+            step_s=machines["step"],
+            syncer_link_bps=machines.get("syncer_link"),
+            disk_bytes_per_s=machines["disk_rate"],
+        ),
+        on_cpu=drawn.accelerator == "cpu",
+        mtbf_s=machines.get("mtbf"),
+        restart_s=machines["restart"],
+        max_steps=drawn.max_steps,
+        device_capacity=machines.get("device_memory"),
+        host_capacity=machines.get("host_memory"),
+        syncer_capacity=machines.get("syncer_memory"),
+        disk_capacity=machines.get("syncer_disk"),
+    )
+
+
+def _figures(found: Forecast, fix: Fix | None, drawn: Blueprint) -> dict[str, Any]:
+    """What `--json` prints; sizes in bytes, times in seconds, rates in bits per second."""
+    from lightning_diloco.simulate import bandwidth
+
+    scenario, sizes, exchange = found.scenario, found.sizes, found.exchange
+    config, fleet = scenario.config, scenario.fleet
+    return {
+        "parameters": drawn.num_parameters,
+        "trainable_parameters": scenario.training.num_trainable,
+        "tokens_per_step": scenario.training.tokens_per_step,
+        "learners": fleet.num_learners,
+        "devices_per_learner": scenario.training.devices,
+        "num_fragments": sizes.count,
+        "sync_every": config.sync_every,
+        "overlap": config.overlap,
+        "fragment_bytes_up": sizes.nbytes,
+        "fragment_bytes_down": sizes.nbytes,
+        **dataclasses.asdict(exchange),
+        "learner_up_bps": bandwidth.learner_bps(sizes, config, fleet),
+        "learner_down_bps": bandwidth.learner_bps(sizes, config, fleet),
+        "syncer_bps": fleet.num_learners * bandwidth.learner_bps(sizes, config, fleet),
+        "data_parallel_bps": bandwidth.data_parallel_bps(scenario.training, fleet),
+        "device_bytes": sum(found.device.values()),
+        "host_bytes": sum(found.host.values()),
+        "syncer_bytes": sum(found.syncer.values()),
+        "disk_bytes": sum(found.disk.values()),
+        "log_bytes_per_s": bandwidth.log_bytes_per_s(sizes, config, fleet),
+        "memory": {"device": found.device, "host": found.host, "syncer": found.syncer, "disk": found.disk},
+        "totals": None if found.totals is None else dataclasses.asdict(found.totals),
+        "goodput": found.goodput,
+        "data_parallel_goodput": found.data_parallel_goodput,
+        "loads": {resource.name: resource.load for resource in found.resources},
+        "tightest": found.tightest.name,
+        "fix": None if fix is None else dataclasses.asdict(fix),
+        "notes": _notes(found, drawn),
+        "warnings": _warnings(found, drawn),
+        "feasible": found.is_feasible,
+    }
+
+
+def _notes(found: Forecast, drawn: Blueprint) -> list[str]:
+    """What was assumed."""
+    from lightning_diloco.simulate.bandwidth import LINK_SHARE
+
+    scenario = found.scenario
+    devices = scenario.training.devices
+    notes = [
+        f"a stream gets {LINK_SHARE:.0%} of its link; the syncer's disk takes "
+        f"{scenario.fleet.disk_bytes_per_s / 1e9:.1f} GB/s; the syncer merges on one thread",
+        f"parameters, gradients, two moments per parameter and anchors are spread evenly over {devices} device(s); "
+        "allocator, kernels and data loading are not counted",
+    ]
+    if "activations" not in found.device:
+        notes.append("activations are not counted: the batch or the decoder's sizes are not known")
+    else:
+        notes.append("activations: an estimate for fused attention without recomputation")
+    if scenario.mtbf_s is None:
+        notes.append("no failures; give --mtbf")
+    else:
+        notes.append(
+            f"a learner fails every {scenario.mtbf_s / 3600:.1f} h, is back after {scenario.restart_s:.0f} s and the "
+            "adoption, and loses half a period of its steps"
+        )
+    if drawn.devices is None:
+        notes.append(f'trainer.devices is "auto": taken as {devices}; give --devices')
+    return notes
+
+
+def _warnings(found: Forecast, drawn: Blueprint) -> list[str]:
+    """What stands in the way although it fits: learners that the strategy of this version would not start."""
+    from lightning_diloco.hf.blueprint import strategy_problem
+
+    problem = strategy_problem(drawn.accelerator, found.scenario.training.devices)
+    return [f"this version does not start such a learner yet: {problem}"] if problem else []
+
+
+def _seconds(text: str) -> float:
+    return _quantity(text, _SECONDS, "s", "a time such as 200ms, 2s, 30min, 6h")
+
+
+def _bits(text: str) -> float:
+    return _quantity(text.removesuffix("/s"), _BITS, "", "a rate such as 500Mbit or 5Gbit")
+
+
+def _bytes(text: str) -> int:
+    return int(_quantity(text, _BYTES, "b", "a size such as 80GiB or 1TB"))
+
+
+def _quantity(text: str, units: dict[str, float] | dict[str, int], default: str, allowed: str) -> float:
+    matched = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
+    unit = (matched[2].lower() or default) if matched else ""
+    try:
+        value = float(matched[1]) * units[unit] if matched else 0.0
+    except (KeyError, ValueError):
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}")
+    return value

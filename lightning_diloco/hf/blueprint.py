@@ -1,0 +1,212 @@
+"""A recipe's model without its weights: names, shapes and options, read in seconds on any machine.
+
+1. The recipe goes through LightningCLI's own parser, so a misspelt key is found here as it would be at the start.
+2. The model is built on the meta device: no memory, no accelerator, no network. Trainer and data are not made.
+3. What a run would take from the data, the vocabulary's size, comes from the options of the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+
+from lightning_diloco.config import Align, LearnerConfig, RunConfig
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.hf.causal_lm import CausalLM
+from lightning_diloco.strategy.decoupled import _final_class
+from lightning_diloco.strategy.model import embedding_names, trainable_parameters
+
+_RUN_OPTIONS = tuple(field.name for field in dataclasses.fields(RunConfig))
+_HALF = ("16-true", "bf16-true", "16", "bf16", "transformer-engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """What a recipe says, as far as a plan needs it.
+
+    Args:
+        shapes: of the trainable parameters; tied ones once.
+        mean_names: of embeddings among them.
+        num_parameters: of the whole model.
+        run_options: explicit options of the run.
+        align: of the learners.
+        accelerator: as the recipe names it.
+        devices: of one learner, all nodes together; None: "auto".
+        param_bytes: of one parameter.
+        compute_bytes: of one value of an activation.
+        max_steps: None: not fixed.
+        batch_size: sequences per device; None: the data does not say. Likewise the others.
+        seq_len: tokens per sequence.
+        accumulate: micro-batches per step.
+        num_layers: of the decoder.
+        hidden_size: of the decoder.
+        vocab_size: of the decoder.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    mean_names: frozenset[str]
+    num_parameters: int
+    run_options: dict[str, Any]
+    align: Align
+    accelerator: str
+    devices: int | None
+    param_bytes: int
+    compute_bytes: int
+    max_steps: int | None
+    batch_size: int | None
+    seq_len: int | None
+    accumulate: int
+    num_layers: int | None
+    hidden_size: int | None
+    vocab_size: int | None
+
+    @property
+    def num_trainable(self) -> int:
+        """Parameters that are exchanged."""
+        return sum(map(math.prod, self.shapes.values()))
+
+
+class _Parser(LightningCLI):
+    """Parses and stops."""
+
+    def instantiate_classes(self) -> None:
+        """Make nothing: the accelerator may not be here."""
+
+
+def parse(recipe: Path, overrides: Sequence[str] = ()) -> Any:
+    """The recipe as LightningCLI understands it, a nested namespace.
+
+    Raises:
+        ConfigError: it is no configuration of LightningCLI; with what its parser said.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the versions of its own libraries, and that sys.argv is not used
+        try:
+            return _Parser(
+                args=["--config", str(recipe), *overrides, "--seed_everything=false"],
+                run=False,
+                save_config_callback=None,
+                seed_everything_default=False,
+                trainer_defaults={"strategy": "decoupled_diloco"},
+                parser_kwargs={"exit_on_error": False},
+            ).config
+        except Exception as error:
+            kind = type(error).__name__
+            if kind in ("ArgumentError", "NSKeyError", "ParserError") or isinstance(error, (TypeError, ValueError)):
+                raise ConfigError(
+                    f"{recipe}: {error}; correct the recipe, see recipes/tiny for a complete one"
+                ) from error
+            raise
+
+
+def blueprint(recipe: Path, overrides: Sequence[str] = ()) -> Blueprint:
+    """Read a recipe and build its model on the meta device.
+
+    Raises:
+        ConfigError: it cannot be parsed, or the size of its vocabulary is unknown.
+    """
+    config = parse(recipe, overrides)
+    module = _build(config)
+    params = trainable_parameters(module)
+    trainer, data = config["trainer"], _init_args(config.get("data"))
+    options = _init_args(trainer.get("strategy"))
+    decoder = _text_config(module)
+    half = str(trainer.get("precision")) in _HALF
+    return Blueprint(
+        shapes={name: tuple(p.shape) for name, p in params.items()},
+        mean_names=embedding_names(module, params),
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        run_options={name: options[name] for name in _RUN_OPTIONS if options.get(name) is not None},
+        align=options.get("align") or LearnerConfig().align,
+        accelerator=str(trainer.get("accelerator") or "auto"),
+        devices=_num_devices(trainer),
+        param_bytes=8 if str(trainer.get("precision")).startswith("64") else 2 if half else 4,
+        compute_bytes=2 if half or "mixed" in str(trainer.get("precision")) else 4,
+        max_steps=trainer.get("max_steps") if (trainer.get("max_steps") or -1) > 0 else None,
+        batch_size=data.get("batch_size"),
+        seq_len=data.get("seq_len"),
+        accumulate=trainer.get("accumulate_grad_batches") or 1,
+        num_layers=getattr(decoder, "num_hidden_layers", None),
+        hidden_size=getattr(decoder, "hidden_size", None),
+        vocab_size=getattr(decoder, "vocab_size", None),
+    )
+
+
+def _build(config: Any) -> L.LightningModule:
+    """The module of a parsed recipe, its parameters on the meta device."""
+    section = config["model"]
+    options = _init_args(section)
+    module_class = _class_of(section)
+    if issubclass(module_class, CausalLM):
+        options = _without_data(options, _init_args(config.get("data")))
+    with torch.device("meta"):
+        module = module_class(**options)
+        module.configure_model()
+    if not isinstance(module, L.LightningModule) or not any(True for _ in module.parameters()):
+        raise ConfigError(
+            f"{module_class.__name__} has no parameters after configure_model(): a plan needs the model's shapes; "
+            "make its layers in __init__ or in configure_model, without a trainer"
+        )
+    return module
+
+
+def _without_data(options: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """Options of a CausalLM that needs neither weights nor a tokenizer."""
+    options = {**options, "from_scratch": options.get("name") is not None}
+    config = options.get("config")
+    if config is not None and "vocab_size" not in config:
+        if data.get("tokenizer") is not None or "vocab_size" not in data:
+            raise ConfigError(
+                f"model.config has no vocab_size, and data.tokenizer={data.get('tokenizer')!r} is not loaded for a "
+                "plan; write vocab_size, the number of the tokenizer's tokens or more, into model.config"
+            )
+        options["config"] = {"vocab_size": data["vocab_size"], **config}
+    return options
+
+
+def _class_of(section: Any) -> type:
+    module, _, name = str(section["class_path"]).rpartition(".")
+    found: type = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _init_args(section: Any) -> dict[str, Any]:
+    """Options of a `class_path` section as plain values; none of anything else."""
+    init_args = section.get("init_args") if hasattr(section, "get") else None
+    return dict(init_args.as_dict() if hasattr(init_args, "as_dict") else init_args or {})
+
+
+def _text_config(module: nn.Module) -> Any:
+    model = getattr(module, "model", None)
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _num_devices(trainer: Any) -> int | None:
+    devices, nodes = trainer.get("devices"), trainer.get("num_nodes") or 1
+    if isinstance(devices, str) and devices.strip("-").isdigit():
+        devices = int(devices)
+    if isinstance(devices, (list, tuple)):
+        devices = len(devices)
+    return devices * nodes if isinstance(devices, int) and devices > 0 else None
+
+
+def strategy_problem(accelerator: str, devices: int) -> str | None:
+    """Why the strategy of this version would refuse a learner with these devices; None if it takes it."""
+    kind = {"gpu": "cuda", "tpu": "xla", "auto": "cpu"}.get(accelerator, accelerator)
+    try:
+        _final_class([torch.device(kind, index) for index in range(devices)], 1)
+    except ConfigError as error:
+        return str(error)
+    return None

@@ -1,0 +1,165 @@
+"""How long the exchange of one fragment takes, what it does to links, merge thread and disk, and what a run moves.
+
+    snapshot -> ready, upload -> merge, outer step -> log -> commit told, download -> next step boundary
+
+1. Links are full duplex. A stream gets LINK_SHARE of its link, and at most STREAM_BPS: one TLS connection each way.
+2. All members of a round upload at once, and all learners download at once: the syncer's link is shared by them.
+3. The syncer merges on one thread, at the cost measured below.
+4. Everybody is connected: the bandwidth of data parallel is that of a ring all-reduce of the gradients, each step.
+
+Source: protocol, sections 3 and 4; constants measured on a 2-core machine, see their lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.simulate.memory import FragmentSizes, Training
+
+LINK_SHARE = 0.8  # one stream over 40 ms at 2 Gbit/s: 0.70 .. 0.92 of a raw socket
+STREAM_BPS = 6e9  # one TLS stream tops out near 0.8 GB/s
+DISK_BYTES_PER_S = 1e9
+# Seconds per value of a fragment, one thread, int8: decode twice per contribution; outer step, publish and digest.
+MERGE_S = 0.9e-9
+OUTER_S = 14e-9
+
+_BITS = 8
+_FLOAT32_BYTES = 4
+_LOG_BYTES = 2  # bfloat16 outer gradient
+_RECORD_BYTES = 1024  # header of a commit's log record, rounded up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """The machines and the wires between them.
+
+    Args:
+        num_learners: M.
+        link_bps: bits per second of each learner's link, in each direction.
+        rtt_s: round trip between a learner and the syncer.
+        step_s: one inner step.
+        syncer_link_bps: of the syncer's link; None: M times link_bps, so that it is never the narrow one.
+        disk_bytes_per_s: what the syncer's disk takes, fsync included.
+    """
+
+    num_learners: int = 8
+    link_bps: float = 5e9
+    rtt_s: float = 0.04
+    step_s: float = 2.0
+    syncer_link_bps: float | None = None
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
+
+    @property
+    def learner_stream_bps(self) -> float:
+        """Usable bits per second of one learner, alone."""
+        return min(STREAM_BPS, LINK_SHARE * self.link_bps)
+
+    @property
+    def syncer_usable_bps(self) -> float:
+        """Usable bits per second of the syncer, all learners together."""
+        return LINK_SHARE * (self.syncer_link_bps or self.num_learners * self.link_bps)
+
+    @property
+    def stream_bps(self) -> float:
+        """Usable bits per second of one learner while all transfer."""
+        return min(self.learner_stream_bps, self.syncer_usable_bps / self.num_learners)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """One fragment's way, for the largest fragment.
+
+    Args:
+        upload_s: of one contribution, while all upload.
+        download_s: of one update, while all download.
+        merge_s: merge and outer step.
+        log_s: the redo log's record, durable.
+        landing_s: from snapshot to landing, without the wait for the next step boundary.
+        overlap_s: what the schedule allows for it: overlap steps.
+        period_s: time between two fragments.
+        adopt_s: download of the whole anchor, what a learner that joins waits for.
+        seed_s: upload of the start values.
+    """
+
+    upload_s: float
+    download_s: float
+    merge_s: float
+    log_s: float
+    landing_s: float
+    overlap_s: float
+    period_s: float
+    adopt_s: float
+    seed_s: float
+
+    @classmethod
+    def of(cls, sizes: FragmentSizes, config: RunConfig, fleet: Machines) -> Exchange:
+        """Of these fragments in this fleet."""
+        transfer_s = fleet.rtt_s + _BITS * sizes.nbytes / fleet.stream_bps
+        merge_s = sizes.numel * (OUTER_S + MERGE_S * fleet.num_learners)
+        log_s = _LOG_BYTES * sizes.numel / fleet.disk_bytes_per_s
+        whole_s = _BITS * _FLOAT32_BYTES * sizes.total_numel / fleet.learner_stream_bps
+        return cls(
+            upload_s=transfer_s,
+            download_s=transfer_s,
+            merge_s=merge_s,
+            log_s=log_s,
+            landing_s=fleet.rtt_s + transfer_s + merge_s + log_s + transfer_s,
+            overlap_s=config.overlap * fleet.step_s,
+            period_s=config.sync_every * fleet.step_s / sizes.count,
+            adopt_s=whole_s,
+            seed_s=whole_s,
+        )
+
+
+def sweep_s(config: RunConfig, fleet: Machines) -> float:
+    """Time in which every fragment is exchanged once."""
+    return config.sync_every * fleet.step_s
+
+
+def learner_bps(sizes: FragmentSizes, config: RunConfig, fleet: Machines) -> float:
+    """Average bits per second of one learner, in each direction."""
+    return _BITS * sizes.total_nbytes / sweep_s(config, fleet)
+
+
+def data_parallel_bps(training: Training, fleet: Machines) -> float:
+    """What data parallel would need of each learner's link, in each direction, to hide its all-reduce in a step."""
+    m = fleet.num_learners
+    gradients = training.num_trainable * min(training.param_bytes, training.compute_bytes)
+    return _BITS * 2 * (m - 1) / m * gradients / fleet.step_s
+
+
+def log_bytes_per_s(sizes: FragmentSizes, config: RunConfig, fleet: Machines) -> float:
+    """Growth of the redo log."""
+    return (_LOG_BYTES * sizes.total_numel + _RECORD_BYTES * sizes.count) / sweep_s(config, fleet)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a whole run moves, if nobody fails.
+
+    Args:
+        rounds: commits, the last ones of the drain included.
+        bytes_up: received by the syncer, start values included.
+        bytes_down: sent by the syncer, adoption at the start included.
+        log_bytes: written to the redo log.
+    """
+
+    rounds: float
+    bytes_up: float
+    bytes_down: float
+    log_bytes: float
+
+    @classmethod
+    def of(cls, sizes: FragmentSizes, config: RunConfig, *, num_learners: int, num_steps: int) -> Totals:
+        """Of M learners that train this many steps each."""
+        sweeps = num_steps / config.sync_every + 1  # at the end, once more what every fragment has left
+        moved = sweeps * num_learners * sizes.total_nbytes
+        anchor = _FLOAT32_BYTES * sizes.total_numel
+        record = _LOG_BYTES * sizes.total_numel / sizes.count + _RECORD_BYTES
+        return cls(
+            rounds=sweeps * sizes.count,
+            bytes_up=anchor + moved,
+            bytes_down=num_learners * anchor + moved,
+            log_bytes=sweeps * sizes.count * record,
+        )

@@ -1,0 +1,162 @@
+"""Where the bytes are: a learner's device and host, the syncer, and its disk.
+
+Counted is what the code really allocates, item by item, plus two estimates that say so: what autograd keeps, and the
+optimizer's state. Everything else (allocator, kernels, the data loader, Python) is left out; keep some room.
+
+1. A learner's anchors are float32, one buffer of the largest fragment's length for each fragment, and a few spares.
+2. A learner of N devices shards parameters, gradients, optimizer state and anchors evenly over them.
+3. The syncer keeps 12 bytes per parameter, the last three updates, and for each open round what a commit needs.
+   While a snapshot is written, the state it holds stays in memory next to that of later commits.
+
+Source: devices/dense.py, runtime/anchors.py and runtime/durable.py; activations after arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_diloco.config import Align, RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.core.quantize import wire_nbytes
+
+Items = dict[str, int]
+
+SPARE_BUFFERS = 4
+CHAIN_LENGTH = 3
+ROUNDS_IN_FLIGHT = 2
+MIN_LOG_BYTES = 8 << 20
+_ACTIVATION_BYTES = 17  # per value of the compute dtype's width, batch x sequence x hidden size and layer
+_FLOAT32_BYTES = 4
+_STATE_BYTES = 3 * _FLOAT32_BYTES  # master, published, momentum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What one learner trains, and on what.
+
+    Args:
+        num_parameters: of the model, tied ones once.
+        num_trainable: those that are exchanged.
+        param_bytes: of one parameter, and of its gradient.
+        compute_bytes: of one value of an activation.
+        moments: optimizer values kept per trainable parameter.
+        devices: in one learner.
+        batch_size: sequences per device and micro-batch; None: unknown.
+        seq_len: tokens per sequence; None: unknown.
+        accumulate: micro-batches per step.
+        num_layers: None: not a decoder whose activations can be estimated.
+        hidden_size: likewise.
+        vocab_size: likewise.
+        align: how updates land; all but "carry" keep a residual per parameter.
+    """
+
+    num_parameters: int
+    num_trainable: int
+    param_bytes: int = 4
+    compute_bytes: int = 4
+    moments: int = 2
+    devices: int = 1
+    batch_size: int | None = None
+    seq_len: int | None = None
+    accumulate: int = 1
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    align: Align = "carry"
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Tokens of one inner step of one learner; None if the batch is unknown."""
+        if self.batch_size is None or self.seq_len is None:
+            return None
+        return self.batch_size * self.seq_len * self.accumulate * self.devices
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentSizes:
+    """Lengths and bytes of a plan's fragments.
+
+    Args:
+        numel: largest padded length.
+        total_numel: sum of padded lengths.
+        nbytes: of the largest fragment on the wire.
+        total_nbytes: of all fragments on the wire.
+        count: P.
+    """
+
+    numel: int
+    total_numel: int
+    nbytes: int
+    total_nbytes: int
+    count: int
+
+    @classmethod
+    def of(cls, plan: FragmentPlan, config: RunConfig) -> FragmentSizes:
+        """Sizes under this wire and block size."""
+        numels = [plan.layout(p, config.block_size).padded_numel for p in range(plan.num_fragments)]
+        wired = [wire_nbytes(numel, config.wire, config.block_size) for numel in numels]
+        return cls(max(numels), sum(numels), max(wired), sum(wired), len(numels))
+
+
+def device_bytes(sizes: FragmentSizes, training: Training) -> Items:
+    """On each device of a learner."""
+    shared: Items = {
+        "parameters": training.num_parameters * training.param_bytes,
+        "gradients": training.num_trainable * training.param_bytes,
+        "optimizer": training.num_trainable * training.param_bytes * training.moments,
+        "anchors": _FLOAT32_BYTES * sizes.count * sizes.numel,
+        "exchange buffers": _FLOAT32_BYTES * SPARE_BUFFERS * sizes.numel + sizes.nbytes,
+        "copy while validating": training.num_trainable * training.param_bytes,
+    }
+    if training.align != "carry":
+        shared["residuals"] = _FLOAT32_BYTES * sizes.count * sizes.numel
+    return {name: nbytes // training.devices for name, nbytes in shared.items()} | _activations(training)
+
+
+def _activations(training: Training) -> Items:
+    """An estimate for decoders with fused attention and without recomputation: what backward needs, and the logits."""
+    t = training
+    if None in (t.batch_size, t.seq_len, t.num_layers, t.hidden_size, t.vocab_size):
+        return {}
+    assert t.batch_size and t.seq_len and t.num_layers and t.hidden_size and t.vocab_size
+    tokens = t.batch_size * t.seq_len
+    layers = _ACTIVATION_BYTES * t.compute_bytes * tokens * t.hidden_size * t.num_layers
+    logits = (t.compute_bytes + 2 * _FLOAT32_BYTES) * tokens * t.vocab_size  # themselves, as float32, and its gradient
+    return {"activations": layers, "logits": logits}
+
+
+def host_bytes(sizes: FragmentSizes, training: Training, overlap: int) -> Items:
+    """On a learner's host, beside what its devices hold."""
+    return {
+        "on the wire": (overlap + 1) * 2 * sizes.nbytes,
+        "one full fragment": _FLOAT32_BYTES * sizes.numel,
+        "checkpoint copies": 2 * training.num_parameters * training.param_bytes,
+    }
+
+
+def syncer_bytes(sizes: FragmentSizes, *, num_learners: int, replaced: float) -> Items:
+    """At the syncer.
+
+    Args:
+        sizes: of the fragments.
+        num_learners: M.
+        replaced: share of the fragments that commits replace while a snapshot is written, 0..1.
+    """
+    per_round = (2 + _STATE_BYTES) * sizes.numel + num_learners * sizes.nbytes
+    return {
+        "master, published, momentum": _STATE_BYTES * sizes.total_numel,
+        "last updates": CHAIN_LENGTH * sizes.total_nbytes,
+        "open rounds": ROUNDS_IN_FLIGHT * per_round,
+        "snapshot being written": int(replaced * _STATE_BYTES * sizes.total_numel) + 2 * _STATE_BYTES * sizes.numel,
+    }
+
+
+def snapshot_bytes(sizes: FragmentSizes) -> int:
+    """Size of one snapshot on disk."""
+    return _STATE_BYTES * sizes.total_numel + CHAIN_LENGTH * sizes.total_nbytes
+
+
+def disk_bytes(sizes: FragmentSizes, *, replaced: float) -> Items:
+    """At the syncer: a snapshot is due when the log has grown as large as the state, and replaces the one before."""
+    state = max(MIN_LOG_BYTES, _STATE_BYTES * sizes.total_numel)
+    return {"redo log": state + int(replaced * 2 * sizes.total_numel), "two snapshots": 2 * snapshot_bytes(sizes)}

@@ -1,0 +1,310 @@
+"""Whether a run fits its machines, before it is started: every resource, the tightest one, and the cheapest way out.
+
+1. A rate fits if what is needed of it takes at most its time: links, merge thread, disk, and the overlap. The overlap
+   is one because updates that land later are merged with greater staleness, round after round.
+2. A capacity fits if its bytes do. One that nobody named is shown and not judged.
+3. The cheapest way out changes options before machines: overlap, more fragments, longer periods, a smaller wire.
+   It is searched with the same arithmetic that found the problem, so that it holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.simulate import bandwidth, goodput, memory
+from lightning_diloco.simulate.bandwidth import Exchange, Machines, Totals
+from lightning_diloco.simulate.memory import FragmentSizes, Items, Training
+
+_COMFORTABLE = 0.9  # a changed option should leave a tenth
+_MAX_STRETCH = 16  # a period so many times as long is no advice
+_WIRE_BITS = {"int4": 4, "int8": 8, "bf16": 16, "fp32": 32}
+_OVERLAP = "overlap"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A model, its options, and the machines it is to run on.
+
+    Args:
+        shapes: of the trainable parameters, tied ones once.
+        mean_names: of embeddings among them.
+        config: options of the run.
+        training: one learner.
+        fleet: all of them.
+        on_cpu: learners train on CPUs.
+        mtbf_s: mean time between failures of one learner; None: none.
+        restart_s: from a failure to the process that joins again.
+        max_steps: of a learner; None: not fixed.
+        device_capacity: bytes of one device; None: not judged. Likewise the others.
+        host_capacity: of a learner's host.
+        syncer_capacity: of the syncer's host.
+        disk_capacity: of the syncer's disk.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    mean_names: frozenset[str]
+    config: RunConfig
+    training: Training
+    fleet: Machines
+    on_cpu: bool = False
+    mtbf_s: float | None = None
+    restart_s: float = goodput.RESTART_S
+    max_steps: int | None = None
+    device_capacity: int | None = None
+    host_capacity: int | None = None
+    syncer_capacity: int | None = None
+    disk_capacity: int | None = None
+
+    def fragments(self) -> FragmentPlan:
+        """The run's own plan for these options."""
+        return FragmentPlan.balanced(
+            self.shapes,
+            num_fragments=self.config.fragments_wanted,
+            max_slice_numel=self.config.max_slice_numel,
+            mean_names=self.mean_names,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """Something that may be too small.
+
+    Args:
+        kind: "rate" if options of the run can change it.
+        name: what it is.
+        load: what is needed over what there is; None: nobody said what there is.
+        needed: in words.
+        more: what to ask for if it is too small and no option helps.
+    """
+
+    kind: Literal["rate", "capacity"]
+    name: str
+    load: float | None
+    needed: str
+    more: str
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether it fits, or is not judged."""
+        return self.load is None or self.load <= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What is to be expected of a scenario; bytes and seconds as their names say.
+
+    Args:
+        scenario: it is the forecast of.
+        plan: the fragments.
+        sizes: of the fragments.
+        exchange: timing of one fragment.
+        device: bytes on each device of a learner, by item; likewise the others.
+        host: of a learner's host.
+        syncer: of the syncer's host.
+        disk: of the syncer.
+        resources: all that may be too small.
+        goodput: expected share of the planned tokens that is merged.
+        data_parallel_goodput: the same of one job over all learners.
+        totals: of the whole run; None if its length is not fixed.
+    """
+
+    scenario: Scenario
+    plan: FragmentPlan
+    sizes: FragmentSizes
+    exchange: Exchange
+    device: Items
+    host: Items
+    syncer: Items
+    disk: Items
+    resources: tuple[Resource, ...]
+    goodput: float
+    data_parallel_goodput: float
+    totals: Totals | None
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether every resource is enough."""
+        return all(resource.is_enough for resource in self.resources)
+
+    @property
+    def tightest(self) -> Resource:
+        """The resource with the highest load."""
+        return max(self.resources, key=lambda resource: resource.load or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A way out.
+
+    Args:
+        text: in words.
+        options: run options that make every rate fit; empty if machines must change.
+    """
+
+    text: str
+    options: dict[str, int | str] = dataclasses.field(default_factory=dict)
+
+
+def forecast(scenario: Scenario) -> Forecast:
+    """Work out everything; pure arithmetic.
+
+    Raises:
+        ConfigError: the model has no parameters, or options contradict each other.
+    """
+    scenario.config.validate()
+    plan = scenario.fragments()
+    # As in a run's manifest: fewer fragments where the model has fewer slices.
+    overlap = min(scenario.config.overlap, plan.num_fragments)
+    config = dataclasses.replace(scenario.config, num_fragments=plan.num_fragments, overlap=overlap)
+    scenario = dataclasses.replace(scenario, config=config)
+    training, fleet = scenario.training, scenario.fleet
+    sizes = FragmentSizes.of(plan, config)
+    exchange = Exchange.of(sizes, config, fleet)
+    writing_s = memory.snapshot_bytes(sizes) / fleet.disk_bytes_per_s
+    replaced = min(1.0, writing_s / bandwidth.sweep_s(config, fleet))
+    items = {
+        "device": memory.device_bytes(sizes, training),
+        "host": memory.host_bytes(sizes, training, config.overlap),
+        "syncer": memory.syncer_bytes(sizes, num_learners=fleet.num_learners, replaced=replaced),
+        "disk": memory.disk_bytes(sizes, replaced=replaced),
+    }
+    stall = goodput.stall_share(sizes, training, exchange, on_cpu=scenario.on_cpu)
+    failing: dict[str, Any] = {"mtbf_s": scenario.mtbf_s, "restart_s": scenario.restart_s}
+    return Forecast(
+        scenario=scenario,
+        plan=plan,
+        sizes=sizes,
+        exchange=exchange,
+        **items,
+        resources=(*_rates(sizes, config, fleet, exchange), *_capacities(scenario, items)),
+        goodput=goodput.expected_goodput(config, fleet, exchange, stall=stall, **failing),
+        data_parallel_goodput=goodput.data_parallel_goodput(fleet, exchange, **failing),
+        totals=None
+        if scenario.max_steps is None
+        else Totals.of(sizes, config, num_learners=fleet.num_learners, num_steps=scenario.max_steps),
+    )
+
+
+def _rates(sizes: FragmentSizes, config: RunConfig, fleet: Machines, exchange: Exchange) -> Iterator[Resource]:
+    learner_bps = bandwidth.learner_bps(sizes, config, fleet)
+    syncer_bps = learner_bps * fleet.num_learners
+    log_bps = bandwidth.log_bytes_per_s(sizes, config, fleet)
+    yield Resource(
+        "rate",
+        "learner's link",
+        learner_bps / fleet.learner_stream_bps,
+        f"{learner_bps / 1e9:.2f} of {fleet.learner_stream_bps / 1e9:.2f} Gbit/s usable",
+        f"a link of {learner_bps / bandwidth.LINK_SHARE / 1e9:.2f} Gbit/s for each learner",
+    )
+    yield Resource(
+        "rate",
+        "syncer's link",
+        syncer_bps / fleet.syncer_usable_bps,
+        f"{syncer_bps / 1e9:.2f} of {fleet.syncer_usable_bps / 1e9:.2f} Gbit/s usable",
+        f"a link of {syncer_bps / bandwidth.LINK_SHARE / 1e9:.2f} Gbit/s for the syncer",
+    )
+    yield Resource(
+        "rate",
+        "syncer's merge thread",
+        exchange.merge_s / exchange.period_s,
+        f"{exchange.merge_s:.2f} of {exchange.period_s:.2f} s per fragment",
+        "a smaller model",
+    )
+    yield Resource(
+        "rate",
+        "syncer's disk",
+        log_bps / fleet.disk_bytes_per_s,
+        f"{log_bps / 1e6:.1f} of {fleet.disk_bytes_per_s / 1e6:.0f} MB/s",
+        f"a disk that takes {log_bps / 1e6:.0f} MB/s",
+    )
+    yield Resource(
+        "rate",
+        _OVERLAP,
+        exchange.landing_s / exchange.overlap_s,
+        f"{exchange.landing_s:.2f} of {exchange.overlap_s:.2f} s ({config.overlap} steps)",
+        "faster links",
+    )
+
+
+def _capacities(scenario: Scenario, items: dict[str, Items]) -> Iterator[Resource]:
+    wanted = {
+        "device": ("device memory", scenario.device_capacity, "more devices per learner, of {} together"),
+        "host": ("host memory of a learner", scenario.host_capacity, "a host with {}"),
+        "syncer": ("syncer memory", scenario.syncer_capacity, "a syncer with {}"),
+        "disk": ("syncer's disk space", scenario.disk_capacity, "a disk with {}"),
+    }
+    for key, (name, capacity, more) in wanted.items():
+        needed = sum(items[key].values())
+        asked = needed * scenario.training.devices if key == "device" else needed
+        of = ", not judged" if capacity is None else f" of {gib(capacity)}"
+        load = None if capacity is None else needed / capacity
+        yield Resource("capacity", name, load, f"{gib(needed)}{of}", more.format(gib(asked)))
+
+
+def gib(nbytes: float) -> str:
+    """Bytes for people."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def cheapest_fix(found: Forecast) -> Fix | None:
+    """The first way out of an infeasible forecast, in the order of cost; None if it is feasible."""
+    if found.is_feasible:
+        return None
+    needs = [r.more for r in found.resources if r.kind == "capacity" and not r.is_enough]
+    options: dict[str, int | str] = {}
+    if not _rates_fit(found):
+        options = next((change for change in _changes(found) if _rates_fit(_changed(found, change))), {})
+        if not options:
+            needs += [r.more for r in found.resources if r.kind == "rate" and not r.is_enough]
+    said = ", ".join(f"{name}={value}" for name, value in options.items())
+    return Fix("; ".join(([said] if said else []) + needs), options)
+
+
+def _rates_fit(found: Forecast) -> bool:
+    return all(r.is_enough for r in found.resources if r.kind == "rate")
+
+
+def _changed(found: Forecast, options: Mapping[str, int | str]) -> Forecast:
+    values: dict[str, Any] = dict(options)
+    return forecast(dataclasses.replace(found.scenario, config=dataclasses.replace(found.scenario.config, **values)))
+
+
+def _changes(found: Forecast) -> Iterator[dict[str, int | str]]:
+    """Options to try, the cheapest first: staleness, rarer exchanges, smaller pieces, a coarser wire."""
+    config = found.scenario.config
+    wires = (config.wire, *(wire for wire in ("int8", "int4") if _WIRE_BITS[wire] < _WIRE_BITS[config.wire]))
+    for wire in wires:
+        cut = [change for parts in (1, 2, 4) if (change := _change(found, wire, parts)) is not None]
+        yield from sorted(cut, key=lambda change: change.get("sync_every", 0))
+
+
+def _change(found: Forecast, wire: str, parts: int) -> dict[str, int | str] | None:
+    """Options under which fragments cut into so many parts have the time they take; None if they get too large."""
+    config, step_s = found.scenario.config, found.scenario.fleet.step_s
+    assert config.num_fragments is not None
+    change: dict[str, int | str] = {} if wire == config.wire else {"wire": wire}
+    if parts > 1:
+        change["num_fragments"] = num_fragments = config.num_fragments * parts
+    else:
+        num_fragments = config.num_fragments
+    loads = _changed(found, {**change, "sync_every": max(config.sync_every, num_fragments)})
+    busiest = max(r.load or 0.0 for r in loads.resources if r.kind == "rate" and r.name != _OVERLAP)
+    wanted = loads.scenario.config.sync_every * max(1.0, busiest / _COMFORTABLE)
+    sync_every = math.ceil(wanted / num_fragments) * num_fragments if busiest > 1 else loads.scenario.config.sync_every
+    overlap = max(config.overlap, math.ceil(loads.exchange.landing_s / step_s / _COMFORTABLE))
+    if sync_every > _MAX_STRETCH * config.sync_every or overlap > min(num_fragments, max(2, sync_every // 4)):
+        return None
+    if sync_every != config.sync_every:
+        change["sync_every"] = sync_every
+    if overlap != config.overlap:
+        change["overlap"] = overlap
+    return change or None
