@@ -38,6 +38,8 @@ from lightning_diloco.runtime.durable import Durable
 from lightning_diloco.runtime.files import write_file
 from lightning_diloco.runtime.manifest import plan_of
 from lightning_diloco.runtime.outbox import Outbox
+from lightning_diloco.runtime.progress import EVENT as PROGRESS
+from lightning_diloco.runtime.progress import pause_s, progress
 from lightning_diloco.transport.address import (
     JoinAddress,
     is_loopback,
@@ -117,7 +119,7 @@ class SyncerService:
         self._seed: actions.StoreSeed | None = None
         self._seed_values: dict[tuple[str, int, int], Tensor] = {}
         self._todo: deque[actions.SyncerAction] = deque()
-        self._retry_s = 0.0
+        self._retry_s = self._next_progress_s = 0.0
         self._polled_s: dict[str, float] = {}
         self._transferred_s: dict[str, float] = {}
         self._num_applying = 0
@@ -285,8 +287,14 @@ class SyncerService:
                 for session, heard_s in list(self._transferred_s.items()):
                     self.state.roster.heard(session, heard_s)
                 self._handle(events.Tick(), now_s)
+                self._note_progress(now_s)
                 self._store_seed()
                 self._end_if_over(now_s)
+
+    def _note_progress(self, now_s: float) -> None:
+        if self.state.manifest is not None and now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + pause_s(now_s - self._started_s)
+            self._durable.note(PROGRESS, **progress(report.status(self.state, **self._figures(wall="uptime_s"))))
 
     def _handle(self, event: events.SyncerEvent, now_s: float) -> None:
         with self._looking:
