@@ -6,7 +6,6 @@ them to draw, a long one a few megabytes a month and learner.
 
 from __future__ import annotations
 
-from lightning_diloco.runtime.report import LOSS
 from lightning_diloco.transport.base import Json
 
 EVENT = "progress"
@@ -24,7 +23,7 @@ def pause_s(age_s: float) -> float:
 def progress(status: Json) -> Json:
     """The fields of a note, from what `report.status` says."""
     learners = [
-        {**{name: learner[name] for name in _OF_LEARNER}, "loss": learner["metrics"].get(LOSS)}
+        {**{name: learner[name] for name in _OF_LEARNER}, "loss": learner["metrics"].get("loss")}
         for learner in status["learners"]
     ]
     return {**{name: status[name] for name in _OF_RUN}, "learners": learners}
