@@ -5,6 +5,7 @@ Input is the syncer's status and `summary.json`; a value that is not known yet i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,13 @@ from rich.text import Text
 
 from lightning_diloco.cli.feed import Status
 
+_BEFORE = {
+    "waiting": "waiting for learners",
+    "seeding": "the first learner's parameters become the anchors",
+}
 _NUM_ROUNDS_LIVE = 4
 _REDRAW_S = 0.25
+_LARGE_NATS = 20.0
 _UNITS = (("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
@@ -103,6 +109,8 @@ def status_lines(status: Status) -> list[str]:
 
 def run_line(status: Status) -> str:
     """The run as a whole, in one line."""
+    if status["state"] in _BEFORE:
+        return _BEFORE[status["state"]]
     versions: Sequence[int] = status["versions"]
     span = f"{min(versions)}..{max(versions)} in {len(versions)} fragments" if versions else "-"
     why = f" ({status['reason']})" if status["reason"] else ""
@@ -146,12 +154,21 @@ def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
         "bytes up / down": f"{_bytes(summary['bytes_up'])} / {_bytes(summary['bytes_down'])}",
         "joins / lapses": f"{summary['joins']} / {summary['lapses']}",
         **{f"stall of {name}": _number(stall_s, ".3f", " s") for name, stall_s in (summary["stall_s"] or {}).items()},
-        "eval_loss of the anchor": _number(summary["eval_loss"], ".4f"),
+        **_evaluated(summary),
         "files": str(run_dir),
     }
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table
+
+
+def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:
+    loss = summary["eval_loss"]
+    if loss is None:
+        return {"eval_loss of the anchor": f"- ({summary.get('eval_reason') or 'nobody validated it'})"}
+    # What unit the loss has is not known here; one that large is not nats per token.
+    perplexity = {"perplexity, if per token": f"{math.exp(loss):.2f}"} if loss < _LARGE_NATS else {}
+    return {"eval_loss of the anchor": f"{loss:.4f}", **perplexity}
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -1,8 +1,13 @@
-"""Asks a syncer for its state, in a thread of its own: one that does not answer holds up nobody."""
+"""Asks a syncer for its state, in a thread of its own: one that does not answer holds up nobody.
+
+A syncer that starts, ends or is busy for a moment is silent: an answer counts as the latest, and no silence as a
+problem, until a while has passed.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -21,11 +26,13 @@ class StatusFeed:
     Args:
         fetch: returns the syncer's state; called from the feed's thread only.
         period_s: pause between an answer and the next question.
+        patience_s: how long a silence is no problem.
     """
 
-    def __init__(self, fetch: Fetch, *, period_s: float = 0.5) -> None:
+    def __init__(self, fetch: Fetch, *, period_s: float = 0.5, patience_s: float = 3.0) -> None:
         self._fetch = fetch
         self._period_s = period_s
+        self._patience_s = patience_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._ask, name="diloco-status", daemon=True)
         self.latest: Status | None = None
@@ -40,12 +47,14 @@ class StatusFeed:
         self._thread.join(timeout=0.5)
 
     def _ask(self) -> None:
+        answered_s = time.monotonic()
         while not self._closing.is_set():
             try:
                 self.latest, self.problem = self._fetch(), None
+                answered_s = time.monotonic()
             except Exception as error:  # whatever it is: a run does not end because it cannot be watched
-                known = isinstance(error, DiLoCoError)
-                self.latest, self.problem = None, str(error) if known else repr(error)
+                if time.monotonic() - answered_s >= self._patience_s:
+                    self.latest, self.problem = None, str(error) if isinstance(error, DiLoCoError) else repr(error)
             self._closing.wait(self._period_s)
 
 

@@ -124,7 +124,9 @@ class Fleet:
             self._give_up(child, f"{name} died ({how}); restarts used up: {child.num_restarts} of {self._max_restarts}")
         else:
             child.num_restarts += 1
-            self._say(f"{name} died ({how}); restart {child.num_restarts} of {self._max_restarts}")
+            # An exception's name and message; what was said last before a signal has nothing to do with it.
+            why = "".join(f": {line.strip()}" for line in last_lines(child.command.log_path, 1) if code > 0)
+            self._say(f"{name} died ({how}{why}); restart {child.num_restarts} of {self._max_restarts}")
             child.process = _spawn(child.command)
 
     def _give_up(self, child: _Child, why: str) -> None:
@@ -144,13 +146,18 @@ def describe_exit(code: int) -> str:
 
 def describe_log(path: Path, *, num_lines: int = 15) -> str:
     """The last lines of a log, indented, and where the rest is."""
+    tail = "".join(f"    {line}\n" for line in last_lines(path, num_lines))
+    return f"  its last lines:\n{tail}  the whole log: {path}"
+
+
+def last_lines(path: Path, num_lines: int) -> list[str]:
+    """The last lines of a log; fewer if it is shorter."""
     with path.open("rb") as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
         text = log.read().decode(errors="replace")
     # A progress bar redraws its line after "\r"; only its last state is of interest.
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
-    tail = "".join(f"    {line}\n" for line in lines[-num_lines:])
-    return f"  its last lines:\n{tail}  the whole log: {path}"
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")] if text.strip() else []
+    return lines[-num_lines:]
 
 
 def _spawn(command: Command) -> subprocess.Popen[bytes]:

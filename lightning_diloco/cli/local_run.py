@@ -166,7 +166,8 @@ class _Run:
         """Wait for the syncer to end by itself, as long as there is reason to."""
         if self._are_training() or self._interruption:
             return
-        if feed.latest is not None and not feed.latest["learners"]:
+        have_finished = all(self._fleet.outcome(name) == "finished" for name in self._plan.learners)
+        if have_finished and feed.latest is not None and not feed.latest["learners"]:
             self._screen.say(
                 "no learner took part in the run, so it cannot finish; "
                 'a script takes part by Trainer(strategy="decoupled_diloco"), after `import lightning_diloco`'
@@ -186,7 +187,7 @@ class _Run:
         self._fleet.watch()
         while not self._interruption and not done():
             if feed is not None:
-                self._screen.show(feed.latest, feed.problem)
+                self._screen.show(feed.latest, feed.problem if self._is_served() else None)
                 if self._meddle is not None and self._are_training():
                     self._meddle(self._fleet, feed.latest)
             time.sleep(_TICK_S)

@@ -79,6 +79,12 @@ def test_the_table_shows_the_run() -> None:
     assert "goodput -, 61.44k tokens, up 2.5MB, down 900B" in text.replace("\n", " ")
 
 
+def test_a_run_that_has_not_begun_says_what_it_waits_for() -> None:
+    (line,) = status_lines(status(state="waiting", learners=[], versions=[]))
+    assert line.endswith(" s  waiting for learners")
+    assert "the first learner's parameters become the anchors" in drawn(status_view(status(state="seeding")))
+
+
 def test_the_reason_of_a_suspended_run_is_shown() -> None:
     assert status_lines(status(state="suspended", reason="the disk is full"))[0].endswith(
         "suspended (the disk is full): round 4..5 in 3 fragments, 13 commits, quorum 1, participation 97.5 %, "
@@ -169,7 +175,12 @@ def test_the_summary_shows_every_figure_and_where_the_files_are() -> None:
     assert cells(text, "stall of l0")[1] == "0.123 s"
     assert cells(text, "stall of l1")[1] == "-"
     assert cells(text, "eval_loss")[1] == "2.3457"
+    assert cells(text, "perplexity")[1] == "10.44"
     assert cells(text, "files")[1] == "/runs/gpt"
+
+
+def test_a_loss_that_can_be_no_nats_per_token_has_no_perplexity() -> None:
+    assert "perplexity" not in drawn(summary_view({**SUMMARY, "eval_loss": 812.5}, Path("x")))
 
 
 def test_the_summary_of_a_run_without_a_step_is_drawn() -> None:
@@ -179,8 +190,11 @@ def test_the_summary_of_a_run_without_a_step_is_drawn() -> None:
         "tokens_merged": 0,
         "tokens_discarded": {},
         "eval_loss": None,
+        "eval_reason": "there is no validation data",
         "goodput": None,
     }
     text = drawn(summary_view({**empty, "stall_s": {}}, Path("x")))
     assert "0 / 0 token-fragments (-)" in text
+    assert "perplexity" not in text
+    assert cells(text, "eval_loss")[1] == "- (there is no validation data)"
     assert cells(text, "discarded")[1] == "nothing"

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from lightning_diloco.cli.feed import StatusFeed
 from lightning_diloco.errors import TransportError
 
 
-def test_the_latest_answer_replaces_a_problem_and_the_other_way_round() -> None:
+@pytest.mark.parametrize(("patience_s", "silent"), [(0.0, (None, "gone")), (60.0, ({"step": 1}, None))])
+def test_a_silence_becomes_a_problem_when_patience_ends_and_an_answer_ends_it(
+    patience_s: float, silent: tuple[object, object]
+) -> None:
     answers = iter([{"step": 1}, TransportError("gone"), {"step": 3}])
     seen: list[tuple[object, object]] = []
     over = threading.Event()
@@ -23,10 +28,10 @@ def test_the_latest_answer_replaces_a_problem_and_the_other_way_round() -> None:
             raise answer
         return answer
 
-    feed = StatusFeed(fetch, period_s=0.0)
+    feed = StatusFeed(fetch, period_s=0.0, patience_s=patience_s)
     with feed:
         assert over.wait(timeout=10.0)
-    assert seen[:4] == [(None, None), ({"step": 1}, None), (None, "gone"), ({"step": 3}, None)]
+    assert seen[:4] == [(None, None), ({"step": 1}, None), silent, ({"step": 3}, None)]
 
 
 def test_a_syncer_that_does_not_answer_holds_up_nobody() -> None:

@@ -71,7 +71,7 @@ def test_a_dying_child_is_started_again_as_often_as_allowed(tmp_path: Path, max_
     said = harness.run("print('try'); raise SystemExit(7)")
     assert harness.fleet.outcome("l0") == "gave up"
     assert harness.log() == "try\n" * (1 + max_restarts)
-    assert said.count("l0 died (exit code 7); restart ") == max_restarts
+    assert said.count("l0 died (exit code 7: try); restart ") == max_restarts
     assert f"restarts used up: {max_restarts} of {max_restarts}" in said
 
 

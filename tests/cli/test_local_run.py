@@ -127,6 +127,13 @@ def test_a_syncer_that_gives_up_ends_the_run(tmp_path: Path) -> None:
     assert "syncer died (exit code 5)" in said
 
 
+def test_learners_that_failed_before_they_took_part_are_not_told_about_the_strategy(tmp_path: Path) -> None:
+    ended, said = run(plan(tmp_path, LEARNER + "\nraise ValueError('no data')"), [])
+    assert ended.exit_code == 1
+    assert "ValueError: no data" in said
+    assert "Trainer(" not in said
+
+
 def test_a_script_without_the_strategy_is_told_so(tmp_path: Path) -> None:
     ended, said = run(plan(tmp_path, LEARNER, linger_s=1e9), [])
     assert ended.exit_code == 1
