@@ -37,6 +37,7 @@ NARROWER = {
 }
 LIBRARIES = {
     "cli": "lightning rich yaml",
+    "cli/chaos_picture.py": "matplotlib",
     "callbacks": "torch lightning wandb",
     "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock",
     "strategy": "torch lightning numpy",

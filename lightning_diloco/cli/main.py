@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_diloco.cli import cp, ls, plan, run, status, syncer
+from lightning_diloco.cli import chaos, cp, ls, plan, run, status, syncer
 from lightning_diloco.errors import DiLoCoError, StorageError
 
 _EXAMPLE = "example:\n  diloco run recipes/tiny/gpt.yaml --local 2"
@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of `diloco` with one sub-parser per verb."""
     parser = _Parser(prog="diloco", description="Decoupled DiLoCo for PyTorch Lightning.", epilog=_EXAMPLE)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for verb in (run, plan, syncer, status, ls, cp):
+    for verb in (run, chaos, plan, syncer, status, ls, cp):
         verb.add_parser(verbs)
     return parser
 
@@ -29,7 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: that of this process); returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    words, passed_on = run.split(words) if words[0] == "run" else (words, [])
+    splitting = {"run": run.split, "chaos": chaos.split}.get(words[0])
+    words, passed_on = splitting(words) if splitting else (words, [])
     try:
         arguments = build_parser().parse_args(words, argparse.Namespace(passed_on=passed_on))
         return int(arguments.call(arguments))

@@ -21,7 +21,7 @@ _EXAMPLE = """examples:
   diloco run recipes/tiny/gpt.yaml --local 2 --trainer.max_steps 60
   diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"""
 VALUED = ("--local", "--run-dir", "--max-restarts", "--threads")
-_FLAGS = ("--no-table", "-h", "--help")
+FLAGS = ("--no-table", "-h", "--help")
 
 
 def add_parser(verbs: Any) -> None:
@@ -43,12 +43,15 @@ def add_parser(verbs: Any) -> None:
     parser.set_defaults(call=call)
 
 
-def split(words: Sequence[str], valued: Sequence[str] = VALUED) -> tuple[list[str], list[str]]:
+def split(
+    words: Sequence[str], valued: Sequence[str] = VALUED, flags: Sequence[str] = FLAGS
+) -> tuple[list[str], list[str]]:
     """Divide a command line `VERB ...` into what is ours and what is passed on.
 
     Args:
         words: the whole command line, the verb first.
         valued: options of ours that take a value.
+        flags: options of ours that do not.
     """
     num_positional, position = 0, 0
     while position < len(words):
@@ -56,7 +59,7 @@ def split(words: Sequence[str], valued: Sequence[str] = VALUED) -> tuple[list[st
         if word == "--":
             return list(words[:position]), list(words[position + 1 :])
         name, has_value, _ = word.partition("=")
-        is_ours = name in valued or word in _FLAGS
+        is_ours = name in valued or word in flags
         if not is_ours and num_positional == 2:  # the verb and the target
             break
         num_positional += not word.startswith("-")
@@ -72,7 +75,8 @@ def call(arguments: argparse.Namespace) -> int:
     from lightning_diloco.cli.interruption import Interruption
     from lightning_diloco.cli.local_run import Plan, execute
 
-    _check(arguments)
+    if found := problems(arguments):
+        raise ConfigError(found)
     target = recipes.resolve(arguments.target)
     num_learners = arguments.local
     run_dir = make_run_dir(arguments.run_dir, target.stem)
@@ -94,18 +98,18 @@ def call(arguments: argparse.Namespace) -> int:
     return ended.exit_code
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    problems = []
+def problems(arguments: argparse.Namespace) -> list[str]:
+    """What is wrong with the options that every local run has."""
+    found = []
     if arguments.local is None:
         swallowed = any(word.partition("=")[0] == "--local" for word in arguments.passed_on)
         hint = "put it before everything that is passed on" if swallowed else "for example --local 2"
-        problems.append(f"--local N is missing: say how many learners to run; {hint}")
+        found.append(f"--local N is missing: say how many learners to run; {hint}")
     for name, minimum in (("local", 1), ("max_restarts", 0), ("threads", 1)):
         value = getattr(arguments, name)
         if value is not None and value < minimum:
-            problems.append(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
-    if problems:
-        raise ConfigError(problems)
+            found.append(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
+    return found
 
 
 def make_run_dir(wanted: Path | None, stem: str) -> Path:

@@ -1,0 +1,164 @@
+"""`diloco chaos`: a recipe as N learners on this machine, under a seeded schedule of real faults.
+
+The run must end by itself: exit code 0 says that every learner finished, that the run is finished, and that its ledger
+is exact. `--compare` then runs the recipe without faults up to as many merged tokens, for the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_diloco.cli import recipes, run
+from lightning_diloco.cli.fault_schedule import KINDS, Kind, draw
+from lightning_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lightning_diloco.cli.local_run import Ended, Plan, Via
+    from lightning_diloco.cli.meddler import Meddler
+
+_EXAMPLE = """examples:
+  diloco chaos recipes/tiny/gpt.yaml --local 4 --faults-per-hour 85 --duration 20m
+  diloco chaos recipes/tiny/gpt.yaml --local 2 --faults-per-hour 240 --kinds kill,cut --trainer.max_steps 400"""
+_VALUED = (*run.VALUED, "--faults-per-hour", "--kinds", "--seed", "--duration")
+_FLAGS = ("--compare", "--no-table", "-h", "--help")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_CLOCK = "lightning_diloco.cli.step_clock.StepClock"
+
+split = partial(run.split, valued=_VALUED, flags=_FLAGS)
+
+
+def add_parser(verbs: Any) -> None:
+    """Add this verb."""
+    about = "run a recipe under a seeded schedule of real faults, and report what came of it"
+    parser = verbs.add_parser(
+        "chaos",
+        help=about,
+        description=f"{about.capitalize()}: RUN_DIR/chaos.json and chaos.png.",
+        epilog=_EXAMPLE,
+        usage="diloco chaos RECIPE.yaml|SCRIPT.py --local N --faults-per-hour F [options] [--] [overrides]",
+    )
+    parser.add_argument("target", metavar="RECIPE|SCRIPT", help="a YAML recipe (see `diloco ls`) or a Python script")
+    parser.add_argument("--local", type=int, metavar="N", help="number of learners")
+    parser.add_argument("--faults-per-hour", type=float, metavar="F", help="of all kinds and targets together")
+    parser.add_argument("--kinds", default=",".join(KINDS), metavar="K,..", help=f"default: {','.join(KINDS)}")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the schedule (default: 0)")
+    parser.add_argument("--duration", metavar="T", help="end after this time, such as 20m, if not done by then")
+    parser.add_argument("--compare", action="store_true", help="then run without faults to as many merged tokens")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="a new folder; default: runs/chaos-<name>-<time>")
+    parser.add_argument("--max-restarts", type=int, default=200, metavar="R", help="of each process (default: 200)")
+    parser.add_argument("--threads", type=int, metavar="T", help="of each learner (default: cores / N)")
+    parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
+    parser.set_defaults(call=call)
+
+
+def call(arguments: argparse.Namespace) -> int:
+    """Run to the end, report, and judge; returns the exit code."""
+    from rich.console import Console
+
+    from lightning_diloco.cli import chaos_report, chaos_story
+    from lightning_diloco.cli.meddler import Meddler
+
+    asked = _check(arguments)
+    target = recipes.resolve(arguments.target)
+    if target.suffix == ".py" and (asked.duration_s is not None or arguments.compare):
+        raise ConfigError(f"{target}: --duration and --compare set options of a recipe; pass a script its own after --")
+    run_dir = run.make_run_dir(arguments.run_dir, f"chaos-{target.stem}")
+    if (run_dir / chaos_story.FAULTS.parent).exists():
+        raise ConfigError(f"{run_dir} holds a chaos run already; choose a new folder with --run-dir")
+    console = Console()
+    faults = draw(asked.kinds, _names(arguments), faults_per_hour=arguments.faults_per_hour, seed=arguments.seed)
+    passed_on = arguments.passed_on if target.suffix == ".py" else [*asked.overrides(), *arguments.passed_on]
+    with Meddler(faults, run_dir / chaos_story.FAULTS) as meddler:
+        plan = _plan(arguments, run_dir, run.learner_argv(target, passed_on), via=meddler.via)
+        ended = _execute(plan, console, arguments, meddler)
+    story = chaos_story.read(run_dir)
+    report = {"exit_code": ended.exit_code, "seed": arguments.seed, **chaos_report.measure(story)}
+    if arguments.compare and ended.exit_code == 0:
+        max_steps = f"--trainer.max_steps={chaos_report.steps_to_compare(story, arguments.local)}"
+        argv = run.learner_argv(target, [*arguments.passed_on, max_steps])
+        calm = _execute(_plan(arguments, run.make_run_dir(run_dir / "calm", ""), argv), console, arguments)
+        report.update(chaos_report.compared(report, calm.summary or {}))
+    (run_dir / "chaos.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    console.print(chaos_report.view(report, run_dir))
+    _draw(story, run_dir, console)
+    return ended.exit_code or int(not report["ledger_exact"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    kinds: tuple[Kind, ...]
+    duration_s: float | None
+
+    def overrides(self) -> list[str]:
+        """What comes before the user's own; a duration is counted from now."""
+        clock = [f"--trainer.callbacks+={_CLOCK}"]
+        if self.duration_s is None:
+            return clock
+        until = f"--trainer.callbacks.until_s={time.time() + self.duration_s:.3f}"
+        return [*clock, until]
+
+
+def _check(arguments: argparse.Namespace) -> _Asked:
+    problems = run.problems(arguments)
+    if arguments.faults_per_hour is None:
+        problems.append("--faults-per-hour F is missing: say how many faults there shall be; for example 60")
+    elif not 0.0 < arguments.faults_per_hour < float("inf"):
+        problems.append(f"--faults-per-hour {arguments.faults_per_hour}: must be above 0")
+    words = arguments.kinds.split(",")
+    if unknown := [word for word in words if word not in KINDS] or len(set(words)) < len(words):
+        problems.append(f"--kinds {arguments.kinds}: found {unknown}; allowed are {', '.join(KINDS)}, each once")
+    duration = _DURATION.fullmatch(arguments.duration or "0")
+    if duration is None:
+        problems.append(f"--duration {arguments.duration}: must be a number with s, m or h, such as 20m")
+    if problems or duration is None:
+        raise ConfigError(problems)
+    seconds = float(duration[1]) * _SECONDS[duration[2]] if arguments.duration else None
+    return _Asked(tuple(kind for kind in KINDS if kind in words), seconds)
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    return [f"l{index}" for index in range(arguments.local)]
+
+
+def _plan(arguments: argparse.Namespace, run_dir: Path, learner_argv: tuple[str, ...], via: Via | None = None) -> Plan:
+    from lightning_diloco.cli.local_run import Plan
+
+    return Plan(
+        run_dir=run_dir,
+        syncer_argv=(*run.syncer_argv(run_dir, arguments.local), "--record", "contributions"),
+        learner_argv=learner_argv,
+        num_learners=arguments.local,
+        threads=arguments.threads,
+        max_restarts=arguments.max_restarts,
+        via=via,
+    )
+
+
+def _execute(plan: Plan, console: Console, arguments: argparse.Namespace, meddler: Meddler | None = None) -> Ended:
+    from lightning_diloco.cli.display import Screen
+    from lightning_diloco.cli.interruption import Interruption
+    from lightning_diloco.cli.local_run import execute
+
+    with Interruption() as interruption, Screen(console, live=console.is_terminal and not arguments.no_table) as screen:
+        screen.say(f"run directory: {plan.run_dir}  (each process logs to log.txt in its folder there)")
+        return execute(plan, screen, interruption, meddle=meddler)
+
+
+def _draw(story: Any, run_dir: Path, console: Console) -> None:
+    """A run is not judged by its picture."""
+    from lightning_diloco.cli import chaos_picture
+
+    try:
+        chaos_picture.draw(story, run_dir / "chaos.png", title=f"{run_dir.name}: {len(story.faults)} faults")
+    except ConfigError as error:
+        console.print(str(error))

@@ -1,0 +1,83 @@
+"""Which faults a chaos run has, and when: a Poisson process, the same for the same seed.
+
+1. Times between faults are exponential, so faults also come close together and while others last.
+2. Kinds are dealt like cards, a freshly shuffled deck of all of them at a time: each is as frequent as the others.
+3. How long a fault lasts is log-uniform over `LASTS_S`: most are shorter than a lease, some are longer.
+
+Source: our choice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal["kill", "stop", "cut", "slow", "syncer"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+SYNCER = "syncer"
+LASTS_S: dict[Kind, tuple[float, float]] = {"stop": (1.0, 30.0), "cut": (1.0, 30.0), "slow": (5.0, 30.0)}
+DELAY_S = (0.02, 0.2)
+RATE_BPS = (2e6, 2e7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault.
+
+    Args:
+        number: 1, 2, ... in the order of time.
+        at_s: after the start of the schedule.
+        kind: "kill": SIGKILL to a learner; "stop": SIGSTOP, later SIGCONT; "cut" and "slow": its network; "syncer":
+            SIGKILL to the syncer.
+        target: learner id, or "syncer".
+        lasts_s: until it is taken back; 0 for a kill.
+        is_half_open: a "cut" that resets nothing: connections stay, and nothing gets through.
+        delay_s: of a "slow" network, one way.
+        rate_bps: of a "slow" network, each direction.
+    """
+
+    number: int
+    at_s: float
+    kind: Kind
+    target: str
+    lasts_s: float = 0.0
+    is_half_open: bool = False
+    delay_s: float = 0.0
+    rate_bps: float | None = None
+
+
+def draw(kinds: Sequence[Kind], learners: Sequence[str], *, faults_per_hour: float, seed: int) -> Iterator[Fault]:
+    """Faults without end, in the order of time.
+
+    Args:
+        kinds: those to be had.
+        learners: ids.
+        faults_per_hour: of all kinds and targets together, > 0.
+        seed: decides everything.
+    """
+    chance = random.Random(seed)
+    at_s, deck = 0.0, list[Kind]()
+    for number in itertools.count(1):
+        at_s += chance.expovariate(faults_per_hour / 3600.0)
+        if not deck:
+            deck = chance.sample(list(kinds), len(kinds))
+        kind = deck.pop()
+        yield Fault(
+            number=number,
+            at_s=at_s,
+            kind=kind,
+            target=SYNCER if kind == "syncer" else chance.choice(list(learners)),
+            lasts_s=_log_uniform(chance, *LASTS_S[kind]) if kind in LASTS_S else 0.0,
+            is_half_open=kind == "cut" and chance.random() < 0.5,
+            delay_s=_log_uniform(chance, *DELAY_S) if kind == "slow" else 0.0,
+            rate_bps=_log_uniform(chance, *RATE_BPS) if kind == "slow" else None,
+        )
+
+
+def _log_uniform(chance: random.Random, low: float, high: float) -> float:
+    return math.exp(chance.uniform(math.log(low), math.log(high)))
