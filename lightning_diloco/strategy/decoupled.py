@@ -115,9 +115,10 @@ class SingleDeviceDiLoCo(DecoupledDiLoCoStrategy, SingleDeviceStrategy):
 
 
 # By device type, and whether the learner has several devices.
-_FINAL_CLASSES: dict[tuple[str, bool], type[DecoupledDiLoCoStrategy]] = {
+_FINAL_CLASSES: dict[tuple[str, bool], type[DecoupledDiLoCoStrategy] | str] = {
     ("cpu", False): SingleDeviceDiLoCo,
     ("cuda", False): SingleDeviceDiLoCo,
+    ("xla", False): "SingleDeviceXLADiLoCo",  # in xla.py, which imports this module
 }
 
 
@@ -131,4 +132,9 @@ def _final_class(devices: list[torch.device], num_nodes: int) -> type[DecoupledD
             f"a learner can have {allowed}; pass Trainer(accelerator=..., devices=1, num_nodes=1) and start one "
             "process per device, each a learner of its own"
         )
+    if isinstance(final, str):
+        from lightning_diloco.strategy import xla
+
+        final = getattr(xla, final)
+        assert isinstance(final, type)
     return final

@@ -43,11 +43,20 @@ def _refuse(**options: Any) -> NoReturn:
     )
 
 
-_REGISTRIES = {"lightning.pytorch.strategies": _make, "pytorch_lightning.strategies": _refuse}
+_REGISTRIES = {
+    "lightning.pytorch.strategies": _make,
+    "pytorch_lightning.strategies": _refuse,
+    "lightning.pytorch.accelerators": None,  # Trainer(accelerator="xla")
+}
 
 
 def _add(module: ModuleType, make: Any) -> None:
-    if NAME not in module.StrategyRegistry:
+    if make is None:
+        from lightning_diloco.strategy.xla_accelerator import PjrtAccelerator
+
+        if PjrtAccelerator.name() not in module.AcceleratorRegistry:
+            module.AcceleratorRegistry.register(PjrtAccelerator.name(), PjrtAccelerator, description="PJRT devices")
+    elif NAME not in module.StrategyRegistry:
         module.StrategyRegistry.register(NAME, make, description="Decoupled DiLoCo over any network")
 
 
