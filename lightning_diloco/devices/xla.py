@@ -11,6 +11,7 @@ Source: measured with torch_xla 2.9 on PJRT CPU; rule 4: `xla_allow_excess_preci
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,6 @@ import torch_xla.core.xla_op_registry as ops
 import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.debug import metrics
-
-__all__ = ["cast_and_back", "keep_compilations", "num_compilations", "rows_of", "sync", "upload", "with_rows"]
 
 
 def sync() -> None:
@@ -68,15 +67,22 @@ def num_compilations() -> int:
     return int(data[0]) if data else 0
 
 
-def keep_compilations(folder: Path) -> bool:
-    """Keep compiled graphs on disk from one process to the next, where the platform can load them again.
+def num_local_devices() -> int:
+    """Devices of this process."""
+    return int(xr.addressable_runtime_device_count())
+
+
+def keep_compilations() -> bool:
+    """Keep compiled graphs on disk from one process to the next; where people said, else in the cache folder.
 
     Returns:
-        Whether they are kept; not if something was computed before, or on a CPU, whose programs cannot be stored.
+        Whether they are kept; not if something was computed before, nor by a CPU, whose programs cannot be loaded.
     """
     if xr.device_type() != "TPU" or torch_xla._XLAC._xla_computation_cache_is_initialized():
         return False
-    xr.initialize_cache(str(folder))
+    if not os.environ.get("XLA_PERSISTENT_CACHE_PATH"):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        xr.initialize_cache(str(cache / "lightning_diloco" / "xla"))
     return True
 
 

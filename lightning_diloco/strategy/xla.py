@@ -1,0 +1,98 @@
+"""A learner on one XLA device.
+
+1. A graph ends where an inner step, a micro-batch or a validation batch ends. Otherwise it would grow from one to the
+   next, and be compiled anew for every number of them.
+2. Lightning leaves half precision to a switch that torch_xla no longer has: training would quietly stay in float32. The
+   module is converted here, as Lightning does on other devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import HalfPrecision, Precision, XLAPrecision
+from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
+from lightning_diloco.strategy.xla_accelerator import check_environment
+
+
+class XLAHalfPrecision(HalfPrecision, XLAPrecision):
+    """Parameters, inputs and new tensors in half precision; steps as on XLA."""
+
+    def __init__(self, precision: Any) -> None:
+        HalfPrecision.__init__(self, precision)
+
+
+def xla_precision(plugin: Precision | None) -> XLAPrecision:
+    """What Lightning chose before it knew of XLA, as its counterpart for XLA.
+
+    Raises:
+        ConfigError: XLA has no such precision.
+    """
+    precision = "32-true" if plugin is None else plugin.precision
+    if type(plugin) in (type(None), Precision, HalfPrecision, XLAPrecision, XLAHalfPrecision):
+        if type(plugin) is XLAPrecision:
+            plugin.teardown()  # takes back the switches it set
+        return XLAPrecision("32-true") if precision == "32-true" else XLAHalfPrecision(precision)
+    raise ConfigError(
+        f"precision={precision!r} ({type(plugin).__name__}) on XLA: must be '32-true', 'bf16-true' or '16-true'; "
+        "pass Trainer(precision='bf16-true'), and keep in float32 what needs it by casting inside the module"
+    )
+
+
+class XLAHooks(DecoupledDiLoCoStrategy):
+    """Mixin: ends graphs (rule 1)."""
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """End the graph of a micro-batch that does not step."""
+        super().post_backward(closure_loss)
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization and self._trainer.fit_loop._should_accumulate():
+            self._end_graph()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """With manual optimization, end the graph whether it stepped or not."""
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._end_graph()
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """End the graph of each batch."""
+        return self._ended(super().validation_step(*args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """End the graph of each batch."""
+        return self._ended(super().test_step(*args, **kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """End the graph of each batch."""
+        return self._ended(super().predict_step(*args, **kwargs))
+
+    def _ended(self, output: Any) -> Any:
+        self._end_graph()
+        return output
+
+    def _end_graph(self) -> None:
+        from lightning_diloco.devices import xla
+
+        xla.sync()
+
+
+class SingleDeviceXLADiLoCo(XLAHooks, SingleDeviceXLAStrategy):
+    """A learner with one XLA device."""
+
+    def _bind(self) -> None:
+        assert self.parallel_devices
+        check_environment(needs_platform=False)
+        precision = xla_precision(self._precision_plugin)
+        from lightning_diloco.devices import xla
+
+        xla.keep_compilations()
+        SingleDeviceXLAStrategy.__init__(
+            self, self.parallel_devices[0], self._accelerator, self._checkpoint_io, precision
+        )
