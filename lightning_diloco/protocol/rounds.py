@@ -281,6 +281,7 @@ class Rounds:
             {
                 "fragment": record.fragment,
                 "version": record.version,
+                "digest": self.fragments[record.fragment].digests[record.version],
                 "round": record.round,
                 "learners": [self.roster[m.session].learner for m in record.merges],
                 "tokens": [m.ready.tokens for m in record.merges],
