@@ -3,6 +3,7 @@
 1. `load` accepts exactly the declared fields with exactly the declared types; lists become tuples, objects dataclasses.
 2. No NaN or infinity passes, no bool passes for an integer, and integers fit 64 bits.
 3. Used for messages, log records and snapshots alike, so one set of rules decides what may come in from outside.
+4. A type is looked at once: for each there is one function that reads its values.
 """
 
 from __future__ import annotations
@@ -10,12 +11,23 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Callable, Hashable
+from functools import cache, partial
 from typing import Literal, TypeVar, Union
 
 from lightning_diloco.errors import CorruptMessageError
 
 Json = dict[str, object]
 T = TypeVar("T")
+Reader = Callable[[object], object]
+
+
+class _WrongError(Exception):
+    """A value that is not what its type says; `where` grows from the inside out."""
+
+    def __init__(self, text: str, where: str = "") -> None:
+        super().__init__(text)
+        self.text, self.where = text, where
 
 
 def dump(value: object) -> Json:
@@ -36,62 +48,108 @@ def load(kind: type[T], values: Json, where: str = "") -> T:
     Raises:
         CorruptMessageError: missing or unknown fields, or a value of a wrong type; nothing is coerced.
     """
-    where = where or kind.__name__
-    hints, required = _fields(kind)
-    if not required <= set(values) <= set(hints):
-        raise CorruptMessageError(
-            f"{where}: found fields {sorted(values)}; needed are {sorted(required)}, allowed {sorted(hints)}"
-        )
-    return kind(**{name: _value(value, hints[name], f"{where}.{name}") for name, value in values.items()})
+    try:
+        return typing.cast("T", _read_object(kind, values))
+    except _WrongError as wrong:
+        found = f"{where or kind.__name__}{wrong.where}: {wrong.text}"
+        raise CorruptMessageError(f"{found}; nothing of it was used") from None
 
 
-_known: dict[type, tuple[dict[str, object], frozenset[str]]] = {}
-
-
+@cache
 def _fields(kind: type) -> tuple[dict[str, object], frozenset[str]]:
     """Type of each field of a dataclass, and the fields without a default."""
-    if kind not in _known:
-        hints, fields, missing = typing.get_type_hints(kind), dataclasses.fields(kind), dataclasses.MISSING
-        required = frozenset(f.name for f in fields if f.default is missing and f.default_factory is missing)
-        _known[kind] = ({f.name: hints[f.name] for f in fields}, required)
-    return _known[kind]
+    hints, fields, missing = typing.get_type_hints(kind), dataclasses.fields(kind), dataclasses.MISSING
+    required = frozenset(f.name for f in fields if f.default is missing and f.default_factory is missing)
+    return {f.name: hints[f.name] for f in fields}, required
 
 
 def _plain(value: object) -> object:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dump(value)
+    if isinstance(value, str | int | float | None):
+        return value
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return value
+    return dump(value) if dataclasses.is_dataclass(value) else value
 
 
-def _value(value: object, hint: object, where: str) -> object:
-    """`value` as `hint` wants it, or CorruptMessageError."""
+@cache
+def _reader(hint: Hashable) -> Reader:
+    """What reads a value of this type, or raises `_WrongError`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        for option in args:
-            try:
-                return _value(value, option, where)
-            except CorruptMessageError:
-                continue
-    elif origin is Literal:
-        if value in args:
-            return value
-    elif origin in (tuple, list):
-        if isinstance(value, list | tuple) and (args[-1] is ... or origin is list or len(args) == len(value)):
-            kinds = (args[0],) * len(value) if origin is list or args[-1] is ... else args
-            return origin(_value(v, k, f"{where}[{i}]") for i, (v, k) in enumerate(zip(value, kinds, strict=True)))
-    elif origin is dict:
-        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return {key: _value(item, args[1], f"{where}[{key!r}]") for key, item in value.items()}
-    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        if isinstance(value, dict):
-            return load(hint, value, where)
-    elif type(value) is int and hint in (int, float):
-        if -(2**63) <= value < 2**63:
-            return value if hint is int else float(value)
-    elif (hint is object or type(value) is hint) and not (isinstance(value, float) and value - value != 0):
+        return partial(_read_any, hint, tuple(_reader(option) for option in args))
+    if origin is Literal:
+        return partial(_read_literal, args)
+    if origin is tuple and args[-1] is ...:
+        return partial(_read_sequence, _reader(args[0]))
+    if origin is tuple:
+        return partial(_read_tuple, tuple(_reader(arg) for arg in args))
+    if origin is dict:
+        return partial(_read_dict, _reader(args[1]))
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return partial(_read_object, hint)
+    return partial(_read_scalar, hint)
+
+
+def _wrong(value: object, hint: object) -> _WrongError:
+    return _WrongError(f"found {value!r:.80}, which is not {hint}")
+
+
+def _inside(name: str, read: Reader, value: object) -> object:
+    try:
+        return read(value)
+    except _WrongError as wrong:
+        raise _WrongError(wrong.text, name + wrong.where) from None
+
+
+def _read_object(kind: type, value: object) -> object:
+    if not isinstance(value, dict):
+        raise _wrong(value, kind.__name__)
+    hints, required = _fields(kind)
+    if not required <= value.keys() <= hints.keys():
+        raise _WrongError(f"found fields {sorted(value)}; needed are {sorted(required)}, allowed {sorted(hints)}")
+    return kind(**{name: _inside(f".{name}", _reader(hints[name]), item) for name, item in value.items()})
+
+
+def _read_any(hint: object, options: tuple[Reader, ...], value: object) -> object:
+    for read in options:
+        try:
+            return read(value)
+        except _WrongError:
+            continue
+    raise _wrong(value, hint)
+
+
+def _read_literal(allowed: tuple[object, ...], value: object) -> object:
+    if type(value) is str and value in allowed:
         return value
-    raise CorruptMessageError(f"{where}: found {value!r:.80}, which is not {hint}; nothing of it was used")
+    raise _wrong(value, allowed)
+
+
+def _read_sequence(read: Reader, value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise _wrong(value, "a sequence")
+    return tuple(_inside(f"[{i}]", read, item) for i, item in enumerate(value))
+
+
+def _read_tuple(readers: tuple[Reader, ...], value: object) -> object:
+    if not isinstance(value, list | tuple) or len(value) != len(readers):
+        raise _wrong(value, f"a sequence of {len(readers)}")
+    return tuple(_inside(f"[{i}]", read, item) for i, (read, item) in enumerate(zip(readers, value, strict=True)))
+
+
+def _read_dict(read: Reader, value: object) -> object:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise _wrong(value, "an object")
+    return {key: _inside(f"[{key!r}]", read, item) for key, item in value.items()}
+
+
+def _read_scalar(hint: object, value: object) -> object:
+    if hint is object:
+        return value
+    if type(value) is int and hint in (int, float) and -(2**63) <= value < 2**63:
+        return value if hint is int else float(value)
+    if type(value) is hint and type(value) is not int and not (type(value) is float and value - value != 0):
+        return value
+    raise _wrong(value, hint)

@@ -81,19 +81,19 @@ class Joins(DurableState):
             return [*todo, self._fenced(member)]
         if member.state == "left":
             return [*todo, do.Send(session, msg.LeaveNoted(self._is_last()))]
-        if self._was_rolled_back(hello.known):
+        was_forgotten = bool(hello.known) and member.state == "joining"
+        if was_forgotten or self._was_rolled_back(hello.known):
             self._outlived = max(mark.generation for mark in hello.known)
+            if was_forgotten:  # it had confirmed, in a record that is lost
+                member.state = "confirmed"
+                todo += self._activate(member, now_s)
             return todo  # the new generation's welcome follows
         announcements = [do.Send(session, a) for a in self.rounds.announcements(session)]
         return todo + self._invite(member) + (announcements if member.state == "active" else [])
 
     def _newcomer(self, session: str, hello: msg.Hello, now_s: float) -> list[SyncerAction]:
         if hello.known:
-            text = (
-                f"this process has trained in run {self.run!r}, whose syncer does not know it: the run directory is "
-                "empty or belongs to another run. Restore the run directory, or start the learner anew"
-            )
-            return [do.Send(session, msg.Rejected("join", text))]
+            return [self._unknown(session)]
         if rejected := admission.objection(hello, self.run, self._fixed, self._reduced):
             return [do.Send(session, rejected), do.Note("rejected", {"learner": hello.learner, "text": rejected.text})]
         verdict = self._contenders.verdict(session, hello.learner, self.roster, now_s, self.heartbeat_s)
@@ -109,12 +109,19 @@ class Joins(DurableState):
         member.connection, member.where, member.heard_s = hello.connection, hello.where, now_s
         return [do.Record(records.encode(record)), *self._invite(member)]
 
+    def _unknown(self, session: str) -> SyncerAction:
+        text = (
+            f"this process has taken part in run {self.run!r}, whose syncer does not know it: the run directory is "
+            "empty, was rolled back, or belongs to another run. Restore the run directory, or start the learner anew"
+        )
+        return do.Send(session, msg.Rejected("join", text))
+
     def _invite(self, member: Member) -> list[SyncerAction]:
         """Tell a session what to do next: adopt, or seed, or wait."""
         if self.manifest is not None:
             versions = tuple(f.version for f in self.rounds.fragments)
             generations = (self.rounds.generation,) * len(versions)
-            merged = tuple(ranges.size for ranges in self.account(member).merged)
+            merged = tuple(r.size for r in self.account(member).merged) if member.state == "active" else ()
             welcome = msg.Welcome(
                 member.incarnation, self.run, self.manifest, generations, versions, member.slot, merged
             )

@@ -52,7 +52,7 @@ class Round:
         owed: sessions superseded so often that this round waits for them.
         until_s: when the current stage ends by itself.
         members: sessions whose contributions are merged, once that is decided.
-        quorum: contributions that were needed when membership closed.
+        num_ready, quorum: contributions that were there, and were needed, when membership closed.
     """
 
     number: int
@@ -67,6 +67,7 @@ class Round:
     closed_s: float = 0.0
     until_s: float = 0.0
     members: tuple[str, ...] = ()
+    num_ready: int = 0
     quorum: int = 1
 
     def go(self, stage: Stage) -> None:

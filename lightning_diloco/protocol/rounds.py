@@ -168,7 +168,8 @@ class Rounds:
         if not ready:
             return self._abort(p, f, "nobody had anything to contribute")
         r.go("transferring")
-        r.members, r.closed_s, r.quorum = tuple(sorted(ready)), now_s, self.effective_quorum(r)
+        r.members, r.closed_s = tuple(sorted(ready)), now_s
+        r.num_ready, r.quorum = len(ready), self.effective_quorum(r)
         r.until_s = now_s + self._transfer_deadline_s(r)
         return self._try_merge(p, now_s)
 

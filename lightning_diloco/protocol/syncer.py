@@ -79,7 +79,7 @@ class SyncerState(Joins):
         if isinstance(message, msg.Hello):
             return self._hello(session, member, message, now_s)
         if member is None:
-            return []  # an unknown process; its hello was lost, and it will say it again
+            return [self._unknown(session)]
         todo = self._heard_from(member, now_s)
         if member.state == "fenced":
             return [*todo, self._fenced(member)]

@@ -1,1 +1,7 @@
-"""An event loop over the real protocol machines, with a made-up network and clock."""
+"""An event loop over the real protocol machines, with a made-up network, disk and clock."""
+
+from lightning_diloco.simulate.fleet import Fleet
+from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.settings import Network, Pace
+
+__all__ = ["Fleet", "Network", "Pace", "SimulatedLearner"]

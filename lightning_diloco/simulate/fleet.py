@@ -2,83 +2,32 @@
 
 1. Nothing of the protocol is rebuilt here: learners are `LearnerState`, the syncer is `SyncerState`.
 2. Time is simulated, randomness seeded: the same arguments give the same history.
-3. After every event the invariants are checked; a violation carries the last events before it.
+3. After every event the invariants are checked (`invariants.py`); a violation carries the last events before it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.core.schedule import fragment_due
-from lightning_diloco.protocol import LearnerState, SyncerState, messages, records
+from lightning_diloco.protocol import LearnerState, SyncerState, messages
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol.codec import Json
+from lightning_diloco.simulate.disk import Disk
+from lightning_diloco.simulate.invariants import Invariants
+from lightning_diloco.simulate.process import SimulatedLearner, Update
+from lightning_diloco.simulate.settings import Network, Pace
 
 TICK_S = 0.25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """How messages and payloads travel.
-
-    Args:
-        latency_s: one way, for control messages.
-        upload_s, download_s: for one fragment.
-        loss, repeats: probability that a control message vanishes, or arrives twice.
-        jitter: messages are delayed by up to this many latencies more, so they may overtake each other.
-    """
-
-    latency_s: float = 0.001
-    upload_s: float = 0.05
-    download_s: float = 0.05
-    loss: float = 0.0
-    repeats: float = 0.0
-    jitter: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How fast one learner goes.
-
-    Args:
-        step_s: seconds per inner step.
-        jitter: steps vary uniformly by this fraction of step_s.
-        tokens: per step.
-        starts_s: when the process starts.
-        num_steps: it finishes after these; None: it goes on.
-    """
-
-    step_s: float = 1.0
-    jitter: float = 0.0
-    tokens: int = 100
-    starts_s: float = 0.0
-    num_steps: int | None = None
-
-
-@dataclass(slots=True)
-class SimulatedLearner:
-    """One process: a machine once it has joined, and what its threads would hold."""
-
-    name: str
-    session: str
-    pace: Pace
-    state: LearnerState | None = None
-    is_stepping: bool = False
-    is_cut: bool = False
-    is_dead: bool = False
-    connection: int = 0
-    error: str | None = None
-    is_last: bool | None = None
-    landings: list[tuple[int, int]] = field(default_factory=list)
+CONFIRM_AGAIN_S = 0.5
+MAX_CHAIN = 3
 
 
 class Fleet:
@@ -107,22 +56,25 @@ class Fleet:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.syncer = SyncerState(run="simulated", expect=expect)
+        self.disk = Disk()
+        self.disk_is_full = False
         self.learners: dict[str, SimulatedLearner] = {}
-        self.log: list[Json] = []
         self.notes: list[tuple[float, do.Note]] = []
-        self.history: deque[str] = deque(maxlen=60)
+        self.history: deque[tuple[float, str, object]] = deque(maxlen=80)
+        self.invariants = Invariants(self)
         self._expect = expect
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._sessions = itertools.count(1)
         self._boot = 0
-        self._versions: list[int] = []
+        self._payloads: dict[tuple[str, int, int], int] = {}
+        self._gradients: dict[tuple[int, int], int] = {}
         self._after(TICK_S, self._tick)
 
     # ---------------------------------------------------------------------------------------------------- from outside
 
     def start(self, name: str, pace: Pace) -> SimulatedLearner:
-        """Start a process under this learner id; an older one under the same id should be killed first."""
+        """Start a process under this learner id."""
         learner = SimulatedLearner(name, f"{name}-{next(self._sessions)}", pace)
         self.learners[learner.session] = learner
         self._after(pace.starts_s, partial(self._say_hello, learner))
@@ -141,10 +93,29 @@ class Fleet:
         learner.is_cut = False
         self._reconnect(learner)
 
-    def restart_syncer(self) -> None:
-        """kill -9 of the syncer and a restart from its log: only durable state is left."""
+    def finish(self, learner: SimulatedLearner, *, drain: bool = True) -> None:
+        """No more steps: drain and leave."""
+        learner.busy_until_s = float("inf")
+        self._learner_handles(learner, on.Finish("finished", drain))
+
+    def evaluate(self, learner: SimulatedLearner, for_s: float) -> None:
+        """The learner validates: it takes no step, lands nothing, and says so."""
+        learner.busy_until_s = self.now_s + for_s
+        self._learner_handles(learner, on.Evaluating(True))
+        self._after(for_s, partial(self._learner_handles, learner, on.Evaluating(False)))
+
+    def stall(self, learner: SimulatedLearner, for_s: float) -> None:
+        """The training thread hangs, while the link goes on."""
+        learner.busy_until_s = self.now_s + for_s
+
+    def restart_syncer(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
+        """kill -9 of the syncer and a restart from its disk; that may have lost its newest records."""
         self._boot += 1
-        self.syncer = recovered(self.log, expect=self._expect, now_s=self.now_s)
+        self._payloads.clear()
+        if lose:
+            self.disk.lose(lose)
+            self.invariants.rolled_back()
+        self.syncer = self.disk.recovered(expect=self._expect, now_s=self.now_s, use_snapshot=use_snapshot)
         for learner in self.learners.values():
             self._reconnect(learner)
 
@@ -155,12 +126,26 @@ class Fleet:
             call()
         self.now_s = until_s
 
+    def run_for(self, duration_s: float) -> None:
+        """Let time pass."""
+        self.run_until(self.now_s + duration_s)
+
     def run_to_the_end(self, *, limit_s: float) -> None:
         """Let time pass until every learner has left; raises TimeoutError past the limit."""
-        while any(not (x.is_dead or x.is_last is not None or x.error) for x in self.learners.values()):
+        while not all(learner.is_gone for learner in self.learners.values()):
             if not self._queue or self._queue[0][0] > limit_s:
-                raise TimeoutError(f"learners are still there at {self.now_s:.1f} s:\n" + "\n".join(self.history))
+                there = [learner.session for learner in self.learners.values() if not learner.is_gone]
+                raise TimeoutError(f"{there} are still there at {self.now_s:.1f} s\n{self.story()}")
             self.run_until(self._queue[0][0])
+
+    def story(self) -> str:
+        """The last events, for messages."""
+        return "\n".join(f"{at_s:9.3f} {whose} <- {event}" for at_s, whose, event in self.history)
+
+    @property
+    def participation(self) -> float:
+        """Contributors per learner that was stepping when the round opened, over all commits."""
+        return self.syncer.rounds.counts.participation or 0.0
 
     # ------------------------------------------------------------------------------------------------------ machinery
 
@@ -173,57 +158,71 @@ class Fleet:
             if self.random.random() >= self.network.loss:
                 self._after(self.network.latency_s * (1 + self.network.jitter * self.random.random()), call)
 
+    def _tick(self) -> None:
+        self._syncer_handles(on.Tick())
+        for learner in list(self.learners.values()):
+            if learner.is_gone or not learner.connection:
+                continue
+            if learner.state is None:
+                self._say(learner, self._hello(learner))
+                continue
+            if learner.boot != self._boot:
+                self._reconnect(learner)
+            self._learner_handles(learner, on.Tick())
+            if learner.state.phase == "draining":
+                self._learner_handles(learner, on.Pause())
+        self._after(TICK_S, self._tick)
+
+    # ------------------------------------------------------------------------------------------------------ the syncer
+
     def _tell_syncer(self, learner: SimulatedLearner, event: on.SyncerEvent, boot: int) -> None:
         if not learner.is_cut and boot == self._boot:
             self._syncer_handles(event)
 
+    def _from_own_thread(self, event: on.SyncerEvent, boot: int) -> None:
+        if boot == self._boot:
+            self._syncer_handles(event)
+
     def _syncer_handles(self, event: on.SyncerEvent) -> None:
-        self.history.append(f"{self.now_s:8.3f} syncer <- {event}")
+        self.history.append((self.now_s, "syncer", event))
         for action in self.syncer.handle(event, self.now_s):
             self._do_for_syncer(action)
-        self._check()
+        self.invariants.after_syncer_event()
 
     def _do_for_syncer(self, action: do.SyncerAction) -> None:
         boot = self._boot
         match action:
             case do.Send():
                 learner = self.learners[action.session]
-                self._deliver(partial(self._learner_hears, learner, action.message))
+                self._deliver(partial(self._learner_hears, learner, action.message, boot))
             case do.Record():
-                self.log.append(action.values)
+                self.disk.append(action.values)
             case do.Merge():
+                values = [self._payloads[c.session, c.ready.fragment, c.ready.seq] for c in action.contributions]
+                self._gradients[action.fragment, action.round] = sum(values)
                 event: on.SyncerEvent = on.Merged(action.fragment, action.round)
                 self._after(self.merge_s, partial(self._from_own_thread, event, boot))
             case do.Apply():
                 self._after(self.merge_s, partial(self._commit, action, boot))
+            case do.DropPayload():
+                self._payloads.pop((action.session, action.fragment, action.seq), None)
             case do.StoreSeed():
                 digests = ("start",) * self.config.fragments_wanted
                 self._after(0.0, partial(self._from_own_thread, on.SeedStored(action.lease, digests), boot))
             case do.Note():
                 self.notes.append((self.now_s, action))
 
-    def _from_own_thread(self, event: on.SyncerEvent, boot: int) -> None:
-        if boot == self._boot:
-            self._syncer_handles(event)
-
     def _commit(self, action: do.Apply, boot: int) -> None:
-        if boot == self._boot:
-            self.log.append(action.record)
-            digest = f"{action.fragment}@{action.record['version']}"
-            self._syncer_handles(on.Committed(action.fragment, action.round, digest))
+        if boot != self._boot:
+            return
+        p = action.fragment
+        if self.disk_is_full:
+            self._syncer_handles(on.CommitFailed(p, action.round, "no space left on device"))
+        else:
+            self.disk.append(action.record, self._gradients[p, action.round])
+            self._syncer_handles(on.Committed(p, action.round, self.disk.digests[p][-1]))
 
-    def _tick(self) -> None:
-        self._syncer_handles(on.Tick())
-        for learner in list(self.learners.values()):
-            if not learner.is_dead and learner.state is not None:
-                self._learner_handles(learner, on.Tick())
-                if learner.state.phase == "draining":
-                    self._learner_handles(learner, on.Pause())
-            elif not learner.is_dead and not learner.error and learner.connection:
-                self._say(learner, self._hello(learner))
-        self._after(TICK_S, self._tick)
-
-    # -------------------------------------------------------------------------------------------------------- learners
+    # ------------------------------------------------------------------------------------------------ learners: joining
 
     def _hello(self, learner: SimulatedLearner) -> messages.Hello:
         return messages.Hello(learner.name, learner.connection, PROTOCOL_VERSION, {})
@@ -234,23 +233,26 @@ class Fleet:
 
     def _say(self, learner: SimulatedLearner, message: messages.FromLearner) -> None:
         if not learner.is_dead and not learner.is_cut:
-            event = on.FromALearner(learner.session, _over_the_wire(message, messages.FromLearner))
+            event = on.FromALearner(learner.session, _over_the_wire(message, messages.FromLearner))  # type: ignore[arg-type]
             self._deliver(partial(self._tell_syncer, learner, event, self._boot))
 
     def _reconnect(self, learner: SimulatedLearner) -> None:
-        if learner.state is None or learner.is_dead or learner.is_cut or learner.is_last is not None:
+        if learner.state is None or not learner.is_stepping or learner.is_gone or learner.is_cut:
             return
         learner.connection += 1
+        learner.boot = self._boot
         known = tuple(
-            messages.Mark(f.generation, f.landed, "start" if f.landed == 0 else f"{p}@{f.landed}")
-            for p, f in enumerate(learner.state.fragments)
+            messages.Mark(f.generation, f.landed, learner.digests[p]) for p, f in enumerate(learner.state.fragments)
         )
-        self._learner_handles(learner, on.Reconnected(learner.connection, known))
+        for action in learner.state.handle(on.Reconnected(learner.connection, known), self.now_s):
+            assert isinstance(action, do.Say)
+            # It is said again until it arrives, and before anything else.
+            event = on.FromALearner(learner.session, _over_the_wire(action.message, messages.FromLearner))  # type: ignore[arg-type]
+            self._after(0.0, partial(self._tell_syncer, learner, event, self._boot))
 
-    def _learner_hears(self, learner: SimulatedLearner, message: messages.FromSyncer) -> None:
-        if learner.is_dead or learner.is_cut or learner.error:
+    def _learner_hears(self, learner: SimulatedLearner, message: messages.FromSyncer, boot: int) -> None:
+        if learner.is_gone or learner.is_cut:
             return
-        message = _over_the_wire(message, messages.FromSyncer)
         if learner.state is not None and learner.is_stepping:
             self._learner_handles(learner, on.FromTheSyncer(message))
             return
@@ -258,33 +260,38 @@ class Fleet:
             case messages.SeedGrant():
                 self._say(learner, messages.SeedPlan(message.lease, self._manifest()))
             case messages.Welcome():
-                learner.state = self._machine(learner, message)
+                self._adopt_all(learner, message)
                 confirm = messages.Confirm(message.incarnation, "digest", {}, "tokens")
-                self._say(learner, confirm)
-                self._after(0.5, partial(self._confirm_again, learner, confirm))
-            case messages.Active() if learner.state is not None and not learner.is_stepping:
-                learner.is_stepping = True
+                self._confirm(learner, confirm)
+            case messages.Active() if learner.state is not None:
+                learner.is_stepping, learner.boot = True, boot
                 self._learner_handles(learner, on.FromTheSyncer(message))
                 self._after(self._step_s(learner), partial(self._step, learner))
             case messages.Rejected():
                 learner.error = message.text
 
-    def _confirm_again(self, learner: SimulatedLearner, confirm: messages.Confirm) -> None:
-        if not learner.is_stepping and not learner.is_dead:
+    def _confirm(self, learner: SimulatedLearner, confirm: messages.Confirm) -> None:
+        if not learner.is_stepping and not learner.is_gone:
             self._say(learner, confirm)
-            self._after(0.5, partial(self._confirm_again, learner, confirm))
+            self._after(CONFIRM_AGAIN_S, partial(self._confirm, learner, confirm))
 
-    def _machine(self, learner: SimulatedLearner, welcome: messages.Welcome) -> LearnerState:
-        return LearnerState(
+    def _adopt_all(self, learner: SimulatedLearner, welcome: messages.Welcome) -> None:
+        """Take over the anchors as they are now, which may be newer than those of the welcome."""
+        run = self.config
+        num_fragments = run.fragments_wanted
+        learner.params = [values[-1] for values in self.disk.anchors]
+        learner.anchors = list(learner.params)
+        learner.digests = [digests[-1] for digests in self.disk.digests]
+        learner.state = LearnerState(
             learner=learner.name,
             incarnation=welcome.incarnation,
-            generations=welcome.generations,
-            versions=welcome.versions,
-            due=partial(
-                fragment_due, sync_every=self.config.sync_every, num_fragments=self.config.fragments_wanted
-            ),
-            sync_every=self.config.sync_every,
-            overlap=self.config.overlap,
+            generations=(self.syncer.rounds.generation,) * num_fragments,
+            versions=tuple(len(values) - 1 for values in self.disk.anchors),
+            due=partial(fragment_due, sync_every=run.sync_every, num_fragments=num_fragments),
+            sync_every=run.sync_every,
+            overlap=run.overlap,
+            align=learner.pace.align,
+            drain_s=learner.pace.drain_s,
         )
 
     def _manifest(self) -> Json:
@@ -296,47 +303,55 @@ class Fleet:
             "token_unit": "tokens",
         }
 
+    # ----------------------------------------------------------------------------------------------- learners: training
+
     def _step_s(self, learner: SimulatedLearner) -> float:
         pace = learner.pace
         return pace.step_s * (1 + pace.jitter * (2 * self.random.random() - 1))
 
     def _step(self, learner: SimulatedLearner) -> None:
         state = learner.state
-        if learner.is_dead or learner.error or state is None:
+        if learner.is_gone or state is None or state.phase == "draining":
+            return
+        if self.now_s < learner.busy_until_s:
+            self._after(learner.busy_until_s - self.now_s, partial(self._step, learner))
             return
         state.step_s = learner.pace.step_s
         state.tokens_per_s = learner.pace.tokens / learner.pace.step_s
+        learner.train(learner.pace.tokens)
         self._learner_handles(learner, on.StepDone(state.step + 1, state.tokens + learner.pace.tokens))
         if learner.pace.num_steps is not None and state.step >= learner.pace.num_steps:
-            self._learner_handles(learner, on.Finish("finished"))
+            self.finish(learner)
         else:
             self._after(self._step_s(learner), partial(self._step, learner))
 
     def _learner_handles(self, learner: SimulatedLearner, event: on.LearnerEvent) -> None:
-        if learner.is_dead or learner.state is None:
+        if learner.is_gone or learner.state is None:
             return
-        self.history.append(f"{self.now_s:8.3f} {learner.session} <- {event}")
+        self.history.append((self.now_s, learner.session, event))
         for action in learner.state.handle(event, self.now_s):
             self._do_for_learner(learner, action)
+        self.invariants.after_learner_event(learner)
 
     def _do_for_learner(self, learner: SimulatedLearner, action: do.LearnerAction) -> None:
         match action:
             case do.Say():
-                message = action.message
-                if isinstance(message, messages.Hello):
-                    message = dataclasses.replace(message, protocol=PROTOCOL_VERSION)
-                self._say(learner, message)
+                self._say(learner, action.message)
             case do.Snapshot():
+                learner.snapshot(action.ready.fragment, action.ready.seq)
                 encoded = on.Encoded(action.ready.fragment, action.ready.seq)
                 self._after(0.0, partial(self._learner_handles, learner, encoded))
             case do.Upload():
-                arrives = self.network.upload_s * (0.9 + 0.2 * self.random.random())
-                self._after(arrives, partial(self._upload_arrives, learner, action.ready, self._boot))
+                takes_s = self.network.upload_s * learner.pace.upload_factor * (0.9 + 0.2 * self.random.random())
+                self._after(takes_s, partial(self._upload_arrives, learner, action.ready, self._boot))
             case do.Fetch():
                 self._after(self.network.download_s, partial(self._fetched, learner, action, self._boot))
             case do.Land():
                 assert learner.state is not None
+                learner.land(action.fragment)
                 learner.landings.append((action.fragment, learner.state.fragments[action.fragment].landed))
+            case do.Forget():
+                learner.kept.pop((action.fragment, action.seq), None)
             case do.Fail():
                 learner.error = action.text
             case do.Left():
@@ -345,52 +360,37 @@ class Fleet:
     def _upload_arrives(self, learner: SimulatedLearner, ready: messages.Ready, boot: int) -> None:
         if learner.is_dead:
             return
+        p, seq = ready.fragment, ready.seq
         if learner.is_cut or boot != self._boot:
-            self._learner_handles(learner, on.UploadFailed(ready.fragment, ready.seq))
+            self._learner_handles(learner, on.UploadFailed(p, seq))
             return
-        self._syncer_handles(on.PayloadReceived(learner.session, ready))
-        self._learner_handles(learner, on.Uploaded(ready.fragment, ready.seq))
+        error, learner.bad_payload = ("scales are not finite" if learner.bad_payload else None), False
+        if (p, seq) in learner.kept:
+            if error is None:
+                self._payloads[learner.session, p, seq] = learner.kept[p, seq]
+            self._syncer_handles(on.PayloadReceived(learner.session, ready, error))
+        self._learner_handles(learner, on.Uploaded(p, seq))
 
     def _fetched(self, learner: SimulatedLearner, action: do.Fetch, boot: int) -> None:
         p = action.fragment
-        if learner.is_cut or boot != self._boot:
+        member = self.syncer.roster.get(learner.session)
+        if learner.is_cut or boot != self._boot or member is None:
             self._learner_handles(learner, on.FetchFailed(p))
             return
-        version = self.syncer.rounds.fragments[p].version
-        fate = self.syncer.roster[learner.session].fates.get(p)
-        merged_seq = fate[0] if fate and fate[1] == "merged" and (fate[2] or 0) <= version else None
-        generation = self.syncer.rounds.generation
-        is_full = action.adopt or version - action.have > 3 or generation != action.generation
-        self._learner_handles(learner, on.Staged(p, generation, version, merged_seq, is_full))
-
-    # ------------------------------------------------------------------------------------------------------ invariants
-
-    def _check(self) -> None:
-        versions = [f.version for f in self.syncer.rounds.fragments]
-        problems = []
-        if any(new < old for new, old in zip(versions, self._versions, strict=False)):
-            problems.append(f"versions went from {self._versions} to {versions}")
-        if self.syncer.num_inexact:
-            problems.append("a learner's books disagree with the commits it has landed")
-        self._versions = versions
-        if problems:
-            raise AssertionError("; ".join(problems) + "\n" + "\n".join(self.history))
-
-    @property
-    def participation(self) -> float:
-        """Contributors per learner that was stepping when the round opened, over all commits."""
-        return self.syncer.rounds.counts.participation or 0.0
-
-
-def recovered(log: list[Json], *, expect: int | None, now_s: float) -> SyncerState:
-    """A machine with nothing but what its log says."""
-    state = SyncerState(run="simulated", expect=expect)
-    for values in log:
-        state.apply(records.decode(values))
-    for p, f in enumerate(state.rounds.fragments):
-        f.digests[f.version] = "start" if f.version == 0 else f"{p}@{f.version}"
-    state.resume(now_s)
-    return state
+        values, generation = self.disk.anchors[p], self.syncer.rounds.generation
+        version = len(values) - 1
+        fate = member.fates.get(p)
+        merged_seq = fate[0] if fate and fate[1] == "merged" else None
+        sent = learner.kept.get((p, merged_seq)) if merged_seq is not None else None
+        is_full = action.adopt or version - action.have > MAX_CHAIN or generation != action.generation
+        update = Update(
+            full=values[-1] if is_full else None,
+            increment=0 if is_full else values[-1] - values[action.have],
+            sent=sent or 0,
+        )
+        learner.staged[p], learner.adopts[p] = (update, self.disk.digests[p][-1]), action.adopt
+        staged = on.Staged(p, generation, version, None if sent is None else merged_seq, is_full)
+        self._learner_handles(learner, staged)
 
 
 def _over_the_wire(message: object, allowed: object) -> messages.FromLearner | messages.FromSyncer:

@@ -1,0 +1,94 @@
+"""What of a simulated syncer survives it: the log, a snapshot, and the anchors that follow from the log.
+
+An anchor is an integer here: the sum of all pseudo-gradients merged into it. Outer learning rate 1, no momentum, and a
+sum in place of the mean make it equal to the tokens merged, if no token is lost and none counts twice.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass, field
+
+from lightning_diloco.protocol import SyncerState, codec, records
+from lightning_diloco.protocol.codec import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A log record as it is read back, and the outer gradient that came with it."""
+
+    record: records.LogRecord
+    gradient: int = 0
+
+
+@dataclass(slots=True)
+class Disk:
+    """Log, snapshot and anchors.
+
+    Args:
+        log: all records, none ever dropped.
+        snapshot: how many records it stands for, and the machine's state then, as JSON text.
+        anchors: per fragment, values by version.
+        digests: of the anchors, likewise.
+    """
+
+    log: list[Entry] = field(default_factory=list)
+    snapshot: tuple[int, str] | None = None
+    anchors: list[list[int]] = field(default_factory=list)
+    digests: list[list[str]] = field(default_factory=list)
+
+    def append(self, values: Json, gradient: int = 0) -> None:
+        """Make a record durable."""
+        entry = Entry(records.decode(json.loads(json.dumps(values, allow_nan=False))), gradient)
+        self.log.append(entry)
+        self._follow(entry)
+
+    def _follow(self, entry: Entry) -> None:
+        record = entry.record
+        if isinstance(record, records.Seeded):
+            num_fragments = record.manifest["num_fragments"]
+            assert isinstance(num_fragments, int)
+            self.anchors = [[0] for _ in range(num_fragments)]
+            self.digests = [["start"] for _ in range(num_fragments)]
+        elif isinstance(record, records.CommitRecord):
+            p = record.fragment
+            assert record.version == len(self.anchors[p]), "a version was left out, or committed twice"
+            self.anchors[p].append(self.anchors[p][-1] + entry.gradient)
+            text = f"{self.digests[p][-1]} {record} {entry.gradient}"
+            self.digests[p].append(f"{zlib.crc32(text.encode()):08x}")
+
+    def take_snapshot(self, state: SyncerState) -> None:
+        """Save the machine as it is now."""
+        self.snapshot = len(self.log), json.dumps(codec.dump(state.saved()), allow_nan=False)
+
+    def lose(self, num_records: int) -> None:
+        """Roll back: the newest records, and a snapshot that knew of them, are gone. The seed stays."""
+        seeds = [i for i, entry in enumerate(self.log) if isinstance(entry.record, records.Seeded)]
+        keep = max(len(self.log) - num_records, seeds[0] + 1) if seeds else len(self.log)
+        if self.snapshot and self.snapshot[0] > keep:
+            self.snapshot = None
+        entries, self.log = self.log[:keep], []
+        for entry in entries:
+            self.log.append(entry)
+            self._follow(entry)
+
+    def recovered(self, *, expect: int | None, now_s: float, use_snapshot: bool = False) -> SyncerState:
+        """A machine with nothing but what is on disk.
+
+        Args:
+            expect: as given to the machine before.
+            now_s: time of the restart.
+            use_snapshot: begin with the snapshot, if there is one, instead of the first record.
+        """
+        state = SyncerState(run="simulated", expect=expect)
+        first = 0
+        if use_snapshot and self.snapshot is not None:
+            first, text = self.snapshot
+            state.restore(codec.load(records.SavedState, json.loads(text)), now_s)
+        for entry in self.log[first:]:
+            state.apply(entry.record)
+        if state.manifest is not None:
+            state.set_digests(tuple(digests[-1] for digests in self.digests))
+        state.resume(now_s)
+        return state

@@ -1,0 +1,157 @@
+"""What must hold in every history, recomputed from the log and from what learners really trained.
+
+1. Versions only grow (until the disk is rolled back).
+2. No round closes below the effective quorum.
+3. Under "carry", parameters minus anchor are the pending tokens; every anchor is the published one, to the digit.
+4. An anchor is the sum of the tokens merged into it, and no token is merged twice.
+5. The books agree: the syncer's with each learner's, seen = merged + discarded + pending, and all with the log.
+6. What a restart finds on disk is the durable part of the live machine.
+
+Nothing here uses the ledger's own arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+from typing import TYPE_CHECKING, NoReturn
+
+from lightning_diloco.protocol import SyncerState, records
+from lightning_diloco.simulate.process import SimulatedLearner
+
+if TYPE_CHECKING:
+    from lightning_diloco.simulate.fleet import Fleet
+
+Merges = dict[tuple[str, int, int], list[tuple[int, int]]]
+
+
+class Invariants:
+    """Watches one fleet; a violation is an AssertionError with the last events before it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._versions: list[int] = []
+        self._closed: set[int] = set()
+        self.num_checks = 0
+
+    def _fail(self, text: str) -> NoReturn:
+        raise AssertionError(f"{text}\n{self._fleet.story()}")
+
+    def rolled_back(self) -> None:
+        """The disk was rolled back: versions may be lower once."""
+        self._versions = []
+
+    # ------------------------------------------------------------------------------------------------ after every event
+
+    def after_syncer_event(self) -> None:
+        syncer = self._fleet.syncer
+        self.num_checks += 1
+        versions = [f.version for f in syncer.rounds.fragments]
+        if any(new < old for new, old in zip(versions, self._versions, strict=False)):
+            self._fail(f"versions went from {self._versions} to {versions}")
+        self._versions = versions
+        if syncer.num_inexact:
+            self._fail("a learner's books disagree with the commits it has landed")
+        for f in syncer.rounds.fragments:
+            r = f.round
+            if r is None or r.stage == "collecting" or r.number in self._closed:
+                continue
+            self._closed.add(r.number)
+            quorum = max(1, min(self._fleet.config.quorum, len(r.electorate)))
+            if r.num_ready < quorum:
+                self._fail(f"round {r.number} closed with {r.num_ready} contributions, the quorum is {quorum}")
+
+    def after_learner_event(self, learner: SimulatedLearner) -> None:
+        state = learner.state
+        assert state is not None
+        for p, f in enumerate(state.fragments):
+            if f.must_adopt is not None:
+                continue
+            published = self._fleet.disk.anchors[p]
+            is_current = f.landed < len(published) and learner.digests[p] == self._fleet.disk.digests[p][f.landed]
+            if is_current and learner.anchors[p] != published[f.landed]:
+                self._fail(f"{learner.session} has {learner.anchors[p]} as version {f.landed} of fragment {p}")
+            pending = sum(stop - start for start, stop in f.pending(state.tokens))
+            if learner.pace.align == "carry" and learner.params[p] - learner.anchors[p] != pending:
+                self._fail(
+                    f"{learner.session} holds {learner.params[p] - learner.anchors[p]} tokens of progress in fragment "
+                    f"{p}, {pending} are pending"
+                )
+
+    # ---------------------------------------------------------------------------------------------------- on demand
+
+    def audit(self) -> None:
+        """Everything that takes longer: the whole log, the books and a restart."""
+        merges = self._merges()
+        self._check_anchors(merges)
+        self._check_books(merges)
+        for use_snapshot in (False, True):
+            found = self._fleet.disk.recovered(expect=None, now_s=self._fleet.now_s, use_snapshot=use_snapshot)
+            if (restarted := durable(found)) != (live := durable(self._fleet.syncer)):
+                differing = {key: (live[key], restarted[key]) for key in live if live[key] != restarted[key]}
+                self._fail(f"a restart (snapshot: {use_snapshot}) finds (live, restarted): {differing}")
+
+    def _merges(self) -> Merges:
+        """Merged ranges per (learner, incarnation, fragment), from commit records alone."""
+        who: dict[str, tuple[str, int]] = {}
+        merges: Merges = defaultdict(list)
+        for entry in self._fleet.disk.log:
+            record = entry.record
+            if isinstance(record, records.Granted):
+                who[record.session] = record.learner, record.incarnation
+            elif isinstance(record, records.CommitRecord):
+                for merge in record.merges:
+                    learner, incarnation = who[merge.session]
+                    merges[learner, incarnation, record.fragment].append((merge.ready.start, merge.ready.stop))
+        for key, ranges in merges.items():
+            ranges.sort()
+            for (_, stop), (start, _) in pairwise(ranges):
+                if start < stop:
+                    self._fail(f"tokens of {key} from {start} on were merged twice")
+        return merges
+
+    def _check_anchors(self, merges: Merges) -> None:
+        for p, values in enumerate(self._fleet.disk.anchors):
+            merged = sum(stop - start for (_, _, q), ranges in merges.items() if q == p for start, stop in ranges)
+            is_carry = all(learner.pace.align == "carry" for learner in self._fleet.learners.values())
+            if is_carry and values[-1] != merged:
+                self._fail(f"the anchor of fragment {p} holds {values[-1]} tokens, {merged} were merged")
+
+    def _check_books(self, merges: Merges) -> None:
+        ledger = self._fleet.syncer.ledger
+        totals = ledger.totals()
+        merged = sum(stop - start for ranges in merges.values() for start, stop in ranges)
+        if totals.merged != merged:
+            self._fail(f"the ledger says {totals.merged} tokens were merged, the log {merged}")
+        discarded = sum(totals.discarded.values())
+        if totals.seen != totals.merged + discarded + totals.pending:
+            self._fail(f"the ledger does not balance: {totals}")
+        num_fragments = len(self._fleet.disk.anchors)
+        for session, learner in self._fleet.learners.items():
+            member = self._fleet.syncer.roster.get(session)
+            if learner.state is None or member is None:
+                continue
+            account = ledger.accounts.get((member.learner, member.incarnation))
+            if account is not None and account.seen > learner.state.tokens:
+                self._fail(f"{session} trained {learner.state.tokens} tokens, {account.seen} were seen")
+            if account is not None and member.state == "left":
+                trained = learner.state.tokens * num_fragments
+                found = account.num_merged + sum(account.num_discarded.values()) + account.num_pending
+                if trained != found:
+                    self._fail(f"{session} trained {trained} tokens, {found} are booked")
+
+
+def durable(state: SyncerState) -> dict[str, object]:
+    """What a restart must find again, as comparable values."""
+    saved = state.saved()
+    ended = {(s.learner, s.incarnation) for s in saved.sessions if s.state in ("left", "fenced")}
+    books = {(a.learner, a.incarnation): a for a in saved.accounts}
+    return {
+        "manifest": saved.manifest,
+        "generation": saved.generation,
+        "versions": saved.versions,
+        "sessions": {s.session: s for s in saved.sessions},
+        "counts": (saved.num_joins, saved.num_lapses, saved.num_commits, saved.num_contributors, saved.num_stepping),
+        "merged": {who: account.merged for who, account in books.items()},
+        "closed": {who: (a.seen, a.declared, a.booked) for who, a in books.items() if who in ended and a.is_closed},
+    }

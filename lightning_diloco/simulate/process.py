@@ -1,0 +1,80 @@
+"""One simulated learner process: its machine once it has joined, and the numbers its threads would hold.
+
+Parameters and anchors are integers. Training n tokens adds n to the parameters of every fragment, so that under "carry"
+`param - anchor` must always equal the tokens that are pending: what is lost or counted twice shows at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_diloco.protocol import LearnerState
+from lightning_diloco.simulate.settings import Pace
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a fetch brought: a full value, or what to add to the anchor; and what was sent of it by this learner."""
+
+    full: int | None
+    increment: int
+    sent: int
+
+
+@dataclass(slots=True)
+class SimulatedLearner:
+    """One process.
+
+    Args:
+        boot: which start of the syncer it last spoke to.
+        params, anchors: per fragment.
+        kept: sent values by (fragment, seq).
+        staged: per fragment; the last one that was fetched.
+        landings: (fragment, version) in order.
+        is_last: what its leave was answered with; None before.
+    """
+
+    name: str
+    session: str
+    pace: Pace
+    state: LearnerState | None = None
+    is_stepping: bool = False
+    is_cut: bool = False
+    is_dead: bool = False
+    connection: int = 0
+    boot: int = 0
+    error: str | None = None
+    is_last: bool | None = None
+    busy_until_s: float = 0.0
+    bad_payload: bool = False
+    params: list[int] = field(default_factory=list)
+    anchors: list[int] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    kept: dict[tuple[int, int], int] = field(default_factory=dict)
+    staged: dict[int, tuple[Update, str]] = field(default_factory=dict)
+    adopts: dict[int, bool] = field(default_factory=dict)
+    landings: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def is_gone(self) -> bool:
+        """Dead, left, or stopped with an error."""
+        return self.is_dead or self.is_last is not None or self.error is not None
+
+    def train(self, tokens: int) -> None:
+        self.params = [param + tokens for param in self.params]
+
+    def snapshot(self, p: int, seq: int) -> None:
+        self.kept[p, seq] = self.params[p] - self.anchors[p]
+
+    def adopt(self, p: int, value: int, digest: str) -> None:
+        self.params[p] = self.anchors[p] = value
+        self.digests[p] = digest
+
+    def land(self, p: int) -> None:
+        """As devices do it: carry keeps what was not sent, everything else drops it."""
+        update, digest = self.staged.pop(p)
+        anchor = update.full if update.full is not None else self.anchors[p] + update.increment
+        progress = self.params[p] - self.anchors[p] - update.sent
+        self.adopt(p, anchor, digest)
+        if self.pace.align == "carry" and not self.adopts[p]:
+            self.params[p] += progress
