@@ -1,0 +1,113 @@
+"""What an exchange costs a learner: time on the training thread, and bytes at the socket.
+
+python -m tests.bench.exchange
+
+A model of 25M parameters in 4 fragments, 2 learners whose compute sleeps 50 ms a step, a syncer. The same checks are
+then made of two runs that must fail them: float32 on the wire, and a link that works on the training thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.bench import report
+from tests.bench.processes import Measured, Sleeper, run
+
+STALL_S = 0.010
+BYTES_SHARE = 0.26
+NUM_FRAGMENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A bound on a figure of a row."""
+
+    figure: str
+    bound: float
+
+    def holds(self, row: dict[str, Any]) -> bool:
+        return bool(row[self.figure] <= self.bound)
+
+
+CHECKS = {
+    "stall": Check("stall p95 [ms]", 1e3 * STALL_S),
+    "bytes up": Check("up / float32", BYTES_SHARE),
+    "bytes down": Check("down / float32", BYTES_SHARE),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A run, and the checks it must fail."""
+
+    name: str
+    wire: str = "int8"
+    blocks: bool = False
+    must_fail: frozenset[str] = frozenset()
+
+
+CASES = (
+    Case("int8"),
+    Case("control: wire=fp32", wire="fp32", must_fail=frozenset({"bytes up", "bytes down"})),
+    Case("control: a link that blocks", blocks=True, must_fail=frozenset({"stall"})),
+)
+
+
+def figures(measured: Sequence[Measured], numel: int) -> dict[str, Any]:
+    """One run in figures."""
+    stalls = [1e3 * stall for learner in measured for stall in learner.exchange_s]
+    fragment_bytes = 4 * numel / NUM_FRAGMENTS
+    return {
+        "exchanges": len(stalls),
+        "stall p50 [ms]": report.quantile(stalls, 0.5),
+        "stall p95 [ms]": report.quantile(stalls, 0.95),
+        "stall max [ms]": max(stalls),
+        "up / float32": max(m.bytes_up / m.num_snapshots for m in measured) / fragment_bytes,
+        "down / float32": max(m.bytes_down / m.num_landings for m in measured) / fragment_bytes,
+    }
+
+
+def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """The medians of a case's runs, and whether the checks came out as they must."""
+    sleeper = Sleeper(step_s=args.step_s, num_steps=args.steps, numel=args.numel, blocks=case.blocks)
+    options = {"sync_every": args.sync_every, "num_fragments": NUM_FRAGMENTS, "wire": case.wire}
+    rows = [figures(run([sleeper, sleeper], options)[0], args.numel) for _ in range(args.runs)]
+    middle = report.median_of(rows)
+    failed = {name for name, check in CHECKS.items() if not check.holds(middle)}
+    return {
+        "run": case.name,
+        **middle,
+        "fails": ", ".join(sorted(failed)) or "nothing",
+        "as it must": "yes" if _is_right(case, failed) else "NO",
+    }
+
+
+def _is_right(case: Case, failed: set[str]) -> bool:
+    """A control fails its own checks; what else it fails does not matter."""
+    return case.must_fail <= failed if case.must_fail else not failed
+
+
+def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+    """Run all cases; 1 if one of them did not come out as it must."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=96 * 512**2, help="parameters, default 25M")
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--sync-every", type=int, default=24)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    rows = [measure(case, args) for case in CASES]
+    say(report.table(rows))
+    bounds = ", ".join(f"{check.figure} <= {check.bound:g}" for check in CHECKS.values())
+    say(f"\n{args.numel / 1e6:.1f}M parameters, {args.step_s * 1e3:.0f} ms a step; checks: {bounds}")
+    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows})
+    return int(any(row["as it must"] == "NO" for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

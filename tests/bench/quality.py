@@ -1,0 +1,139 @@
+"""Validation loss of the anchor against data-parallel training on the same tokens, on the tiny recipe.
+
+python -m tests.bench.quality                                       the defaults, three seeds: the table of the README
+python -m tests.bench.quality --seed 1 --outer-lr 0.6 0.8 --align carry overwrite         a sweep: every combination
+
+1. Both see the same batches in the same steps, start from the same weights and follow the same learning rate.
+2. The anchor is measured after the drain, on the whole validation split.
+3. Options that are not given are the recipe's, then the package's defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.simulate.fleet import Pace
+from tests.bench import report
+from tests.bench.tiny import Tiny
+from tests.bench.training_fleet import TrainingFleet
+
+RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "outer_lr", "outer_momentum", "merge", "wire")
+KEYS = (*RUN_OPTIONS, "align", "lr", "learners", "steps")
+BOUND = 0.02
+
+
+def data_parallel(tiny: Tiny, *, learners: int, steps: int, seed: int) -> float:
+    """Validation loss of one model that trains on the batches of all learners."""
+    trainee = tiny.model(seed, steps)
+    for batch in itertools.islice(tiny.joined_batches(seed, learners), steps):
+        trainee.step(batch)
+    return trainee.validation_loss()
+
+
+def decoupled(tiny: Tiny, config: RunConfig, learner: LearnerConfig, *, learners: int, steps: int, seed: int) -> float:
+    """Validation loss of the anchor that learners arrive at together."""
+    batch = tiny.data.hparams["batch_size"] * tiny.data.hparams["seq_len"]
+    fleet = TrainingFleet(
+        config,
+        learner,
+        [tiny.model(seed, steps) for _ in range(learners)],
+        [tiny.batches(seed, part, learners) for part in range(learners)],
+        [Pace(step_s=1.0, tokens=batch, num_steps=steps) for _ in range(learners)],
+    )
+    fleet.run_to_the_end(limit_s=2.0 * steps + 100)
+    errors = [learner.error for learner in fleet.learners.values() if learner.error]
+    assert not errors, errors
+    return fleet.show_anchor().validation_loss()
+
+
+def trials(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every combination of what was asked for."""
+    swept = {name: getattr(args, name) for name in (*KEYS, "seed")}
+    for values in itertools.product(*swept.values()):
+        yield dict(zip(swept, values, strict=True))
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run all trials; the baseline of each (lr, learners, steps, seed) once."""
+    results: list[dict[str, Any]] = []
+    baselines: dict[tuple[Any, ...], float] = {}
+    for trial in trials(args):
+        tiny = Tiny(args.recipe, model={"lr": trial["lr"]})
+        size = {name: trial[name] for name in ("learners", "steps", "seed")}
+        key = (trial["lr"], *size.values())
+        if key not in baselines and not args.no_data_parallel:
+            baselines[key] = data_parallel(tiny, **size)
+        began_s = time.perf_counter()
+        config = RunConfig(**{name: trial[name] for name in RUN_OPTIONS}).validate()
+        loss = decoupled(tiny, config, LearnerConfig(align=trial["align"]), **size)
+        baseline = baselines.get(key)
+        gap = None if baseline is None else loss / baseline - 1
+        results.append({**trial, "data_parallel": baseline, "anchor": loss, "gap": gap})
+        print(results[-1], f"{time.perf_counter() - began_s:.0f} s", flush=True)
+    return results
+
+
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """One row for each setting: the mean gap over seeds, and each seed's losses."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        groups.setdefault(tuple(result[key] for key in KEYS), []).append(result)
+    varied = [key for k, key in enumerate(KEYS) if len({group[k] for group in groups}) > 1]
+    rows = []
+    for group in groups.values():
+        row: dict[str, Any] = {key: group[0][key] for key in varied}
+        row["seeds"] = ", ".join(str(r["seed"]) for r in group)
+        if group[0]["data_parallel"] is not None:
+            row["data parallel"] = ", ".join(f"{r['data_parallel']:.4f}" for r in group)
+        row["anchor"] = ", ".join(f"{r['anchor']:.4f}" for r in group)
+        gaps = [r["gap"] for r in group if r["gap"] is not None]
+        if gaps:
+            row["mean gap"] = f"{statistics.mean(gaps):+.2%}"
+            row["worst gap"] = f"{max(gaps):+.2%}"
+        rows.append(row)
+    return report.table(rows)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; each run option takes several values."""
+    path = argparse.ArgumentParser(add_help=False)
+    path.add_argument("--recipe", type=Path, default=Tiny().path)
+    known, _ = path.parse_known_args()
+    tiny, defaults = Tiny(known.recipe), RunConfig()
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--recipe", type=Path, default=tiny.path)
+    for name in RUN_OPTIONS:
+        default = tiny.strategy.get(name, getattr(defaults, name))
+        kind = type(default)
+        options.add_argument(f"--{name.replace('_', '-')}", type=kind, nargs="+", default=[default])
+    options.add_argument("--align", nargs="+", default=[tiny.strategy.get("align", LearnerConfig().align)])
+    options.add_argument("--lr", type=float, nargs="+", default=[tiny.lr])
+    options.add_argument("--learners", type=int, nargs="+", default=[2])
+    options.add_argument("--steps", type=int, nargs="+", default=[tiny.num_steps])
+    options.add_argument("--seed", type=int, nargs="+", default=[1, 2, 3])
+    options.add_argument("--no-data-parallel", action="store_true")
+    options.add_argument("--out", type=Path)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, store; 1 if the defaults' gap exceeds the bound."""
+    args = parser().parse_args(argv)
+    torch.set_num_threads(1)
+    results = run(args)
+    print(summary(results))
+    report.store(args.out, {"circumstances": report.circumstances(), "results": results})
+    return int(len({tuple(r[k] for k in KEYS) for r in results}) == 1 and any((r["gap"] or 0) > BOUND for r in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

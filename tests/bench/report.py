@@ -1,0 +1,89 @@
+"""Benchmark results: stored as JSON, shown as Markdown, put into READMEs by a program.
+
+1. A table is always made from stored results; nobody types numbers.
+2. A README holds generated text between `<!-- bench NAME -->` and `<!-- /bench NAME -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+def circumstances() -> dict[str, str]:
+    """What a number depends on: machine, versions, commit and day."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": found.stdout.strip(),
+        "machine": f"{_processor()}, {torch.get_num_threads()} thread(s)",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found.group(1) if found else platform.machine()
+
+
+def table(rows: Sequence[Row], columns: Iterable[str] | None = None) -> str:
+    """Rows as a Markdown table; columns of the first row unless named."""
+    names = list(columns or rows[0])
+    cells = [names, *([_text(row.get(name)) for name in names] for row in rows)]
+    widths = [max(len(line[k]) for line in cells) for k in range(len(names))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that this share of all values does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def median_of(rows: Sequence[Row]) -> Row:
+    """Each figure's median over several runs."""
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def store(path: Path | None, results: dict[str, Any]) -> None:
+    """Write results as JSON, if a path is given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+def insert(readme: Path, name: str, text: str) -> None:
+    """Replace what stands between a README's markers.
+
+    Raises:
+        ValueError: the README has no such markers.
+    """
+    before = readme.read_text()
+    opening, closing = f"<!-- bench {name} -->", f"<!-- /bench {name} -->"
+    if opening not in before or closing not in before:
+        raise ValueError(f"{readme} has no {opening} ... {closing}; write both lines where the table belongs")
+    head, tail = before.split(opening)[0], before.split(closing)[1]
+    readme.write_text(f"{head}{opening}\n{text.strip()}\n{closing}{tail}")

@@ -1,0 +1,43 @@
+"""All benchmarks, or those that are named, one after another: `python tests/bench/run.py [names] [--out DIR]`.
+
+exchange, straggler and participation want a quiet machine with two cores; quality is the same on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("exchange", "straggler", "participation", "quality")
+
+
+def main() -> int:
+    """Run them; 1 if any of them missed a bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--out", type=Path, help="a folder for results, NAME.json each")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(NAMES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(NAMES)}")
+    sys.path.insert(0, str(ROOT))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    failed = []
+    for name in args.names or NAMES:
+        print(f"\n== {name} ==\n", flush=True)
+        began_s = time.perf_counter()
+        options = ["--out", str(args.out / f"{name}.json")] if args.out else []
+        if importlib.import_module(f"tests.bench.{name}").main(options):
+            failed.append(name)
+        print(f"\n({time.perf_counter() - began_s:.0f} s)", flush=True)
+    print(f"\nmissed a bound: {', '.join(failed) or 'none'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,156 @@
+"""A learner of a bench, as a process: the real Trainer and strategy, with sleep in place of compute.
+
+1. A step sleeps, then updates one of the model's matrices a little: an accelerator would leave the host idle, too.
+2. Everything is measured from outside the link: around `Link.step`, the only call a step makes into it.
+3. `blocks` makes encoding, uploading and downloading happen on the training thread: what the bench must notice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_diloco  # noqa: F401  makes "decoupled_diloco" known to the Trainer
+from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.runtime import link
+from tests.bench.processes import MEASURED, STEPPING
+
+WIDTH = 512
+
+
+class Sleeping(L.LightningModule):
+    """A pile of square matrices, one of which is trained in each step.
+
+    Args:
+        numel: parameters, a multiple of WIDTH squared.
+        step_s: time asleep in each step.
+    """
+
+    def __init__(self, numel: int, step_s: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(round(numel / WIDTH**2)))
+        self._step_s = step_s
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        time.sleep(self._step_s)
+        return self.matrices[batch_idx % len(self.matrices)].mul(batch.mean()).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Journal:
+    """Times steps and counts exchanges, by wrapping what the link is made of."""
+
+    def __init__(self, root: Path) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.num_snapshots = self.num_landings = 0
+        self._snapshots: list[int] = []
+        self._landings: list[int] = []
+        self._root = root
+        self._left_s = 0.0
+
+    def attach(self) -> None:
+        """Wrap `Link.start`, `Link.step`, and the device's `snapshot` and `land`."""
+        start, step = link.Link.start, link.Link.step
+        snapshot, land = CpuFragments.snapshot, CpuFragments.land
+
+        def started(self_: Any, *args: Any) -> None:
+            start(self_, *args)
+            (self._root / STEPPING).touch()
+            self._left_s = time.perf_counter()
+
+        def stepped(self_: Any, *args: Any) -> None:
+            entered_s = time.perf_counter()
+            step(self_, *args)
+            self._wrote(entered_s, time.perf_counter())
+
+        def snapshotted(self_: Any, fragment: int) -> Any:
+            self.num_snapshots += 1
+            self._snapshots.append(fragment)
+            return snapshot(self_, fragment)
+
+        def landed(self_: Any, fragment: int, staged: Any) -> None:
+            self.num_landings += 1
+            self._landings.append(fragment)
+            land(self_, fragment, staged)
+
+        link.Link.start, link.Link.step = started, stepped  # type: ignore[method-assign]
+        CpuFragments.snapshot, CpuFragments.land = snapshotted, landed  # type: ignore[method-assign]
+
+    def _wrote(self, entered_s: float, left_s: float) -> None:
+        self.steps.append(
+            {
+                "hook_s": left_s - entered_s,
+                "wall_s": left_s - self._left_s,
+                "snapshots": self._snapshots,
+                "landings": self._landings,
+            }
+        )
+        self._snapshots, self._landings, self._left_s = [], [], left_s
+
+
+class _Inline(queue.SimpleQueue):  # type: ignore[type-arg]
+    """A line of jobs that the training thread does itself."""
+
+    def put(self, job: Callable[[], None] | None, block: bool = True, timeout: float | None = None) -> None:
+        if job is not None and threading.current_thread() is threading.main_thread():
+            job()
+        else:
+            super().put(job)
+
+
+def _make_links_block() -> None:
+    made = link.Link.__init__
+
+    def make(self_: Any, *args: Any, **kwargs: Any) -> None:
+        made(self_, *args, **kwargs)
+        self_._work, self_._freight = _Inline(), _Inline()
+
+    link.Link.__init__ = make  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Train as the JSON in the first argument says, and write what was measured."""
+    given = json.loads(sys.argv[1])
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    root = Path(given["root"])
+    root.mkdir(parents=True)
+    journal = Journal(root)
+    journal.attach()
+    if given["blocks"]:
+        _make_links_block()
+    trainer = L.Trainer(
+        strategy="decoupled_diloco",
+        accelerator="cpu",
+        devices=1,
+        max_steps=given["num_steps"],
+        default_root_dir=root,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    samples = DataLoader(torch.ones(given["num_steps"] * 8, 1), batch_size=1)
+    trainer.fit(Sleeping(given["numel"], given["step_s"]), samples)
+    measured = {name: getattr(journal, name) for name in ("steps", "num_snapshots", "num_landings")}
+    (root / MEASURED).write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""A learner next to one four times slower: what it costs the fast one, and whether its work still counts.
+
+python -m tests.bench.straggler
+
+Both compute by sleeping. The same fast learner next to an equal one is the yardstick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.bench import report
+from tests.bench.processes import Measured, Sleeper, run
+
+SLOWDOWN = 4
+STALL_SHARE = 0.005
+STEP_TOLERANCE = 0.05
+NUM_FRAGMENTS = 24
+
+
+def figures(fast: Measured, summary: dict[str, Any], name: str, step_s: float) -> dict[str, Any]:
+    """One run in figures of its fast learner."""
+    wall_s = [step["wall_s"] for step in fast.steps]
+    (learner,) = [found for found in summary["learners"] if found["id"] == name]
+    return {
+        "stall share": fast.stall_share,
+        "step p50 [ms]": 1e3 * statistics.median(wall_s),
+        "step p95 [ms]": 1e3 * report.quantile(wall_s, 0.95),
+        "landings per step": sum(len(step["landings"]) for step in fast.steps) / len(wall_s),
+        "versions": statistics.mean(summary["versions"]),
+        "rounds / fast periods": statistics.mean(summary["versions"]) / (learner["step"] / 24),
+        "tokens merged": summary["tokens_merged"] / summary["tokens_seen"],
+        "participation": summary["participation"],
+    }
+
+
+def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+    """Run both pairs; 1 if the straggler costs the fast learner anything that it must not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=4 * 512**2, help="parameters, default 1M")
+    parser.add_argument("--steps", type=int, default=480, help="of the fast learner")
+    parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    rows = []
+    for name, factor in (("next to an equal", 1), (f"next to a {SLOWDOWN}x slower", SLOWDOWN)):
+        fast = Sleeper(step_s=args.step_s, num_steps=args.steps, numel=args.numel)
+        slow = Sleeper(step_s=factor * args.step_s, num_steps=args.steps // factor, numel=args.numel)
+        found = [run([fast, slow], {"num_fragments": NUM_FRAGMENTS}) for _ in range(args.runs)]
+        rows.append(
+            {"run": name, **report.median_of([figures(m[0], summary, "l0", args.step_s) for m, summary in found])}
+        )
+    say(report.table(rows))
+    checks = _checks(*rows)
+    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": checks})
+    return int(not all(checks.values()))
+
+
+def _checks(equal: dict[str, Any], straggling: dict[str, Any]) -> dict[str, bool]:
+    slower = straggling["step p50 [ms]"] / equal["step p50 [ms]"] - 1
+    return {
+        f"stall share {straggling['stall share']:.3%} < {STALL_SHARE:.1%}": straggling["stall share"] < STALL_SHARE,
+        f"its steps are {slower:+.1%} longer, at most {STEP_TOLERANCE:+.0%}": slower <= STEP_TOLERANCE,
+        f"{straggling['tokens merged']:.1%} of all tokens are merged": straggling["tokens merged"] == 1.0,
+        f"{straggling['rounds / fast periods']:.2f} rounds per fragment and period of the fast learner, at least 0.9": (
+            straggling["rounds / fast periods"] >= 0.9
+        ),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,140 @@
+"""The tiny recipe taken apart: its model, its data, its optimizer, one step at a time and without a Trainer.
+
+1. Every number comes from recipes/tiny/gpt.yaml; what a benchmark varies it passes in.
+2. Learner m of M reads what it would read in a run: the strategy's own split of the recipe's loader.
+3. The data-parallel model reads the same batches, joined: the same tokens in the same step.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import yaml
+from torch import Tensor
+
+from lightning_diloco.hf import CausalLM, TextData
+from lightning_diloco.strategy.data import split
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "gpt.yaml"
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Trainer:
+    """What a module asks of its trainer before the first step."""
+
+    estimated_stepping_batches: int
+    datamodule: TextData
+
+
+class Tiny:
+    """A recipe file, and what follows from it.
+
+    Args:
+        path: of the recipe.
+        model: options of the model that differ from it.
+        data: options of the data that differ from it.
+    """
+
+    def __init__(self, path: Path = RECIPE, *, model: dict[str, Any] | None = None, data: dict[str, Any] | None = None):
+        self.path = path
+        self.recipe = yaml.safe_load(path.read_text())
+        self._model = {**self.recipe["model"]["init_args"], **(model or {})}
+        self._data = {**self.recipe["data"]["init_args"], **(data or {})}
+
+    @property
+    def strategy(self) -> dict[str, Any]:
+        """The recipe's options of the strategy."""
+        return dict(self.recipe["trainer"]["strategy"]["init_args"])
+
+    @property
+    def lr(self) -> float:
+        """The inner learning rate."""
+        return float(self._model["lr"])
+
+    @property
+    def num_steps(self) -> int:
+        """The recipe's number of inner steps."""
+        return int(self.recipe["trainer"]["max_steps"])
+
+    @cached_property
+    def data(self) -> TextData:
+        """The recipe's data, prepared; tokens are cached on disk."""
+        data = TextData(**self._data)
+        data.prepare_data()
+        data.setup()
+        return data
+
+    def batches(self, seed: int, part: int, parts: int) -> Iterator[Batch]:
+        """One learner's batches, epoch after epoch.
+
+        Args:
+            seed: of the order; equal for all learners.
+            part: which learner, 0..parts-1.
+            parts: number of learners.
+        """
+        os.environ["PL_GLOBAL_SEED"] = str(seed)  # as seed_everything leaves it, for the split
+        loader = split(self.data.train_dataloader(), part, parts)
+        for epoch in itertools.count():
+            if hasattr(loader.sampler, "set_epoch"):  # type: ignore[attr-defined]
+                loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            yield from loader  # type: ignore[misc]
+
+    def joined_batches(self, seed: int, parts: int) -> Iterator[Batch]:
+        """The batches of all learners as one: what data-parallel training sees."""
+        for batches in zip(*(self.batches(seed, part, parts) for part in range(parts)), strict=True):
+            yield {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+    def model(self, seed: int, num_steps: int) -> Trainee:
+        """A model with random weights and an optimizer.
+
+        Args:
+            seed: of the weights.
+            num_steps: the learning rate's schedule ends there.
+        """
+        L.seed_everything(seed, verbose=False)
+        module = CausalLM(**copy.deepcopy(self._model))
+        return Trainee(module, self.data, num_steps, self.recipe["trainer"]["gradient_clip_val"])
+
+
+class Trainee:
+    """A model that trains by the step."""
+
+    def __init__(self, module: CausalLM, data: TextData, num_steps: int, clip: float) -> None:
+        self.module, self._data, self._clip = module, data, clip
+        self._trainer = _Trainer(num_steps, data)
+        module._trainer = self._trainer  # type: ignore[assignment]
+        module.log = lambda *_, **__: None  # type: ignore[method-assign]
+        module.configure_model()
+        configured = module.configure_optimizers()
+        self._optimizer = configured["optimizer"]
+        self._schedule = configured["lr_scheduler"]["scheduler"]
+
+    def step(self, batch: Batch) -> int:
+        """One inner step; returns the batch's tokens."""
+        loss = self.module.training_step(batch, 0)
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self._clip)
+        self._optimizer.step()
+        self._schedule.step()
+        return batch["input_ids"].numel()
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Nats per token over the whole validation split."""
+        self.module.eval()
+        self.module.val_loss.reset()
+        for index, batch in enumerate(self._data.val_dataloader()):
+            self.module.validation_step(batch, index)
+        self.module.train()
+        return float(self.module.val_loss.compute())

@@ -1,0 +1,139 @@
+"""A fleet in one process that really trains: the simulator's machines and clock, with tensors behind them.
+
+1. Who snapshots, merges and lands what, and when, is decided by the machines that decide it in a run.
+2. What is snapshotted, encoded, merged, published and landed goes through the code that does it in a run.
+3. Only time is simulated, and the wire: a fragment lands `overlap` steps after its snapshot. Equal arguments give
+   equal losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.core.merge import contribution_weight
+from lightning_diloco.devices.base import Update
+from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.protocol import actions as do
+from lightning_diloco.runtime.anchors import AnchorStore, tensor_of
+from lightning_diloco.simulate.fleet import Fleet, Network, Pace, SimulatedLearner
+from lightning_diloco.strategy.model import describe, trainable_parameters
+from tests.bench.tiny import Batch, Trainee
+
+
+@dataclass(slots=True)
+class _Crew:
+    """What a learner's process would hold."""
+
+    trainee: Trainee
+    batches: Iterator[Batch]
+    device: CpuFragments
+    sent: dict[tuple[int, int], Tensor]
+    staged: dict[int, object]
+
+
+class TrainingFleet(Fleet):
+    """Learners that train, and a syncer that merges.
+
+    Args:
+        config: of the run; `overlap` becomes the delay of the simulated network.
+        learner: options of all learners; `align` counts here.
+        trainees: one model each, equal at the start.
+        batches: one stream each.
+        paces: one each; `num_steps` ends a learner.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        learner: LearnerConfig,
+        trainees: list[Trainee],
+        batches: list[Iterator[Batch]],
+        paces: list[Pace],
+    ) -> None:
+        model = describe(trainees[0].module, "tokens")
+        self.plan = FragmentPlan.balanced(
+            model.shapes,
+            num_fragments=config.fragments_wanted,
+            max_slice_numel=config.max_slice_numel,
+            mean_names=model.mean_names,
+        )
+        assert self.plan.num_fragments == config.num_fragments, "the fragments asked for are not all there"
+        transfer_s = (config.overlap - 0.5) / 2 * paces[0].step_s
+        super().__init__(
+            config,
+            network=Network(latency_s=0.01 * paces[0].step_s, upload_s=transfer_s, download_s=transfer_s),
+            merge_s=0.01 * paces[0].step_s,
+            expect=len(trainees),
+        )
+        self.store = AnchorStore(self.plan, config)
+        self._gradients: dict[int, Tensor] = {}
+        self._crews: dict[str, _Crew] = {}
+        for trainee, stream, pace in zip(trainees, batches, paces, strict=True):
+            device = CpuFragments(self.plan, trainable_parameters(trainee.module), config, learner)
+            self._board(self.start(f"l{len(self._crews)}", pace), _Crew(trainee, stream, device, {}, {}))
+
+    def show_anchor(self) -> Trainee:
+        """The first learner's model with the anchor in it."""
+        crew = next(iter(self._crews.values()))
+        crew.device.show_anchor()
+        return crew.trainee
+
+    def _board(self, learner: SimulatedLearner, crew: _Crew) -> None:
+        for p in range(self.plan.num_fragments):
+            values = crew.device.local_values(p)
+            if not self._crews:
+                self.store.seed(p, values)
+            crew.device.adopt(p, values)
+        self._crews[learner.session] = crew
+
+    # ------------------------------------------------------------------------------------------------------- learners
+
+    def _step(self, learner: SimulatedLearner) -> None:
+        crew = self._crews[learner.session]
+        tokens = crew.trainee.step(next(crew.batches))
+        assert tokens == learner.pace.tokens, f"a batch of {tokens} tokens at a pace of {learner.pace.tokens}"
+        super()._step(learner)
+
+    def _do_for_learner(self, learner: SimulatedLearner, action: do.LearnerAction) -> None:
+        crew = self._crews[learner.session]
+        match action:
+            case do.Snapshot():
+                snapshot = crew.device.snapshot(action.ready.fragment)
+                crew.sent[action.ready.fragment, action.ready.seq] = crew.device.encode(snapshot).payload
+            case do.Land():
+                crew.device.land(action.fragment, crew.staged.pop(action.fragment))  # type: ignore[arg-type]
+            case do.Forget():
+                crew.sent.pop((action.fragment, action.seq), None)
+        super()._do_for_learner(learner, action)
+
+    def _fetched(self, learner: SimulatedLearner, action: do.Fetch, boot: int) -> None:
+        crew, p = self._crews[learner.session], action.fragment
+        update = self.store.update_for(p, action.have)
+        assert update.kind == "chain", "nobody falls far behind here"
+        fate = self.syncer.roster[learner.session].fates.get(p)
+        is_mine = fate is not None and fate[:2] == (action.seq, "merged")
+        sent = crew.sent[p, fate[0]] if fate is not None and is_mine else None
+        num_updates = update.version - update.from_version
+        chain = tensor_of(update.payload, torch.uint8).chunk(num_updates) if num_updates else ()
+        crew.staged[p] = crew.device.stage(p, Update(None, chain, sent))
+        super()._fetched(learner, action, boot)
+
+    # --------------------------------------------------------------------------------------------------------- syncer
+
+    def _do_for_syncer(self, action: do.SyncerAction) -> None:
+        if isinstance(action, do.Merge):
+            members = action.contributions
+            payloads = [self._crews[c.session].sent[action.fragment, c.ready.seq] for c in members]
+            weights = [contribution_weight(c.ready.tokens, c.ready.steps) for c in members]
+            self._gradients[action.fragment], _ = self.store.merge(action.fragment, payloads, weights)
+        super()._do_for_syncer(action)
+
+    def _commit(self, action: do.Apply, boot: int) -> None:
+        self.store.commit(action.fragment, self._gradients.pop(action.fragment), steps=action.steps)
+        super()._commit(action, boot)
