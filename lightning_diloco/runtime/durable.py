@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from lightning_diloco.transport.base import Json
 log = logging.getLogger(__name__)
 
 MIN_LOG_BYTES = 8 << 20
+SNAPSHOT_AGAIN_S = 30.0
 
 
 class Durable:
@@ -42,6 +43,7 @@ class Durable:
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
         self.tape = Tape(run_dir / "tape" / "events.jsonl")
         self._writing: threading.Thread | None = None
+        self._snapshot_again_s = 0.0
         # A failed fsync takes back everything since the last good one: never two writers' records at once.
         self._one_record = threading.Lock()
 
@@ -98,19 +100,23 @@ class Durable:
         return self._writing is not None and self._writing.is_alive()
 
     def is_snapshot_due(self, store: AnchorStore) -> bool:
-        """Whether the log has grown as large as the state."""
-        state_bytes = sum(12 * layout.padded_numel for layout in store.layouts)
-        return not self.is_writing and self.log.nbytes > max(MIN_LOG_BYTES, state_bytes)
+        """Whether the log has grown as large as the state, and no attempt failed a moment ago."""
+        if self.is_writing or time.monotonic() < self._snapshot_again_s:
+            return False
+        return self.log.nbytes > max(MIN_LOG_BYTES, sum(12 * layout.padded_numel for layout in store.layouts))
 
-    def begin_snapshot(
-        self, machine: Json, manifest: Json, store: AnchorStore, failed: Callable[[Exception], None]
-    ) -> None:
+    def begin_snapshot(self, machine: Json, manifest: Json, store: AnchorStore) -> None:
         """Write a snapshot of this moment in the background; commits go on meanwhile.
 
-        No commit may be between its log record and its installation.
+        No commit may be between its log record and its installation. A disk that does not take it makes the log grow,
+        and is tried again after SNAPSHOT_AGAIN_S.
         """
-        self.tape.sync()
-        self.log.rotate()
+        try:
+            self.tape.sync()
+            self.log.rotate()
+        except StorageError as error:
+            self._snapshot_failed(error)
+            return
         lsn, frozen = self.log.last_lsn, store.freeze()
 
         def write() -> None:
@@ -118,20 +124,26 @@ class Durable:
                 self._write(lsn, machine, manifest, *frozen)
                 self.log.drop_before(lsn + 1)
             except Exception as error:
-                failed(error)
+                self._snapshot_failed(error)
 
         self._writing = threading.Thread(target=write, name="diloco-snapshot", daemon=True)
         self._writing.start()
+
+    def _snapshot_failed(self, error: Exception) -> None:
+        self._snapshot_again_s = time.monotonic() + SNAPSHOT_AGAIN_S
+        log.error("no snapshot was written, the log goes on growing: %s", error)
 
     def _write(self, lsn: int, machine: Json, manifest: Json, numbers: Any, tensors: Any) -> None:
         self.snapshots.write(lsn, {"machine": machine, "manifest": manifest, "anchors": numbers}, tensors)
 
     def close(self) -> None:
-        """Wait for a snapshot being written, and let go of all files."""
+        """Wait for a snapshot being written, and let go of all files; raises `StorageError`."""
         if self._writing is not None:
             self._writing.join()
-        self.log.close()
-        self.tape.close()
+        try:
+            self.log.close()
+        finally:
+            self.tape.close()
 
 
 def _new_store(manifest: Json) -> AnchorStore:

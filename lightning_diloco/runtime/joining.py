@@ -13,32 +13,41 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
+from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
-from lightning_diloco.errors import ConfigError, FencedError, JoinError, PlanMismatchError, TransportError
+from lightning_diloco.errors import (
+    ConfigError,
+    CorruptMessageError,
+    FencedError,
+    JoinError,
+    PlanMismatchError,
+    TransportError,
+)
 from lightning_diloco.protocol import messages
-from lightning_diloco.runtime.anchors import bytes_of
+from lightning_diloco.runtime.anchors import bytes_of, tensor_of
 from lightning_diloco.runtime.manifest import check_model, make_manifest, plan_of
 from lightning_diloco.runtime.model import ModelDescription
+from lightning_diloco.runtime.outbox import RESET
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Connection, Json
 
 log = logging.getLogger(__name__)
 
 MakeDevice = Callable[[FragmentPlan, RunConfig], FragmentDevice[Any, Any]]
-M = TypeVar("M")
+T = TypeVar("T")
 
 REACH_S = 60.0
 ANSWER_S = 900.0
 BULK_S = 600.0
 AGAIN_S = 1.0
-_RESET = "Reset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +100,8 @@ class Joining:
         self._model = model
         self._make_device = make_device
         self._cursor = 0
-        self._reached = False
-        self._began_s = time.monotonic()
+        self._num_resets = 0
+        self._offered: Json | None = None
 
     def run(self) -> Joined:
         """Block until this learner may step.
@@ -103,103 +112,136 @@ class Joining:
             ConfigError: an explicit option contradicts the run's.
             PlanMismatchError: another model than the run's.
         """
-        hello = messages.Hello(
-            self._learner,
-            1,
-            PROTOCOL_VERSION,
-            self._options,
-            run=self._address.run,
-            where=f"{socket.gethostname()}:{os.getpid()}",
-        )
-        answer = self._ask(hello, messages.Welcome | messages.SeedGrant, within_s=ANSWER_S)
+        hello = messages.Hello(self._learner, 1, PROTOCOL_VERSION, self._options, run=self._address.run, where=where())
+        answer = self._ask(hello, messages.Welcome | messages.SeedGrant)
         seeded = None
-        if isinstance(answer, messages.SeedGrant):
+        while isinstance(answer, messages.SeedGrant):
             answer, seeded = self._seed(hello, answer)
         welcome = cast("messages.Welcome", answer)
         check_model(self._model, welcome.manifest)
         plan, config = plan_of(welcome.manifest)
-        device = seeded or self._make_device(plan, config)
-        welcome = self._adopt(welcome, plan, device)
+        device = seeded if seeded is not None and welcome.manifest == self._offered else self._make_device(plan, config)
+        welcome = self._adopt(welcome, plan, config, device)
         confirm = messages.Confirm(
             welcome.incarnation, plan.digest, dict(self._model.frozen_digest), self._model.token_unit
         )
-        active = self._ask(confirm, messages.Active, within_s=ANSWER_S)
+        active = self._ask(confirm, messages.Active)
         return Joined(welcome, active, plan, config, device, self._cursor)
 
     def _seed(
         self, hello: messages.Hello, grant: messages.SeedGrant
-    ) -> tuple[messages.Welcome, FragmentDevice[Any, Any] | None]:
-        """Offer this learner's values as the start of the run."""
+    ) -> tuple[messages.Welcome | messages.SeedGrant, FragmentDevice[Any, Any]]:
+        """Offer this learner's values as the start of the run; a grant in answer means: offer them again."""
         options = {**grant.options, **self._options}
-        manifest, plan = make_manifest(self._model, options)
-        config = RunConfig.from_dict(manifest["config"])
-        if config.num_fragments != RunConfig.from_dict(options).fragments_wanted:
-            log.warning("the model has slices for %d fragments; that many are used", config.num_fragments)
+        self._offered, plan = make_manifest(self._model, options)
+        config = RunConfig.from_dict(self._offered["config"])
+        if (wanted := RunConfig.from_dict(options).fragments_wanted) != plan.num_fragments:
+            log.warning("the model has slices for %d fragments, not %d; that many are used", plan.num_fragments, wanted)
         device = self._make_device(plan, config)
+        num_resets = self._num_resets
         for p in range(plan.num_fragments):
             header: Json = {"what": "seed", "session": self._session, "lease": grant.lease, "fragment": p}
-            self._connection.put(Bulk(header, bytes_of(device.local_values(p))), deadline_s=BULK_S)
-        self._connection.send(self._session, [messages.encode(messages.SeedPlan(grant.lease, manifest))])
-        welcome = self._ask(hello, messages.Welcome, within_s=ANSWER_S)
-        return welcome, device if welcome.manifest == manifest else None
+            values = Bulk(header, bytes_of(device.local_values(p)))
+            self._insist(partial(self._connection.put, values, deadline_s=BULK_S))
+        seed_plan = messages.encode(messages.SeedPlan(grant.lease, self._offered))
+        while True:
+            self._insist(partial(self._connection.send, self._session, [seed_plan]))
+            answer = self._ask(hello, messages.Welcome | messages.SeedGrant)
+            # The same lease again: it is being stored, or the disk did not take it yet. A reset lost the values.
+            if answer != grant or self._num_resets > num_resets:
+                return answer, device
 
     def _adopt(
-        self, welcome: messages.Welcome, plan: FragmentPlan, device: FragmentDevice[Any, Any]
+        self, welcome: messages.Welcome, plan: FragmentPlan, config: RunConfig, device: FragmentDevice[Any, Any]
     ) -> messages.Welcome:
         """Take over the anchors as they are now; the versions in the answer are what was really adopted."""
         generations, versions = [], []
         for p in range(plan.num_fragments):
-            header, values = fetch_full(self._connection, self._session, p)
-            device.adopt(p, values)
+            numel = plan.layout(p, config.block_size).padded_numel
+            header, values_P = self._insist(partial(self._full, p, numel))
+            device.adopt(p, values_P)
             generations.append(header["generation"])
             versions.append(header["version"])
         return replace(welcome, generations=tuple(generations), versions=tuple(versions))
 
+    def _full(self, p: int, numel: int) -> tuple[Json, Tensor]:
+        asked: Json = {"session": self._session, "fragment": p, "have": None, "generation": None}
+        bulk = self._connection.get(asked, deadline_s=BULK_S)
+        return bulk.header, full_values(bulk, numel)
+
     # --------------------------------------------------------------------------------------------------- conversation
 
-    def _ask(self, question: messages.FromLearner, wanted: Any, *, within_s: float) -> Any:
+    def _ask(self, question: messages.FromLearner, wanted: Any) -> Any:
         """Say it until one of the wanted messages is heard."""
-        deadline_s = time.monotonic() + within_s
+        deadline_s = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
-            try:
-                self._connection.send(self._session, [messages.encode(question)])
-                heard = self._connection.poll(self._session, self._cursor, AGAIN_S)
-                self._reached = True
-            except TransportError as error:
-                self._not_reached(error)
-                continue
-            self._cursor = heard.cursor
-            for values in heard.messages:
-                if values.get("kind") == _RESET:
-                    continue
-                message = messages.decode(values, messages.FromSyncer)
+            for message in self._insist(partial(self._converse, question)):
                 if isinstance(message, messages.Rejected):
                     _raise(message)
                 if isinstance(message, wanted):
                     return message
         raise JoinError(
             f"the syncer at {self._address} answered, but not with what {type(question).__name__} asks for, within "
-            f"{within_s:.0f} s; look at its log and at `diloco status`"
+            f"{ANSWER_S:.0f} s; look at its log and at `diloco status`"
         )
 
-    def _not_reached(self, error: TransportError) -> None:
-        waited_s = time.monotonic() - self._began_s
-        if waited_s > REACH_S and not self._reached:
-            raise JoinError(
-                f"no syncer was reached at {self._address} in {waited_s:.0f} s ({error}); start one there, or correct "
-                "DILOCO_JOIN (or join=)"
-            ) from error
-        left_s = max(0.0, REACH_S - waited_s)
-        log.warning("no syncer at %s yet; trying for another %.0f s (%s)", self._address, left_s, error)
-        time.sleep(min(AGAIN_S, left_s))
+    def _converse(self, question: messages.FromLearner) -> list[messages.FromLearner | messages.FromSyncer]:
+        self._connection.send(self._session, [messages.encode(question)])
+        polled = self._connection.poll(self._session, self._cursor, AGAIN_S)
+        self._cursor = polled.cursor
+        heard = [messages.decode(said, messages.FromSyncer) for said in polled.messages if said != RESET]
+        self._num_resets += len(heard) < len(polled.messages)
+        return heard
+
+    def _insist(self, call: Callable[[], T]) -> T:
+        """Try until the syncer answers, or has not been reached for REACH_S."""
+        silent_since_s = time.monotonic()
+        while True:
+            try:
+                return call()
+            except TransportError as error:
+                waited_s = time.monotonic() - silent_since_s
+                if waited_s >= REACH_S:
+                    raise JoinError(
+                        f"no syncer was reached at {self._address} in {waited_s:.0f} s ({error}); start one there, or "
+                        "correct DILOCO_JOIN (or join=)"
+                    ) from error
+                left_s = REACH_S - waited_s
+                log.warning("no syncer at %s yet; trying for another %.0f s (%s)", self._address, left_s, error)
+                time.sleep(min(AGAIN_S, left_s))
 
 
-def fetch_full(connection: Connection, session: str, p: int) -> tuple[Json, Tensor]:
-    """The published values of a fragment, float32 [P], with the header of the answer."""
-    asked: Json = {"session": session, "fragment": p, "have": None, "generation": None}
-    bulk = connection.get(asked, deadline_s=BULK_S)
-    values = torch.frombuffer(bytearray(bulk.payload), dtype=torch.float32)
-    return bulk.header, values
+def full_values(bulk: Bulk, numel: int) -> Tensor:
+    """The published values of a fragment, as they were sent.
+
+    Args:
+        bulk: the syncer's answer.
+        numel: of the padded fragment.
+
+    Returns:
+        float32 (P,), a copy.
+
+    Raises:
+        CorruptMessageError: not this many, or not those the syncer took the digest of.
+    """
+    header = bulk.header
+    if header["kind"] != "full" or bulk.payload.nbytes != 4 * numel:
+        raise CorruptMessageError(
+            f"found an answer of kind {header['kind']} with {bulk.payload.nbytes} bytes; a full fragment has "
+            f"{4 * numel}; nothing of it was used; do both sides run the same version?"
+        )
+    values_P = tensor_of(bulk.payload, torch.float32)
+    if header["digest"] not in (None, found := digest(values_P)):
+        raise CorruptMessageError(
+            f"found values with digest {found[:16]} where the syncer has {header['digest'][:16]}; they must be equal; "
+            "nothing of them was used, they are fetched again"
+        )
+    return values_P
+
+
+def where() -> str:
+    """This process, for people."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def _raise(rejected: messages.Rejected) -> NoReturn:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import platform
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
-from lightning_diloco.config import RunConfig
+import torch
+
+from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.errors import PlanMismatchError
 from lightning_diloco.runtime.model import ModelDescription
@@ -24,18 +28,21 @@ def make_manifest(model: ModelDescription, options: Mapping[str, Any]) -> tuple[
         options: explicit run options, of the syncer and of the seeder.
 
     Returns:
-        The manifest and the plan. `num_fragments` in it is what the model allows, at most what was asked for.
+        The manifest and the plan. `num_fragments` and `overlap` in it are what the model allows, at most what was asked
+        for; where they are less, "asked" has what was.
 
     Raises:
         ConfigError: options are unknown or contradict each other.
     """
-    config = RunConfig.from_dict(options)
-    plan = _plan(model.shapes, model.mean_names, config)
+    asked = RunConfig.from_dict(options)
+    plan = _plan(model.shapes, model.mean_names, asked)
     config = dataclasses.replace(
-        config, num_fragments=plan.num_fragments, overlap=min(config.overlap, plan.num_fragments)
+        asked, num_fragments=plan.num_fragments, overlap=min(asked.overlap, plan.num_fragments)
     )
+    reduced = {"num_fragments": asked.fragments_wanted, "overlap": asked.overlap}
     manifest: Json = {
         "config": config.to_dict(),
+        "asked": {name: value for name, value in reduced.items() if value != getattr(config, name)},
         "shapes": {name: list(shape) for name, shape in sorted(model.shapes.items())},
         "mean_names": sorted(model.mean_names),
         "frozen": dict(model.frozen_digest),
@@ -88,6 +95,23 @@ def _plan(shapes: Mapping[str, tuple[int, ...]], mean_names: frozenset[str], con
     )
 
 
-def num_parameters(manifest: Json) -> int:
-    """Trainable parameters of the run's model."""
-    return sum(math.prod(shape) for shape in manifest["shapes"].values())
+def manifest_file(manifest: Json) -> Json:
+    """The manifest with what computed it, for RUN_DIR/manifest.json and for people."""
+    return {
+        **manifest,
+        "num_parameters": sum(math.prod(shape) for shape in manifest["shapes"].values()),
+        "versions": {
+            "lightning_diloco": _version("lightning-diloco"),
+            "protocol": PROTOCOL_VERSION,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        },
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None  # run from a source tree

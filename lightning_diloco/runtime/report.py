@@ -10,10 +10,10 @@ from typing import Any
 
 from lightning_diloco.protocol import SyncerState
 from lightning_diloco.protocol.roster import Member
-from lightning_diloco.protocol.rounds import FragmentRounds, Round
+from lightning_diloco.protocol.round import FragmentRounds, Round
 from lightning_diloco.transport.base import Json
 
-STALL = "diloco/stall_s"
+STALL, EXCHANGE_P95, LOSS = "diloco/stall_s", "diloco/exchange_p95_s", "loss"
 
 
 def summary(state: SyncerState, *, status: str, wall_s: float, now_s: float, bytes_up: int, bytes_down: int) -> Json:
@@ -48,13 +48,15 @@ def summary(state: SyncerState, *, status: str, wall_s: float, now_s: float, byt
     }
 
 
-def status(state: SyncerState, *, uptime_s: float, now_s: float, bytes_up: int, bytes_down: int) -> Json:
-    """The run as it is now."""
+def status(
+    state: SyncerState, *, disk_error: str | None, uptime_s: float, now_s: float, bytes_up: int, bytes_down: int
+) -> Json:
+    """The run as it is now; `disk_error` says why nothing is committed, if that is so."""
     totals = state.ledger.totals()
     return {
         "run": state.run,
-        "state": _stage(state),
-        "reason": state.rounds.suspended,
+        "state": "suspended" if disk_error is not None else _stage(state),
+        "reason": disk_error,
         "uptime_s": uptime_s,
         "config": state.config.to_dict(),
         "learners": [_learner(state, m, now_s) for m in _present(state)],
@@ -103,18 +105,17 @@ def _took_part(state: SyncerState) -> list[Member]:
 
 
 def _present(state: SyncerState) -> list[Member]:
-    """The newest session of every learner id."""
-    newest: dict[str, Member] = {}
-    for member in state.roster.members.values():
-        held = newest.get(member.learner)
-        if held is None or member.incarnation > held.incarnation:
-            newest[member.learner] = member
-    return [newest[name] for name in sorted(newest)]
+    """By learner id, the newest session that took part, and a newer one that is joining."""
+    newest: dict[tuple[str, bool], Member] = {}
+    for member in sorted(state.roster.members.values(), key=lambda m: m.incarnation):
+        is_joining = member.state in ("joining", "confirmed")
+        newest[member.learner, is_joining] = member
+        if not is_joining:
+            newest.pop((member.learner, True), None)
+    return [newest[key] for key in sorted(newest)]
 
 
 def _stage(state: SyncerState) -> str:
-    if state.rounds.suspended is not None:
-        return "suspended"
     if state.manifest is None:
         return "seeding" if state.roster.members else "waiting"
     return "finished" if state.is_finished else "open"

@@ -1,0 +1,136 @@
+"""Tensors at the syncer's door: what comes in is checked and kept until it is used, what goes out is accounted for.
+
+1. Transport threads call this. A payload that is not what it should be becomes an event with an error, not an
+   exception: the machine refuses it, and tells.
+2. At most one payload per contribution is kept, from its arrival to the machine's word that it is not needed.
+3. A reply says which contribution of the asker is part of it, as of the version it carries.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.quantize import check_fragment, wire_nbytes
+from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.protocol import actions, codec, events, messages
+from lightning_diloco.protocol.records import CommitRecord
+from lightning_diloco.protocol.roster import Roster
+from lightning_diloco.runtime.anchors import AnchorStore, tensor_of
+from lightning_diloco.transport.base import Bulk, Json
+
+
+class BulkDesk:
+    """Payloads of contributions and of the seed.
+
+    Attributes:
+        bytes_up, bytes_down: payload bytes so far.
+    """
+
+    def __init__(self) -> None:
+        self._payloads: dict[tuple[str, int, int], Tensor] = {}
+        self._seed: dict[tuple[str, int, int], Tensor] = {}
+        self._merged: dict[tuple[str, int], tuple[int, int]] = {}
+        self._counting = threading.Lock()
+        self.bytes_up = self.bytes_down = 0
+
+    # -------------------------------------------------------------------------------------------- called by transport
+
+    def take_contribution(
+        self, session: str, bulk: Bulk, store: AnchorStore | None, config: RunConfig
+    ) -> events.PayloadReceived:
+        """Keep a contribution's payload; returns what the machine is to be told."""
+        payload = self._received(bulk)
+        ready = codec.load(messages.Ready, bulk.header.get("ready") or {})
+        if store is None or not 0 <= ready.fragment < len(store.layouts):
+            raise CorruptMessageError(f"a contribution to fragment {ready.fragment}; the run has no such fragment yet")
+        layout = store.layouts[ready.fragment]
+        wanted = wire_nbytes(layout.padded_numel, config.wire, config.block_size)
+        if bulk.header.get("error") is not None:  # the learner itself says what is wrong, and sends nothing
+            return events.PayloadReceived(session, ready, str(bulk.header["error"]))
+        if payload.numel() != wanted:
+            problem = f"{payload.numel()} bytes, fragment {ready.fragment} takes {wanted} as {config.wire}"
+            return events.PayloadReceived(session, ready, problem)
+        try:
+            check_fragment(layout, payload, config.wire, config.block_size)
+        except (ValueError, CorruptMessageError) as error:
+            return events.PayloadReceived(session, ready, str(error))
+        self._payloads[session, ready.fragment, ready.seq] = payload
+        return events.PayloadReceived(session, ready)
+
+    def take_seed(self, session: str, bulk: Bulk, roster: Roster) -> None:
+        """Keep start values of one fragment; those of a session that was never granted anything are dropped."""
+        values = self._received(bulk)
+        p, lease = bulk.header.get("fragment"), bulk.header.get("lease")
+        if type(p) is not int or type(lease) is not int or values.numel() % 4:
+            raise CorruptMessageError(
+                f"start values with fragment={p!r}, lease={lease!r} in {values.numel()} bytes; fragment and lease must "
+                "be integers, the values whole float32 numbers; do both sides run the same version?"
+            )
+        if roster.get(session) is not None:
+            self._seed[session, lease, p] = values.view(torch.float32)
+
+    def give(self, session: str, header: Json, store: AnchorStore | None) -> Bulk:
+        """What brings a learner up to date: {"fragment", "generation", "have"} -> update."""
+        p = header.get("fragment")
+        if store is None or type(p) is not int or not 0 <= p < len(store.layouts):
+            raise CorruptMessageError(
+                f"fragment {p!r} was asked for; the run has none of that number, or no values yet"
+            )
+        update = store.update_for(p, header.get("have"), generation=header.get("generation"))
+        # Read after the update: a merge noted meanwhile has a higher version and is not part of it.
+        seq, version = self._merged.get((session, p), (None, 0))
+        now = store.anchor(p)
+        is_now = (now.generation, now.version) == (update.generation, update.version)
+        with self._counting:
+            self.bytes_down += update.payload.nbytes
+        answer = {
+            "kind": update.kind,
+            "generation": update.generation,
+            "from_version": update.from_version,
+            "version": update.version,
+            "merged_seq": seq if version <= update.version else None,
+            "digest": now.digest if update.kind == "full" and is_now else None,
+        }
+        return Bulk(answer, update.payload)
+
+    def _received(self, bulk: Bulk) -> Tensor:
+        with self._counting:
+            self.bytes_up += bulk.payload.nbytes
+        return tensor_of(bulk.payload, torch.uint8)
+
+    # ------------------------------------------------------------------------------------------- called by the service
+
+    def payloads(self, action: actions.Merge) -> tuple[Tensor, ...]:
+        """Of all contributions to a round."""
+        return tuple(self._payloads[c.session, action.fragment, c.ready.seq] for c in action.contributions)
+
+    def drop(self, action: actions.DropPayload) -> None:
+        """It is not needed any more."""
+        self._payloads.pop((action.session, action.fragment, action.seq), None)
+
+    def seed(self, action: actions.StoreSeed) -> list[Tensor] | None:
+        """The start values of all fragments; None until all are here."""
+        num_fragments = action.manifest["num_fragments"]
+        assert isinstance(num_fragments, int)
+        values = [self._seed.get((action.session, action.lease, p)) for p in range(num_fragments)]
+        return [v for v in values if v is not None] if all(v is not None for v in values) else None
+
+    def drop_seed(self) -> None:
+        """The run has its start values."""
+        self._seed.clear()
+
+    def note_merged(self, commit: CommitRecord) -> None:
+        """Before a commit is installed: its updates will say what is in them."""
+        for merge in commit.merges:
+            self._merged[merge.session, commit.fragment] = (merge.ready.seq, commit.version)
+
+    def remember_merged(self, roster: Roster) -> None:
+        """After a restart, from the fates on record."""
+        for member in roster.members.values():
+            for p, (seq, fate, version, _) in member.fates.items():
+                if fate == "merged" and version is not None:
+                    self._merged[member.session, p] = (seq, version)

@@ -1,0 +1,124 @@
+"""The syncer's arithmetic: contributions to an outer gradient, an outer gradient to a durable commit.
+
+1. One thread does it, a round at a time, on payloads it was handed: whatever happens to them meanwhile, they stay.
+2. `merge` changes nothing. `commit` computes the next state, then makes the record durable; installing the state is
+   left to the caller, so that anchors and machine change together.
+3. Norms are guarded: a contribution longer than NORM_GUARD times what is usual for the fragment is scaled down. Finite
+   contributions whose sum is not lose the longest one, which is refused, and are merged again without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.core.merge import contribution_weight
+from lightning_diloco.errors import NonFiniteError, StorageError
+from lightning_diloco.protocol import actions, events
+from lightning_diloco.runtime.anchors import Anchor, AnchorStore, bytes_of
+from lightning_diloco.runtime.durable import Durable
+from lightning_diloco.runtime.recorded import Recorded, Recorder
+
+log = logging.getLogger(__name__)
+
+NORM_GUARD = 10.0
+MIN_GUARD_SAMPLES = 8
+MAX_GUARD_SAMPLES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class MergeJob:
+    """A round's contributions with their bytes."""
+
+    action: actions.Merge
+    payloads: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Installable:
+    """A commit whose record is on disk."""
+
+    event: events.Committed
+    anchor: Anchor
+    norms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """An outer gradient, bfloat16 (P,), and what it was made of."""
+
+    job: MergeJob
+    weights: tuple[float, ...]
+    max_norm: float
+    values: Tensor
+    norms: tuple[float, ...]
+
+
+class Merger:
+    """What the merge thread does.
+
+    Args:
+        durable: where commits are made durable.
+        recorder: keeps the bytes of contributions, too; None: they are not kept.
+    """
+
+    def __init__(self, durable: Durable, recorder: Recorder | None) -> None:
+        self._durable = durable
+        self._recorder = recorder
+        self._gradients: dict[int, _Gradient] = {}
+        self._usual: dict[int, tuple[float, int]] = {}
+
+    def merge(self, store: AnchorStore, job: MergeJob) -> list[events.SyncerEvent]:
+        """Compute a round's outer gradient; returns what the machine is to be told."""
+        p, contributions = job.action.fragment, job.action.contributions
+        weights = tuple(contribution_weight(c.ready.tokens, c.ready.steps) for c in contributions)
+        max_norm = self._max_norm(p)
+        values_P, found = store.merge(p, job.payloads, weights, max_norm=max_norm)
+        gradient = _Gradient(job, weights, max_norm, values_P, found.norms)
+        merged = events.Merged(p, job.action.round)
+        if not torch.isfinite(values_P).all():
+            return [_refuse_longest(gradient, "the sum of this round's contributions is not finite"), merged]
+        self._gradients[p] = gradient
+        return [merged]
+
+    def commit(self, store: AnchorStore, job: actions.Apply) -> list[events.SyncerEvent | Installable]:
+        """Make a commit durable; returns what is to be installed, or what the machine is to be told instead."""
+        p, gradient = job.fragment, self._gradients.pop(job.fragment)
+        assert gradient.job.action.round == job.round
+        try:
+            anchor = store.next_state(p, gradient.values, steps=job.steps)
+        except NonFiniteError as error:
+            return [_refuse_longest(gradient, str(error)), events.CommitFailed(p, job.round, str(error))]
+        try:
+            if self._recorder is not None:
+                payloads = gradient.job.payloads
+                self._recorder.keep(Recorded(job.record, gradient.weights, gradient.max_norm, payloads))
+            self._durable.write(job.record, bytes_of(gradient.values))
+        except StorageError as error:
+            log.error("commits are suspended, learners train on: %s", error)
+            return [events.CommitFailed(p, job.round, str(error))]
+        return [Installable(events.Committed(p, job.round, anchor.digest), anchor, gradient.norms)]
+
+    def learn(self, p: int, norms: Sequence[float]) -> None:
+        """What was committed is usual."""
+        mean, num_samples = self._usual.get(p, (0.0, 0))
+        for norm in norms:
+            num_samples += 1
+            mean += (min(norm, NORM_GUARD * mean if mean else norm) - mean) / min(num_samples, MAX_GUARD_SAMPLES)
+        self._usual[p] = (mean, num_samples)
+
+    def _max_norm(self, p: int) -> float:
+        mean, num_samples = self._usual.get(p, (0.0, 0))
+        return NORM_GUARD * mean if num_samples >= MIN_GUARD_SAMPLES and mean > 0 else math.inf
+
+
+def _refuse_longest(gradient: _Gradient, problem: str) -> events.PayloadReceived:
+    norms, contributions = gradient.norms, gradient.job.action.contributions
+    longest = contributions[max(range(len(norms)), key=norms.__getitem__)]
+    text = f"norm {max(norms):.3g}, the longest of {len(norms)}: {problem}"
+    return events.PayloadReceived(longest.session, longest.ready, text)

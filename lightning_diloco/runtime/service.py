@@ -1,0 +1,402 @@
+"""The syncer at work: the protocol machine, the anchors and the disk, behind a transport.
+
+1. One loop thread drives the machine: transport threads only queue events (and look, under a lock, for `status`).
+   Actions are carried out in order: a message is sent only after every record before it is on disk.
+2. One merge thread does the arithmetic (`merging.py`). The loop thread installs and tells what it made durable.
+3. Payloads are checked where they arrive, before the machine hears of them.
+4. A disk that does not take a record holds back whatever comes after it, and is tried again; learners train on.
+5. A snapshot is taken between two actions, when no commit is on its way to disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.errors import NonFiniteError, PlanMismatchError, StorageError, TransportError
+from lightning_diloco.protocol import SyncerState, actions, codec, events, messages, records
+from lightning_diloco.runtime import report
+from lightning_diloco.runtime.anchors import AnchorStore
+from lightning_diloco.runtime.bulk import BulkDesk
+from lightning_diloco.runtime.durable import Durable
+from lightning_diloco.runtime.files import write_whole
+from lightning_diloco.runtime.manifest import manifest_file, plan_of
+from lightning_diloco.runtime.merging import Installable, MergeJob, Merger
+from lightning_diloco.runtime.outbox import Outbox
+from lightning_diloco.runtime.progress import EVENT as PROGRESS
+from lightning_diloco.runtime.progress import pause_s, progress
+from lightning_diloco.runtime.recorded import Recorder
+from lightning_diloco.runtime.threads import compute_alone
+from lightning_diloco.transport.base import Bulk, Json, Polled
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+RETRY_S = 1.0
+EVALUATE_WAIT_S = 120.0
+LISTENING_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncerOptions:
+    """What a syncer process is started with.
+
+    Args:
+        run_dir: RUN_DIR.
+        listen: host:port; port 0 for any.
+        expect: learners to hold the first step for; the run ends when as many have finished.
+        embedded: started by a learner; ends when the last learner is gone.
+        run_options: explicit `RunConfig` options.
+        reseed: open an empty run directory although learners may know the run.
+        record_contributions: also keep the received bytes.
+    """
+
+    run_dir: Path
+    listen: str = "127.0.0.1:0"
+    expect: int | None = None
+    embedded: bool = False
+    run_options: dict[str, Any] = field(default_factory=dict)
+    reseed: bool = False
+    record_contributions: bool = False
+
+
+class SyncerService:
+    """Implements the transport's `Handler`.
+
+    Args:
+        options: see `SyncerOptions`.
+        run: run id of a new run directory.
+        durable: the run directory's state on disk; None: opened here.
+    """
+
+    def __init__(self, options: SyncerOptions, *, run: str, durable: Durable | None = None) -> None:
+        RunConfig.from_dict(options.run_options)
+        self._options = options
+        self._started_s = self._contact_s = time.monotonic()
+        self._starter = os.getppid()
+        self._durable = durable or Durable(options.run_dir)
+        self._recorder = None
+        if options.record_contributions:
+            self._recorder = Recorder(options.run_dir / "syncer" / "contributions")
+        self.state = SyncerState(run=run, options=dict(options.run_options), expect=options.expect)
+        self._store = self._durable.restore(self.state, time.monotonic())
+        self._merger = Merger(self._durable, self._recorder)
+        self._outbox = Outbox()
+        self._events: queue.SimpleQueue[events.SyncerEvent | Installable | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
+        self._desk = BulkDesk()
+        self._desk.remember_merged(self.state.roster)
+        self._seed: actions.StoreSeed | None = None
+        self._todo: deque[actions.SyncerAction] = deque()
+        self._retry_s = self._next_progress_s = 0.0
+        self._disk_error: str | None = None
+        self._polled_s: dict[str, float] = {}
+        self._transferred_s: dict[str, float] = {}
+        self._num_applying = 0
+        self._held_back: list[actions.Apply] = []
+        self._looking = threading.Lock()
+        self._ended = threading.Event()
+        self._is_stopping = False
+        self._quiet_since_s: float | None = None
+        self.error: BaseException | None = None
+        if self.state.manifest is not None:
+            self._write_manifest(self.state.manifest)
+        self._loop_thread, self._merge_thread = (
+            threading.Thread(target=self._guarded, args=(run_thread,), name=name, daemon=True)
+            for name, run_thread in (("diloco-loop", self._loop), ("diloco-merge", self._merge_loop))
+        )
+
+    # ------------------------------------------------------------------------------------------------------- lifetime
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._loop_thread.start()
+        self._merge_thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the run has ended by itself, or the syncer failed; returns whether it has."""
+        return self._ended.wait(timeout_s)
+
+    def stop(self) -> Json:
+        """Refuse calls, finish what is being committed, close the disk.
+
+        Returns:
+            The run's summary, also written to RUN_DIR/summary.json.
+        """
+        self._is_stopping = True
+        self._jobs.put(None)
+        _join(self._merge_thread)
+        self._events.put(None)  # after what the merge thread made durable
+        _join(self._loop_thread)
+        self._outbox.close()
+        is_finished = self.state.is_finished and self.error is None
+        self.state.finish()
+        status = "finished" if is_finished else "interrupted"
+        summary = report.summary(self.state, status=status, **self._figures(wall="wall_s"))
+        try:
+            write_whole(self._options.run_dir / "summary.json", _json(summary))
+            self._durable.close()
+        except StorageError as error:
+            log.error("the end of the run is not on disk: %s", error)
+        return summary
+
+    def _figures(self, *, wall: str) -> dict[str, Any]:
+        now_s = time.monotonic()
+        return {
+            wall: now_s - self._started_s,
+            "now_s": now_s,
+            "bytes_up": self._desk.bytes_up,
+            "bytes_down": self._desk.bytes_down,
+        }
+
+    def _guarded(self, run_thread: Any) -> None:
+        """A thread that fails ends the process with its error: nothing runs on half."""
+        try:
+            run_thread()
+        except BaseException as error:
+            log.exception("the syncer stops")
+            self.error = error
+            self._ended.set()
+
+    # -------------------------------------------------------------------------------------------- called by transport
+
+    def on_send(self, session: str, messages_: Sequence[Json]) -> Json:
+        """Queue control messages for the machine."""
+        self._check_open()
+        decoded = [messages.decode(message, messages.FromLearner) for message in messages_]
+        for message in decoded:
+            self._events.put(events.FromALearner(session, cast("messages.FromLearner", message)))
+        return {}
+
+    def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
+        """Hand out waiting messages."""
+        self._polled_s[session] = self._contact_s = time.monotonic()
+        return self._outbox.poll(session, cursor, wait_s)
+
+    def on_put(self, bulk: Bulk) -> Json:
+        """Take a contribution, or a part of the seed."""
+        session = self._enter(bulk.header)
+        if bulk.header.get("what") == "seed":
+            self._desk.take_seed(session, bulk, self.state.roster)
+        else:
+            self._events.put(self._desk.take_contribution(session, bulk, self._store, self.state.config))
+        return {}
+
+    def on_get(self, header: Json) -> Bulk:
+        """What brings a learner up to date: {"session", "fragment", "generation", "have"} -> update."""
+        return self._desk.give(self._enter(header), header, self._store)
+
+    def on_status(self) -> Json:
+        """The run as people see it."""
+        with self._looking:
+            return self._status()
+
+    def _status(self) -> Json:
+        return report.status(self.state, disk_error=self._disk_error, **self._figures(wall="uptime_s"))
+
+    def _enter(self, header: Json) -> str:
+        """Bulk moves: its session is alive."""
+        self._check_open()
+        session = str(header.get("session"))
+        self._transferred_s[session] = time.monotonic()
+        return session
+
+    def _check_open(self) -> None:
+        if self._is_stopping:
+            raise TransportError("the syncer is stopping; nothing of the call was used; try again when it is back")
+        self._contact_s = time.monotonic()
+
+    # ----------------------------------------------------------------------------------------------------- loop thread
+
+    def _loop(self) -> None:
+        next_tick_s = 0.0
+        while True:
+            try:
+                event = self._events.get(timeout=TICK_S)
+            except queue.Empty:
+                event = events.Tick()
+            if event is None:
+                return
+            now_s = time.monotonic()
+            if isinstance(event, Installable):
+                self._install(event, now_s)
+            else:
+                self._num_applying -= isinstance(event, events.CommitFailed)
+                self._handle(event, now_s)
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + TICK_S
+                for session, heard_s in self._transferred_s.copy().items():
+                    self.state.roster.heard(session, heard_s)
+                self._handle(events.Tick(), now_s)
+                self._note_progress(now_s)
+                self._store_seed()
+                self._end_if_over(now_s)
+
+    def _note_progress(self, now_s: float) -> None:
+        if self.state.manifest is not None and now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + pause_s(now_s - self._started_s)
+            self._durable.note(PROGRESS, **progress(self._status()))
+
+    def _handle(self, event: events.SyncerEvent, now_s: float) -> None:
+        with self._looking:
+            todo = self.state.handle(event, now_s)
+        self._do(todo)
+
+    def _do(self, todo: Sequence[actions.SyncerAction]) -> None:
+        """Carry out actions in order. A record that the disk does not take holds up all that come after it."""
+        is_blocked = bool(self._todo)
+        self._todo.extend(action for action in todo if not (is_blocked and self._comes_again(action)))
+        while self._todo and time.monotonic() >= self._retry_s:
+            try:
+                self._carry_out(self._todo[0])
+            except StorageError as error:
+                self._retry_s, self._disk_error = time.monotonic() + RETRY_S, str(error)
+                log.error("nothing is committed, learners train on: %s", error)
+                return
+            self._todo.popleft()
+        if not self._todo:
+            self._snapshot_if_quiet()
+
+    def _comes_again(self, action: actions.SyncerAction) -> bool:
+        """Whether this need not wait for the disk: what is repeated until answered would pile up."""
+        match action:
+            case actions.Send():
+                return isinstance(action.message, messages.Announce) or action in self._todo
+            case actions.Note():
+                return action.event == "abort"
+        return False
+
+    def _carry_out(self, action: actions.SyncerAction) -> None:
+        match action:
+            case actions.Record():
+                self._durable.write(action.values)
+                self._disk_error = None
+                if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
+                    self._store.regenerate(self.state.rounds.generation)
+            case actions.Send():
+                self._outbox.put(action.session, messages.encode(action.message))
+            case actions.Merge():
+                self._jobs.put(MergeJob(action, self._desk.payloads(action)))
+            case actions.Apply():
+                self._held_back.append(action)  # until it is clear whether a snapshot comes first
+            case actions.DropPayload():
+                self._desk.drop(action)
+            case actions.StoreSeed():
+                self._seed = action
+            case actions.Note():
+                log.info("%s %s", action.event, action.fields)
+                self._durable.note(action.event, **action.fields)
+
+    def _snapshot_if_quiet(self) -> None:
+        """Begin a snapshot if one is due, which needs a moment without commits; else let commits begin."""
+        store, manifest = self._store, self.state.manifest
+        if not self._held_back or store is None or manifest is None:
+            return
+        if self._durable.is_snapshot_due(store):
+            if self._num_applying:
+                return
+            self._durable.begin_snapshot(codec.dump(self.state.saved()), manifest, store)
+        held_back, self._held_back = self._held_back, []
+        for action in held_back:
+            self._num_applying += 1
+            self._jobs.put(action)
+
+    def _install(self, made: Installable, now_s: float) -> None:
+        assert self._store is not None
+        p = made.event.fragment
+        self._desk.note_merged(self.state.applying(p))
+        self._store.install(p, made.anchor)
+        self._merger.learn(p, made.norms)
+        self._num_applying -= 1
+        self._disk_error = None
+        self._handle(made.event, now_s)
+
+    # ------------------------------------------------------------------------------------------------ start and end
+
+    def _store_seed(self) -> None:
+        """Once all parts of the seed are here, make them the anchors at version 0."""
+        if self._seed is None or self._todo or time.monotonic() < self._retry_s:
+            return
+        action, values = self._seed, self._desk.seed(self._seed)
+        if values is None:
+            return
+        self._seed, error = None, None
+        digests: tuple[str, ...] = ()
+        try:
+            store = AnchorStore(*plan_of(action.manifest))
+            for p, values_P in enumerate(values):
+                store.seed(p, values_P)
+            if self._recorder is not None:
+                self._recorder.keep_seed(store)
+            self._durable.store_seed(codec.dump(self.state.saved()), action.manifest, store)
+            self._store, digests = store, store.digests()
+            self._desk.drop_seed()
+            self._disk_error = None
+        except StorageError as problem:
+            self._retry_s, self._disk_error = time.monotonic() + RETRY_S, str(problem)
+            error = str(problem)  # the values stay; the seeder asks again
+        except (NonFiniteError, PlanMismatchError) as problem:
+            error = str(problem)
+            self._outbox.put(action.session, messages.encode(messages.Rejected("plan", error)))
+        self._handle(events.SeedStored(action.lease, digests, error), time.monotonic())
+        if error is None:
+            self._write_manifest(action.manifest)
+
+    def _write_manifest(self, manifest: Json) -> None:
+        try:
+            write_whole(self._options.run_dir / "manifest.json", _json(manifest_file(manifest)))
+        except StorageError as error:  # a copy for people: the log has what counts
+            log.warning("%s", error)
+
+    def _end_if_over(self, now_s: float) -> None:
+        """An expected or embedded fleet that has gone, and whose last member has spoken, ends the run."""
+        if not self._is_over(now_s):
+            self._quiet_since_s = None
+            return
+        if self._quiet_since_s is None:
+            self._quiet_since_s = now_s
+        last = max(self.state.roster.in_state("left"), key=lambda m: m.ended_s or 0.0, default=None)
+        is_listening = last is not None and now_s - self._polled_s.get(last.session, 0.0) < LISTENING_S
+        if self.state.has_verdict or not is_listening or now_s - self._quiet_since_s > EVALUATE_WAIT_S:
+            self._ended.set()
+
+    def _is_over(self, now_s: float) -> bool:
+        state = self.state
+        if self._options.embedded:
+            is_deserted = os.getppid() != self._starter and now_s - self._contact_s > state.config.lease_s
+            return state.is_finished or (is_deserted and not state.roster.in_state("active", "left"))
+        if self._options.expect is None:
+            return False
+        num_finished = len({m.learner for m in state.roster.in_state("left") if m.ending == "finished"})
+        return state.is_finished and num_finished >= self._options.expect
+
+    # ---------------------------------------------------------------------------------------------------- merge thread
+
+    def _merge_loop(self) -> None:
+        compute_alone()
+        while (job := self._jobs.get()) is not None:
+            assert self._store is not None
+            do = self._merger.merge if isinstance(job, MergeJob) else self._merger.commit
+            for made in do(self._store, job):  # type: ignore[arg-type]
+                if isinstance(made, events.CommitFailed):
+                    self._disk_error = made.error
+                self._events.put(made)
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread.ident is not None:
+        thread.join()
+
+
+def _json(values: Json) -> bytes:
+    return json.dumps(values, indent=2, sort_keys=True).encode() + b"\n"
