@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 
 LAYERS = (
-    "cli > __init__ > callbacks | hf | simulate > strategy > runtime > devices | transport > protocol | core"
+    "cli > __init__ > callbacks | hf | plots | simulate > strategy > runtime > devices | transport > protocol | core"
     " > config | environment > errors"
 )
 NARROWER = {
@@ -40,6 +40,7 @@ LIBRARIES = {
     "cli/chaos_picture.py": "matplotlib",
     "callbacks": "torch lightning wandb",
     "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock",
+    "plots": "matplotlib",
     "strategy": "torch lightning numpy",
     "runtime": "torch safetensors fsspec",
     "devices": "torch",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes
+from lightning_diloco.cli.quantities import bits, nbytes, seconds
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 
@@ -28,10 +28,6 @@ _EXAMPLE = """examples:
 _RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "wire")
 _DEFAULTS = {"learners": 2, "link": 1e9, "rtt": 0.04, "step": 1.0, "restart": 120.0, "disk_rate": 1e9}
 _MARK = "# plan:"
-
-_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def add_parser(verbs: Any) -> None:
@@ -55,15 +51,15 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     add = machines.add_argument
     add("--learners", type=int, metavar="M", help="learners (2)")
     add("--devices", type=int, metavar="N", help="devices of one learner (the recipe's, else 1)")
-    add("--link", type=_bits, metavar="RATE", help="of each learner, each way, such as 5Gbit (1Gbit)")
-    add("--syncer-link", type=_bits, metavar="RATE", help="of the syncer (M times --link)")
-    add("--rtt", type=_seconds, metavar="TIME", help="round trip between learner and syncer (40ms)")
-    add("--step", type=_seconds, metavar="TIME", help="of one inner step (1s)")
-    add("--mtbf", type=_seconds, metavar="TIME", help="between failures of one learner, such as 6h (no failures)")
-    add("--restart", type=_seconds, metavar="TIME", help="from a failure to the new process (2min)")
-    add("--disk-rate", type=_bytes, metavar="SIZE", help="the syncer's disk takes per second (1GB)")
+    add("--link", type=bits, metavar="RATE", help="of each learner, each way, such as 5Gbit (1Gbit)")
+    add("--syncer-link", type=bits, metavar="RATE", help="of the syncer (M times --link)")
+    add("--rtt", type=seconds, metavar="TIME", help="round trip between learner and syncer (40ms)")
+    add("--step", type=seconds, metavar="TIME", help="of one inner step (1s)")
+    add("--mtbf", type=seconds, metavar="TIME", help="between failures of one learner, such as 6h (no failures)")
+    add("--restart", type=seconds, metavar="TIME", help="from a failure to the new process (2min)")
+    add("--disk-rate", type=nbytes, metavar="SIZE", help="the syncer's disk takes per second (1GB)")
     for what in ("device-memory", "host-memory", "syncer-memory", "syncer-disk"):
-        add(f"--{what}", type=_bytes, metavar="SIZE", help="such as 80GiB (not judged)")
+        add(f"--{what}", type=nbytes, metavar="SIZE", help="such as 80GiB (not judged)")
 
 
 def call(arguments: argparse.Namespace) -> int:
@@ -212,27 +208,3 @@ def _warnings(found: Forecast, drawn: Blueprint) -> list[str]:
 
     problem = strategy_problem(drawn.accelerator, found.scenario.training.devices)
     return [f"this version does not start such a learner yet: {problem}"] if problem else []
-
-
-def _seconds(text: str) -> float:
-    return _quantity(text, _SECONDS, "s", "a time such as 200ms, 2s, 30min, 6h")
-
-
-def _bits(text: str) -> float:
-    return _quantity(text.removesuffix("/s"), _BITS, "", "a rate such as 500Mbit or 5Gbit")
-
-
-def _bytes(text: str) -> int:
-    return int(_quantity(text, _BYTES, "b", "a size such as 80GiB or 1TB"))
-
-
-def _quantity(text: str, units: dict[str, float] | dict[str, int], default: str, allowed: str) -> float:
-    matched = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
-    unit = (matched[2].lower() or default) if matched else ""
-    try:
-        value = float(matched[1]) * units[unit] if matched else 0.0
-    except (KeyError, ValueError):
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}")
-    return value

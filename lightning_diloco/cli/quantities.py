@@ -1,0 +1,37 @@
+"""Times, rates and sizes as people write them on a command line: 40ms, 5Gbit, 80GiB."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_BYTES = {
+    "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
+    "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40,
+}  # fmt: skip
+
+
+def seconds(text: str) -> float:
+    """A time; without a unit, seconds."""
+    return _quantity(text, _SECONDS, "s", "a time such as 200ms, 2s, 30min or 6h")
+
+
+def bits(text: str) -> float:
+    """Bits per second."""
+    return _quantity(text.removesuffix("/s"), _BITS, None, "a rate such as 500Mbit or 5Gbit")
+
+
+def nbytes(text: str) -> int:
+    """Bytes."""
+    return int(_quantity(text, _BYTES, "b", "a size such as 80GiB or 1TB"))
+
+
+def _quantity(text: str, units: Mapping[str, float], default: str | None, allowed: str) -> float:
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    size = units.get(matched[2].lower() or default or "") if matched else None
+    if matched is None or size is None or float(matched[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {allowed}")
+    return float(matched[1]) * size

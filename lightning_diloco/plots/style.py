@@ -1,0 +1,57 @@
+"""How all pictures look: one colour per learner everywhere, direct labels instead of legends, no frames.
+
+Colours: Okabe and Ito, told apart also by people who see fewer of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+LEARNERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
+INK, FAINT, GRID = "#222222", "#777777", "#E3E3E3"
+ANCHOR = "#111111"
+PHASES = {"evaluating": 0.45, "draining": 0.7, "joining": 0.25, "stalled": 0.25, "stepping": 1.0}
+
+SETTINGS = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "text.color": INK,
+    "lines.linewidth": 1.4,
+    "figure.dpi": 120,
+    "savefig.bbox": "tight",
+    "svg.hashsalt": "lightning_diloco",  # the same run gives the same file
+}
+
+
+def color_of(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each learner, by the order of their ids."""
+    return {name: LEARNERS[k % len(LEARNERS)] for k, name in enumerate(names)}
+
+
+def label_end(axes: Any, x: float, y: float, text: str, color: str, *, offset: float = 0.0) -> None:
+    """Write at the right end of a line what it is; offset in points, for lines that end side by side."""
+    axes.annotate(
+        text, (x, y), xytext=(5, offset), textcoords="offset points", va="center", color=color, annotation_clip=False
+    )
+
+
+def quantity(value: float, _: object = None) -> str:
+    """A number for an axis: 1.2M, 340k, 0.5."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
