@@ -73,7 +73,7 @@ def named_values(
     Returns:
         New tensors by name, in the dtype of the parameter.
     """
-    tensors = {name: torch.empty_like(p, device="cpu", requires_grad=False) for name, p in params.items()}
+    tensors = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in params.items()}  # empty_like: not from XLA
     for fragment in range(plan.num_fragments):
         scatter(plan.layout(fragment, block_size), values(fragment), tensors)
     return tensors
