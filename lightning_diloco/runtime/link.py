@@ -34,7 +34,7 @@ from lightning_diloco.runtime.freight import Freight
 from lightning_diloco.runtime.joining import Joined, Joining, MakeDevice, where
 from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
-from lightning_diloco.runtime.naming import OwnName
+from lightning_diloco.runtime.naming import own_name
 from lightning_diloco.runtime.report import EXCHANGE_P95, LOSS, STALL
 from lightning_diloco.runtime.stopwatch import Stopwatch
 from lightning_diloco.runtime.threads import Crew
@@ -81,7 +81,6 @@ class Link:
         self._loss: float | None = None
         self._left: actions.Left | None = None
         self._has_verdict = False
-        self._own_name: OwnName | None = None
         self._embedded: EmbeddedSyncer | None = None
         self._connection: Connection | None = None
         self._state: LearnerState | None = None
@@ -97,7 +96,7 @@ class Link:
         """
         address = self._address()
         self._connection = self._connect(address)
-        self.learner_id = self._name(address)
+        self.learner_id = self._learner.learner or os.environ.get("DILOCO_LEARNER") or own_name(address.run)
         joined = Joining(
             self._connection,
             address,
@@ -238,8 +237,6 @@ class Link:
                 self._connection.close()
             if running := self._crew.join(THREADS_S):
                 log.warning("still waiting for the network, and left alone: %s", ", ".join(running))
-            if self._own_name is not None:
-                self._own_name.release()
             if self._embedded is not None:
                 is_last = self._left is not None and self._left.is_last
                 self._embedded.let_go(was_joined=self._state is not None, is_last=is_last)
@@ -342,13 +339,6 @@ class Link:
             "started a syncer for this run at %s; others join it with DILOCO_JOIN=$(cat %s)", address, run_dir / "join"
         )
         return address
-
-    def _name(self, address: JoinAddress) -> str:
-        given = self._learner.learner or os.environ.get("DILOCO_LEARNER")
-        if given:
-            return given
-        self._own_name = OwnName(address.run)
-        return self._own_name.name
 
     def _check_unit(self, unit: str) -> None:
         if self._unit is None:

@@ -1,68 +1,45 @@
-"""A learner without a name takes the first slot that is free on its host: `<hostname>-<slot>`.
+"""A learner without a name takes the first slot that is free on its machine: `<host>-<slot>`.
 
-1. A slot is taken by a lock on a file, which the system lets go of however the process ends: started again, a learner
-   finds its slot free and has its old name. Within a process, slots are kept apart by a set.
+1. A slot is held by a lock on a file, which the system lets go of however the process ends: started again, a learner
+   finds its slot free and has its old name.
 2. The lock is of the kind that child processes do not inherit: a data worker that outlives its learner holds nothing.
-3. Slots are counted per user and run.
+3. Slots are counted per user and run. A process is one learner of a run, so it holds at most one slot of each.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import itertools
 import os
+import re
 import socket
 import tempfile
-import threading
 from pathlib import Path
 
-_taken: set[Path] = set()
-_taking = threading.Lock()
+_held: dict[str, tuple[str, int]] = {}  # run -> name, and the open lock file
 
 
-class OwnName:
-    """A name, taken until `release`.
+def own_name(run: str) -> str:
+    """This process's name in a run, a valid learner id; the same for the life of the process.
 
     Args:
         run: run id.
-
-    Attributes:
-        name: a valid learner id.
     """
-
-    def __init__(self, run: str) -> None:
-        folder = Path(tempfile.gettempdir()) / f"diloco-{os.getuid()}"
+    if run not in _held:
+        folder = Path(tempfile.gettempdir()) / f"lightning_diloco-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname().partition(".")[0])
-        for slot in itertools.count():
-            self._path = folder / f"{run}-{slot}.lock"
-            self._fd = _locked(self._path)
-            if self._fd is not None:
-                break
-        self.name = f"{host[:48].strip('-') or 'learner'}-{slot}"
-
-    def release(self) -> None:
-        """Others may have it; idempotent."""
-        with _taking:
-            fd, self._fd = self._fd, None
-            if fd is not None:
-                _taken.discard(self._path)
-                os.close(fd)
+        host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0])[:48].lstrip("_-") or "host"
+        slots = ((f"{host}-{slot}", folder / f"{run}.{slot}.lock") for slot in itertools.count())
+        _held[run] = next((name, lock) for name, path in slots if (lock := _locked(path)) is not None)
+    return _held[run][0]
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor that holds this file's lock; None if somebody else does."""
-    with _taking:
-        if path in _taken:  # opening and closing it would drop this process's own lock
-            return None
-        with contextlib.ExitStack() as undo:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            undo.callback(os.close, fd)
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                return None
-            undo.pop_all()
-        _taken.add(path)
-        return fd
+    """A descriptor whose lock ends with this process; None if another process holds it."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(lock)
+        return None
+    return lock

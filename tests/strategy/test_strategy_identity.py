@@ -9,7 +9,7 @@ import pytest
 
 from lightning_diloco.config import LearnerConfig, is_learner_id
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.strategy import identity
+from lightning_diloco.runtime import naming
 from lightning_diloco.strategy.identity import learner_id
 
 JOIN = "diloco://127.0.0.1:1/{run}#secret"
@@ -17,8 +17,8 @@ JOIN = "diloco://127.0.0.1:1/{run}#secret"
 
 @pytest.fixture(autouse=True)
 def _slots(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "_held", {})
-    monkeypatch.setattr(identity.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(naming, "_held", {})
+    monkeypatch.setattr(naming.tempfile, "tempdir", str(tmp_path))
     for name in ("DILOCO_LEARNER", "DILOCO_JOIN"):
         monkeypatch.delenv(name, raising=False)
 
@@ -34,7 +34,7 @@ def test_who_joins_nobody_has_no_id_yet():
 
 
 def test_slot_is_kept_within_a_process_and_counted_per_run(monkeypatch):
-    monkeypatch.setattr(identity.socket, "gethostname", lambda: "_höst 1.example.org")
+    monkeypatch.setattr(naming.socket, "gethostname", lambda: "_höst 1.example.org")
     monkeypatch.setenv("DILOCO_JOIN", JOIN.format(run="a"))
     assert learner_id(LearnerConfig()) == learner_id(LearnerConfig()) == "h-st-1-0"
     assert learner_id(LearnerConfig(join=JOIN.format(run="b"))) == "h-st-1-0"
@@ -44,7 +44,7 @@ def test_slot_is_kept_within_a_process_and_counted_per_run(monkeypatch):
 def test_processes_get_different_slots_and_a_free_one_is_taken_again(tmp_path):
     code = (
         f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from lightning_diloco.strategy.identity import _slot_in; print(_slot_in('r'), flush=True); input()"
+        "from lightning_diloco.runtime.naming import own_name; print(own_name('r'), flush=True); input()"
     )
 
     def start():
