@@ -166,15 +166,15 @@ class _Run:
         """Wait for the syncer to end by itself, as long as there is reason to."""
         if self._are_training() or self._interruption:
             return
-        have_finished = all(self._fleet.outcome(name) == "finished" for name in self._plan.learners)
-        if have_finished and feed.latest is not None and not feed.latest["learners"]:
+        finished = [name for name in self._plan.learners if self._fleet.outcome(name) == "finished"]
+        if len(finished) == self._plan.num_learners and feed.latest is not None and not feed.latest["learners"]:
             self._screen.say(
                 "no learner took part in the run, so it cannot finish; "
                 'a script takes part by Trainer(strategy="decoupled_diloco"), after `import lightning_diloco`'
             )
             return
-        deadline_s = time.monotonic() + self._plan.linger_s
-        self._wait(lambda: not self._is_served() or (time.monotonic() > deadline_s and not _is_used(feed)), feed)
+        deadline_s = time.monotonic() + (self._plan.linger_s if finished else 0.0)
+        self._wait(lambda: not self._is_served() or (time.monotonic() > deadline_s and not self._is_used(feed)), feed)
 
     def stop(self) -> None:
         """End what still runs."""
@@ -199,9 +199,10 @@ class _Run:
     def _are_training(self) -> bool:
         return any(self._fleet.outcome(name) == "running" for name in self._plan.learners)
 
-
-def _is_used(feed: StatusFeed) -> bool:
-    return feed.latest is not None and any(learner["phase"] not in _GONE for learner in feed.latest["learners"])
+    def _is_used(self, feed: StatusFeed) -> bool:
+        """Whether learners from elsewhere take part; ours have ended."""
+        present = [] if feed.latest is None else feed.latest["learners"]
+        return any(it["phase"] not in _GONE and it["id"] not in self._plan.learners for it in present)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -80,7 +80,7 @@ def run(this: Plan, learners: list[dict[str, Any]] | None = None) -> tuple[Ended
 
 
 def test_a_run_whose_learners_all_finish_ends_with_zero(tmp_path: Path) -> None:
-    ended, said = run(plan(tmp_path, FINISH, linger_s=10.0), [{"phase": "left"}])
+    ended, said = run(plan(tmp_path, FINISH, linger_s=10.0), [{"id": "l0", "phase": "left"}])
     assert ended == Ended(exit_code=0, summary={"status": "finished"})
     assert "l0 finished" in said
     assert "l1 finished" in said
@@ -88,11 +88,24 @@ def test_a_run_whose_learners_all_finish_ends_with_zero(tmp_path: Path) -> None:
 
 
 def test_a_learner_that_gives_up_lets_the_others_finish_but_the_run_fails(tmp_path: Path) -> None:
-    ended, said = run(plan(tmp_path, FINISH + "\nassert name == 'l0', 'not l0'"), [{"phase": "lapsed"}])
+    ended, said = run(plan(tmp_path, FINISH + "\nassert name == 'l0', 'not l0'"), [{"id": "l0", "phase": "lapsed"}])
     assert ended.exit_code == 1
     assert "l0 finished" in said
     assert "l1 died (exit code 1)" in said
     assert "AssertionError: not l0" in said
+
+
+def test_nobody_waits_for_the_summary_of_learners_that_all_failed(tmp_path: Path) -> None:
+    ended, _ = run(plan(tmp_path, LEARNER + "raise ValueError", linger_s=1e9), [{"id": "l0", "phase": "stepping"}])
+    assert ended == Ended(exit_code=1, summary={"status": "interrupted"})
+
+
+def test_learners_from_elsewhere_keep_the_run_going(tmp_path: Path) -> None:
+    others = [{"id": "ada", "phase": "stepping"}]
+    joins = SYNCER.replace("time.sleep(0.01)", "time.sleep(0.01); (run_dir / 'done-ada').touch()")
+    this = plan(tmp_path, LEARNER + "if name == 'l0': raise ValueError\n(run_dir / 'done-l1').touch()", syncer=joins)
+    ended, _ = run(this, others)
+    assert ended == Ended(exit_code=1, summary={"status": "finished"})
 
 
 def test_a_syncer_that_does_not_come_up_is_shown_with_its_log(tmp_path: Path) -> None:
@@ -110,7 +123,7 @@ def test_a_syncer_that_writes_no_join_file_is_not_waited_for_forever(tmp_path: P
 
 def test_a_join_file_of_an_earlier_syncer_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "join").write_text("diloco://127.0.0.1:1/run#stale")
-    ended, _ = run(plan(tmp_path, FINISH, linger_s=10.0), [{"phase": "left"}])
+    ended, _ = run(plan(tmp_path, FINISH, linger_s=10.0), [{"id": "l0", "phase": "left"}])
     assert ended.exit_code == 0
 
 
@@ -198,6 +211,6 @@ def test_an_interrupted_run_ends_within_five_seconds_and_leaves_no_process(
 
 def drive(run_dir: str, learner: str, syncer: str) -> None:
     """What the interrupted process does."""
-    ended, said = run(plan(Path(run_dir), learner, syncer), [{"phase": "stepping"}])
+    ended, said = run(plan(Path(run_dir), learner, syncer), [{"id": "l0", "phase": "stepping"}])
     print(said)
     sys.exit(ended.exit_code)
