@@ -135,7 +135,7 @@ class LearnerState:
         p = self._due(event.step + 1)
         if p is not None:
             f = self.fragments[p]
-            f.is_due |= f.outstanding is not None or event.step + 1 - f.snapshot_step >= self._min_period_steps
+            f.is_due |= event.step + 1 - f.snapshot_step >= self._min_period_steps
         return todo + [do.Say(msg.Intent(p, self.step_s)) for p, f in enumerate(self.fragments) if f.is_due]
 
     def _boundary(self) -> list[LearnerAction]:

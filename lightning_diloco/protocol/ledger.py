@@ -100,8 +100,7 @@ class Account:
 
     def hear(self, heard: Heard) -> None:
         """The inverse of `heard`."""
-        self.seen = max(self.seen, heard.seen)
-        self.declared = heard.declared
+        self.seen, self.declared = heard.seen, heard.declared
 
     def close(self, cause: str) -> None:
         """Whatever is still pending is discarded for this cause."""

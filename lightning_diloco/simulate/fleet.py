@@ -382,7 +382,8 @@ class Fleet:
         fate = member.fates.get(p)
         merged_seq = fate[0] if fate and fate[1] == "merged" else None
         sent = learner.kept.get((p, merged_seq)) if merged_seq is not None else None
-        is_full = action.adopt or version - action.have > MAX_CHAIN or generation != action.generation
+        is_chain = 0 <= version - action.have <= MAX_CHAIN and generation == action.generation
+        is_full = action.adopt or not is_chain
         update = Update(
             full=values[-1] if is_full else None,
             increment=0 if is_full else values[-1] - values[action.have],

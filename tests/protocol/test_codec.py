@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.protocol import codec
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    number: int
+    share: float
+    kind: Literal["a", "b"]
+    inner: Inner | None
+    pairs: tuple[tuple[int, int], ...] = ()
+    by_name: dict[str, float] = field(default_factory=dict)
+
+
+GOOD = {"number": 3, "share": 0.5, "kind": "a", "inner": {"name": "x"}, "pairs": [[1, 2]], "by_name": {"loss": 1.0}}
+
+
+def test_what_was_dumped_is_loaded_again() -> None:
+    value = codec.load(Outer, GOOD)
+
+    assert value == Outer(3, 0.5, "a", Inner("x"), ((1, 2),), {"loss": 1.0})
+    assert codec.dump(value) == GOOD
+    assert codec.load(Outer, codec.dump(value)) == value
+
+
+def test_fields_with_a_default_may_be_missing() -> None:
+    assert codec.load(Outer, {"number": 3, "share": 1, "kind": "b", "inner": None}).pairs == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"number": True}, "Outer.number"),
+        ({"number": 3.0}, "Outer.number"),
+        ({"number": 2**63}, "Outer.number"),
+        ({"share": float("nan")}, "Outer.share"),
+        ({"share": float("inf")}, "Outer.share"),
+        ({"share": 10**400}, "Outer.share"),
+        ({"share": "0.5"}, "Outer.share"),
+        ({"kind": "c"}, "Outer.kind"),
+        ({"kind": ["a"]}, "Outer.kind"),
+        ({"inner": {"name": 1}}, "Outer.inner"),
+        ({"inner": {"name": "x", "more": 1}}, "Outer.inner"),
+        ({"pairs": [[1, 2, 3]]}, "Outer.pairs[0]"),
+        ({"pairs": [[1, 2], [1, None]]}, "Outer.pairs[1][1]"),
+        ({"pairs": 3}, "Outer.pairs"),
+        ({"by_name": {"loss": float("nan")}}, "Outer.by_name['loss']"),
+        ({"by_name": {1: 1.0}}, "Outer.by_name"),
+        ({"unknown": 1}, "Outer"),
+    ],
+)
+def test_a_wrong_value_is_refused_and_named(change: dict[str, object], where: str) -> None:
+    with pytest.raises(CorruptMessageError) as caught:
+        codec.load(Outer, {**GOOD, **change})
+
+    assert str(caught.value).startswith(f"{where}: found")
+
+
+def test_a_missing_field_is_refused() -> None:
+    with pytest.raises(CorruptMessageError, match="needed are"):
+        codec.load(Outer, {"number": 3})

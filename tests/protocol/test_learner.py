@@ -1,0 +1,412 @@
+"""The learner's machine, event by event. Two fragments, H = 4, tau = 1: fragment 0 is due at step 2, 1 at step 4."""
+
+from __future__ import annotations
+
+import pytest
+from tests.protocol.harness import Learner, of_kind
+
+from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol import events as on
+from lightning_diloco.protocol import messages as msg
+
+
+@pytest.fixture
+def learner() -> Learner:
+    return Learner()
+
+
+def welcome(generation: int = 0, version: int = 0, merged: tuple[int, ...] = (0, 0)) -> msg.Welcome:
+    return msg.Welcome(1, "r", {}, (generation,) * 2, (version,) * 2, 0, merged)
+
+
+# ------------------------------------------------------------------------------------------------- asking for rounds
+
+
+def test_an_intent_is_said_one_step_ahead_and_every_step_until_announced(learner: Learner) -> None:
+    learner.step(2)
+    assert learner.says == []  # due at 2 and 4, but fewer than H - tau steps have passed
+    learner.step()
+    assert learner.says == [msg.Intent(1, 0.0)]
+    learner.step()
+    assert learner.says == [msg.Intent(1, 0.0)]
+
+    learner.hear(msg.Announce(1, 1))
+    learner.step()
+    assert msg.Intent(1, 0.0) not in learner.says
+
+
+def test_a_fragment_snapshotted_for_others_is_not_due_again_at_once(learner: Learner) -> None:
+    learner.step(2)
+    ready = learner.snapshot(1)
+    learner.commit(1, 1, seq=ready.seq)
+    learner.land(1, 1, ready.seq)  # step 4, its own slot
+
+    assert msg.Intent(1, 0.0) not in learner.says
+
+
+def test_an_announced_round_is_answered_at_the_next_boundary(learner: Learner) -> None:
+    learner.step()
+    assert learner.hear(msg.Announce(0, 1)) == []
+    learner.step()
+
+    ready = msg.Ready(fragment=0, seq=1, base=0, generation=0, start=0, stop=20, steps=2)
+    assert learner.actions[:2] == [do.Snapshot(ready), do.Say(ready)]
+
+
+def test_without_a_step_a_round_is_declined(learner: Learner) -> None:
+    learner.hear(msg.Announce(0, 1))
+    learner.handle(on.Pause())
+
+    assert learner.says == [msg.Decline(0, 1)]
+
+
+def test_a_repeated_announcement_gets_the_same_answer_and_no_second_snapshot(learner: Learner) -> None:
+    ready = learner.snapshot()
+    learner.hear(msg.Announce(0, 1))
+    assert ready in learner.says
+    learner.commit(0, 1, seq=1)
+    learner.land(0, 1, 1)
+
+    learner.hear(msg.Announce(0, 1))
+    assert learner.says == [msg.Decline(0, 1)]
+    assert of_kind(learner.step(), do.Snapshot) == []
+
+
+def test_an_outstanding_contribution_answers_the_next_round_instead_of_a_snapshot(learner: Learner) -> None:
+    ready = learner.snapshot()
+    learner.hear(msg.Announce(0, 2))
+
+    assert learner.says == [ready]
+    assert of_kind(learner.step(), do.Snapshot) == []
+
+
+def test_a_round_is_answered_after_the_merge_on_its_way_has_landed(learner: Learner) -> None:
+    learner.snapshot()
+    learner.commit(0, 1, seq=1)
+    learner.hear(msg.Announce(0, 2))
+    assert of_kind(learner.step(), do.Snapshot) == []
+
+    (snapshot,) = of_kind(learner.land(0, 1, 1), do.Snapshot)
+    assert (snapshot.ready.base, snapshot.ready.start) == (1, 10)
+
+
+# ------------------------------------------------------------------------------------------------------------- fates
+
+
+def test_a_merge_changes_nothing_until_it_has_landed(learner: Learner) -> None:
+    learner.snapshot()
+    learner.commit(0, 1, seq=1)
+    assert learner.state.progress.pending[0] == ((0, 10),)
+
+    landed = learner.land(0, 1, seq=1)
+    assert of_kind(landed, do.Land) == [do.Land(0)]
+    assert of_kind(landed, do.Forget) == [do.Forget(0, 1)]
+    assert learner.state.progress.pending[0] == ((10, 20),)
+
+
+def test_the_merge_of_others_leaves_the_contribution_outstanding(learner: Learner) -> None:
+    learner.snapshot()
+    learner.handle(on.Uploaded(0, 1))
+    learner.commit(0, 1)
+    assert msg.AskFate(0, 1) in learner.says
+
+    learner.land(0, 1)
+    assert learner.state.progress.pending[0] == ((0, 10), (10, 20))
+
+
+def test_a_fate_is_not_asked_while_the_upload_runs(learner: Learner) -> None:
+    learner.snapshot()
+    learner.commit(0, 1)
+    assert learner.says == []
+    learner.handle(on.Tick(), after_s=60.0)
+    assert msg.AskFate(0, 1) not in learner.says
+
+    learner.handle(on.UploadFailed(0, 1))
+    assert learner.says == [msg.AskFate(0, 1)]
+
+
+def test_an_unknown_contribution_is_uploaded_again_unless_it_is_on_its_way(learner: Learner) -> None:
+    ready = learner.snapshot()
+    assert learner.hear(msg.FateIs(0, 1, "unknown")) == []
+
+    learner.handle(on.UploadFailed(0, 1))
+    assert learner.hear(msg.FateIs(0, 1, "unknown")) == [do.Upload(ready)]
+
+
+def test_a_lost_answer_is_asked_for_again(learner: Learner) -> None:
+    learner.snapshot()
+    learner.handle(on.Uploaded(0, 1))
+
+    asked = [bool(of_kind(learner.handle(on.Tick(), after_s=0.5), do.Say)) for _ in range(1)]
+    questions = [m for _ in range(14) for m in _says(learner.handle(on.Tick(), after_s=0.5)) if m == msg.AskFate(0, 1)]
+    assert asked
+    assert len(questions) == 2  # every three seconds
+
+
+def _says(actions: list[do.LearnerAction]) -> list[object]:
+    return [action.message for action in of_kind(actions, do.Say)]
+
+
+def test_superseded_with_carry_the_range_is_fresh_again(learner: Learner) -> None:
+    learner.snapshot()
+    learner.step(2)
+    learner.hear(msg.FateIs(0, 1, "superseded"))
+
+    assert learner.state.progress.pending[0] == ((0, 30),)
+    assert learner.state.discarded == {}
+    assert (learner.snapshot(0, 2).start, learner.snapshot(1, 3).seq) == (0, 1)
+
+
+def test_superseded_with_overwrite_the_range_is_booked() -> None:
+    learner = Learner(align="overwrite")
+    learner.snapshot()
+    learner.hear(msg.FateIs(0, 1, "superseded"))
+
+    assert learner.state.discarded == {"superseded": 10}
+    assert learner.books() == (20, 20)
+
+
+def test_a_landing_that_overwrites_books_the_steps_in_flight() -> None:
+    learner = Learner(align="overwrite")
+    learner.snapshot()
+    learner.step(2)
+    learner.commit(0, 1, seq=1)
+    learner.land(0, 1, 1)
+
+    # The snapshot stood for 10 tokens; 20 more in flight, and the step before the boundary of the landing.
+    assert learner.state.discarded == {"overwritten": 30}
+    assert learner.books() == (80, 80)
+
+
+def test_a_refusal_after_an_overwriting_landing_books_every_token_once() -> None:
+    learner = Learner(align="overwrite")
+    learner.snapshot()
+    learner.step(2)
+    learner.commit(0, 1)
+    learner.land(0, 1)
+    learner.hear(msg.FateIs(0, 1, "refused", reason="norm"))
+    learner.land(0, 1, is_full=True)
+
+    assert learner.state.discarded == {"overwritten": 30, "refused": 20}
+    assert learner.books() == (100, 100)
+
+
+def test_a_refusal_drops_this_fragment_only_and_adopts_its_anchor(learner: Learner) -> None:
+    learner.snapshot()
+    learner.step()
+    learner.hear(msg.FateIs(0, 1, "refused", reason="not finite"))
+    (fetch,) = of_kind(learner.actions, do.Fetch)
+    assert (fetch.fragment, fetch.adopt) == (0, True)
+
+    learner.land(0, 0, is_full=True)
+    assert learner.state.discarded == {"refused": 30}
+    assert learner.state.progress.pending == ((), ((0, 30),))
+
+
+def test_an_update_fetched_to_be_added_is_not_adopted(learner: Learner) -> None:
+    learner.snapshot()
+    learner.commit(0, 5)  # starts a fetch
+    learner.hear(msg.FateIs(0, 1, "refused"))
+
+    assert of_kind(learner.land(0, 5, is_full=True), do.Land) == []
+    (fetch,) = of_kind(learner.handle(on.Tick()), do.Fetch)
+    assert fetch.adopt
+    assert of_kind(learner.land(0, 5, is_full=True), do.Land) == [do.Land(0)]
+
+
+def test_three_refusals_in_a_row_stop_the_learner(learner: Learner) -> None:
+    for round_ in (1, 2, 3):
+        ready = learner.snapshot(0, round_)
+        learner.hear(msg.FateIs(0, ready.seq, "refused", reason="not finite"))
+        failures = of_kind(learner.actions, do.Fail)
+        assert [f.error for f in failures] == (["RefusedError"] if round_ == 3 else [])
+        if round_ < 3:
+            learner.land(0, 0, is_full=True)
+    assert "not finite" in failures[0].text
+
+
+def test_a_merge_between_refusals_starts_the_count_anew(learner: Learner) -> None:
+    for round_, fate in enumerate(("refused", "refused", "merged", "refused"), 1):
+        ready = learner.snapshot(0, round_)
+        if fate == "merged":
+            learner.commit(0, 1, seq=ready.seq)
+            learner.land(0, 1, ready.seq)
+        else:
+            learner.hear(msg.FateIs(0, ready.seq, "refused"))
+            assert of_kind(learner.actions, do.Fail) == []
+            learner.land(0, learner.state.fragments[0].landed, is_full=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- landing
+
+
+def test_nothing_lands_while_its_delta_is_being_encoded(learner: Learner) -> None:
+    learner.commit(0, 1)
+    learner.hear(msg.Announce(0, 2))
+    learner.step()  # snapshot, not encoded yet
+    assert of_kind(learner.land(0, 1), do.Land) == []
+
+    learner.handle(on.Encoded(0, 1))
+    assert of_kind(learner.step(), do.Land) == [do.Land(0)]
+
+
+def test_an_update_that_hides_my_merge_does_not_land(learner: Learner) -> None:
+    learner.snapshot()
+    learner.commit(0, 1, seq=1)
+
+    assert of_kind(learner.land(0, 1, seq=None), do.Land) == []
+
+
+def test_one_fetch_at_a_time_and_a_failed_one_is_repeated(learner: Learner) -> None:
+    assert of_kind(learner.commit(0, 1), do.Fetch) == [do.Fetch(0, 0, 0, None, False)]
+    assert of_kind(learner.commit(0, 2), do.Fetch) == []
+
+    learner.handle(on.FetchFailed(0))
+    assert of_kind(learner.handle(on.Tick()), do.Fetch) == [do.Fetch(0, 0, 0, None, False)]
+
+
+def test_a_learner_that_evaluates_declines_and_says_so(learner: Learner) -> None:
+    learner.step()
+    learner.hear(msg.Announce(0, 1))
+    learner.handle(on.Evaluating(True))
+    assert learner.says[0] == msg.Decline(0, 1)
+    assert learner.says[-1].phase == "evaluating"
+
+    learner.hear(msg.Announce(1, 2))
+    assert learner.says == [msg.Decline(1, 2)]
+
+
+# ------------------------------------------------------------------------------------------------- trouble and return
+
+
+def test_a_reconnect_says_what_is_known_and_asks_for_every_fate(learner: Learner) -> None:
+    learner.snapshot()
+    learner.handle(on.UploadFailed(0, 1))
+    known = (msg.Mark(0, 0, "x"), msg.Mark(0, 0, "y"))
+    learner.handle(on.Reconnected(2, known))
+    assert (learner.says[0].known, learner.says[0].connection) == (known, 2)
+
+    learner.hear(welcome())
+    assert msg.AskFate(0, 1) in learner.says
+
+
+def test_a_new_generation_books_lost_merges_and_drops_what_is_outstanding(learner: Learner) -> None:
+    learner.snapshot()
+    learner.commit(0, 1, seq=1)
+    learner.land(0, 1, seq=1)  # 10 tokens of fragment 0 are merged and landed
+    learner.snapshot(1, 2)
+    assert learner.books() == (60, 60)
+
+    learner.hear(welcome(generation=1, version=0))
+    assert [f.fragment for f in of_kind(learner.actions, do.Fetch)] == [0, 1]
+    assert all(f.adopt for f in of_kind(learner.actions, do.Fetch))
+    assert learner.state.discarded == {"restored": 10 + 30}
+    assert learner.state.progress.landed == (0, 0)
+    assert learner.books() == (60, 60)
+
+    for p in (0, 1):
+        learner.land(p, 0, is_full=True)
+    assert learner.books() == (100, 100)
+    assert learner.state.progress.pending == (((40, 50),), ())
+
+
+def test_what_survived_the_roll_back_is_not_booked_as_lost(learner: Learner) -> None:
+    learner.snapshot()
+    learner.hear(welcome(generation=1, version=1, merged=(10, 0)))  # the outstanding contribution is in version 1
+
+    assert learner.state.discarded == {}
+    assert learner.books() == (20, 20)
+
+
+def test_messages_of_an_older_generation_are_passed_over(learner: Learner) -> None:
+    learner.hear(welcome(generation=1))
+    learner.hear(msg.Commit(0, 0, 9, ()))
+    assert learner.state.fragments[0].offered == 0
+
+    learner.handle(on.Staged(0, 0, 9, None, True))
+    assert of_kind(learner.step(), do.Land) == []
+
+
+def test_being_fenced_stops_the_learner(learner: Learner) -> None:
+    assert learner.hear(msg.Rejected("fenced", "replaced")) == [do.Fail("FencedError", "replaced")]
+
+
+def test_a_loss_that_is_not_finite_does_not_silence_the_heartbeat(learner: Learner) -> None:
+    learner.state.metrics = {"loss": float("nan"), "stall_s": 0.5}
+    learner.handle(on.Tick())
+
+    assert learner.says[0].metrics == {"stall_s": 0.5}
+
+
+# ----------------------------------------------------------------------------------------------------------- the end
+
+
+def test_a_drainer_asks_for_what_is_left_and_leaves_when_it_has_landed(learner: Learner) -> None:
+    learner.step()
+    learner.handle(on.Finish("finished"))
+    assert learner.says[1:] == [msg.Intent(0, 0.0), msg.Intent(1, 0.0)]
+
+    for p in (0, 1):
+        learner.hear(msg.Announce(p, 1 + p))
+    readies = of_kind(learner.handle(on.Pause()), do.Snapshot)
+    for p in (0, 1):
+        learner.handle(on.Encoded(p, 1))
+        learner.commit(p, 1, seq=1)
+        learner.handle(on.Staged(p, 0, 1, 1))
+    assert [r.ready.tokens for r in readies] == [10, 10]
+
+    learner.handle(on.Pause())
+    (leave,) = [m for m in learner.says if isinstance(m, msg.Leave)]
+    assert leave.progress.pending == ((), ())
+    assert learner.handle(on.Tick()) == [do.Say(leave)]
+    assert learner.hear(msg.LeaveNoted(True)) == [do.Left(True)]
+    assert learner.handle(on.Tick()) == []
+
+
+def test_a_drainer_waits_for_its_update_without_asking_for_rounds(learner: Learner) -> None:
+    learner.step()
+    learner.snapshot(0)
+    learner.snapshot(1, 2)
+    learner.commit(0, 1, seq=1)
+    learner.commit(1, 1, seq=1)
+    learner.handle(on.Finish("finished"))
+    learner.handle(on.Pause())
+
+    assert [m for m in learner.says if isinstance(m, msg.Intent)] == [msg.Intent(0, 0.0)] * 0
+
+
+def test_a_drain_that_takes_too_long_ends_with_honest_books() -> None:
+    learner = Learner(drain_s=5.0)
+    learner.step()
+    learner.handle(on.Finish("preempted"))
+    learner.handle(on.Pause(), after_s=6.0)
+
+    (leave,) = learner.says
+    assert (leave.reason, leave.progress.pending) == ("preempted", (((0, 10),), ((0, 10),)))
+
+
+def test_nothing_is_snapshotted_or_landed_after_the_leave_was_said() -> None:
+    learner = Learner(drain_s=0.0)
+    learner.step()
+    learner.handle(on.Finish("failed", drain=False))
+    learner.hear(msg.Announce(0, 1))
+    learner.commit(1, 1)
+    learner.handle(on.Staged(1, 0, 1, None))
+
+    assert learner.handle(on.Pause()) == []
+
+
+@pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
+def test_the_books_balance_after_every_event(align: str) -> None:
+    learner = Learner(align=align)
+    version = 0
+    for round_ in range(1, 8):
+        learner.snapshot(0, round_)
+        assert learner.books()[0] == learner.books()[1]
+        version += 1
+        seq = learner.state.fragments[0].seq if round_ % 2 else None
+        learner.commit(0, version, seq=seq)
+        learner.land(0, version, seq)
+        if seq is None:
+            learner.hear(msg.FateIs(0, learner.state.fragments[0].seq, "superseded"))
+        assert learner.books()[0] == learner.books()[1]

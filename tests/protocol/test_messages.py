@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_diloco.errors import CorruptLogError, CorruptMessageError
+from lightning_diloco.protocol import messages, records
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+INT64 = st.integers(-(2**63), 2**63 - 1)
+# What `Json` fields carry is checked by whoever uses them.
+JSON = st.dictionaries(st.text(), st.one_of(st.none(), st.booleans(), INT64, st.text()), max_size=3)
+for kind, strategy in ((int, INT64), (float, FINITE)):
+    st.register_type_strategy(kind, strategy)
+
+
+def instances(union: object) -> st.SearchStrategy[object]:
+    """Any instance of any member of a union of dataclasses."""
+
+    def of(kind: type) -> st.SearchStrategy[object]:
+        hints = typing.get_type_hints(kind)
+        return st.builds(kind, **{name: JSON for name, hint in hints.items() if hint == messages.Json})
+
+    return st.one_of([of(kind) for kind in typing.get_args(union)])
+
+
+@given(instances(messages.FromLearner))
+def test_every_message_of_a_learner_survives_the_wire(message: messages.FromLearner) -> None:
+    assert messages.decode(json.loads(json.dumps(messages.encode(message))), messages.FromLearner) == message
+
+
+@given(instances(messages.FromSyncer))
+def test_every_message_of_the_syncer_survives_the_wire(message: messages.FromSyncer) -> None:
+    assert messages.decode(json.loads(json.dumps(messages.encode(message))), messages.FromSyncer) == message
+
+
+@given(instances(records.LogRecord))
+def test_every_log_record_survives_the_disk(record: records.LogRecord) -> None:
+    assert records.decode(json.loads(json.dumps(records.encode(record)))) == record
+
+
+def test_a_message_of_the_other_side_is_refused() -> None:
+    values = messages.encode(messages.LeaveNoted(True))
+
+    with pytest.raises(CorruptMessageError, match="LeaveNoted"):
+        messages.decode(values, messages.FromLearner)
+
+
+@pytest.mark.parametrize("values", [None, [], "Hello", {}, {"kind": "Nothing"}, {"kind": 3}])
+def test_what_is_no_message_is_refused(values: object) -> None:
+    with pytest.raises(CorruptMessageError):
+        messages.decode(values, messages.FromLearner)
+
+
+def test_a_record_of_another_version_is_refused_with_a_way_out() -> None:
+    with pytest.raises(CorruptLogError, match="restart with the version"):
+        records.decode({"kind": "Elected"})
