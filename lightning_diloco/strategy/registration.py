@@ -1,7 +1,7 @@
-"""Makes `Trainer(strategy="decoupled_diloco")` known. Lightning has no entry point for this: an import is needed.
+"""Makes `Trainer(strategy="decoupled_diloco", accelerator="xla")` known: Lightning has no entry point for either name.
 
-1. As soon as a registry of strategies exists, the name is in it: at once if Lightning is imported already, else while
-   it is being imported. Nothing is imported for that; the strategy itself is when a Trainer asks for it.
+1. As soon as a registry exists, the name is in it: at once if Lightning is imported already, else while it is being
+   imported. Lightning is not imported for that, and the strategy itself only when a Trainer asks for it.
 2. The package pytorch_lightning has classes and a registry of its own, which take our strategy for a stranger: there
    the name leads to an error that says so.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -19,15 +20,16 @@ from typing import Any, NoReturn
 from lightning_diloco.errors import ConfigError
 
 NAME = "decoupled_diloco"
+ACCELERATOR = "xla"
 
 
 def register() -> None:
-    """Register the name wherever strategies are, or will be; calling it again changes nothing."""
-    for module, make in _REGISTRIES.items():
+    """Register the names wherever registries are, or will be; calling it again changes nothing."""
+    for module, add in _WHEN_IMPORTED.items():
         if module in sys.modules:
-            _add(sys.modules[module], make)
+            add(sys.modules[module])
         elif not any(isinstance(finder, _Awaited) and finder.awaits == module for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Awaited(module, make))
+            sys.meta_path.insert(0, _Awaited(module, add))
 
 
 def _make(**options: Any) -> Any:
@@ -43,28 +45,30 @@ def _refuse(**options: Any) -> NoReturn:
     )
 
 
-_REGISTRIES = {
-    "lightning.pytorch.strategies": _make,
-    "pytorch_lightning.strategies": _refuse,
-    "lightning.pytorch.accelerators": None,  # Trainer(accelerator="xla")
+def _add_strategy(strategies: ModuleType, make: Callable[..., Any] = _make) -> None:
+    if NAME not in strategies.StrategyRegistry:
+        strategies.StrategyRegistry.register(NAME, make, description="Decoupled DiLoCo over any network")
+
+
+def _add_accelerator(accelerators: ModuleType) -> None:
+    if ACCELERATOR not in accelerators.AcceleratorRegistry:
+        from lightning_diloco.strategy.xla_accelerator import PjrtAccelerator  # the registry wants the class itself
+
+        accelerators.AcceleratorRegistry.register(ACCELERATOR, PjrtAccelerator, description="PJRT devices")
+
+
+_WHEN_IMPORTED: dict[str, Callable[[ModuleType], None]] = {
+    "lightning.pytorch.strategies": _add_strategy,
+    "lightning.pytorch.accelerators": _add_accelerator,
+    "pytorch_lightning.strategies": partial(_add_strategy, make=_refuse),
 }
 
 
-def _add(module: ModuleType, make: Any) -> None:
-    if make is None:
-        from lightning_diloco.strategy.xla_accelerator import PjrtAccelerator
-
-        if PjrtAccelerator.name() not in module.AcceleratorRegistry:
-            module.AcceleratorRegistry.register(PjrtAccelerator.name(), PjrtAccelerator, description="PJRT devices")
-    elif NAME not in module.StrategyRegistry:
-        module.StrategyRegistry.register(NAME, make, description="Decoupled DiLoCo over any network")
-
-
 class _Awaited(MetaPathFinder):
-    """Lets one module be found as ever, once, and has the name registered when that module has been executed."""
+    """Lets one module be found as ever, once, and calls `add` with it when it has been executed."""
 
-    def __init__(self, awaits: str, make: Any) -> None:
-        self.awaits, self._make = awaits, make
+    def __init__(self, awaits: str, add: Callable[[ModuleType], None]) -> None:
+        self.awaits, self._add = awaits, add
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self.awaits:
@@ -77,7 +81,7 @@ class _Awaited(MetaPathFinder):
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            _add(module, self._make)
+            self._add(module)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

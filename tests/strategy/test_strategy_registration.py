@@ -16,6 +16,7 @@ class _Registry(dict):
         assert name not in self
         self[name] = make
 StrategyRegistry = _Registry(other=object)
+AcceleratorRegistry = _Registry(xla=object)
 """
 SHOW = "; import lightning.pytorch.strategies as s; print(sorted(s.StrategyRegistry))"
 
@@ -31,10 +32,10 @@ def python(code: str, folder: Path | None = None) -> str:
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
     for package in ("lightning/pytorch", "pytorch_lightning"):
-        folder = tmp_path / package / "strategies"
-        folder.mkdir(parents=True)
-        (folder.parent / "__init__.py").write_text("from . import strategies")
-        (folder / "__init__.py").write_text(STAND_IN)
+        (tmp_path / package).mkdir(parents=True)
+        (tmp_path / package / "__init__.py").write_text("from . import accelerators, strategies")
+        for name in ("accelerators", "strategies"):
+            (tmp_path / package / f"{name}.py").write_text(STAND_IN)
     (tmp_path / "lightning" / "__init__.py").write_text("from . import pytorch")
     return tmp_path
 
@@ -83,6 +84,13 @@ def test_unknown_names_of_the_package_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Strategy'"):
         _ = lightning_diloco.Strategy
     assert set(lightning_diloco.__all__) <= set(dir(lightning_diloco))
+
+
+def test_the_accelerator_goes_by_its_own_name() -> None:
+    from lightning_diloco.strategy.registration import ACCELERATOR
+    from lightning_diloco.strategy.xla_accelerator import PjrtAccelerator
+
+    assert PjrtAccelerator.name() == ACCELERATOR
 
 
 @pytest.mark.slow
