@@ -119,6 +119,7 @@ _FINAL_CLASSES: dict[tuple[str, bool], type[DecoupledDiLoCoStrategy] | str] = {
     ("cpu", False): SingleDeviceDiLoCo,
     ("cuda", False): SingleDeviceDiLoCo,
     ("xla", False): "SingleDeviceXLADiLoCo",  # in xla.py, which imports this module
+    ("xla", True): "SpmdXLADiLoCo",
 }
 
 
