@@ -4,15 +4,19 @@
 2. Any thread may `upload`, and may call `.cpu()` on a tensor that a `sync` has made and that nothing writes to.
 3. A graph must not depend on where in a parameter its rows lie: where they start is data (`rows_of`, `with_rows`), or
    every fragment would be compiled anew.
-4. A cast to bfloat16 and back is taken out by the compiler of some devices unless a barrier stands between.
+4. With several devices (SPMD) `.cpu()` would gather a sharded tensor on the device, by a graph of its own. Any thread
+   may read its `local_shards` instead.
+5. A cast to bfloat16 and back is taken out by the compiler of some devices unless a barrier stands between.
 
-Source: measured with torch_xla 2.9 on PJRT CPU; rule 4: `xla_allow_excess_precision`.
+Source: measured with torch_xla 2.9 on PJRT CPU; rule 5: `xla_allow_excess_precision`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,9 @@ import torch_xla.core.xla_op_registry as ops
 import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.debug import metrics
+from torch_xla.distributed import spmd
+
+from lightning_diloco.errors import ConfigError
 
 
 def sync() -> None:
@@ -34,6 +41,72 @@ def sync() -> None:
 def upload(*tensors: Tensor) -> list[Tensor]:
     """Host tensors on the device, in buffers of their own; nothing is traced. Any thread."""
     return list(xm.send_cpu_data_to_device(list(tensors), torch_xla.device()))
+
+
+def use_mesh() -> int:
+    """Compute as one program over all devices from now on, and return how many there are.
+
+    Raises:
+        ConfigError: tensors were made on a single device before, or other hosts take part.
+    """
+    if not xr.is_spmd() and torch_xla._XLAC._xla_get_spmd_config_is_locked():
+        raise ConfigError(
+            "several XLA devices were asked for after tensors were made on one: SPMD must be switched on before; make "
+            "the Trainer before anything is moved to an XLA device, or call torch_xla.runtime.use_spmd() first"
+        )
+    xr.use_spmd()
+    if xr.process_count() > 1:
+        raise ConfigError(
+            f"{xr.process_count()} hosts take part in this mesh: a learner can have the devices of one host; start one "
+            "learner on each host, all with the same DILOCO_JOIN"
+        )
+    return int(xr.global_runtime_device_count())
+
+
+def is_mesh() -> bool:
+    """Whether one program computes over all devices."""
+    return bool(xr.is_spmd())
+
+
+def shard(tensor: Tensor, dim: int | None) -> None:
+    """Lay a tensor out over all devices along one dimension, or whole on each (None). Training thread.
+
+    A dimension that the number of devices does not divide is padded.
+    """
+    spmd.mark_sharding(tensor, _mesh(), _partition(tensor, dim))
+
+
+def sharded_dim(tensor: Tensor) -> int | None:
+    """Along which dimension a tensor is laid out; None: whole on every device."""
+    tiles = re.search(r"devices=\[([\d,]+)\]", torch_xla._XLAC._get_xla_sharding_spec(tensor))
+    sizes = [int(size) for size in tiles[1].split(",")] if tiles else []
+    return next((dim for dim, size in enumerate(sizes[: tensor.dim()]) if size > 1), None)
+
+
+def upload_sharded(tensor: Tensor, dim: int | None) -> Tensor:
+    """`upload`, laid out along a dimension; each device gets its own part only. Any thread."""
+    layout = spmd.ShardingSpec(_mesh(), _partition(tensor, dim))
+    return xm.send_cpu_data_to_device([tensor], torch_xla.device(), input_sharding=layout)[0]
+
+
+def local_shards(tensor: Tensor, out: Tensor) -> Tensor:
+    """Copy a sharded tensor to the host, part by part. Any thread; see rule 2.
+
+    Args:
+        tensor: any shape.
+        out: of that shape, on the host, overwritten.
+
+    Returns:
+        out.
+    """
+    xm.wait_device_ops()
+    (shards,) = torch_xla._XLAC._get_local_shards([tensor])
+    (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
+    for (values, _), (_, place) in zip(shards, places, strict=True):
+        if place is Ellipsis:
+            return out.copy_(values)
+        out[tuple(place)] = values[tuple(slice(part.stop - part.start) for part in place)].to(out.dtype)
+    return out
 
 
 def cast_and_back(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,6 +157,16 @@ def keep_compilations() -> bool:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         xr.initialize_cache(str(cache / "lightning_diloco" / "xla"))
     return True
+
+
+@cache
+def _mesh() -> spmd.Mesh:
+    count = xr.global_runtime_device_count()
+    return spmd.Mesh(range(count), (count,), ("all",))
+
+
+def _partition(tensor: Tensor, dim: int | None) -> tuple[str | None, ...]:
+    return tuple("all" if k == dim else None for k in range(tensor.dim()))
 
 
 def _starts(tensor: Any, start: Any) -> Sequence[Any]:

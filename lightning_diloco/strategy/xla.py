@@ -1,4 +1,4 @@
-"""A learner on one XLA device.
+"""A learner on one XLA device, or on all devices of a host as one program (SPMD).
 
 1. A graph ends where an inner step, a micro-batch or a validation batch ends. Otherwise it would grow from one to the
    next, and be compiled anew for every number of them.
@@ -8,11 +8,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins import HalfPrecision, Precision, XLAPrecision
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
@@ -96,3 +99,60 @@ class SingleDeviceXLADiLoCo(XLAHooks, SingleDeviceXLAStrategy):
         SingleDeviceXLAStrategy.__init__(
             self, self.parallel_devices[0], self._accelerator, self._checkpoint_io, precision
         )
+
+
+class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
+    """A learner with all XLA devices of one host, as one program: parameters and batches are laid out over them.
+
+    Attributes:
+        sharding_rules: (regular expression, dimension) pairs; the first that is found in a parameter's name counts. A
+            parameter that no rule names is laid out along its largest dimension that the number of devices divides, or
+            else whole on every device.
+    """
+
+    # By columns: rows of a table are exchanged in slices, and a token's row is then found on all devices at once.
+    sharding_rules: tuple[tuple[str, int], ...] = ((r"(embed_tokens|wte|embedding|lm_head)\b.*weight$", 1),)
+
+    def _bind(self) -> None:
+        check_environment(needs_platform=False)
+        from lightning_diloco.devices import xla
+
+        self._num_devices = xla.use_mesh()
+        super()._bind()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        from lightning_diloco.devices import xla
+
+        model = super()._setup_model(model)
+        for name, param in model.named_parameters():
+            xla.shard(param, self._dim(name, tuple(param.shape)))
+        xla.sync()
+        return model
+
+    def _dim(self, name: str, shape: tuple[int, ...]) -> int | None:
+        """The dimension along which a parameter is laid out.
+
+        Raises:
+            ConfigError: a rule names a dimension that does not exist, or that cannot be divided.
+        """
+        count = self._num_devices
+        for pattern, dim in self.sharding_rules:
+            if re.search(pattern, name):
+                if dim < len(shape) and shape[dim] % count == 0:
+                    return dim
+                raise ConfigError(
+                    f"{name} of shape {shape} is to be laid out along dimension {dim} by the rule {pattern!r}: that "
+                    f"dimension must exist and be a multiple of the {count} devices; change sharding_rules"
+                )
+        divided = [(size, -dim) for dim, size in enumerate(shape) if size % count == 0]
+        return -max(divided)[1] if divided else None
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Each device gets its part of the samples; where they do not divide, the last parts are padded."""
+        from lightning_diloco.devices import xla
+
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        for tensor in tree_leaves(batch):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.device.type == "xla":
+                xla.shard(tensor, 0)
+        return batch
