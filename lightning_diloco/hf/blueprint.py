@@ -8,17 +8,22 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
+import inspect
 import math
+import re
 import warnings
-from collections.abc import Sequence
+from argparse import ArgumentError
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
 
 from lightning_diloco.config import Align, LearnerConfig, RunConfig
@@ -28,7 +33,7 @@ from lightning_diloco.strategy.decoupled import _final_class
 from lightning_diloco.strategy.model import embedding_names, trainable_parameters
 
 _RUN_OPTIONS = tuple(field.name for field in dataclasses.fields(RunConfig))
-_HALF = ("16-true", "bf16-true", "16", "bf16", "transformer-engine")
+_TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64, "64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,9 @@ class _Parser(LightningCLI):
     def instantiate_classes(self) -> None:
         """Make nothing: the accelerator may not be here."""
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run nothing."""
+
 
 def parse(recipe: Path, overrides: Sequence[str] = ()) -> Any:
     """The recipe as LightningCLI understands it, a nested namespace.
@@ -94,20 +102,26 @@ def parse(recipe: Path, overrides: Sequence[str] = ()) -> Any:
         warnings.simplefilter("ignore")  # about the versions of its own libraries, and that sys.argv is not used
         try:
             return _Parser(
-                args=["--config", str(recipe), *overrides, "--seed_everything=false"],
-                run=False,
+                args=["fit", "--config", str(recipe), *overrides, "--seed_everything=false"],
                 save_config_callback=None,
                 seed_everything_default=False,
                 trainer_defaults={"strategy": "decoupled_diloco"},
-                parser_kwargs={"exit_on_error": False},
-            ).config
-        except Exception as error:
-            kind = type(error).__name__
-            if kind in ("ArgumentError", "NSKeyError", "ParserError") or isinstance(error, (TypeError, ValueError)):
-                raise ConfigError(
-                    f"{recipe}: {error}; correct the recipe, see recipes/tiny for a complete one"
-                ) from error
-            raise
+                parser_kwargs={"exit_on_error": False, "fit": {"exit_on_error": False}},
+            ).config["fit"]
+        except (ArgumentError, KeyError, TypeError, ValueError) as error:
+            what_to_do = _nearest(str(error)) or "correct the recipe, see recipes/tiny for a complete one"
+            raise ConfigError(f"{recipe}: {error}; {what_to_do}") from error
+
+
+def _nearest(problem: str) -> str | None:
+    """The accepted name that is most like the one the parser refused."""
+    refused, owner = re.search(r"ption '([\w.]+)'", problem), re.search(r"class_path '([\w.]+)'", problem)
+    if refused is None:
+        return None
+    target = L.Trainer if owner is None else _class_of({"class_path": owner[1]})
+    names = inspect.signature(target.__init__).parameters
+    near = difflib.get_close_matches(refused[1].rpartition(".")[2], names, n=1)
+    return f"did you mean {near[0]!r}?" if near else None
 
 
 def blueprint(recipe: Path, overrides: Sequence[str] = ()) -> Blueprint:
@@ -122,7 +136,8 @@ def blueprint(recipe: Path, overrides: Sequence[str] = ()) -> Blueprint:
     trainer, data = config["trainer"], _init_args(config.get("data"))
     options = _init_args(trainer.get("strategy"))
     decoder = _text_config(module)
-    half = str(trainer.get("precision")) in _HALF
+    precision = str(trainer.get("precision"))
+    param_bytes = _TRUE_DTYPES.get(precision, torch.float32).itemsize
     return Blueprint(
         shapes={name: tuple(p.shape) for name, p in params.items()},
         mean_names=embedding_names(module, params),
@@ -131,8 +146,8 @@ def blueprint(recipe: Path, overrides: Sequence[str] = ()) -> Blueprint:
         align=options.get("align") or LearnerConfig().align,
         accelerator=str(trainer.get("accelerator") or "auto"),
         devices=_num_devices(trainer),
-        param_bytes=8 if str(trainer.get("precision")).startswith("64") else 2 if half else 4,
-        compute_bytes=2 if half or "mixed" in str(trainer.get("precision")) else 4,
+        param_bytes=param_bytes,
+        compute_bytes=2 if "16" in precision else param_bytes,
         max_steps=trainer.get("max_steps") if (trainer.get("max_steps") or -1) > 0 else None,
         batch_size=data.get("batch_size"),
         seq_len=data.get("seq_len"),
@@ -173,6 +188,29 @@ def _without_data(options: dict[str, Any], data: dict[str, Any]) -> dict[str, An
             )
         options["config"] = {"vocab_size": data["vocab_size"], **config}
     return options
+
+
+def instantiate(section: Any) -> Any:
+    """The object of a `class_path` section; None of nothing."""
+    if section is None:
+        return None
+    parser = LightningArgumentParser()
+    owner = L.LightningModule if issubclass(_class_of(section), L.LightningModule) else L.LightningDataModule
+    parser.add_lightning_class_args(owner, "made", subclass_mode=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return parser.instantiate_classes(parser.parse_object({"made": section})).made
+
+
+@contextmanager
+def default_dtype(precision: object) -> Iterator[None]:
+    """New parameters take the dtype that this precision of a Trainer gives them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_TRUE_DTYPES.get(str(precision), before))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _class_of(section: Any) -> type:

@@ -1,0 +1,157 @@
+"""`diloco export`: what is on disk of a run becomes files that transformers and Lightning open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lightning_diloco.cli.main import main
+from lightning_diloco.core.fragments import gather
+from lightning_diloco.hf import CausalLM
+from lightning_diloco.hf.export import CHECKPOINT
+from lightning_diloco.protocol import SyncerState, codec, records
+from lightning_diloco.runtime.anchors import AnchorStore, bytes_of
+from lightning_diloco.runtime.durable import Durable
+from lightning_diloco.runtime.manifest import make_manifest, plan_of
+from lightning_diloco.strategy.model import describe, named_values, trainable_parameters
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True,
+}  # fmt: skip
+COMMITTED = 1  # fragment
+
+
+class Run:
+    """A run directory as a syncer leaves it: start values in a snapshot, one commit in the log."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.dir = run_dir
+        module = CausalLM(config=MODEL)
+        module.configure_model()
+        params = trainable_parameters(module)
+        options = {"sync_every": 4, "num_fragments": 3, "overlap": 1}
+        manifest, plan = make_manifest(describe(module, "tokens"), options)
+        store = AnchorStore(*plan_of(manifest))
+        for p, layout in enumerate(store.layouts):
+            store.seed(p, gather(layout, params, torch.empty(layout.padded_numel)))
+        gradient = (torch.randn(store.layouts[COMMITTED].padded_numel) * 0.01).bfloat16()
+        durable = Durable(run_dir)
+        state = SyncerState(run="r")
+        durable.store_seed(codec.dump(state.saved()), manifest, store)
+        durable.write(records.encode(records.Seeded(1, manifest)))
+        commit = records.CommitRecord(
+            fragment=COMMITTED, generation=0, version=1, round=1, steps=4.0, num_stepping=1, merges=()
+        )
+        durable.write(records.encode(commit), bytes_of(gradient))
+        durable.close()
+        store.commit(COMMITTED, gradient, steps=4.0)
+        self.anchor = named_values(plan, store_block(manifest), params, lambda p: store.anchor(p).published)
+        self.started = {name: p.detach().clone() for name, p in params.items()}
+        self.write_config(MODEL)
+
+    def write_config(self, model: dict[str, Any]) -> Path:
+        """What LightningCLI leaves in a learner's folder."""
+        path = self.dir / "learners" / "l0" / "lightning_logs" / "version_0" / "config.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sections = {"model": {"class_path": "lightning_diloco.hf.CausalLM", "init_args": {"config": model}}}
+        path.write_text(yaml.safe_dump({**sections, "ckpt_path": None}))
+        return path
+
+
+def store_block(manifest: Any) -> int:
+    return int(manifest["config"]["block_size"])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+def export(run: Run, to: Path, *more: str) -> int:
+    return main(["export", str(run.dir), "--to", str(to), *more])
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    return found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def test_the_folder_opens_with_the_anchor_of_snapshot_and_log(run: Run, tmp_path: Path) -> None:
+    to = tmp_path / "to"
+    assert export(run, to) == 0
+    model = AutoModelForCausalLM.from_pretrained(to)
+    found = dict(model.named_parameters())
+    assert found.keys() == {name.removeprefix("model.") for name in run.anchor}
+    assert all(same(found[name.removeprefix("model.")], value) for name, value in run.anchor.items())
+    assert any(not torch.equal(run.started[name], value) for name, value in run.anchor.items())
+    assert model.config.use_cache
+
+
+def test_tied_weights_are_stored_once_and_tied_again(run: Run, tmp_path: Path) -> None:
+    export(run, to := tmp_path / "to")
+    with safe_open(to / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118  not a dict
+    model = AutoModelForCausalLM.from_pretrained(to)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_the_checkpoint_loads_into_the_module(run: Run, tmp_path: Path) -> None:
+    export(run, to := tmp_path / "to")
+    module = CausalLM.load_from_checkpoint(to / CHECKPOINT)
+    assert all(same(param, run.anchor[name]) for name, param in module.named_parameters())
+
+
+def test_the_run_can_go_on_after_an_export(run: Run, tmp_path: Path) -> None:
+    export(run, tmp_path / "to")
+    durable = Durable(run.dir)
+    store = durable.restore(SyncerState(run="r"), 0.0)
+    durable.close()
+    assert store is not None
+    assert store.anchor(COMMITTED).version == 1
+
+
+def test_a_run_that_goes_on_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    syncer = Durable(run.dir)
+    try:
+        assert export(run, tmp_path / "to") == 1
+    finally:
+        syncer.close()
+    assert "stop its syncer" in capsys.readouterr().err
+    assert not (tmp_path / "to").exists()
+
+
+def test_another_model_than_the_run_s_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.write_config({**MODEL, "hidden_size": 32})
+    assert export(run, tmp_path / "to") == 2
+    assert "not the model of the run" in capsys.readouterr().err
+
+
+def test_without_a_config_the_way_out_is_named(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = run.write_config(MODEL)
+    moved = config.rename(tmp_path / "recipe.yaml")
+    assert export(run, tmp_path / "to") == 2
+    assert "--config" in capsys.readouterr().err
+    assert export(run, tmp_path / "to", "--config", str(moved)) == 0
+
+
+def test_a_folder_that_holds_something_is_left_alone(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "note").write_text("mine")
+    assert export(run, tmp_path) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_what_is_no_run_directory_is_not_made_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("{}")
+    assert main(["export", str(tmp_path / "x"), "--to", str(tmp_path / "to"), "--config", str(config)]) == 2
+    assert "no syncer ever ran there" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
