@@ -31,8 +31,8 @@ Via = Callable[[str, JoinAddress], JoinAddress]
 _SYNCER = "syncer"
 _GONE = ("left", "lapsed")
 _TICK_S = 0.1
-_STOP_LEARNERS_S = 2.3
-_STOP_SYNCER_S = 1.5
+_STOP_LEARNERS_S = 2.9
+_STOP_SYNCER_S = 1.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,7 +139,8 @@ class SyncerService:
         self._events.put(None)  # after what the merge thread made durable
         _join(self._loop_thread)
         self._outbox.close()
-        is_finished = self.state.is_finished and self.error is None
+        somebody_finished = any(member.ending == "finished" for member in self.state.roster.in_state("left"))
+        is_finished = self.state.is_finished and somebody_finished and self.error is None
         self.state.finish()
         status = "finished" if is_finished else "interrupted"
         summary = report.summary(self.state, status=status, **self._figures(wall="wall_s"))
@@ -231,7 +232,9 @@ class SyncerService:
             if isinstance(event, Installable):
                 self._install(event, now_s)
             else:
-                self._num_applying -= isinstance(event, events.CommitFailed)
+                if isinstance(event, events.CommitFailed):
+                    self._num_applying -= 1
+                    self._disk_failed(event.error)
                 self._handle(event, now_s)
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S
@@ -260,12 +263,22 @@ class SyncerService:
             try:
                 self._carry_out(self._todo[0])
             except StorageError as error:
-                self._retry_s, self._disk_error = time.monotonic() + RETRY_S, str(error)
-                log.error("nothing is committed, learners train on: %s", error)
+                self._retry_s = time.monotonic() + RETRY_S
+                self._disk_failed(str(error))
                 return
             self._todo.popleft()
         if not self._todo:
             self._snapshot_if_quiet()
+
+    def _disk_failed(self, error: str) -> None:
+        if self._disk_error is None:
+            log.error("nothing is committed until the disk takes it, learners train on: %s", error)
+        self._disk_error = error
+
+    def _disk_works(self) -> None:
+        if self._disk_error is not None:
+            log.warning("the disk takes what is written again")
+        self._disk_error = None
 
     def _comes_again(self, action: actions.SyncerAction) -> bool:
         """Whether this need not wait for the disk: what is repeated until answered would pile up."""
@@ -280,7 +293,7 @@ class SyncerService:
         match action:
             case actions.Record():
                 self._durable.write(action.values)
-                self._disk_error = None
+                self._disk_works()
                 if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
                     self._store.regenerate(self.state.rounds.generation)
             case actions.Send():
@@ -318,7 +331,7 @@ class SyncerService:
         self._store.install(p, made.anchor)
         self._merger.learn(p, made.norms)
         self._num_applying -= 1
-        self._disk_error = None
+        self._disk_works()
         self._handle(made.event, now_s)
 
     # ------------------------------------------------------------------------------------------------ start and end
@@ -341,9 +354,10 @@ class SyncerService:
             self._durable.store_seed(codec.dump(self.state.saved()), action.manifest, store)
             self._store, digests = store, store.digests()
             self._desk.drop_seed()
-            self._disk_error = None
+            self._disk_works()
         except StorageError as problem:
-            self._retry_s, self._disk_error = time.monotonic() + RETRY_S, str(problem)
+            self._retry_s = time.monotonic() + RETRY_S
+            self._disk_failed(str(problem))
             error = str(problem)  # the values stay; the seeder asks again
         except (NonFiniteError, PlanMismatchError) as problem:
             error = str(problem)
@@ -388,8 +402,6 @@ class SyncerService:
             assert self._store is not None
             do = self._merger.merge if isinstance(job, MergeJob) else self._merger.commit
             for made in do(self._store, job):  # type: ignore[arg-type]
-                if isinstance(made, events.CommitFailed):
-                    self._disk_error = made.error
                 self._events.put(made)
 
 

@@ -205,6 +205,7 @@ def test_exception_leaves_local_parameters_and_no_syncer(runs, fit, model, where
         fit(model, callbacks=Keep(), val_check_interval=6)
     assert torch.equal(model.body.weight, local[-1])
     summary = runs.summary
+    assert summary["status"] == "interrupted"
     assert summary["tokens_seen"] == 6 * BATCH_TOKENS * 2
     assert summary["tokens_seen"] == summary["tokens_merged"] + sum(summary["tokens_discarded"].values())
 
@@ -221,6 +222,7 @@ def test_interrupt_ends_gracefully(runs, fit, model):
             fit(model, callbacks=Interrupt())
     finally:
         signal.signal(signal.SIGINT, before)
+    assert runs.summary["status"] == "interrupted"
     assert runs.summary["tokens_pending"] == 0
 
 
