@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from lightning_diloco.protocol import actions, events
 from lightning_diloco.runtime.anchors import Anchor, AnchorStore, bytes_of
 from lightning_diloco.runtime.durable import Durable
 from lightning_diloco.runtime.recorded import Recorded, Recorder
-
-log = logging.getLogger(__name__)
+from lightning_diloco.transport.base import Json
 
 NORM_GUARD = 10.0
 MIN_GUARD_SAMPLES = 8
@@ -57,6 +55,15 @@ class _Gradient:
     max_norm: float
     values: Tensor
     norms: tuple[float, ...]
+
+    def recorded(self, record: Json) -> Recorded:
+        return Recorded(
+            record=record,
+            sessions=tuple(c.session for c in self.job.action.contributions),
+            weights=self.weights,
+            max_norm=self.max_norm,
+            payloads=self.job.payloads,
+        )
 
 
 class Merger:
@@ -96,11 +103,9 @@ class Merger:
             return [_refuse_longest(gradient, str(error)), events.CommitFailed(p, job.round, str(error))]
         try:
             if self._recorder is not None:
-                payloads = gradient.job.payloads
-                self._recorder.keep(Recorded(job.record, gradient.weights, gradient.max_norm, payloads))
+                self._recorder.keep(gradient.recorded(job.record))
             self._durable.write(job.record, bytes_of(gradient.values))
         except StorageError as error:
-            log.error("commits are suspended, learners train on: %s", error)
             return [events.CommitFailed(p, job.round, str(error))]
         return [Installable(events.Committed(p, job.round, anchor.digest), anchor, gradient.norms)]
 

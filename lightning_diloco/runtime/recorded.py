@@ -30,18 +30,20 @@ from lightning_diloco.runtime.anchors import AnchorStore, bytes_of
 from lightning_diloco.runtime.files import make_directory, write_whole
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
     """One commit as it was made.
 
     Args:
         record: the commit's log record.
-        weights: of the contributions.
+        sessions: whose contributions, in the order they were merged; on it depends the last bit of the result.
+        weights: of these contributions.
         max_norm: to which longer contributions were scaled down.
-        payloads: encoded contributions, uint8, in the order they were merged.
+        payloads: encoded contributions, uint8.
     """
 
     record: Json
+    sessions: tuple[str, ...]
     weights: tuple[float, ...]
     max_norm: float
     payloads: tuple[Tensor, ...]
@@ -67,6 +69,7 @@ class Recorder:
         """Keep a commit that is about to be made; raises `StorageError`."""
         about: Json = {
             "record": recorded.record,
+            "sessions": list(recorded.sessions),
             "weights": list(recorded.weights),
             "max_norm": recorded.max_norm if math.isfinite(recorded.max_norm) else None,
         }
@@ -83,9 +86,13 @@ def read_commit(path: Path) -> Recorded:
     """
     about, tensors = _read(path)
     max_norm = cast("float | None", about["max_norm"])
-    weights = tuple(cast("Sequence[float]", about["weights"]))
-    payloads = tuple(tensors[name] for name in sorted(tensors))
-    return Recorded(cast("Json", about["record"]), weights, math.inf if max_norm is None else max_norm, payloads)
+    return Recorded(
+        record=cast("Json", about["record"]),
+        sessions=tuple(cast("Sequence[str]", about["sessions"])),
+        weights=tuple(cast("Sequence[float]", about["weights"])),
+        max_norm=math.inf if max_norm is None else max_norm,
+        payloads=tuple(tensors[name] for name in sorted(tensors)),
+    )
 
 
 def read_seed(path: Path) -> Tensor:
