@@ -55,8 +55,8 @@ class Measured:
     """What one learner did.
 
     Args:
-        steps: per inner step, {"hook_s", "wall_s", "snapshots", "landings"}: time inside the link, time since the last
-            step, and the fragments exchanged in it.
+        steps: per inner step, {"hook_s", "hook_cpu_s", "wall_s", "snapshots", "landings"}: time inside the link, how
+            much of it the thread worked, time since the last step, and the fragments exchanged.
         num_snapshots, num_landings: over the whole run, the drain included.
         bytes_up, bytes_down: at the socket, see above.
     """
@@ -67,20 +67,22 @@ class Measured:
     bytes_up: int
     bytes_down: int
 
-    @property
-    def exchange_s(self) -> list[float]:
-        """Stall of each complete exchange: the hook's time where it was snapshotted plus where it landed."""
+    def exchange_s(self, clock: str = "hook_s") -> list[float]:
+        """Stall of each complete exchange: the hook's time where it was snapshotted plus where it landed.
+
+        Args:
+            clock: "hook_s", or "hook_cpu_s" for the part that a busy machine does not stretch.
+        """
         opened: dict[int, float] = {}
         stalls = []
         for step in self.steps:
-            stalls += [opened.pop(p) + step["hook_s"] for p in step["landings"] if p in opened]
-            opened.update(dict.fromkeys(step["snapshots"], step["hook_s"]))
+            stalls += [opened.pop(p) + step[clock] for p in step["landings"] if p in opened]
+            opened.update(dict.fromkeys(step["snapshots"], step[clock]))
         return stalls
 
-    @property
-    def stall_share(self) -> float:
-        """Part of its time that the learner spent in our hooks."""
-        return sum(step["hook_s"] for step in self.steps) / sum(step["wall_s"] for step in self.steps)
+    def stall_share(self, clock: str = "hook_s") -> float:
+        """Part of its time that the learner spent in our hooks; `clock` as above."""
+        return sum(step[clock] for step in self.steps) / sum(step["wall_s"] for step in self.steps)
 
 
 def run(sleepers: Sequence[Sleeper], options: Mapping[str, Any]) -> tuple[list[Measured], dict[str, Any]]:

@@ -75,9 +75,9 @@ class Journal:
             self._left_s = time.perf_counter()
 
         def stepped(self_: Any, *args: Any) -> None:
-            entered_s = time.perf_counter()
+            entered_s, worked_s = time.perf_counter(), time.thread_time()
             step(self_, *args)
-            self._wrote(entered_s, time.perf_counter())
+            self._wrote(entered_s, time.perf_counter(), time.thread_time() - worked_s)
 
         def snapshotted(self_: Any, fragment: int) -> Any:
             self.num_snapshots += 1
@@ -92,10 +92,11 @@ class Journal:
         link.Link.start, link.Link.step = started, stepped  # type: ignore[method-assign]
         CpuFragments.snapshot, CpuFragments.land = snapshotted, landed  # type: ignore[method-assign]
 
-    def _wrote(self, entered_s: float, left_s: float) -> None:
+    def _wrote(self, entered_s: float, left_s: float, worked_s: float) -> None:
         self.steps.append(
             {
                 "hook_s": left_s - entered_s,
+                "hook_cpu_s": worked_s,
                 "wall_s": left_s - self._left_s,
                 "snapshots": self._snapshots,
                 "landings": self._landings,

@@ -27,7 +27,8 @@ def figures(fast: Measured, summary: dict[str, Any], name: str, step_s: float) -
     wall_s = [step["wall_s"] for step in fast.steps]
     (learner,) = [found for found in summary["learners"] if found["id"] == name]
     return {
-        "stall share": fast.stall_share,
+        "stall share": fast.stall_share(),
+        "CPU share": fast.stall_share("hook_cpu_s"),
         "step p50 [ms]": 1e3 * statistics.median(wall_s),
         "step p95 [ms]": 1e3 * report.quantile(wall_s, 0.95),
         "landings per step": sum(len(step["landings"]) for step in fast.steps) / len(wall_s),

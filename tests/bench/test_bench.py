@@ -1,0 +1,98 @@
+"""The benchmarks at toy size: that they run, and that what they rest on is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from tests.bench import exchange, participation, quality, report
+from tests.bench.processes import Measured
+from tests.bench.tiny import Tiny
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Tiny:
+    """The recipe with few short sequences of its own text."""
+    text = tmp_path / "texts"
+    text.mkdir()
+    for k in range(8):
+        (text / f"{k}.txt").write_text(f"document {k} counts: " + " ".join(map(str, range(60 * k, 60 * k + 60))))
+    data = {"files": f"{text}/*.txt", "vocab_size": 257, "seq_len": 16, "batch_size": 2, "cache_dir": str(tmp_path)}
+    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    return Tiny(model={"config": {**config, "num_attention_heads": 2}}, data={**data, "max_bytes": None})
+
+
+SMALL = {"sync_every": 6, "num_fragments": 3}
+
+
+def test_one_learner_with_a_plain_outer_step_trains_as_without_the_strategy(toy: Tiny) -> None:
+    size = {"learners": 1, "steps": 15, "seed": 1}
+    config = RunConfig(**SMALL, outer_lr=1.0, outer_momentum=0.0, wire="fp32")
+    alone = quality.data_parallel(toy, **size)
+    assert quality.decoupled(toy, config, LearnerConfig(), **size) == pytest.approx(alone, abs=1e-4)
+
+
+def test_quality_is_the_same_each_time(toy: Tiny) -> None:
+    losses = {
+        quality.decoupled(toy, RunConfig(**SMALL), LearnerConfig(), learners=2, steps=9, seed=1) for _ in range(2)
+    }
+    assert len(losses) == 1
+
+
+def test_data_parallel_reads_what_all_learners_read(toy: Tiny) -> None:
+    parts = [next(toy.batches(3, part, 2))["input_ids"] for part in range(2)]
+    joined = next(toy.joined_batches(3, 2))["input_ids"]
+    assert torch.equal(joined, torch.cat(parts))
+
+
+def test_simulated_learners_take_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert participation.main(["--no-run", "--learners", "2", "--seeds", "1", "--steps", "60"]) == 0
+    assert "simulated, M = 2" in capsys.readouterr().out
+
+
+def test_an_exchange_costs_its_snapshot_and_its_landing() -> None:
+    steps = [
+        {"hook_s": 1.0, "hook_cpu_s": 0.5, "wall_s": 10.0, "snapshots": [0], "landings": []},
+        {"hook_s": 2.0, "hook_cpu_s": 0.5, "wall_s": 10.0, "snapshots": [1], "landings": []},
+        {"hook_s": 4.0, "hook_cpu_s": 0.5, "wall_s": 10.0, "snapshots": [0], "landings": [0, 1]},
+    ]
+    measured = Measured(steps=steps, num_snapshots=3, num_landings=2, bytes_up=0, bytes_down=0)
+    assert measured.exchange_s() == [5.0, 6.0]
+    assert measured.stall_share() == pytest.approx(7 / 30)
+
+
+@pytest.mark.parametrize(
+    ("must_fail", "failed", "is_right"),
+    [
+        (set(), set(), True),
+        (set(), {"stall"}, False),
+        ({"stall"}, {"stall", "bytes up"}, True),
+        ({"stall"}, {"bytes up"}, False),
+    ],
+)
+def test_a_control_must_fail_its_own_checks(must_fail: set[str], failed: set[str], is_right: bool) -> None:
+    case = exchange.Case("any", must_fail=frozenset(must_fail))
+    assert exchange.is_right(case, failed) is is_right
+
+
+def test_tables_go_between_the_markers_of_a_readme(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- bench x -->\nold\n<!-- /bench x -->\nafter\n")
+    for _ in range(2):
+        report.insert(readme, "x", report.table([{"a": 1, "b": 0.12345}]))
+    lines = readme.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after")
+    assert lines[2:-2] == ["| a | b      |", "|---|--------|", "| 1 | 0.1235 |"]
+    with pytest.raises(ValueError, match="bench y"):
+        report.insert(readme, "y", "text")
+
+
+@pytest.mark.slow
+def test_real_processes_exchange_and_controls_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    toy_run = ["--numel", str(8 * 512**2), "--steps", "16", "--step-s", "0.02", "--sync-every", "6", "--runs", "1"]
+    exchange.main(toy_run)  # its verdict on time depends on the machine; that on bytes does not
+    rows = capsys.readouterr().out.splitlines()
+    assert "bytes down, bytes up" in next(row for row in rows if "wire=fp32" in row)
