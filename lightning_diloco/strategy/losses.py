@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,13 @@ def train_loss(trainer: pl.Trainer, output: object) -> float | None:
         output: what the optimizer's closure returned; a part of the loss where gradients are accumulated.
 
     Returns:
-        The loss; None if it cannot be told.
+        The loss; None if it cannot be told, or is not finite, which messages cannot carry.
     """
     if isinstance(output, Tensor) and output.numel() == 1:
-        return float(output) * trainer.accumulate_grad_batches
-    return _named_loss(trainer.callback_metrics, _TRAIN_NAMES)
+        loss: float | None = float(output) * trainer.accumulate_grad_batches
+    else:
+        loss = _named_loss(trainer.callback_metrics, _TRAIN_NAMES)
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def validate_final(trainer: pl.Trainer) -> tuple[float | None, str | None]:
@@ -59,7 +62,7 @@ def validate_final(trainer: pl.Trainer) -> tuple[float | None, str | None]:
     loss = _named_loss(metrics, (*_VAL_NAMES, *(name for name in metrics if "loss" in name)))
     if loss is None:
         return None, f"validation logs no loss: no name contains 'loss' (found: {', '.join(metrics) or 'nothing'})"
-    return loss, None
+    return (loss, None) if math.isfinite(loss) else (None, f"the loss is {loss}")
 
 
 def _validate(trainer: pl.Trainer) -> list[Mapping[str, Any]]:

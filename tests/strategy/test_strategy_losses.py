@@ -148,3 +148,10 @@ def test_loss_is_whole_where_gradients_are_accumulated(scenario, model, trainer_
         trainer.fit(deepcopy(model), one_sample)
     plain, whole = (link.losses[0] for link in scenario.made)
     assert whole == pytest.approx(plain)
+
+
+def test_losses_that_are_not_finite_are_not_told(scenario, model, trainer_for, monkeypatch):
+    monkeypatch.setattr(type(model), "loss", lambda self, batch: self.body.weight.sum() * float("nan"))
+    trainer_for(num_sanity_val_steps=0).fit(model)
+    assert scenario.link.losses == []
+    assert scenario.link.reports == [(None, "the loss is nan")]
