@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_diloco.errors import CorruptMessageError
-from lightning_diloco.protocol import codec
+from lightning_diloco.protocol import codec, plausible
 from lightning_diloco.protocol.codec import Json
 
 Scalar = str | int | float | bool | None
@@ -279,7 +279,8 @@ def decode(values: object, allowed: object) -> FromLearner | FromSyncer:
         allowed: `FromLearner` or `FromSyncer`.
 
     Raises:
-        CorruptMessageError: unknown kind, missing or unknown fields, or a value of a wrong type.
+        CorruptMessageError: unknown kind, missing or unknown fields, a value of a wrong type, or one that no working
+            peer would say.
     """
     if not isinstance(values, dict):
         raise CorruptMessageError(f"found a {type(values).__name__} where a message object is needed; nothing was used")
@@ -290,4 +291,7 @@ def decode(values: object, allowed: object) -> FromLearner | FromSyncer:
             f"found message kind {values.get('kind')!r}; allowed are "
             f"{', '.join(k.__name__ for k in typing.get_args(allowed))}; check that both sides run the same version"
         )
-    return typing.cast("FromLearner | FromSyncer", codec.load(kind, fields))
+    message: object = codec.load(kind, fields)
+    if problem := plausible.objection(message):
+        raise CorruptMessageError(f"{kind.__name__}: {problem}; nothing was used; do both sides run the same version?")
+    return typing.cast("FromLearner | FromSyncer", message)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import threading
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.quantize import check_fragment, wire_nbytes
 from lightning_diloco.errors import CorruptMessageError
-from lightning_diloco.protocol import actions, codec, events, messages
+from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.protocol.records import CommitRecord
 from lightning_diloco.protocol.roster import Roster
 from lightning_diloco.runtime.anchors import AnchorStore, tensor_of
@@ -44,7 +45,7 @@ class BulkDesk:
     ) -> events.PayloadReceived:
         """Keep a contribution's payload; returns what the machine is to be told."""
         payload = self._received(bulk)
-        ready = codec.load(messages.Ready, bulk.header.get("ready") or {})
+        ready = _described(bulk.header)
         if store is None or not 0 <= ready.fragment < len(store.layouts):
             raise CorruptMessageError(f"a contribution to fragment {ready.fragment}; the run has no such fragment yet")
         layout = store.layouts[ready.fragment]
@@ -80,7 +81,12 @@ class BulkDesk:
             raise CorruptMessageError(
                 f"fragment {p!r} was asked for; the run has none of that number, or no values yet"
             )
-        update = store.update_for(p, header.get("have"), generation=header.get("generation"))
+        have, generation = header.get("have"), header.get("generation")
+        if not all(number is None or type(number) is int for number in (have, generation)):
+            raise CorruptMessageError(
+                f"have={have!r:.40}, generation={generation!r:.40}; both must be integers or null"
+            )
+        update = store.update_for(p, have, generation=generation)
         # Read after the update: a merge noted meanwhile has a higher version and is not part of it.
         seq, version = self._merged.get((session, p), (None, 0))
         now = store.anchor(p)
@@ -134,3 +140,11 @@ class BulkDesk:
             for p, (seq, fate, version, _) in member.fates.items():
                 if fate == "merged" and version is not None:
                     self._merged[member.session, p] = (seq, version)
+
+
+def _described(header: Json) -> messages.Ready:
+    """The description of a contribution in its header."""
+    fields = header.get("ready")
+    if not isinstance(fields, dict):
+        raise CorruptMessageError(f"ready={fields!r:.80}; must be an object; do both sides run the same version?")
+    return cast("messages.Ready", messages.decode({**fields, "kind": messages.Ready.__name__}, messages.FromLearner))

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,12 +25,19 @@ BATCH_BYTES = 2 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 ENVELOPE_KEY = b"diloco"
+_SURROGATE = b"\\ud"
 _AGAIN = "nothing of it was used; send it again"
 
 
 def dumps(value: Json) -> bytes:
     """Strict JSON; TypeError or ValueError (NaN) for what is not."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(value := float(text)):
+        return value
+    raise ValueError(f"{text[:20]} is no finite number")
 
 
 def loads(raw: bytes) -> Json:
@@ -39,8 +47,10 @@ def loads(raw: bytes) -> Json:
         CorruptMessageError: it is not one.
     """
     try:
-        value = json.loads(raw)
-    except ValueError as error:
+        value = json.loads(raw, parse_constant=_finite, parse_float=_finite)
+        if _SURROGATE in raw.lower():
+            dumps(value)  # half a character can be read and stored, but never be told to anybody
+    except (ValueError, RecursionError) as error:
         raise CorruptMessageError(
             f"{len(raw)} bytes that are not JSON ({error}); must be an object; {_AGAIN}"
         ) from None

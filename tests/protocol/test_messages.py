@@ -10,11 +10,22 @@ from hypothesis import strategies as st
 from lightning_diloco.errors import CorruptLogError, CorruptMessageError
 from lightning_diloco.protocol import messages, records
 
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
+SECONDS = st.floats(0.0, 3600.0)
 INT64 = st.integers(-(2**63), 2**63 - 1)
+COUNTS = st.integers(0, 2**31 - 1)
+NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,9}", fullmatch=True)
+RANGES = st.tuples(st.integers(0, 9), st.integers(9, 99))
 # What `Json` fields carry is checked by whoever uses them.
 JSON = st.dictionaries(st.text(), st.one_of(st.none(), st.booleans(), INT64, st.text()), max_size=3)
-for kind, strategy in ((int, INT64), (float, FINITE)):
+PROGRESS = st.builds(
+    messages.Progress,
+    tokens=st.integers(99, 2**53 - 1),
+    pending=st.lists(st.lists(RANGES, max_size=2).map(tuple), max_size=3).map(tuple),
+)
+CONTRIBUTOR = st.builds(messages.Contributor, learner=NAMES)
+for kind, strategy in (
+    (int, COUNTS), (float, SECONDS), (messages.Progress, PROGRESS), (messages.Contributor, CONTRIBUTOR)
+):  # fmt: skip
     st.register_type_strategy(kind, strategy)
 
 
@@ -23,7 +34,8 @@ def instances(union: object) -> st.SearchStrategy[object]:
 
     def of(kind: type) -> st.SearchStrategy[object]:
         hints = typing.get_type_hints(kind)
-        return st.builds(kind, **{name: JSON for name, hint in hints.items() if hint == messages.Json})
+        names = {"learner": NAMES} if "learner" in hints else {}
+        return st.builds(kind, **names, **{name: JSON for name, hint in hints.items() if hint == messages.Json})
 
     return st.one_of([of(kind) for kind in typing.get_args(union)])
 

@@ -1,0 +1,63 @@
+"""Numbers and names that a message may hold, beyond their types.
+
+1. Counters are not negative and below 2^53, generations below 2^31: what is derived from them can always be stored, and
+   told to everybody.
+2. Durations and rates are not negative; no inner step takes longer than MAX_STEP_S.
+3. A learner's own ranges lie within what it says it has seen.
+
+A peer that says otherwise is broken. A learner that lies within these bounds is outside of what this package protects
+against. Source: our choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lightning_diloco.config import is_learner_id
+
+MAX_COUNT = 2**53
+MAX_GENERATION = 2**31
+MAX_STEP_S = 3600.0
+
+
+def objection(message: object) -> str | None:
+    """What no working peer would say, if anything is; nested values are looked at, too."""
+    for field in dataclasses.fields(message):  # type: ignore[arg-type]
+        value = getattr(message, field.name)
+        if (allowed := _allowed(field.name, value)) is not None:
+            return f"{field.name}={value!r:.80}: must be {allowed}"
+        for part in value if isinstance(value, tuple) else (value,):
+            if dataclasses.is_dataclass(part) and (found := objection(part)):
+                return f"{field.name}: {found}"
+    return _book_problem(message)
+
+
+def _allowed(name: str, value: object) -> str | None:
+    """What this field may be; None: it is."""
+    if name == "learner" and not is_learner_id(value):
+        return "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+    if name == "generation":
+        return None if _is_count(value, MAX_GENERATION) else f"0..{MAX_GENERATION - 1}"
+    if name == "step_s":
+        return None if isinstance(value, float) and 0.0 <= value <= MAX_STEP_S else f"0..{MAX_STEP_S:g} s"
+    if name == "tokens_per_s":
+        return None if isinstance(value, float) and value >= 0.0 else "at least 0"
+    if isinstance(value, int) and not _is_count(value, MAX_COUNT):
+        return f"0..{MAX_COUNT - 1}"
+    return None
+
+
+def _book_problem(message: object) -> str | None:
+    """Whether pending ranges and discarded tokens can be those of this counter."""
+    tokens, pending = getattr(message, "tokens", None), getattr(message, "pending", ())
+    for start, stop in (pair for ranges in pending for pair in ranges):
+        if not 0 <= start <= stop <= (tokens or 0):
+            return f"pending range [{start}, {stop}) of {tokens} tokens: must lie in them"
+    counts = (*getattr(message, "landed", ()), *getattr(message, "discarded", {}).values())
+    if bad := [count for count in counts if not _is_count(count, MAX_COUNT)]:
+        return f"a count of {bad[0]}: must be 0..{MAX_COUNT - 1}"
+    return None
+
+
+def _is_count(value: object, bound: int) -> bool:
+    return isinstance(value, int) and 0 <= value < bound

@@ -1,0 +1,107 @@
+"""Generated messages against a live syncer: nothing invalid is applied, nothing falls over, the honest one goes on.
+
+2,000 messages with the slow suite, 100,000 with `-m chaos`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from lightning_diloco.errors import DiLoCoError
+from tests.fuzz.strategies import (
+    Flawed,
+    control_messages,
+    flawed_contributions,
+    integers,
+    json_objects,
+    json_values,
+    texts,
+)
+from tests.fuzz.target import Target
+
+NUM_VALUES, NUM_SCALES = 64, 4
+CHECK_EVERY = 100
+MAX_GROWTH_BYTES = 64 << 20
+
+sends = st.tuples(st.just("send"), st.booleans(), st.lists(control_messages, min_size=1, max_size=4))
+puts = st.tuples(st.just("put"), st.booleans(), flawed_contributions(NUM_VALUES, NUM_SCALES))
+odd_puts = st.tuples(st.just("odd put"), json_objects, st.binary(max_size=300))
+seeds = st.tuples(st.just("seed"), integers | json_values, integers | json_values, st.binary(max_size=300))
+gets = st.tuples(st.just("get"), integers | json_values, integers | json_values, integers | json_values)
+polls = st.tuples(st.just("poll"), texts, integers)
+replays = st.tuples(st.just("replay"), st.integers(0, 100))
+attacks = sends | puts | odd_puts | seeds | gets | polls | replays
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Target]:
+    target = Target(tmp_path)
+    assert target.honest.payload_nbytes(0) == NUM_VALUES + 2 * NUM_SCALES
+    yield target
+    target.service.stop()
+
+
+def attack(target: Target, what: tuple[Any, ...]) -> None:
+    """Carry out one attack; to be refused is fine, any other error is the syncer's."""
+    wire, session = target.wire, target.mallory.session
+    with contextlib.suppress(DiLoCoError):
+        match what:
+            case "send", as_mallory, messages:
+                wire.send(session if as_mallory else "stranger", messages)
+            case "put", as_mallory, Flawed(ready, payload):
+                wire.put({"session": session if as_mallory else "stranger", "ready": ready}, payload)
+            case "odd put", header, payload:
+                wire.put(header, payload)
+            case "seed", fragment, lease, payload:
+                wire.put({"what": "seed", "session": session, "fragment": fragment, "lease": lease}, payload)
+            case "get", fragment, generation, have:
+                wire.get({"session": session, "fragment": fragment, "generation": generation, "have": have})
+            case "poll", polled, cursor:
+                wire.poll(polled, cursor)
+            case "replay", number:
+                target.honest.replay(number)
+    assert target.reported == []
+
+
+@pytest.mark.parametrize(
+    "num_messages",
+    [pytest.param(2_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.chaos)],
+)
+def test_generated_messages_are_never_applied_and_disturb_nobody(target: Target, num_messages: int) -> None:
+    before_bytes = psutil.Process().memory_info().rss
+    journal: deque[object] = deque(maxlen=CHECK_EVERY)
+    failures: list[Exception] = []
+    count = itertools.count(1)
+
+    # The target remembers what came before, so an example cannot be run again or made smaller.
+    @settings(max_examples=num_messages, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(attacks)
+    def run(what: tuple[Any, ...]) -> None:
+        if failures:
+            return
+        journal.append(what)
+        try:
+            if not target.is_mallory_in():
+                target.mallory = target.admit_mallory()
+            attack(target, what)
+            if next(count) % CHECK_EVERY == 0:
+                target.check()
+        except Exception as error:
+            failures.append(error)
+
+    run()
+    if failures:
+        raise AssertionError("after these:\n" + "\n".join(map(repr, journal))) from failures[0]
+    target.check()
+    target.honest.leave()
+    assert psutil.Process().memory_info().rss - before_bytes < MAX_GROWTH_BYTES
