@@ -177,6 +177,7 @@ def test_a_zombie_is_fenced_when_its_successor_has_taken_over(tmp_path: Path) ->
     with Fleet(tmp_path) as fleet:
         zombie = fleet.learner("l0").go()
         fleet.until_commits(2)
+        fleet.service.state.heartbeat_s = 0.3  # three of them is how long a silent owner is waited for
         zombie.wire.is_cut = True  # to the syncer, it is dead
         successor = fleet.learner("l0").go()
         until(lambda: fleet.service.state.num_joins == 2, "the successor's join")

@@ -1,0 +1,61 @@
+"""Threads beside training change nothing for it, and end together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+from lightning_diloco.runtime.threads import Crew, Jobs
+
+
+def test_computing_alone_leaves_all_other_threads_as_they_were() -> None:
+    code = """
+import threading, torch
+from lightning_diloco.runtime.threads import compute_alone
+torch.set_num_threads(3)
+
+def elsewhere(*calls):
+    got = []
+    thread = threading.Thread(target=lambda: got.extend(call() for call in calls))
+    thread.start()
+    thread.join()
+    return got
+
+matmul = lambda: (torch.ones(300, 300) @ torch.ones(300, 300)).sum().item()
+print(elsewhere(compute_alone, torch.get_num_threads, matmul, torch.get_num_threads)[1::2])
+print(torch.get_num_threads(), elsewhere(torch.get_num_threads))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[1, 1]\n3 [3]\n"
+
+
+def test_crew_tells_the_first_error_and_ends_when_told() -> None:
+    errors: list[BaseException] = []
+    crew = Crew(errors.append)
+    jobs, done = Jobs(crew, "jobs"), []
+    jobs.do(lambda: done.append(threading.current_thread().name))
+    assert done == ["diloco-jobs"]
+    jobs.put(lambda: 1 / 0)
+    crew.stopping.set()
+    jobs.stop()
+    assert crew.join(5.0) == []
+    assert errors == [] or isinstance(errors[0], ZeroDivisionError)
+
+
+def test_failing_job_is_told() -> None:
+    told = threading.Event()
+    errors: list[BaseException] = []
+    crew = Crew(lambda error: (errors.append(error), told.set()))
+    Jobs(crew, "jobs").put(lambda: 1 / 0)
+    assert told.wait(5.0)
+    assert isinstance(errors[0], ZeroDivisionError)
+    assert crew.join(5.0) == []
+
+
+def test_thread_that_does_not_end_is_named() -> None:
+    crew, release = Crew(lambda error: None), threading.Event()
+    crew.start("stuck", lambda: release.wait() and None)
+    assert crew.join(0.01) == ["diloco-stuck"]
+    release.set()
+    assert crew.join(5.0) == []
