@@ -153,13 +153,15 @@ class Totals:
     @classmethod
     def of(cls, sizes: FragmentSizes, config: RunConfig, *, num_learners: int, num_steps: int) -> Totals:
         """Of M learners that train this many steps each."""
-        sweeps = num_steps / config.sync_every + 1  # at the end, once more what every fragment has left
-        moved = sweeps * num_learners * sizes.total_nbytes
+        # Steps end in the midst of a period, and then the leavers drain one after another, those still there with them.
+        periods, m = max(0.0, num_steps / config.sync_every - 0.5), num_learners
+        num_rounds = (periods + m) * sizes.count
+        moved = (periods * m + m * (m + 1) / 2) * sizes.total_nbytes
         anchor = _FLOAT32_BYTES * sizes.total_numel
         record = _LOG_BYTES * sizes.total_numel / sizes.count + _RECORD_BYTES
         return cls(
-            rounds=sweeps * sizes.count,
+            rounds=num_rounds,
             bytes_up=anchor + moved,
-            bytes_down=num_learners * anchor + moved,
-            log_bytes=sweeps * sizes.count * record,
+            bytes_down=m * anchor + moved,
+            log_bytes=num_rounds * record,
         )

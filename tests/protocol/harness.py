@@ -215,4 +215,3 @@ class Learner:
         pending = sum(stop - start for ranges in progress.pending for start, stop in ranges)
         merged = sum(f.merged_tokens for f in self.state.fragments)
         return progress.tokens * len(self.state.fragments), merged + pending + sum(progress.discarded.values())
-

@@ -1,0 +1,411 @@
+"""Rounds at the syncer: who is waited for, what is merged, what becomes of the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol import events as on
+from lightning_diloco.protocol import messages as msg
+from lightning_diloco.protocol import records
+from lightning_diloco.protocol.round import NEXT, Round
+from tests.protocol.harness import Syncer, members, of_kind, ready, said
+
+
+@pytest.fixture
+def syncer() -> Syncer:
+    return Syncer("a", "b")
+
+
+# ----------------------------------------------------------------------------------------------------------- opening
+
+
+def test_the_first_intent_opens_a_round_and_everybody_hears_of_it_at_once(syncer: Syncer) -> None:
+    actions = syncer.intent("a")
+
+    assert said(actions, "a") == said(actions, "b") == [msg.Announce(0, 1)]
+    assert syncer.round().electorate == {"a", "b"}
+
+
+def test_a_second_intent_opens_no_second_round(syncer: Syncer) -> None:
+    syncer.intent("a")
+    actions = syncer.intent("b")
+
+    assert said(actions, "b") == [msg.Announce(0, 1)]
+    assert said(actions, "a") == []
+
+
+def test_fragments_have_rounds_of_their_own(syncer: Syncer) -> None:
+    syncer.intent("a", 0)
+
+    assert said(syncer.intent("a", 1), "b") == [msg.Announce(1, 2)]
+
+
+def test_who_does_not_step_is_told_but_not_waited_for(syncer: Syncer) -> None:
+    syncer.beat("b", phase="evaluating")
+    assert said(syncer.intent("a"), "b") == [msg.Announce(0, 1)]
+    assert syncer.round().electorate == {"a"}
+
+
+def test_a_learner_without_a_step_is_not_waited_for(syncer: Syncer) -> None:
+    syncer.join("c")
+    syncer.intent("a")
+
+    assert syncer.round().electorate == {"a", "b"}
+
+
+def test_a_draining_learner_is_waited_for_though_it_does_not_step(syncer: Syncer) -> None:
+    syncer.beat("b", phase="draining")
+    syncer.now_s += 12.0
+    syncer.intent("a")
+
+    assert syncer.round().electorate == {"a", "b"}
+
+
+def test_an_unanswered_announcement_is_repeated() -> None:
+    syncer = Syncer("a", "b", grace=60.0)
+    syncer.intent("a")
+    syncer.tell("a", ready())
+
+    assert said(syncer.tick(1.9), "b") == []
+    actions = syncer.tick(0.1)
+    assert said(actions, "a") == []
+    assert said(actions, "b") == [msg.Announce(0, 1)]
+
+
+# ----------------------------------------------------------------------------------------------------------- closing
+
+
+def test_membership_closes_when_everyone_has_answered(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    assert syncer.round().stage == "collecting"
+
+    assert members(syncer.contribute("b", ready(stop=80))) == ["a", "b"]
+
+
+def test_a_decline_is_an_answer(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+
+    assert members(syncer.tell("b", msg.Decline(0, 1))) == ["a"]
+
+
+def test_a_decline_of_an_older_round_is_not(syncer: Syncer) -> None:
+    syncer.full_round(0, a=ready(), b=ready())
+    syncer.intent("a")
+    syncer.tell("b", msg.Decline(0, 1))
+
+    assert syncer.round().electorate == {"a", "b"}
+
+
+def test_a_met_quorum_waits_a_step_and_the_grace_for_the_rest() -> None:
+    syncer = Syncer("a", "b", grace=2.0)
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    assert of_kind(syncer.tick(2.9), do.Merge) == []
+
+    assert members(syncer.tick(0.2)) == ["a"]
+
+
+def test_an_unmet_quorum_waits_past_the_grace() -> None:
+    syncer = Syncer("a", "b", "c", grace=0.0, quorum=2)
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    for _ in range(4):
+        assert of_kind(syncer.tick(1.0), do.Merge) == []
+        syncer.beat("b")
+        syncer.beat("c")
+    assert members(syncer.contribute("b", ready())) == ["a", "b"]
+
+
+def test_a_quorum_that_was_met_and_lost_again_does_not_close_the_round() -> None:
+    syncer = Syncer("a", "b", "c", "d", grace=30.0, quorum=2)
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    syncer.tell("b", ready())
+    for _ in range(10):  # b falls silent, its payload never comes, and it lapses before the grace is over
+        syncer.tick(4.0)
+        for session in "acd":
+            syncer.beat(session, step=int(syncer.now_s))
+    assert syncer.state.roster["b"].is_lapsed
+    assert syncer.round().stage == "collecting"
+
+    assert members(syncer.contribute("c", ready())) == ["a", "c"]
+
+
+def test_the_quorum_is_lowered_to_those_who_are_there() -> None:
+    syncer = Syncer("a", quorum=3)
+    syncer.intent("a")
+
+    actions = syncer.contribute("a", ready())
+    assert members(actions) == ["a"]
+
+
+def test_a_stalled_learner_is_dropped_from_the_round(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    syncer.beat("b")  # alive, and without a further step
+    actions = []
+    for _ in range(8):
+        syncer.now_s += 1.0
+        actions += syncer.beat("b")
+    assert members(actions) == ["a"]
+
+
+def test_a_round_in_which_nobody_has_anything_ends_without_a_version(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.tell("a", msg.Decline(0, 1))
+    actions = syncer.tell("b", msg.Decline(0, 1))
+
+    assert [note.event for note in of_kind(actions, do.Note)] == ["abort"]
+    assert (syncer.round(), syncer.version()) == (None, 0)
+
+
+def test_an_intent_after_membership_closed_opens_the_next_round(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    syncer.tell("b", msg.Decline(0, 1))
+    syncer.intent("b")
+
+    assert said(syncer.commit(), "b", msg.Announce) == [msg.Announce(0, 2)]
+
+
+# ------------------------------------------------------------------------------------------------- transfer and merge
+
+
+def test_a_payload_that_misses_the_deadline_is_held_for_the_next_round(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.tell("b", ready(stop=80))
+    syncer.contribute("a", ready())
+    assert members(syncer.tick(3.0)) == ["a"]
+    commit = said(syncer.commit(), "b", msg.Commit)
+    assert [c.learner for c in commit[0].contributors] == ["a"]
+
+    syncer.payload("b", ready(stop=80))
+    assert said(syncer.tell("b", msg.AskFate(0, 1)), "b") == [msg.FateIs(0, 1, "held")]
+    syncer.intent("a")
+    assert members(syncer.tell("a", msg.Decline(0, 2))) == ["b"]
+    syncer.commit()
+    assert syncer.version() == 2
+
+
+def test_a_round_without_a_payload_ends_without_a_version(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.tell("a", ready())
+    syncer.tell("b", ready())
+    syncer.tick(5.0)
+
+    assert (syncer.round(), syncer.version()) == (None, 0)
+
+
+def test_a_learner_that_dies_in_the_transfer_is_not_awaited(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.tell("b", ready())
+    syncer.contribute("a", ready())
+    syncer.state.rounds.transfer_s.add(100.0)  # the deadline is far away
+    syncer.round().until_s = syncer.now_s + 100
+    syncer.now_s += 10.0
+    syncer.beat("a", step=9)
+
+    assert members(syncer.tick(6.0)) == ["a"]
+
+
+def test_weights_are_tokens_by_tokens_per_step(syncer: Syncer) -> None:
+    syncer.full_round(0, a=ready(stop=100, steps=4), b=ready(stop=50, steps=1))
+
+    (commit,) = [record for record in syncer.log if isinstance(record, records.CommitRecord)]
+    heavy, light = 100 * 100 / 4, 50 * 50 / 1
+    assert commit.steps == pytest.approx((heavy * 4 + light * 1) / (heavy + light))
+
+
+def test_a_disk_that_is_full_suspends_the_round_until_it_takes_the_commit(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    syncer.contribute("b", ready())
+    syncer.merge()
+    syncer.handle(on.CommitFailed(0, 1, "no space left"))
+    assert (syncer.round().stage, syncer.state.rounds.suspended) == ("suspended", "no space left")
+    assert syncer.version() == 0
+
+    assert members(syncer.tick(2.5)) == ["a", "b"]
+    syncer.commit()
+    assert (syncer.version(), syncer.state.rounds.suspended) == (1, None)
+
+
+def test_a_stage_is_only_left_for_one_the_table_names() -> None:
+    round_ = Round(1, 0.0, 0.0, 1.0, set(), 1)
+    with pytest.raises(AssertionError, match="from collecting to committing"):
+        round_.go("committing")
+
+    assert set(NEXT) == {stage for following in NEXT.values() for stage in following} | {"collecting"}
+
+
+# ------------------------------------------------------------------------------------------------------ contributions
+
+
+def test_what_is_committed_is_named_and_merged_once(syncer: Syncer) -> None:
+    actions = syncer.full_round(0, a=ready(), b=ready(stop=80))
+
+    (commit,) = said(actions, "a", msg.Commit)
+    assert commit.contributors == (msg.Contributor("a", 1, 1), msg.Contributor("b", 1, 1))
+    assert said(syncer.payload("a", ready()), "a") == [msg.FateIs(0, 1, "merged", 1)]
+    syncer.intent("a")
+    assert syncer.state.rounds.fragments[0].held == {}
+
+
+def test_a_range_that_was_merged_is_refused_under_a_new_number(syncer: Syncer) -> None:
+    syncer.full_round(0, a=ready(), b=ready())
+
+    (fate,) = said(syncer.payload("a", ready(seq=2, start=90, stop=150, base=1)), "a", msg.FateIs)
+    assert (fate.fate, fate.reason) == ("refused", "10 tokens of [90, 150) were merged before")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"steps": 0}, "both must be positive"),
+        ({"stop": 0}, "both must be positive"),
+        ({"base": -1}, "the newest is 0"),
+    ],
+)
+def test_an_impossible_description_is_refused(syncer: Syncer, change: dict[str, int], reason: str) -> None:
+    (fate,) = said(syncer.payload("a", ready(**change)), "a", msg.FateIs)
+
+    assert fate.fate == "refused"
+    assert reason in (fate.reason or "")
+
+
+def test_a_refusal_is_recorded_before_it_is_told_and_told_again(syncer: Syncer) -> None:
+    actions = syncer.payload("a", ready(), error="scales are not finite")
+    kinds = [type(action) for action in actions]
+    assert kinds.index(do.Record) < kinds.index(do.Send)
+
+    (fate,) = said(syncer.tell("a", msg.AskFate(0, 1)), "a")
+    assert (fate.fate, fate.reason) == ("refused", "scales are not finite")
+
+
+def test_a_second_contribution_while_one_is_undecided_is_refused(syncer: Syncer) -> None:
+    syncer.tell("a", ready())
+
+    (fate,) = said(syncer.tell("a", ready(seq=2, start=100, stop=120)), "a", msg.FateIs)
+    assert "seq 1 is undecided" in (fate.reason or "")
+
+
+def test_an_unknown_contribution_is_asked_for(syncer: Syncer) -> None:
+    assert said(syncer.tell("a", msg.AskFate(0, 1)), "a") == [msg.FateIs(0, 1, "unknown")]
+    syncer.tell("a", ready())
+    assert said(syncer.tell("a", msg.AskFate(0, 1)), "a") == [msg.FateIs(0, 1, "unknown")]
+
+
+# ---------------------------------------------------------------------------------------------------- late, superseded
+
+
+def age(syncer: Syncer, versions: int) -> None:
+    """Commit so many versions with a's contributions only."""
+    for _ in range(versions):
+        seq = syncer.version() + 1
+        syncer.intent("a")
+        syncer.contribute("a", ready(seq=seq, start=10 * seq, stop=10 * seq + 10, base=syncer.version()))
+        if syncer.round().stage == "collecting":
+            syncer.tell("b", msg.Decline(0, syncer.round().number))
+        if syncer.round().stage == "transferring":
+            syncer.tick(3.0)
+        syncer.beat("b", step=seq)
+        syncer.commit()
+
+
+def test_what_is_too_old_is_superseded_and_told(syncer: Syncer) -> None:
+    syncer.tell("b", ready())
+    age(syncer, 4)
+    assert "b" in syncer.state.rounds.fragments[0].held
+
+    age(syncer, 1)
+    actions = syncer.intent("a")
+    (fate,) = said(actions, "b", msg.FateIs)
+    assert (fate.fate, fate.seq) == ("superseded", 1)
+
+
+def test_who_was_superseded_twice_is_waited_for_once() -> None:
+    syncer = Syncer("a", "b", grace=0.0)
+    syncer.state.roster["b"].num_superseded[0] = 2
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    for _ in range(9):
+        assert of_kind(syncer.tick(1.0), do.Merge) == []
+        syncer.beat("b", step=int(syncer.now_s))
+    assert members(syncer.tick(1.1)) == ["a"]
+    syncer.commit()
+
+    syncer.intent("a")
+    syncer.contribute("a", ready(seq=2, start=100, stop=120, base=1))
+    assert members(syncer.tick(1.1)) == ["a"]
+
+
+def test_the_payload_of_who_was_superseded_twice_is_awaited() -> None:
+    syncer = Syncer("a", "b", grace=0.0)
+    syncer.state.roster["b"].num_superseded[0] = 2
+    syncer.intent("a")
+    syncer.tell("b", ready())
+    syncer.contribute("a", ready())
+    actions = []
+    for _ in range(20):
+        actions += syncer.tick(2.0)
+        syncer.beat("b", step=int(syncer.now_s))
+    assert of_kind(actions, do.Merge) == []
+
+    assert members(syncer.payload("b", ready())) == ["a", "b"]
+
+
+def test_a_merge_ends_the_count_of_superseded_contributions(syncer: Syncer) -> None:
+    syncer.state.roster["b"].num_superseded[0] = 1
+    syncer.full_round(0, a=ready(), b=ready())
+
+    assert syncer.state.roster["b"].num_superseded[0] == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- fences
+
+
+def test_a_contributor_fenced_off_during_the_merge_is_merged_without(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    syncer.contribute("b", ready())
+    replace(syncer, "b")
+
+    assert members(syncer.merge()) == ["a"]
+    (commit,) = said(syncer.commit(), "a", msg.Commit)
+    assert [c.learner for c in commit.contributors] == ["a"]
+
+
+def test_a_fence_waits_for_a_commit_that_names_the_old_process(syncer: Syncer) -> None:
+    syncer.intent("a")
+    syncer.contribute("a", ready())
+    syncer.contribute("b", ready())
+    syncer.merge()  # the commit is being written
+    actions = replace(syncer, "b")
+    assert said(actions, "b2", msg.Active) == []
+
+    syncer.committed()
+    assert said(syncer.tick(), "b2", msg.Active) != []
+    account = syncer.state.ledger.account("b", 1)
+    assert (account.num_merged, account.is_closed) == (100, True)
+
+
+def test_nothing_of_a_fenced_process_counts(syncer: Syncer) -> None:
+    replace(syncer, "b")
+
+    for actions in (syncer.tell("b", ready()), syncer.payload("b", ready()), syncer.intent("b")):
+        (rejected,) = said(actions, "b")
+        assert rejected.error == "fenced"
+        assert of_kind(actions, do.Merge) == []
+    assert syncer.state.rounds.fragments[0].held == {}
+
+
+def replace(syncer: Syncer, learner: str) -> list[do.SyncerAction]:
+    """A new process of this learner, after the old one fell silent."""
+    new = f"{learner}2"
+    syncer.hello(new, learner)
+    syncer.now_s += 3.5
+    syncer.beat("a")
+    return syncer.join(new, learner, incarnation=2)

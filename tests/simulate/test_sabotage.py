@@ -1,0 +1,180 @@
+"""The invariants must be able to fail: each of these breaks one rule of a machine, and has to be found."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.contributions import Contributions
+from lightning_diloco.protocol.durable import DurableState
+from lightning_diloco.protocol.fragment import Fragment
+from lightning_diloco.protocol.learner import LearnerState
+from lightning_diloco.protocol.ledger import Account
+from lightning_diloco.protocol.rounds import Rounds
+from lightning_diloco.simulate import Fleet, Network, Pace
+
+Patch = pytest.MonkeyPatch
+
+
+def history() -> Fleet:
+    """One learner is slow to upload, one is cut off, replaced, and comes back as a zombie, one leaves early."""
+    config = RunConfig(sync_every=4, num_fragments=2, overlap=1, quorum=2, max_staleness_versions=1, lease_s=4.0)
+    fleet = Fleet(config, network=Network(latency_s=0.05, upload_s=0.4, download_s=0.4), seed=3)
+    fleet.start("quick", Pace(step_s=0.5, jitter=0.1, tokens=7, num_steps=90))
+    fleet.start("slow", Pace(step_s=1.5, jitter=0.1, tokens=5, num_steps=25, upload_factor=12.0))
+    zombie = fleet.start("gone", Pace(step_s=1.0, jitter=0.1, tokens=3))
+    fleet.run_until(12.0)
+    fleet.cut(zombie)
+    fleet.run_until(20.0)
+    fleet.start("gone", Pace(step_s=1.0, jitter=0.1, tokens=4, num_steps=20))
+    fleet.disk.take_snapshot(fleet.syncer)
+    fleet.run_until(25.0)
+    fleet.heal(zombie)
+    fleet.start("brief", Pace(step_s=1.0, tokens=2, num_steps=9, drain_s=0.0))
+    next(iter(fleet.learners.values())).bad_payload = True
+    fleet.run_until(35.0)
+    fleet.restart_syncer(use_snapshot=True)
+    fleet.run_to_the_end(limit_s=300.0)
+    fleet.run_for(10.0)
+    fleet.invariants.audit()
+    fleet.syncer.finish()
+    assert fleet.syncer.ledger.totals().is_exact
+    assert zombie.error is not None
+    assert "was replaced by a newer process" in zombie.error
+    return fleet
+
+
+def test_the_history_itself_is_sound_and_has_every_kind_of_loss() -> None:
+    fleet = history()
+
+    assert {"lapsed", "undrained", "refused"} <= set(fleet.syncer.ledger.totals().discarded)
+    assert "superseded" in {note.event for _, note in fleet.notes}
+
+
+def commit_is_booked_twice(patch: Patch) -> None:
+    apply_merge = Contributions.apply_merge
+
+    def twice(self: Contributions, record: Any, merge: Any) -> None:
+        apply_merge(self, record, merge)
+        apply_merge(self, record, merge)
+
+    patch.setattr(Contributions, "apply_merge", twice)
+
+
+def merged_ranges_may_overlap(patch: Patch) -> None:
+    """A learner that sends again what was merged, and a syncer that does not look."""
+    drop_outstanding = Fragment.drop_outstanding
+
+    def send_again(self: Fragment) -> int:
+        if self.outstanding is not None and self.outstanding.merged_at is not None:
+            self.fresh_from, self.fresh_step = self.outstanding.ready.start, self.fresh_step - 1
+        return drop_outstanding(self)
+
+    patch.setattr(Fragment, "drop_outstanding", send_again)
+    patch.setattr("lightning_diloco.protocol.intervals.IntervalSet.overlap", lambda *_: 0)
+
+
+def undrained_tokens_are_forgotten(patch: Patch) -> None:
+    def close(self: Account, cause: str) -> None:
+        self.is_closed = True
+
+    patch.setattr(Account, "close", close)
+
+
+def old_processes_are_not_fenced(patch: Patch) -> None:
+    patch.setattr("lightning_diloco.protocol.roster.Roster.older", lambda *_: [])
+
+
+def a_quorum_of_one_is_enough(patch: Patch) -> None:
+    patch.setattr(Rounds, "effective_quorum", lambda *_: 1)
+
+
+def a_landed_merge_is_not_taken_off_the_parameters(patch: Patch) -> None:
+    def fates_never_name_it(self: LearnerState, event: Any) -> list[Any]:
+        f = self.fragments[event.fragment]
+        f.is_fetching, f.staged = False, event
+        return []
+
+    patch.setattr(LearnerState, "_stage", fates_never_name_it)
+    patch.setattr("lightning_diloco.simulate.process.Update.__init__", _without_sent)
+
+
+def _without_sent(self: Any, full: int | None, increment: int, sent: int) -> None:
+    for name, value in (("full", full), ("increment", increment), ("sent", 0)):
+        object.__setattr__(self, name, value)
+
+
+def a_superseded_range_is_dropped(patch: Patch) -> None:
+    patch.setattr(Fragment, "take_back", lambda self: self.drop_outstanding() and None)
+
+
+def a_refusal_is_not_booked(patch: Patch) -> None:
+    book = LearnerState._book
+    patch.setattr(LearnerState, "_book", lambda self, cause, n: book(self, cause, 0 if cause == "refused" else n))
+
+
+def a_restart_forgets_the_fates(patch: Patch) -> None:
+    patch.setattr("lightning_diloco.protocol.durable._member", _member_without_fates())
+
+
+def _member_without_fates() -> Callable[..., Any]:
+    from lightning_diloco.protocol import durable
+
+    real = durable._member
+
+    def forgetful(saved: Any, now_s: float) -> Any:
+        member = real(saved, now_s)
+        member.fates.clear()
+        return member
+
+    return forgetful
+
+
+def a_leave_is_not_on_record(patch: Patch) -> None:
+    real = DurableState._apply_departed
+
+    def half(self: DurableState, record: Any) -> None:
+        real(self, record)
+        self.ledger.account(record.session.partition("-")[0], 1).booked = Counter()
+
+    patch.setattr(DurableState, "_apply_departed", half)
+
+
+def the_seen_counter_lags(patch: Patch) -> None:
+    declare = Account.declare
+
+    def late(self: Account, progress: messages.Progress) -> bool:
+        seen = self.seen
+        fits = declare(self, progress)
+        self.seen = seen
+        return fits
+
+    patch.setattr(Account, "declare", late)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "found"),
+    [
+        (commit_is_booked_twice, "may be added once"),
+        (merged_ranges_may_overlap, "merged twice|tokens of progress"),
+        (undrained_tokens_are_forgotten, "does not balance"),
+        (old_processes_are_not_fenced, "still there"),
+        (a_quorum_of_one_is_enough, "the quorum is 2"),
+        (a_landed_merge_is_not_taken_off_the_parameters, "tokens of progress"),
+        (a_superseded_range_is_dropped, "tokens of progress"),
+        (a_refusal_is_not_booked, "books disagree"),
+        (a_restart_forgets_the_fates, "a restart"),
+        (a_leave_is_not_on_record, "does not balance"),
+        (the_seen_counter_lags, "does not balance"),
+    ],
+)
+def test_a_sabotaged_machine_is_found_out(sabotage: Callable[[Patch], None], found: str, monkeypatch: Patch) -> None:
+    sabotage(monkeypatch)
+
+    with pytest.raises((AssertionError, ValueError, TimeoutError), match=found):
+        history()
