@@ -164,7 +164,7 @@ def test_fit_shards_parameters_and_optimizer_alike_and_learns(tmp_path):
             for name, param in module.named_parameters():
                 seen[name] = [xla.sharded_dim(t) for t in (param, state[param]["exp_avg"], state[param]["exp_avg_sq"])]
 
-    trainer = trainer_for(tmp_path, 120, devices=NUM_DEVICES, callbacks=[Look()], val_check_interval=40)
+    trainer = trainer_for(tmp_path, 300, devices=NUM_DEVICES, callbacks=[Look()], val_check_interval=100)
     trainer.fit(model, loader(), loader())
     assert type(trainer.strategy) is SpmdXLADiLoCo
     assert seen == {
@@ -174,7 +174,7 @@ def test_fit_shards_parameters_and_optimizer_alike_and_learns(tmp_path):
         "layers.2.bias": [0] * 3,
     }
     assert model.val_losses[-1] < 0.5 * model.val_losses[0]
-    assert model.compilations[-1] == model.compilations[50]
+    assert model.compilations[-1] == model.compilations[180]
 
 
 def test_rule_that_does_not_divide_is_refused(tmp_path, monkeypatch):

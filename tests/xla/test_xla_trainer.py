@@ -91,11 +91,11 @@ def model() -> Line:
 
 @pytest.mark.parametrize("anchor_device", ["device", "host"])
 def test_fit_learns_and_compiles_nothing_after_the_first_rounds(model, tmp_path, anchor_device):
-    trainer = trainer_for(tmp_path, 120, val_check_interval=40, strategy={"anchor_device": anchor_device})
+    trainer = trainer_for(tmp_path, 300, val_check_interval=100, strategy={"anchor_device": anchor_device})
     trainer.fit(model, loader(), loader())
     assert type(trainer.strategy) is SingleDeviceXLADiLoCo
     assert model.val_losses[-1] < 0.5 * model.val_losses[0]
-    assert model.compilations[-1] == model.compilations[50]
+    assert model.compilations[-1] == model.compilations[180]
     assert model.rates[99] == pytest.approx(1e-2 * (1 - 100 / 400))
     assert next(model.parameters()).device.type == "cpu"
 
