@@ -1,0 +1,123 @@
+"""Real processes: each in a process group of its own, none of which outlives its test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_diloco.transport.address import JoinAddress, read_join_file
+from lightning_diloco.transport.flight import FlightConnection
+
+HERE = Path(__file__).parent
+DEADLINE_S = 90.0
+
+
+def until(condition: Callable[[], Any], what: str, processes: Processes | None = None) -> Any:
+    """Wait for something true, and return it."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not (found := condition()):
+        logs = processes.logs() if processes and time.monotonic() >= deadline_s else ""
+        assert time.monotonic() < deadline_s, f"still waiting for: {what}\n{logs}"
+        time.sleep(0.05)
+    return found
+
+
+class Processes:
+    """A syncer and learners on one run directory.
+
+    Args:
+        root: where run directory, outputs and logs go.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.run_dir = root, root / "run"
+        self.stop_file = root / "stop"
+        self._running: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    def start(self, name: str, *argv: object, **env: str) -> subprocess.Popen[bytes]:
+        own = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+        own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), **env}
+        with (self.root / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, argv)],
+                stdout=log,
+                stderr=log,
+                env=own,
+                cwd=self.root,
+                start_new_session=True,
+            )
+        self._running.append((name, process))
+        return process
+
+    def syncer(self, expect: int | None = None) -> subprocess.Popen[bytes]:
+        """Start it, and wait until it can be joined."""
+        join = self.run_dir / "join"
+        before = join.stat().st_mtime_ns if join.exists() else None
+        process = self.start("syncer", HERE / "syncer.py", self.run_dir, *([] if expect is None else [expect]))
+        until(lambda: join.exists() and join.stat().st_mtime_ns != before, "the join file", self)
+        return process
+
+    def learner(self, name: str) -> subprocess.Popen[bytes]:
+        join = read_join_file(self.run_dir / "join").join_string()
+        arguments = ("--out", self.root / f"{name}.json", "--until", self.stop_file, "--seed", sum(name.encode()))
+        return self.start(name, HERE / "learner.py", *arguments, DILOCO_JOIN=join, DILOCO_LEARNER=name)
+
+    def alone(self) -> subprocess.Popen[bytes]:
+        """A learner that nobody told of a run."""
+        options = json.dumps({"sync_every": 12, "num_fragments": 4, "lease_s": 3.0})
+        arguments = ("--out", self.root / "alone.json", "--until", self.stop_file, "--options", options)
+        return self.start("alone", HERE / "learner.py", *arguments)
+
+    def held(self, name: str) -> dict[str, Any]:
+        """What a learner held at its end."""
+        return json.loads((self.root / f"{name}.json").read_text())
+
+    def status(self) -> dict[str, Any]:
+        connection = FlightConnection(self.address)
+        try:
+            return connection.status()
+        finally:
+            connection.close()
+
+    @property
+    def address(self) -> JoinAddress:
+        return read_join_file(self.run_dir / "join")
+
+    def until_commits(self, more: int) -> dict[str, Any]:
+        """Wait until so many more fragments were committed; returns the status then."""
+        wanted = self.status()["num_commits"] + more
+        return until(lambda: (s := self.status())["num_commits"] >= wanted and s, f"{wanted} commits", self)
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.root.glob("*.log")))
+
+    def end(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for its end; returns the exit code."""
+        until(lambda: process.poll() is not None, "the end of a process", self)
+        assert process.returncode is not None
+        return process.returncode
+
+    def kill_all(self) -> None:
+        for _, process in self._running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tmp_path)
+    yield made
+    made.kill_all()

@@ -1,0 +1,67 @@
+"""A learner as a process: a toy model, the real link. Writes what it held at the end to the file named by --out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from lightning_diloco.config import LearnerConfig
+from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.runtime.link import Link
+from lightning_diloco.runtime.model import ModelDescription
+
+SHAPES = {"embedding": (64, 16), "hidden": (48, 32), "bias": (48,)}
+TOKENS = 7
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--until", type=Path, help="train until this file exists")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--options", default="{}", help="run options, JSON")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    torch.manual_seed(given.seed)
+    params = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    target = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    config = LearnerConfig(drain_s=20.0)
+    link = Link(json.loads(given.options), config, given.out.parent)
+    steps = 0
+    try:
+        description = ModelDescription(SHAPES, frozenset({"embedding"}), {}, "tokens")
+        link.start(description, lambda plan, run: CpuFragments(plan, params, run, config))
+        while not given.until.exists():
+            with torch.no_grad():
+                for name, param in params.items():
+                    param.lerp_(target[name], 0.01)
+            time.sleep(0.01)
+            link.step(TOKENS, "tokens")
+            steps += 1
+        is_last = link.finish()
+        if is_last:
+            link.report(0.5)
+        held = {
+            "digests": [link.device.digest(p) for p in range(link.plan.num_fragments)],
+            "landed": [f.landed for f in link._machine.fragments],
+            "steps": steps,
+            "is_last": is_last,
+        }
+        given.out.write_text(json.dumps(held))
+    except DiLoCoError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 3
+    finally:
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
