@@ -1,8 +1,8 @@
 """The two losses people see beside a run: each learner's own while it trains, and the final anchor's.
 
 1. Metrics are the user's: a loss is known by its name, and there may be none.
-2. Validating the final anchor is an ordinary validation of the fit, seen by loggers and callbacks, except that progress
-   bars are closed by then. It fails for itself: the model is trained, whatever its last validation does.
+2. Validating the final anchor is an ordinary validation of the fit, seen by loggers and callbacks. It fails for itself:
+   the model is trained, whatever its last validation does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.callbacks import ProgressBar
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -67,14 +66,11 @@ def validate_final(trainer: pl.Trainer) -> tuple[float | None, str | None]:
 
 def _validate(trainer: pl.Trainer) -> list[Mapping[str, Any]]:
     """Run the fit's own validation once more, as Lightning does in the midst of training."""
-    callbacks = trainer.callbacks
-    trainer.callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]  # type: ignore[attr-defined]
     trainer.validating = True
     try:
         return list(trainer.fit_loop.epoch_loop.val_loop.run())
     finally:
         trainer.training = True
-        trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
 def _named_loss(metrics: Mapping[str, Any], names: Iterable[str]) -> float | None:
