@@ -28,7 +28,7 @@ def draw(story: Story, path: Path, *, title: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            f"the picture needs matplotlib ({error}); all it shows is in chaos.json; pip install 'lightning-diloco[plot]'"
+            f"the picture needs matplotlib ({error}); its numbers are in chaos.json; install lightning-diloco[plot]"
         ) from error
     rows = [*sorted({*story.learners, *(f["target"] for f in story.faults)} - {SYNCER}), SYNCER]
     figure = Figure(figsize=(12, 1.2 + 0.55 * len(rows)), layout="constrained")

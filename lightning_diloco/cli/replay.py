@@ -1,0 +1,40 @@
+"""`diloco replay`: compute a finished run again from its log and recorded contributions, and compare bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+_EXAMPLE = "example:\n  diloco replay runs/mine"
+
+
+def add_parser(verbs: Any) -> None:
+    """Add this verb."""
+    about = "compute a run again from its disk and compare bit for bit"
+    parser = verbs.add_parser("replay", help=about, description=f"{about.capitalize()}.", epilog=_EXAMPLE)
+    parser.add_argument("run_dir", type=Path, metavar="DIR", help="run directory; its syncer must not be running")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(call=call)
+
+
+def call(arguments: argparse.Namespace) -> int:
+    """Print what was verified; a difference is an error."""
+    from lightning_diloco.runtime.replay import replay
+
+    found = replay(arguments.run_dir)
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+        return 0
+    merges = f"{found.num_merges} merges from received bytes and " if found.level == "merges" else ""
+    print(f"verified level: {found.level}")
+    print(f"equal, bit for bit: {merges}{found.num_outer_steps} outer steps from the log")
+    print(f"anchors whose digest was on the tape: {found.num_digests}")
+    print(f"versions: {min(found.versions)}..{max(found.versions)} in {len(found.versions)} fragments")
+    print(f"ledger: {found.tokens_merged} token-fragments merged" + (", none twice" if merges else ""))
+    print("the summary agrees" if found.is_summarized else "there is no summary of this state to compare with")
+    if found.level == "outer steps":
+        print("contributions were not recorded from the start, so merges were not verified (--record contributions)")
+    return 0
