@@ -38,6 +38,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--json", action="store_true", help="figures for programs")
     _add_machines(parser)
     options = parser.add_argument_group("options of the run, instead of the recipe's")
+    options.add_argument("--max-steps", type=int, metavar="N", help="inner steps of each learner")
     for name in _RUN_OPTIONS:
         kind = str if name == "wire" else int
         options.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X")
@@ -105,15 +106,17 @@ def _scenario(drawn: Blueprint, machines: dict[str, Any]) -> Scenario:
     from lightning_diloco.simulate.plan import Scenario
 
     wanted = {name: machines[name] for name in _RUN_OPTIONS if name in machines}
+    devices = machines.get("devices") or drawn.devices or 1
     shared = {field.name for field in dataclasses.fields(Training)} & {f.name for f in dataclasses.fields(drawn)}
     return Scenario(
         shapes=drawn.shapes,
         mean_names=drawn.mean_names,
         config=RunConfig(**{**drawn.run_options, **wanted}).validate(),
         training=Training(
-            **{name: getattr(drawn, name) for name in shared - {"devices"}},
+            **{name: getattr(drawn, name) for name in shared - {"devices", "batch_size"}},
             num_trainable=drawn.num_trainable,
-            devices=machines.get("devices") or drawn.devices or 1,
+            devices=devices,
+            batch_size=_batch_per_device(drawn, devices),
         ),
         fleet=Machines(
             num_learners=machines["learners"],
@@ -126,12 +129,19 @@ def _scenario(drawn: Blueprint, machines: dict[str, Any]) -> Scenario:
         on_cpu=drawn.accelerator == "cpu",
         mtbf_s=machines.get("mtbf"),
         restart_s=machines["restart"],
-        max_steps=drawn.max_steps,
+        max_steps=machines.get("max_steps") or drawn.max_steps,
         device_capacity=machines.get("device_memory"),
         host_capacity=machines.get("host_memory"),
         syncer_capacity=machines.get("syncer_memory"),
         disk_capacity=machines.get("syncer_disk"),
     )
+
+
+def _batch_per_device(drawn: Blueprint, devices: int) -> int | None:
+    """On XLA one process drives all devices and deals its batch out to them; elsewhere each device has a loader."""
+    if drawn.batch_size is None or drawn.accelerator not in ("tpu", "xla"):
+        return drawn.batch_size
+    return max(1, drawn.batch_size // devices)
 
 
 def _figures(found: Forecast, fix: Fix | None, drawn: Blueprint) -> dict[str, Any]:

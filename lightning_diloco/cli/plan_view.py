@@ -47,7 +47,7 @@ def _memory(found: Forecast) -> Table:
 
 
 def _items(items: Items) -> str:
-    return ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in items.items())
+    return ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in items.items() if nbytes)
 
 
 def _exchange(found: Forecast) -> Table:

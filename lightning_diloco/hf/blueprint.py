@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
 
-from lightning_diloco.config import Align, LearnerConfig, RunConfig
+from lightning_diloco.config import Align, AnchorDevice, LearnerConfig, RunConfig
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.causal_lm import CausalLM
 from lightning_diloco.strategy.decoupled import _final_class
@@ -46,12 +46,13 @@ class Blueprint:
         num_parameters: of the whole model.
         run_options: explicit options of the run.
         align: of the learners.
+        anchor_device: of the learners.
         accelerator: as the recipe names it.
         devices: of one learner, all nodes together; None: "auto".
         param_bytes: of one parameter.
         compute_bytes: of one value of an activation.
         max_steps: None: not fixed.
-        batch_size: sequences per device; None: the data does not say. Likewise the others.
+        batch_size: sequences per process; None: the data does not say. Likewise the others.
         seq_len: tokens per sequence.
         accumulate: micro-batches per step.
         num_layers: of the decoder.
@@ -64,6 +65,7 @@ class Blueprint:
     num_parameters: int
     run_options: dict[str, Any]
     align: Align
+    anchor_device: AnchorDevice
     accelerator: str
     devices: int | None
     param_bytes: int
@@ -144,6 +146,7 @@ def blueprint(recipe: Path, overrides: Sequence[str] = ()) -> Blueprint:
         num_parameters=sum(p.numel() for p in module.parameters()),
         run_options={name: options[name] for name in _RUN_OPTIONS if options.get(name) is not None},
         align=options.get("align") or LearnerConfig().align,
+        anchor_device=options.get("anchor_device") or LearnerConfig().anchor_device,
         accelerator=str(trainer.get("accelerator") or "auto"),
         devices=_num_devices(trainer),
         param_bytes=param_bytes,

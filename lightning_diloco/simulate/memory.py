@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_diloco.config import Align, RunConfig
+from lightning_diloco.config import Align, AnchorDevice, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import wire_nbytes
 
@@ -48,6 +48,7 @@ class Training:
         hidden_size: likewise.
         vocab_size: likewise.
         align: how updates land; all but "carry" keep a residual per parameter.
+        anchor_device: where a learner keeps its anchors.
     """
 
     num_parameters: int
@@ -63,6 +64,7 @@ class Training:
     hidden_size: int | None = None
     vocab_size: int | None = None
     align: Align = "carry"
+    anchor_device: AnchorDevice = "device"
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -104,13 +106,17 @@ def device_bytes(sizes: FragmentSizes, training: Training) -> Items:
         "parameters": training.num_parameters * training.param_bytes,
         "gradients": training.num_trainable * training.param_bytes,
         "optimizer": training.num_trainable * training.param_bytes * training.moments,
-        "anchors": _FLOAT32_BYTES * sizes.count * sizes.numel,
+        "anchors": _anchor_bytes(sizes) if training.anchor_device == "device" else 0,
         "exchange buffers": _FLOAT32_BYTES * SPARE_BUFFERS * sizes.numel + sizes.nbytes,
         "copy while validating": training.num_trainable * training.param_bytes,
     }
     if training.align != "carry":
-        shared["residuals"] = _FLOAT32_BYTES * sizes.count * sizes.numel
+        shared["residuals"] = _anchor_bytes(sizes)
     return {name: nbytes // training.devices for name, nbytes in shared.items()} | _activations(training)
+
+
+def _anchor_bytes(sizes: FragmentSizes) -> int:
+    return _FLOAT32_BYTES * sizes.count * sizes.numel
 
 
 def _activations(training: Training) -> Items:
@@ -128,6 +134,7 @@ def _activations(training: Training) -> Items:
 def host_bytes(sizes: FragmentSizes, training: Training, overlap: int) -> Items:
     """On a learner's host, beside what its devices hold."""
     return {
+        "anchors": _anchor_bytes(sizes) if training.anchor_device == "host" else 0,
         "on the wire": (overlap + 1) * 2 * sizes.nbytes,
         "one full fragment": _FLOAT32_BYTES * sizes.numel,
         "checkpoint copies": 2 * training.num_parameters * training.param_bytes,

@@ -1,0 +1,141 @@
+"""`diloco plan` from its command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_diloco.cli.main import main
+from lightning_diloco.cli.quantities import bits, nbytes, seconds
+
+TINY = str(Path(__file__).parents[2] / "recipes" / "tiny" / "gpt.yaml")
+KEYS = {
+    "parameters", "num_fragments", "fragment_bytes_up", "upload_s", "overlap_s", "learner_up_bps", "data_parallel_bps",
+    "syncer_bytes", "goodput", "feasible",
+}  # fmt: skip
+
+RECIPE = """\
+# A model.
+# plan: --learners 3 --link 200Mbit --step 500ms
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 40
+  strategy:
+    class_path: lightning_diloco.DecoupledDiLoCoStrategy
+    init_args: {sync_every: 8, num_fragments: 4, overlap: 2}
+model:
+  class_path: lightning.pytorch.demos.boring_classes.BoringModel
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == code
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return figures
+
+
+def test_json_has_the_promised_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = plan(capsys, TINY, "--learners", "2", "--link", "1Gbit")
+    assert figures.keys() >= KEYS
+    assert figures["parameters"] == 459_392
+    assert figures["num_fragments"] == 12
+    assert figures["tokens_per_step"] == 16 * 128
+    assert figures["feasible"] is True
+    assert figures["fix"] is None
+
+
+def test_any_module_can_be_planned(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = plan(capsys, str(recipe))
+    assert figures["parameters"] == 32 * 2 + 2
+    assert any("activations are not counted" in note for note in figures["notes"])
+
+
+def test_the_recipe_s_line_is_the_default_and_options_win(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, str(recipe))["learners"] == 3
+    figures = plan(capsys, str(recipe), "--learners", "5", "--overlap", "3", "--step", "1s")
+    assert (figures["learners"], figures["overlap"], figures["overlap_s"]) == (5, 3, 3.0)
+
+
+def test_what_does_not_fit_is_said_with_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [TINY, "--link", "100kbit", "--step", "100ms"]
+    figures = plan(capsys, *options, code=1)
+    assert figures["feasible"] is False
+    assert figures["fix"]["text"]
+    assert main(["plan", *options]) == 1
+    out = capsys.readouterr().out
+    assert "It does not fit." in out
+    assert "Cheapest way out:" in out
+
+
+def test_text_shows_memory_exchange_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", TINY, "--mtbf", "6h"]) == 0
+    out = capsys.readouterr().out
+    for part in ("459,392 parameters", "each device", "learner's host", "syncer's merge thread", "goodput", "It fits."):
+        assert part in out
+
+
+def test_learners_this_version_cannot_start_are_warned_of(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe.write_text(RECIPE.replace("accelerator: cpu", "accelerator: mps"))
+    figures = plan(capsys, str(recipe), "--devices", "3")
+    (warning,) = figures["warnings"]
+    assert "does not start such a learner" in warning
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("max_steps", "max_stepz"), "did you mean 'max_steps'?"),
+        (("sync_every", "sync_evry"), "did you mean 'sync_every'?"),
+        (("sync_every: 8", "sync_every: 2"), "at most sync_every=2"),
+        (("BoringModel", "BoringModle"), "BoringModle"),
+    ],
+)
+def test_a_wrong_recipe_is_refused_with_what_is_meant(
+    wrong: tuple[str, str], said: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text(RECIPE.replace(*wrong))
+    assert main(["plan", str(recipe)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_unknown_vocabulary_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    tokenizer = "max_bytes: 4000000\n    tokenizer: some/where"
+    path.write_text(Path(TINY).read_text().replace("max_bytes: 4000000", tokenizer))
+    assert main(["plan", str(path)]) == 2
+    assert "write vocab_size" in capsys.readouterr().err
+
+
+def test_a_script_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(Path(TINY).with_name("train.py"))]) == 2
+    assert "only a YAML recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (seconds, "40ms", 0.04), (seconds, "2s", 2), (seconds, "1.5", 1.5), (seconds, "6h", 21600),
+        (bits, "5Gbit", 5e9), (bits, "500Mbit/s", 5e8), (nbytes, "80GiB", 80 << 30), (nbytes, "1TB", 10**12),
+        (nbytes, "7", 7),
+    ],
+)  # fmt: skip
+def test_quantities_are_read_as_people_write_them(read: Any, text: str, value: float) -> None:
+    assert read(text) == value
+
+
+@pytest.mark.parametrize("option", ["--link=5", "--link=5GB", "--rtt=fast", "--step=-1s", "--mtbf=6 weeks"])
+def test_quantities_that_cannot_be_meant_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", TINY, option])
+    assert "must be a" in capsys.readouterr().err

@@ -1,0 +1,91 @@
+"""Every recipe that is a configuration is parsed and planned; the large ones are the models their names say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_diloco.cli.main import main
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+NAMES = sorted(path.relative_to(RECIPES).as_posix() for path in RECIPES.rglob("*.yaml"))
+SIZES = {
+    "gpt2/124m.yaml": 124_439_808,
+    "llama/1b.yaml": 1_235_814_400,
+    "llama/1b-v6e.yaml": 1_235_814_400,
+    "gemma/12b-8gpu.yaml": 11_765_788_416,
+    "gemma/12b-v5p.yaml": 11_765_788_416,
+    "mistral/12b-8gpu.yaml": 12_247_782_400,
+    "mistral/12b-v5p.yaml": 12_247_782_400,
+}
+LARGEST = [name for name in SIZES if "12b" in name]
+
+
+def plan(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> dict[str, Any]:
+    assert main(["plan", str(RECIPES / name), "--json", *options]) == 0
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return figures
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_parsed_and_fits_the_machines_it_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = plan(capsys, name)
+    assert figures["feasible"]
+    assert figures["parameters"] == SIZES.get(name, figures["parameters"])
+
+
+def test_all_sizes_are_tested() -> None:
+    assert set(SIZES) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", LARGEST)
+@pytest.mark.parametrize("link", ["2Gbit", "5Gbit"])
+def test_twelve_billion_parameters_fit_eight_learners(name: str, link: str, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = plan(capsys, name, "--learners", "8", "--link", link)
+    assert max(load for load in figures["loads"].values() if load is not None) < 0.9
+    assert figures["goodput"] > 0.95
+    assert figures["data_parallel_bps"] > 100 * figures["learner_up_bps"]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_recipe_that_nobody_ran_says_so(name: str) -> None:
+    assert (RECIPES / name).read_text().startswith("# Unmeasured.")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_readme_of_the_family_has_the_figures_of_the_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = plan(capsys, name)
+    row = next(
+        line for line in (RECIPES / name).with_name("README.md").read_text().splitlines() if Path(name).name in line
+    )
+    assert f"{figures['parameters'] / 1e9:.2f}B" in row or f"{figures['parameters'] / 1e6:.0f}M" in row
+    assert f"{figures['device_bytes'] / 2**30:.0f} GiB" in row
+    assert f"{figures['syncer_bytes'] / 2**30:.0f} GiB" in row
+    assert f"{figures['learner_up_bps'] / 1e6:.0f} Mbit/s" in row
+    assert f"{figures['learners'] * figures['tokens_per_step'] / 1e3:.0f}k" in row
+    assert "unmeasured" in row
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_weights_and_data_have_one_vocabulary(name: str) -> None:
+    recipe = yaml.safe_load((RECIPES / name).read_text())
+    assert recipe["model"]["init_args"]["config"]["vocab_size"] > 0
+    assert recipe["data"]["init_args"]["tokenizer"]
+
+
+@pytest.mark.slow
+def test_a_plan_takes_less_than_ten_seconds_of_processor_time() -> None:
+    code = "import os, sys; from lightning_diloco.cli.main import main; code = main(); t = os.times(); "
+    code += "print(t.user + t.system, file=sys.stderr); sys.exit(code)"
+    before = time.monotonic()
+    words = ["plan", str(RECIPES / "gemma" / "12b-8gpu.yaml"), "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert float(done.stderr.split()[-1]) < 10
+    assert time.monotonic() - before < 60  # of a machine that does other things, too
