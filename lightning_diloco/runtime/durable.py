@@ -44,6 +44,7 @@ class Durable:
         self.tape = Tape(run_dir / "tape" / "events.jsonl")
         self._writing: threading.Thread | None = None
         self._snapshot_again_s = 0.0
+        self._tape_failed = False
         # A failed fsync takes back everything since the last good one: never two writers' records at once.
         self._one_record = threading.Lock()
 
@@ -88,8 +89,11 @@ class Durable:
         """Write a line to the tape. A full disk loses the line, not the run: the log has what counts."""
         try:
             self.tape.record(event, lsn=max(self.log.last_lsn, self.tape.last_lsn), **fields)
+            self._tape_failed = False
         except StorageError as error:
-            log.warning("the tape misses %s: %s", event, error)
+            if not self._tape_failed:
+                log.warning("the tape misses %s and what follows: %s", event, error)
+            self._tape_failed = True
 
     def store_seed(self, state: Json, manifest: Json, store: AnchorStore) -> None:
         """Make a run's start values durable."""

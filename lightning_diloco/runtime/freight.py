@@ -124,7 +124,8 @@ class Freight:
         if (bulk.header["generation"], bulk.header["version"]) != (generation, have):
             staged: list[Any] = []
             self._work.do(lambda: staged.append(self._device.stage(p, self._update(p, bulk, None))))
-            self._device.land(p, staged[0])
+            if staged:  # else the worker failed, and that error is told
+                self._device.land(p, staged[0])
 
     def stop(self) -> None:
         """Wake all threads, so that they see that the crew ends."""

@@ -215,6 +215,7 @@ class Link:
         is_last = self._left is not None and self._left.is_last
         if is_last:
             self._take_final()
+            self._raise_error()
         return is_last
 
     def report(self, eval_loss: float | None, reason: str | None = None) -> None:

@@ -182,7 +182,10 @@ class SyncerService:
     def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         """Hand out waiting messages."""
         self._polled_s[session] = self._contact_s = time.monotonic()
-        return self._outbox.poll(session, cursor, wait_s)
+        polled = self._outbox.poll(session, cursor, wait_s)
+        if not polled.messages and self._is_stopping:
+            raise _stopping()
+        return polled
 
     def on_put(self, bulk: Bulk) -> Json:
         """Take a contribution, or a part of the seed."""
@@ -214,7 +217,7 @@ class SyncerService:
 
     def _check_open(self) -> None:
         if self._is_stopping:
-            raise TransportError("the syncer is stopping; nothing of the call was used; try again when it is back")
+            raise _stopping()
         self._contact_s = time.monotonic()
 
     # ----------------------------------------------------------------------------------------------------- loop thread
@@ -403,6 +406,10 @@ class SyncerService:
             do = self._merger.merge if isinstance(job, MergeJob) else self._merger.commit
             for made in do(self._store, job):  # type: ignore[arg-type]
                 self._events.put(made)
+
+
+def _stopping() -> TransportError:
+    return TransportError("the syncer is stopping; it must run; nothing of the call was used; try again")
 
 
 def _join(thread: threading.Thread) -> None:

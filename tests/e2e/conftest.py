@@ -71,9 +71,9 @@ class Processes:
         arguments = ("--out", self.root / f"{name}.json", "--until", self.stop_file, "--seed", sum(name.encode()))
         return self.start(name, HERE / "learner.py", *arguments, DILOCO_JOIN=join, DILOCO_LEARNER=name)
 
-    def alone(self) -> subprocess.Popen[bytes]:
+    def alone(self, **changed: object) -> subprocess.Popen[bytes]:
         """A learner that nobody told of a run."""
-        options = json.dumps({"sync_every": 12, "num_fragments": 4, "lease_s": 3.0})
+        options = json.dumps({"sync_every": 12, "num_fragments": 4, "lease_s": 3.0, **changed})
         arguments = ("--out", self.root / "alone.json", "--until", self.stop_file, "--options", options)
         return self.start("alone", HERE / "learner.py", *arguments)
 

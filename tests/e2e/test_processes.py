@@ -196,3 +196,10 @@ def test_embedded_syncer_of_a_killed_learner_ends_after_a_lease(processes: Proce
     summary = json.loads((tape.parents[1] / "summary.json").read_text())
     assert summary["lapses"] == 1
     assert_exact(summary)
+
+
+def test_embedded_syncer_is_not_left_behind_by_a_learner_that_cannot_join(processes: Processes) -> None:
+    learner = processes.alone(num_fragments=99)
+    assert processes.end(learner) == 3
+    assert "num_fragments=99: must be at most sync_every=12" in processes.logs()
+    assert embedded_syncers(learner) == []

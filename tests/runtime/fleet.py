@@ -25,7 +25,7 @@ from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.service import SyncerOptions, SyncerService
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Connection, Json
-from lightning_diloco.transport.memory import MemoryConnection, MemoryTransport
+from lightning_diloco.transport.memory import MemoryTransport
 
 RUN = "toy"
 JOIN = f"diloco://127.0.0.1:1/{RUN}#token"
@@ -56,7 +56,7 @@ class Learner:
         self.frozen = options.pop("frozen", {})
         own = {key: options.pop(key) for key in ("align", "drain_s") if key in options}
         config = LearnerConfig(learner=name, join=JOIN, **{"drain_s": 10.0, **own})
-        self.wire = Wire(fleet.transport)
+        self.wire = Wire(fleet.connect())
         self.link = Link(options, config, fleet.run_dir, connect=self._connected)
         self.name, self.steps, self.is_last = name, 0, None
         self._enough = threading.Event()
@@ -127,9 +127,8 @@ class Learner:
 class Wire:
     """A learner's connection: can be cut, and calls can be held up or made to fail."""
 
-    def __init__(self, transport: MemoryTransport) -> None:
-        self._transport = transport
-        self._connection: MemoryConnection = transport.connect()
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self.is_cut = False
         self.before: dict[str, Callable[[], None]] = {}
         self.num_failed = 0
@@ -178,6 +177,7 @@ class Fleet:
         self.summary: Json | None = None
         self.service = self._served()
         self.transport = MemoryTransport(self.service)
+        self.connect: Callable[[], Connection] = self.transport.connect
 
     def _served(self) -> SyncerService:
         durable = Durable(self.run_dir, faults=self.faults) if self.faults else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from pathlib import Path
 
@@ -10,7 +11,12 @@ import pytest
 import torch
 
 from lightning_diloco.errors import ConfigError, FencedError, JoinError, PlanMismatchError, RefusedError
-from tests.runtime.fleet import OPTIONS, SHAPES, Fleet, until
+from lightning_diloco.protocol import rounds
+from lightning_diloco.runtime import joining
+from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.flight import FlightConnection, FlightServer
+from lightning_diloco.transport.identity import ServerIdentity
+from tests.runtime.fleet import OPTIONS, RUN, SHAPES, Fleet, until
 
 
 def assert_exact(summary: dict) -> None:
@@ -49,6 +55,37 @@ def test_two_learners_drain_to_one_anchor_and_an_exact_ledger(tmp_path: Path) ->
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["plan_digest"] == learners[0].link.plan.digest
     assert diloco_threads() == set()
+
+
+def test_the_same_over_flight_with_a_pinned_certificate(tmp_path: Path) -> None:
+    with Fleet(tmp_path, expect=2) as fleet:
+        server = FlightServer(fleet.service, "127.0.0.1:0", token="secret", tls=ServerIdentity.create())
+        with server:
+            fleet.connect = lambda: FlightConnection(server.join_address(RUN))
+            learners = [fleet.learner(name).go() for name in ("l0", "l1")]
+            fleet.until_commits(6)
+            for learner in learners:
+                learner.enough()
+            for learner in learners:
+                learner.done()
+            assert fleet.service.wait(5.0)
+            last = next(learner for learner in learners if learner.is_last)
+            assert last.digests() == list(fleet.service._store.digests())
+            assert_exact(fleet.stop())
+
+
+def test_unreachable_syncer_is_named_with_how_long_it_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining, "REACH_S", 0.3)
+    monkeypatch.setattr(joining, "AGAIN_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]  # nobody listens there once this block ends
+    with Fleet(tmp_path) as fleet:
+        fleet.connect = lambda: FlightConnection(JoinAddress("127.0.0.1", port, RUN, "token"))
+        with pytest.raises(JoinError, match=r"no syncer was reached at .* in 0 s .*; start one there, or correct"):
+            fleet.learner("l0").join()
+    assert "trying for another" in caplog.text
 
 
 def test_learner_trains_on_without_a_syncer_and_catches_up(tmp_path: Path) -> None:
@@ -94,7 +131,8 @@ def test_syncer_restarted_at_its_address_has_every_bit_and_learners_come_back(tm
     assert_exact(summary)
 
 
-def test_a_slow_upload_does_not_hold_up_downloads(tmp_path: Path) -> None:
+def test_a_slow_upload_does_not_hold_up_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "TRANSFER_FLOOR_S", 0.2)
     with Fleet(tmp_path, run_options={**OPTIONS, "grace": 0.0}) as fleet:
         slow, fast = fleet.learner("slow").go(), fleet.learner("fast").go()
         fleet.until_commits(3)
