@@ -20,7 +20,8 @@ from lightning_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_diloco.hf.blueprint import Blueprint
-    from lightning_diloco.simulate.plan import Fix, Forecast, Scenario
+    from lightning_diloco.simulate.fixes import Fix
+    from lightning_diloco.simulate.plan import Forecast, Scenario
 
 _EXAMPLE = """examples:
   diloco plan recipes/tiny/gpt.yaml --learners 2 --link 1Gbit --step 200ms
@@ -66,7 +67,8 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
 def call(arguments: argparse.Namespace) -> int:
     """Print the plan; returns 0 if it fits, 1 if not."""
     from lightning_diloco.hf.blueprint import blueprint
-    from lightning_diloco.simulate.plan import cheapest_fix, forecast
+    from lightning_diloco.simulate.fixes import cheapest_fix
+    from lightning_diloco.simulate.plan import forecast
 
     path = recipes.resolve(arguments.recipe)
     if path.suffix == ".py":

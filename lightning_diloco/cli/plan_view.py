@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_diloco.simulate import bandwidth
+from lightning_diloco.simulate.fixes import Fix
 from lightning_diloco.simulate.memory import Items
-from lightning_diloco.simulate.plan import Fix, Forecast, Resource, gib
+from lightning_diloco.simulate.plan import Forecast, Resource, gib
 
 _TIGHT = 0.8
 

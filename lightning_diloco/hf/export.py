@@ -22,7 +22,6 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as bars
 
@@ -176,7 +175,7 @@ def _build(config: Path) -> tuple[L.LightningModule, PreTrainedTokenizerBase | N
     return module.eval(), getattr(data, "tokenizer", None)
 
 
-def _save_checkpoint(module: nn.Module, path: Path) -> None:
+def _save_checkpoint(module: L.LightningModule, path: Path) -> None:
     with _trainer() as trainer:
         trainer.strategy.connect(module)
         trainer.save_checkpoint(path, weights_only=True)

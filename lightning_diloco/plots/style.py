@@ -13,7 +13,7 @@ INK, FAINT, GRID = "#222222", "#777777", "#E3E3E3"
 ANCHOR = "#111111"
 PHASES = {"evaluating": 0.45, "draining": 0.7, "joining": 0.25, "stalled": 0.25, "stepping": 1.0}
 
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.edgecolor": FAINT,

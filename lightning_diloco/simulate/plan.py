@@ -1,17 +1,14 @@
-"""Whether a run fits its machines, before it is started: every resource, the tightest one, and the cheapest way out.
+"""Whether a run fits its machines, before it is started: every resource, and the tightest one.
 
 1. A rate fits if what is needed of it takes at most its time: links, merge thread, disk, and the overlap. The overlap
    is one because updates that land later are merged with greater staleness, round after round.
 2. A capacity fits if its bytes do. One that nobody named is shown and not judged.
-3. The cheapest way out changes options before machines: overlap, more fragments, longer periods, a smaller wire.
-   It is searched with the same arithmetic that found the problem, so that it holds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,10 +18,7 @@ from lightning_diloco.simulate import bandwidth, goodput, memory
 from lightning_diloco.simulate.bandwidth import Exchange, Machines, Totals
 from lightning_diloco.simulate.memory import FragmentSizes, Items, Training
 
-_COMFORTABLE = 0.9  # a changed option should leave a tenth
-_MAX_STRETCH = 16  # a period so many times as long is no advice
-_WIRE_BITS = {"int4": 4, "int8": 8, "bf16": 16, "fp32": 32}
-_OVERLAP = "overlap"
+OVERLAP = "overlap"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,19 +132,6 @@ class Forecast:
         return max(self.resources, key=lambda resource: resource.load or 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Fix:
-    """A way out.
-
-    Args:
-        text: in words.
-        options: run options that make every rate fit; empty if machines must change.
-    """
-
-    text: str
-    options: dict[str, int | str] = dataclasses.field(default_factory=dict)
-
-
 def forecast(scenario: Scenario) -> Forecast:
     """Work out everything; pure arithmetic.
 
@@ -225,7 +206,7 @@ def _rates(sizes: FragmentSizes, config: RunConfig, fleet: Machines, exchange: E
     )
     yield Resource(
         "rate",
-        _OVERLAP,
+        OVERLAP,
         exchange.landing_s / exchange.overlap_s,
         f"{exchange.landing_s:.2f} of {exchange.overlap_s:.2f} s ({config.overlap} steps)",
         "faster links",
@@ -253,58 +234,3 @@ def gib(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes:.0f} B"
-
-
-def cheapest_fix(found: Forecast) -> Fix | None:
-    """The first way out of an infeasible forecast, in the order of cost; None if it is feasible."""
-    if found.is_feasible:
-        return None
-    needs = [r.more for r in found.resources if r.kind == "capacity" and not r.is_enough]
-    options: dict[str, int | str] = {}
-    if not _rates_fit(found):
-        options = next((change for change in _changes(found) if _rates_fit(_changed(found, change))), {})
-        if not options:
-            needs += [r.more for r in found.resources if r.kind == "rate" and not r.is_enough]
-    said = ", ".join(f"{name}={value}" for name, value in options.items())
-    return Fix("; ".join(([said] if said else []) + needs), options)
-
-
-def _rates_fit(found: Forecast) -> bool:
-    return all(r.is_enough for r in found.resources if r.kind == "rate")
-
-
-def _changed(found: Forecast, options: Mapping[str, int | str]) -> Forecast:
-    values: dict[str, Any] = dict(options)
-    return forecast(dataclasses.replace(found.scenario, config=dataclasses.replace(found.scenario.config, **values)))
-
-
-def _changes(found: Forecast) -> Iterator[dict[str, int | str]]:
-    """Options to try, the cheapest first: staleness, rarer exchanges, smaller pieces, a coarser wire."""
-    config = found.scenario.config
-    wires = (config.wire, *(wire for wire in ("int8", "int4") if _WIRE_BITS[wire] < _WIRE_BITS[config.wire]))
-    for wire in wires:
-        cut = [change for parts in (1, 2, 4) if (change := _change(found, wire, parts)) is not None]
-        yield from sorted(cut, key=lambda change: change.get("sync_every", 0))
-
-
-def _change(found: Forecast, wire: str, parts: int) -> dict[str, int | str] | None:
-    """Options under which fragments cut into so many parts have the time they take; None if they get too large."""
-    config, step_s = found.scenario.config, found.scenario.fleet.step_s
-    assert config.num_fragments is not None
-    change: dict[str, int | str] = {} if wire == config.wire else {"wire": wire}
-    if parts > 1:
-        change["num_fragments"] = num_fragments = config.num_fragments * parts
-    else:
-        num_fragments = config.num_fragments
-    loads = _changed(found, {**change, "sync_every": max(config.sync_every, num_fragments)})
-    busiest = max(r.load or 0.0 for r in loads.resources if r.kind == "rate" and r.name != _OVERLAP)
-    wanted = loads.scenario.config.sync_every * max(1.0, busiest / _COMFORTABLE)
-    sync_every = math.ceil(wanted / num_fragments) * num_fragments if busiest > 1 else loads.scenario.config.sync_every
-    overlap = max(config.overlap, math.ceil(loads.exchange.landing_s / step_s / _COMFORTABLE))
-    if sync_every > _MAX_STRETCH * config.sync_every or overlap > min(num_fragments, max(2, sync_every // 4)):
-        return None
-    if sync_every != config.sync_every:
-        change["sync_every"] = sync_every
-    if overlap != config.overlap:
-        change["overlap"] = overlap
-    return change or None

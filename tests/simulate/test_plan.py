@@ -14,8 +14,9 @@ from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.runtime.anchors import CHAIN_LENGTH, AnchorStore
 from lightning_diloco.simulate import bandwidth, goodput, memory
 from lightning_diloco.simulate.bandwidth import Exchange, Machines, Totals
+from lightning_diloco.simulate.fixes import cheapest_fix
 from lightning_diloco.simulate.memory import FragmentSizes, Training
-from lightning_diloco.simulate.plan import Forecast, Scenario, cheapest_fix, forecast, gib
+from lightning_diloco.simulate.plan import Forecast, Scenario, forecast, gib
 
 SHAPES = {"embed": (64, 32), "layer.0": (64, 64), "layer.1": (64, 64), "norm": (64,)}
 NUM_PARAMETERS = sum(map(math.prod, SHAPES.values()))
