@@ -4,19 +4,22 @@
 2. Cursors start from the wall clock at boot, so a cursor of an earlier syncer process is recognised: the answer is then
    a single RESET, and the learner says hello again.
 3. A session that nobody polls holds at most MAX_WAITING messages; older ones are dropped, and its next poll gets RESET.
+4. There are at most MAX_SESSIONS queues, whatever sessions somebody makes up: the one that was not used for the longest
+   time is forgotten, and its next poll gets RESET.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from lightning_diloco.transport.base import Json, Polled
 
 RESET: Json = {"kind": "Reset"}
 MAX_WAITING = 10_000
+MAX_SESSIONS = 4096
 
 
 @dataclass(slots=True)
@@ -34,7 +37,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._start = time.time_ns() // 1000
-        self._queues: dict[str, _Queue] = {}
+        self._queues: OrderedDict[str, _Queue] = OrderedDict()
         self._changed = threading.Condition()
         self._is_closed = False
 
@@ -72,4 +75,9 @@ class Outbox:
             self._changed.notify_all()
 
     def _queue(self, session: str) -> _Queue:
-        return self._queues.setdefault(session, _Queue(self._start))
+        queue = self._queues.setdefault(session, _Queue(self._start))
+        self._queues.move_to_end(session)
+        if len(self._queues) > MAX_SESSIONS:
+            _, forgotten = self._queues.popitem(last=False)
+            self._start = max(self._start, forgotten.head + 1)  # no cursor of it fits a queue to come
+        return queue

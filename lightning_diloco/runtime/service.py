@@ -90,7 +90,7 @@ class SyncerService:
             self._recorder = Recorder(options.run_dir / "syncer" / "contributions")
         self.state = SyncerState(run=run, options=dict(options.run_options), expect=options.expect)
         self._store = self._durable.restore(self.state, time.monotonic())
-        self._merger = Merger(self._durable, self._recorder)
+        self._merger = Merger(self._durable, self._recorder, self._disk_failed)
         self._outbox = Outbox()
         self._events: queue.SimpleQueue[events.SyncerEvent | Installable | None] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
@@ -181,7 +181,9 @@ class SyncerService:
 
     def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         """Hand out waiting messages."""
-        self._polled_s[session] = self._contact_s = time.monotonic()
+        self._contact_s = time.monotonic()
+        if self.state.roster.get(session) is not None:  # not one that somebody made up
+            self._polled_s[session] = self._contact_s
         polled = self._outbox.poll(session, cursor, wait_s)
         if not polled.messages and self._is_stopping:
             raise _stopping()
@@ -212,7 +214,8 @@ class SyncerService:
         """Bulk moves: its session is alive."""
         self._check_open()
         session = str(header.get("session"))
-        self._transferred_s[session] = time.monotonic()
+        if self.state.roster.get(session) is not None:
+            self._transferred_s[session] = time.monotonic()
         return session
 
     def _check_open(self) -> None:
@@ -235,9 +238,7 @@ class SyncerService:
             if isinstance(event, Installable):
                 self._install(event, now_s)
             else:
-                if isinstance(event, events.CommitFailed):
-                    self._num_applying -= 1
-                    self._disk_failed(event.error)
+                self._num_applying -= isinstance(event, events.CommitFailed)
                 self._handle(event, now_s)
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S

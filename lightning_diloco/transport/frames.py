@@ -23,6 +23,7 @@ from lightning_diloco.transport.base import Bulk, Json
 
 BATCH_BYTES = 2 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
+MAX_JSON_BYTES = 8 << 20
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 ENVELOPE_KEY = b"diloco"
 _SURROGATE = b"\\ud"
@@ -44,8 +45,10 @@ def loads(raw: bytes) -> Json:
     """A JSON object.
 
     Raises:
-        CorruptMessageError: it is not one.
+        CorruptMessageError: it is not one, or larger than MAX_JSON_BYTES: parsed, it takes many times its size.
     """
+    if len(raw) > MAX_JSON_BYTES:
+        raise CorruptMessageError(f"{len(raw)} bytes of JSON; at most {MAX_JSON_BYTES} are read; {_AGAIN}")
     try:
         value = json.loads(raw, parse_constant=_finite, parse_float=_finite)
         if _SURROGATE in raw.lower():

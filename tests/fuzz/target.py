@@ -96,6 +96,7 @@ class Honest(Peer):
         super().__init__(connection, learner)
         self.tokens = self.step = self.generation = 0
         self.versions = [0] * NUM_FRAGMENTS
+        self.scale = 1.0
         self.said: list[messages.FromLearner | Bulk] = []
         self._seqs = itertools.count(1)
 
@@ -154,7 +155,7 @@ class Honest(Peer):
                 self.say(again)
 
     def payload(self, p: int) -> Tensor:
-        x = torch.linspace(-1e-3, 1e-3, self.plan.layout(p, self.config.block_size).padded_numel)
+        x = self.scale * torch.linspace(-1e-3, 1e-3, self.plan.layout(p, self.config.block_size).padded_numel)
         return encode(x, wire=self.config.wire, block_size=self.config.block_size, name="x")
 
     def payload_nbytes(self, p: int) -> int:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.runtime import outbox
 from tests.fuzz.strategies import (
     Flawed,
     control_messages,
@@ -105,3 +106,33 @@ def test_generated_messages_are_never_applied_and_disturb_nobody(target: Target,
     target.check()
     target.honest.leave()
     assert psutil.Process().memory_info().rss - before_bytes < MAX_GROWTH_BYTES
+
+
+@pytest.mark.slow
+def test_made_up_sessions_take_bounded_memory(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_SESSIONS", 50)
+    for number in range(3000):
+        session = f"made up {number}"
+        target.wire.poll(session, 0)
+        target.wire.send(session, [{"kind": "AskFate", "fragment": 0, "seq": 1}])
+        with contextlib.suppress(DiLoCoError):
+            target.wire.get({"session": session, "fragment": 0, "have": None, "generation": None})
+    target.check()
+    service = target.service
+    sizes = (len(service._outbox._queues), len(service._polled_s), len(service._transferred_s))
+    assert all(size <= 50 for size in sizes), sizes
+    assert len(service._desk._payloads) <= 2
+
+
+@pytest.mark.slow
+def test_an_absurd_norm_is_clipped_to_what_is_usual(target: Target) -> None:
+    """Finite, well-formed and 10^30 times too long: merged as what it claims to be, it would be the end of the run."""
+    for _ in range(10):
+        target.honest.train()
+    before = target.service._store.anchor(0).published.clone()
+    target.honest.scale = 1e30
+    target.honest.train()
+    target.honest.scale = 1.0
+    moved = (target.service._store.anchor(0).published - before).abs().max()
+    assert 0 < moved < 1.0
+    target.check()

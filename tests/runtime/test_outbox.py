@@ -76,3 +76,28 @@ def test_what_nobody_takes_is_bounded_and_its_loss_is_told(monkeypatch: pytest.M
     reset = box.poll("s", cursor, 0.0)
     assert reset.messages == (RESET,)
     assert [message["n"] for message in box.poll("s", reset.cursor, 0.0).messages] == [2, 3, 4]
+
+
+def test_made_up_sessions_take_bounded_memory_and_the_forgotten_one_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_SESSIONS", 10)
+    box = Outbox()
+    cursor = joined(box)
+    box.put("s", {"n": 1})
+    for number in range(30):
+        box.put(f"made up {number}", {"n": number})
+        box.poll(f"polled {number}", 0, 0.0)
+    assert len(box._queues) == 10
+    box.put("s", {"n": 2})
+    box.put("s", {"n": 3})
+    assert box.poll("s", cursor, 0.0).messages == (RESET,)
+
+
+def test_a_session_that_polls_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_SESSIONS", 10)
+    box = Outbox()
+    cursor = joined(box)
+    for number in range(30):
+        box.put(f"made up {number}", {"n": number})
+        assert box.poll("s", cursor, 0.0).messages == ()
+    box.put("s", {"n": 1})
+    assert box.poll("s", cursor, 0.0).messages == ({"n": 1},)

@@ -10,7 +10,7 @@ import pytest
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.transport import frames
 from lightning_diloco.transport.base import Bulk
-from lightning_diloco.transport.frames import BATCH_BYTES, Envelope, from_batches, to_batches
+from lightning_diloco.transport.frames import BATCH_BYTES, Envelope, from_batches, loads, to_batches
 
 PAYLOAD = bytes(range(251)) * 20_000
 
@@ -92,3 +92,20 @@ def test_json_beyond_the_standard_is_refused():
 
 def test_a_checksum_is_of_the_payload_alone(envelope):
     assert replace(envelope, header={}).crc32 == Envelope.of(Bulk({"b": 2}, memoryview(PAYLOAD))).crc32
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b'{"a":NaN}', b'{"a":-Infinity}', b'{"a":1e999}', b'{"a":"\\ud800"}', b"[" * 100_000, b'{"a":' * 100_000],
+    ids=lambda raw: raw[:20].decode(),
+)
+def test_json_that_could_not_be_told_to_anybody_is_refused(raw: bytes) -> None:
+    with pytest.raises(CorruptMessageError, match="nothing of it was used"):
+        loads(raw)
+
+
+def test_json_beyond_the_limit_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_JSON_BYTES", 10)
+    assert loads(b'{"a":1234}') == {"a": 1234}
+    with pytest.raises(CorruptMessageError, match="11 bytes of JSON; at most 10"):
+        loads(b'{"a":12345}')

@@ -1,0 +1,126 @@
+"""Raw Flight calls against a live server: wrong tokens, odd bytes, torn and lying streams. None is used, none hurts.
+
+Examples are fewer than for messages: each is a call over a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from pyarrow import flight
+
+from lightning_diloco.transport.flight import FlightConnection, FlightServer
+from lightning_diloco.transport.frames import SCHEMA
+from tests.fuzz.strategies import control_messages, json_objects, plain_ready
+from tests.fuzz.target import Target
+
+TOKEN = "a-token-nobody-should-see"
+CALL_S = 5.0
+LIMIT_BYTES = 1 << 16
+
+odd_json = st.sampled_from(
+    [b"", b"{", b"[]", b"null", b'{"a":NaN}', b'{"a":1e999}', b'{"session":"\\ud800"}', b"\xff\xfe", b"[" * 100_000,
+     b'{"a":' * 50_000, b"1" * 5000, b'{"session":1,"messages":[1]}', b'{"session":"x","messages":"y"}',
+     b'{"session":"x","cursor":"y","wait_s":1}', b'{"session":"x","cursor":1,"wait_s":"y"}']
+)  # fmt: skip
+bodies = odd_json | st.binary(max_size=200) | json_objects.map(lambda value: json.dumps(value).encode())
+sends = st.lists(control_messages, max_size=3).map(
+    lambda messages: json.dumps({"session": "stranger", "messages": messages}).encode()
+)
+actions = st.tuples(
+    st.sampled_from(["send", "poll", "status", "", "reset"])
+    | st.text(max_size=8, alphabet=st.characters(codec="utf-8")),
+    bodies | sends,
+)
+tickets = bodies
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[bytes, pa.Schema, list[bytes]]:
+    """An envelope and a stream of batches that do not belong to each other."""
+    payload = draw(st.binary(max_size=200))
+    declared = draw(st.sampled_from([len(payload), 0, len(payload) + 1, LIMIT_BYTES + 1, 2**62, -1, "9", None, 1.5]))
+    checksum = draw(st.sampled_from([zlib.crc32(payload) ^ 1, "x", None, -1]))
+    if declared != len(payload):
+        checksum = zlib.crc32(payload)
+    header = draw(json_objects | plain_ready.map(lambda ready: {"session": "stranger", "ready": ready}))
+    envelope = json.dumps({"header": header, "num_bytes": declared, "crc32": checksum}).encode()
+    schema = draw(st.sampled_from([SCHEMA, pa.schema([("bytes", pa.int64())]), pa.schema([("x", pa.utf8())])]))
+    pieces = [payload[:10], payload[10:]]
+    return draw(st.just(envelope) | bodies), schema, pieces
+
+
+class Intruder:
+    """A Flight client that has the token, and nothing else of ours."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._client = flight.connect(f"grpc://{address}")
+        self._options = flight.FlightCallOptions(
+            timeout=CALL_S, headers=[(b"authorization", f"Bearer {token}".encode("utf-8", "replace"))]
+        )
+
+    def act(self, name: str, body: bytes) -> None:
+        list(self._client.do_action(flight.Action(name, body), self._options))
+
+    def get(self, ticket: bytes) -> None:
+        self._client.do_get(flight.Ticket(ticket), self._options).read_all()
+
+    def put(self, envelope: bytes, schema: pa.Schema, pieces: list[bytes]) -> None:
+        descriptor = flight.FlightDescriptor.for_command(envelope)
+        writer, reader = self._client.do_put(descriptor, schema, self._options)
+        with contextlib.closing(writer):
+            for piece in pieces:
+                column = pa.array(list(piece), pa.uint8()) if schema == SCHEMA else pa.array([None], schema.types[0])
+                writer.write_batch(pa.record_batch([column], schema=schema))
+            writer.done_writing()
+            reader.read()
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Target, FlightServer]]:
+    target = Target(tmp_path)
+    server = FlightServer(
+        target.service, "127.0.0.1:0", token=TOKEN, max_payload_bytes=LIMIT_BYTES, on_error=target.reported.append
+    )
+    with server:
+        yield target, server
+    target.service.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_calls", [300, pytest.param(5_000, marks=pytest.mark.chaos)])
+def test_odd_calls_are_refused_and_disturb_nobody(served: tuple[Target, FlightServer], num_calls: int) -> None:
+    target, server = served
+    intruder, stranger = Intruder(server.address, TOKEN), Intruder(server.address, "wrong")
+    calls = st.tuples(st.just("act"), actions) | st.tuples(st.just("get"), st.tuples(tickets))
+    calls |= st.tuples(st.just("put"), streams())
+
+    @settings(max_examples=num_calls, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(calls)
+    def run(call: tuple[str, Any]) -> None:
+        how, arguments = call
+        with contextlib.suppress(flight.FlightError, pa.ArrowException):
+            getattr(intruder, how)(*arguments)
+        with pytest.raises(flight.FlightUnauthenticatedError):
+            getattr(stranger, how)(*arguments)
+        assert target.reported == []
+
+    run()
+    for client in (intruder, stranger):
+        client.close()
+    target.check()
+    connection = FlightConnection(server.join_address("run"))
+    assert connection.status()["learners"]
+    connection.close()
