@@ -1,7 +1,8 @@
 """`diloco chaos`: a recipe as N learners on this machine, under a seeded schedule of real faults.
 
-The run must end by itself: exit code 0 says that every learner finished, that the run is finished, and that its ledger
-is exact. `--compare` then runs the recipe without faults up to as many merged tokens, for the loss.
+The run must end by itself: exit code 0 says that every learner finished, that the run is finished, that its ledger is
+exact, and that all of it comes out again from the recorded contributions (`diloco replay`). `--compare` then runs the
+recipe without faults up to as many merged tokens, for the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes, run
 from lightning_diloco.cli.fault_schedule import KINDS, Kind, draw
-from lightning_diloco.errors import ConfigError
+from lightning_diloco.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +83,7 @@ def call(arguments: argparse.Namespace) -> int:
         plan = _plan(arguments, run_dir, run.learner_argv(target, passed_on), via=meddler.via)
         ended = _execute(plan, console, arguments, meddler)
     story = chaos_story.read(run_dir)
-    report = {"exit_code": ended.exit_code, "seed": arguments.seed, **chaos_report.measure(story)}
+    report = {"exit_code": ended.exit_code, "seed": arguments.seed, **chaos_report.measure(story), **_replayed(run_dir)}
     if arguments.compare and ended.exit_code == 0:
         max_steps = f"--trainer.max_steps={chaos_report.steps_to_compare(story, arguments.local)}"
         argv = run.learner_argv(target, [*arguments.passed_on, max_steps])
@@ -91,7 +92,7 @@ def call(arguments: argparse.Namespace) -> int:
     (run_dir / "chaos.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     console.print(chaos_report.view(report, run_dir))
     _draw(story, run_dir, console)
-    return ended.exit_code or int(not report["ledger_exact"])
+    return ended.exit_code or int(not report["ledger_exact"] or report["replayed"] != "merges")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,16 @@ def _execute(plan: Plan, console: Console, arguments: argparse.Namespace, meddle
     with Interruption() as interruption, Screen(console, live=console.is_terminal and not arguments.no_table) as screen:
         screen.say(f"run directory: {plan.run_dir}  (each process logs to log.txt in its folder there)")
         return execute(plan, screen, interruption, meddle=meddler)
+
+
+def _replayed(run_dir: Path) -> dict[str, str | None]:
+    """How deep the run comes out again from its disk, and why not, if so."""
+    from lightning_diloco.runtime.replay import replay
+
+    try:
+        return {"replayed": replay(run_dir).level, "replay_error": None}
+    except StorageError as error:
+        return {"replayed": None, "replay_error": str(error)}
 
 
 def _draw(story: Any, run_dir: Path, console: Console) -> None:

@@ -96,6 +96,7 @@ def view(report: Json, run_dir: Path) -> Table:
     rows = {
         "status": f"{report['status']}, exit code {report['exit_code']}",
         "ledger": "exact" if report["ledger_exact"] else "NOT EXACT",
+        "replayed": report["replay_error"] or f"{report['replayed']}, bit for bit",
         "faults": f"{report['num_faults']} ({kinds or 'none'}), skipped {report['num_faults_skipped']}",
         **{name.replace("_", " "): _percent(report[name]) for name in _SHARES},
         "longest gap": _seconds(report["longest_gap_s"], ".3f"),
