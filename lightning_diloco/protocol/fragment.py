@@ -25,6 +25,7 @@ class Outstanding:
     Args:
         is_encoded: its payload exists.
         is_uploading: the payload is on its way; no use in asking for its fate.
+        is_held: the syncer has it; only a lost message could keep its fate from us.
         merged_at: the version it became part of, once that is known.
         asked_s: when its fate was last asked.
     """
@@ -32,6 +33,7 @@ class Outstanding:
     ready: Ready
     is_encoded: bool = False
     is_uploading: bool = False
+    is_held: bool = False
     merged_at: int | None = None
     asked_s: float = float("-inf")
 

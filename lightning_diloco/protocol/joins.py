@@ -81,6 +81,8 @@ class Joins(DurableState):
             return [*todo, self._fenced(member)]
         if member.state == "left":
             return [*todo, do.Send(session, msg.LeaveNoted(self._is_last()))]
+        if hello.known and self.manifest is None:
+            return [*todo, self._unknown(session)]  # the run itself is lost
         was_forgotten = bool(hello.known) and member.state == "joining"
         if was_forgotten or self._was_rolled_back(hello.known):
             self._outlived = max(mark.generation for mark in hello.known)

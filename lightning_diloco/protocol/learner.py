@@ -26,6 +26,7 @@ from lightning_diloco.protocol.actions import LearnerAction
 from lightning_diloco.protocol.fragment import Fragment
 
 ASK_AGAIN_S = 3.0
+ASK_AGAIN_IF_HELD_S = 30.0
 MAX_REFUSALS = 3
 
 
@@ -193,7 +194,7 @@ class LearnerState:
             case msg.Rejected():
                 return [do.Fail("FencedError" if message.error == "fenced" else "JoinError", message.text)]
             case msg.SeedGrant():
-                return [do.Fail("JoinError", "the syncer forgot this run; restore its run directory, or start anew")]
+                return []  # said before this process took part
 
     def _announced(self, message: msg.Announce, now_s: float) -> list[LearnerAction]:
         p, f = message.fragment, self.fragments[message.fragment]
@@ -202,7 +203,7 @@ class LearnerState:
         is_repeated = message.round == f.last_round
         f.is_due, f.last_round = f.is_due and is_repeated, message.round
         if f.outstanding and f.outstanding.merged_at is None:
-            return [do.Say(f.outstanding.ready), *self._ask_fate(p, now_s)]
+            return [do.Say(f.outstanding.ready), *self._ask_fate(p, now_s, at_once=True)]
         if is_repeated or self.phase == "evaluating":
             return [do.Say(msg.Decline(p, message.round))]
         f.announced = message.round
@@ -220,7 +221,7 @@ class LearnerState:
         if msg.Contributor(self.learner, self.incarnation, mine.ready.seq) in message.contributors:
             mine.merged_at = message.version
             return todo
-        return todo + self._ask_fate(p, now_s)
+        return todo + self._ask_fate(p, now_s, at_once=True)
 
     def _fate(self, message: msg.FateIs) -> list[LearnerAction]:
         p, f = message.fragment, self.fragments[message.fragment]
@@ -229,6 +230,7 @@ class LearnerState:
             return []
         match message.fate:
             case "held":
+                mine.is_held = True
                 return []
             case "unknown":
                 return self._upload(f)
@@ -288,7 +290,7 @@ class LearnerState:
         mine = f.outstanding
         if mine is None or not mine.is_encoded or mine.is_uploading:
             return []
-        mine.is_uploading = True
+        mine.is_uploading, mine.is_held = True, False
         return [do.Upload(mine.ready)]
 
     def _upload_ended(self, event: on.Uploaded | on.UploadFailed, now_s: float) -> list[LearnerAction]:
@@ -345,7 +347,7 @@ class LearnerState:
         mine = self.fragments[p].outstanding
         if mine is None or not mine.is_encoded or mine.is_uploading or mine.merged_at is not None:
             return []
-        if not at_once and now_s - mine.asked_s < ASK_AGAIN_S:
+        if not at_once and now_s - mine.asked_s < (ASK_AGAIN_IF_HELD_S if mine.is_held else ASK_AGAIN_S):
             return []
         mine.asked_s = now_s
         return [do.Say(msg.AskFate(p, mine.ready.seq))]

@@ -143,6 +143,12 @@ def test_a_lost_answer_is_asked_for_again(learner: Learner) -> None:
         num_questions += learner.says.count(msg.AskFate(0, 1))
     assert num_questions == 3  # at once, and every three seconds
 
+    learner.hear(msg.FateIs(0, 1, "held"))
+    learner.handle(on.Tick(), after_s=5.0)
+    assert learner.says.count(msg.AskFate(0, 1)) == 0
+    learner.handle(on.Tick(), after_s=25.0)
+    assert learner.says.count(msg.AskFate(0, 1)) == 1
+
 
 def test_superseded_with_carry_the_range_is_fresh_again(learner: Learner) -> None:
     learner.snapshot()
@@ -326,6 +332,10 @@ def test_messages_of_an_older_generation_are_passed_over(learner: Learner) -> No
 
 def test_being_fenced_stops_the_learner(learner: Learner) -> None:
     assert learner.hear(msg.Rejected("fenced", "replaced")) == [do.Fail("FencedError", "replaced")]
+
+
+def test_a_seed_grant_that_comes_late_changes_nothing(learner: Learner) -> None:
+    assert learner.hear(msg.SeedGrant(1, 1, "r", {})) == []
 
 
 def test_a_loss_that_is_not_finite_does_not_silence_the_heartbeat(learner: Learner) -> None:

@@ -212,6 +212,14 @@ def test_books_ahead_of_the_disk_start_a_new_generation_too(syncer: Syncer) -> N
     assert syncer.state.num_inexact == 0
 
 
+def test_a_process_that_trained_is_turned_away_by_a_syncer_that_lost_the_run() -> None:
+    syncer = Syncer("a")
+    syncer.log = [r for r in syncer.log if isinstance(r, records.Granted)]
+
+    (rejected,) = said(hello_again(syncer.restarted(), "a", (0, 0, "start"), (0, 0, "start")), "a")
+    assert "Restore the run directory" in rejected.text
+
+
 def test_a_learner_whose_activation_was_lost_is_taken_back() -> None:
     syncer = Syncer("a")
     syncer.log = [r for r in syncer.log if not isinstance(r, records.Activated)]
