@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,11 +72,13 @@ class Merger:
     Args:
         durable: where commits are made durable.
         recorder: keeps the bytes of contributions, too; None: they are not kept.
+        disk_failed: told when the disk does not take a commit.
     """
 
-    def __init__(self, durable: Durable, recorder: Recorder | None) -> None:
+    def __init__(self, durable: Durable, recorder: Recorder | None, disk_failed: Callable[[str], None]) -> None:
         self._durable = durable
         self._recorder = recorder
+        self._disk_failed = disk_failed
         self._gradients: dict[int, _Gradient] = {}
         self._usual: dict[int, tuple[float, int]] = {}
 
@@ -106,6 +108,7 @@ class Merger:
                 self._recorder.keep(gradient.recorded(job.record))
             self._durable.write(job.record, bytes_of(gradient.values))
         except StorageError as error:
+            self._disk_failed(str(error))
             return [events.CommitFailed(p, job.round, str(error))]
         return [Installable(events.Committed(p, job.round, anchor.digest), anchor, gradient.norms)]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -29,6 +28,7 @@ from lightning_diloco.runtime import report
 from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.bulk import BulkDesk
 from lightning_diloco.runtime.durable import Durable
+from lightning_diloco.runtime.ending import Ending
 from lightning_diloco.runtime.files import write_whole
 from lightning_diloco.runtime.manifest import manifest_file, plan_of
 from lightning_diloco.runtime.merging import Installable, MergeJob, Merger
@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 RETRY_S = 1.0
-EVALUATE_WAIT_S = 120.0
-LISTENING_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +80,8 @@ class SyncerService:
     def __init__(self, options: SyncerOptions, *, run: str, durable: Durable | None = None) -> None:
         RunConfig.from_dict(options.run_options)
         self._options = options
-        self._started_s = self._contact_s = time.monotonic()
-        self._starter = os.getppid()
+        self._started_s = time.monotonic()
+        self._ending = Ending(expect=options.expect, embedded=options.embedded)
         self._durable = durable or Durable(options.run_dir)
         self._recorder = None
         if options.record_contributions:
@@ -100,14 +98,12 @@ class SyncerService:
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
         self._disk_error: str | None = None
-        self._polled_s: dict[str, float] = {}
         self._transferred_s: dict[str, float] = {}
         self._num_applying = 0
         self._held_back: list[actions.Apply] = []
         self._looking = threading.Lock()
         self._ended = threading.Event()
         self._is_stopping = False
-        self._quiet_since_s: float | None = None
         self.error: BaseException | None = None
         if self.state.manifest is not None:
             self._write_manifest(self.state.manifest)
@@ -181,9 +177,9 @@ class SyncerService:
 
     def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         """Hand out waiting messages."""
-        self._contact_s = time.monotonic()
+        self._ending.contacted()
         if self.state.roster.get(session) is not None:  # not one that somebody made up
-            self._polled_s[session] = self._contact_s
+            self._ending.polled(session)
         polled = self._outbox.poll(session, cursor, wait_s)
         if not polled.messages and self._is_stopping:
             raise _stopping()
@@ -221,7 +217,7 @@ class SyncerService:
     def _check_open(self) -> None:
         if self._is_stopping:
             raise _stopping()
-        self._contact_s = time.monotonic()
+        self._ending.contacted()
 
     # ----------------------------------------------------------------------------------------------------- loop thread
 
@@ -247,7 +243,8 @@ class SyncerService:
                 self._handle(events.Tick(), now_s)
                 self._note_progress(now_s)
                 self._store_seed()
-                self._end_if_over(now_s)
+                if self._ending.has_come(self.state, now_s):
+                    self._ended.set()
 
     def _note_progress(self, now_s: float) -> None:
         if self.state.manifest is not None and now_s >= self._next_progress_s:
@@ -338,7 +335,7 @@ class SyncerService:
         self._disk_works()
         self._handle(made.event, now_s)
 
-    # ------------------------------------------------------------------------------------------------ start and end
+    # --------------------------------------------------------------------------------------------------------- start
 
     def _store_seed(self) -> None:
         """Once all parts of the seed are here, make them the anchors at version 0."""
@@ -375,28 +372,6 @@ class SyncerService:
             write_whole(self._options.run_dir / "manifest.json", _json(manifest_file(manifest)))
         except StorageError as error:  # a copy for people: the log has what counts
             log.warning("%s", error)
-
-    def _end_if_over(self, now_s: float) -> None:
-        """An expected or embedded fleet that has gone, and whose last member has spoken, ends the run."""
-        if not self._is_over(now_s):
-            self._quiet_since_s = None
-            return
-        if self._quiet_since_s is None:
-            self._quiet_since_s = now_s
-        last = max(self.state.roster.in_state("left"), key=lambda m: m.ended_s or 0.0, default=None)
-        is_listening = last is not None and now_s - self._polled_s.get(last.session, 0.0) < LISTENING_S
-        if self.state.has_verdict or not is_listening or now_s - self._quiet_since_s > EVALUATE_WAIT_S:
-            self._ended.set()
-
-    def _is_over(self, now_s: float) -> bool:
-        state = self.state
-        if self._options.embedded:
-            is_deserted = os.getppid() != self._starter and now_s - self._contact_s > state.config.lease_s
-            return state.is_finished or (is_deserted and not state.roster.in_state("active", "left"))
-        if self._options.expect is None:
-            return False
-        num_finished = len({m.learner for m in state.roster.in_state("left") if m.ending == "finished"})
-        return state.is_finished and num_finished >= self._options.expect
 
     # ---------------------------------------------------------------------------------------------------- merge thread
 

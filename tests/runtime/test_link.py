@@ -269,7 +269,7 @@ def test_close_without_finish_leaves_at_once_and_twice_is_once(tmp_path: Path) -
     assert diloco_threads() == set()
 
 
-def test_status_shows_a_successor_beside_the_one_it_will_replace(tmp_path: Path) -> None:
+def test_learners_that_wait_for_the_start_are_shown_as_joining(tmp_path: Path) -> None:
     with Fleet(tmp_path, expect=3) as fleet:
         waiting = [fleet.learner(name).go() for name in ("a", "b")]
         until(lambda: len(fleet.service.state.roster.in_state("confirmed")) == 2, "two of three")

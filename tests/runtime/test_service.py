@@ -134,7 +134,8 @@ class Arithmetic:
 
     def __init__(self, run_dir: Path) -> None:
         self.durable = Durable(run_dir)
-        self.merger = Merger(self.durable, None)
+        self.disk_errors: list[str] = []
+        self.merger = Merger(self.durable, None, self.disk_errors.append)
         self.store = AnchorStore(PLAN, CONFIG)
         self.store.seed(0, torch.zeros(128))
 
@@ -164,7 +165,7 @@ def test_gradient_that_overflows_the_momentum_is_not_committed(tmp_path: Path) -
     refused, failed = at.merger.commit(at.store, at.apply())
     assert isinstance(refused, events.PayloadReceived)
     assert isinstance(failed, events.CommitFailed)
-    assert at.durable.log.last_lsn == 0
+    assert (at.durable.log.last_lsn, at.disk_errors) == (0, [])
     at.durable.close()
 
 

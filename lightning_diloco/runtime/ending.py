@@ -1,0 +1,64 @@
+"""When a run is over by itself: its fleet has gone, and the last one to leave has spoken.
+
+1. A syncer that expects N learners ends when as many have finished and nobody is left.
+2. An embedded one ends when nobody is left; or when its starter died before anybody took part.
+3. The last leaver evaluates the final anchor. It is waited for as long as it listens, up to EVALUATE_WAIT_S.
+4. Any other syncer serves until it is told to stop.
+
+Source: protocol page, section 8.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from lightning_diloco.protocol import SyncerState
+
+EVALUATE_WAIT_S = 120.0
+LISTENING_S = 3.0
+
+
+class Ending:
+    """Watches for the end.
+
+    Args:
+        expect: learners that have to finish.
+        embedded: started by a learner.
+    """
+
+    def __init__(self, *, expect: int | None, embedded: bool) -> None:
+        self._expect = expect
+        self._embedded = embedded
+        self._starter = os.getppid()
+        self._contact_s = time.monotonic()
+        self._polled_s: dict[str, float] = {}
+        self._quiet_since_s: float | None = None
+
+    def contacted(self) -> None:
+        """Somebody called."""
+        self._contact_s = time.monotonic()
+
+    def polled(self, session: str) -> None:
+        """This session listens."""
+        self._polled_s[session] = self._contact_s = time.monotonic()
+
+    def has_come(self, state: SyncerState, now_s: float) -> bool:
+        """Whether the run is over; to be asked from time to time."""
+        if not self._is_deserted(state, now_s):
+            self._quiet_since_s = None
+            return False
+        if self._quiet_since_s is None:
+            self._quiet_since_s = now_s
+        last = max(state.roster.in_state("left"), key=lambda m: m.ended_s or 0.0, default=None)
+        is_listening = last is not None and now_s - self._polled_s.get(last.session, 0.0) < LISTENING_S
+        return state.has_verdict or not is_listening or now_s - self._quiet_since_s > EVALUATE_WAIT_S
+
+    def _is_deserted(self, state: SyncerState, now_s: float) -> bool:
+        if self._embedded:
+            is_orphan = os.getppid() != self._starter and now_s - self._contact_s > state.config.lease_s
+            return state.is_finished or (is_orphan and not state.roster.in_state("active", "left"))
+        if self._expect is None:
+            return False
+        num_finished = len({m.learner for m in state.roster.in_state("left") if m.ending == "finished"})
+        return state.is_finished and num_finished >= self._expect

@@ -1,0 +1,84 @@
+"""A run ends when it should, and not before."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lightning_diloco.protocol import SyncerState
+from lightning_diloco.protocol.roster import Member
+from lightning_diloco.runtime import ending
+from lightning_diloco.runtime.ending import EVALUATE_WAIT_S, LISTENING_S, Ending
+
+LEASE_S = SyncerState(run="r").config.lease_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(ending.time, "monotonic", lambda: now[0])
+    return now
+
+
+def left(name: str, *, reason: str = "finished") -> Member:
+    return Member(name, name, 1, 0, state="left", ending=reason, ended_s=1000.0)
+
+
+def run_of(*members: Member) -> SyncerState:
+    state = SyncerState(run="r")
+    state.roster.members = {member.session: member for member in members}
+    state._now_s = 1000.0
+    return state
+
+
+def test_expected_fleet_ends_the_run_when_all_have_finished(clock: list[float]) -> None:
+    watch = Ending(expect=2, embedded=False)
+    assert not watch.has_come(run_of(left("a")), clock[0])
+    assert not watch.has_come(run_of(left("a"), left("b", reason="failed")), clock[0])
+    assert not watch.has_come(run_of(left("a"), left("b"), Member("c", "c", 1, 2, state="active")), clock[0])
+    assert watch.has_come(run_of(left("a"), left("b")), clock[0])
+
+
+def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: list[float]) -> None:
+    watch, state = Ending(expect=1, embedded=False), run_of(left("a"))
+    watch.polled("a")
+    assert not watch.has_come(state, clock[0])
+    state.has_verdict = True
+    assert watch.has_come(state, clock[0])
+    state.has_verdict = False
+    assert watch.has_come(state, clock[0] + LISTENING_S)
+
+
+def test_last_leaver_that_never_speaks_is_not_waited_for_forever(clock: list[float]) -> None:
+    watch, state = Ending(expect=1, embedded=False), run_of(left("a"))
+    watch.polled("a")
+    assert not watch.has_come(state, clock[0])
+    clock[0] += EVALUATE_WAIT_S + 1
+    watch.polled("a")
+    assert watch.has_come(state, clock[0])
+
+
+def test_embedded_syncer_outlives_its_starter_while_others_take_part(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Ending(expect=None, embedded=True)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    clock[0] += 10 * LEASE_S
+    assert not watch.has_come(run_of(left("a"), Member("b", "b", 1, 1, state="active")), clock[0])
+    assert watch.has_come(run_of(left("a"), left("b")), clock[0])
+
+
+def test_embedded_syncer_whose_starter_died_before_it_joined_ends_after_a_lease(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Ending(expect=None, embedded=True)
+    assert not watch.has_come(run_of(), clock[0] + 10 * LEASE_S), "it may take its time"
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not watch.has_come(run_of(), clock[0] + 0.5 * LEASE_S)
+    assert watch.has_come(run_of(), clock[0] + 1.5 * LEASE_S)
+    watch.contacted()
+
+
+def test_syncer_that_expects_nobody_serves_on(clock: list[float]) -> None:
+    assert not Ending(expect=None, embedded=False).has_come(run_of(left("a")), clock[0] + 1e6)

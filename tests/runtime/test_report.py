@@ -1,0 +1,50 @@
+"""What people see of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_diloco.protocol import SyncerState
+from lightning_diloco.protocol.ledger import Ledger
+from lightning_diloco.protocol.roster import Member
+from lightning_diloco.runtime import report
+
+FIGURES = {"now_s": 10.0, "bytes_up": 3, "bytes_down": 5}
+
+
+def run_of(*members: Member) -> SyncerState:
+    state = SyncerState(run="r")
+    state.ledger = Ledger(1)
+    state.roster.members = {member.session: member for member in members}
+    return state
+
+
+def rows(state: SyncerState) -> list[tuple[str, int, str]]:
+    status = report.status(state, disk_error=None, uptime_s=10.0, **FIGURES)
+    return [(row["id"], row["incarnation"], row["phase"]) for row in status["learners"]]
+
+
+def test_successor_that_is_joining_has_a_line_beside_the_one_it_will_replace() -> None:
+    old, new = Member("a", "l0", 1, 0, state="active", is_lapsed=True), Member("b", "l0", 2, 0, state="joining")
+    state = run_of(new, old, Member("c", "l1", 1, 1, state="active"))
+    assert rows(state) == [("l0", 1, "lapsed"), ("l0", 2, "joining"), ("l1", 1, "stepping")]
+    old.state, new.state = "fenced", "active"
+    assert rows(state) == [("l0", 2, "stepping"), ("l1", 1, "stepping")]
+
+
+def test_disk_that_takes_nothing_is_the_first_thing_said() -> None:
+    status = report.status(run_of(), disk_error="no space left", uptime_s=1.0, **FIGURES)
+    assert (status["state"], status["reason"]) == ("suspended", "no space left")
+
+
+def test_goodput_counts_downtime_and_every_incarnation_once() -> None:
+    first = Member("a", "l0", 1, 0, state="fenced", active_s=0.0, ended_s=2.0, tokens_per_s=5.0)
+    second = Member("b", "l0", 2, 0, state="left", active_s=6.0, ended_s=8.0, tokens_per_s=10.0)
+    state = run_of(first, second)
+    state.ledger.account("l0", 1).merge(0, 1, 0, 8)
+    state.ledger.account("l0", 2).merge(0, 2, 0, 16)
+    assert report.goodput(state, 10.0) == pytest.approx(24 / (8.0 * 10.0))
+
+
+def test_goodput_is_unknown_before_anything_was_measured() -> None:
+    assert report.goodput(run_of(Member("a", "l0", 1, 0, state="active", active_s=0.0)), 10.0) is None
