@@ -32,8 +32,8 @@ class RunConfig:
     Args:
         sync_every: H, inner steps between two exchanges of the same fragment, >= 1. Paper: 24.
         num_fragments: P, 1..sync_every. None: min(24, sync_every), or fewer where the model has fewer slices.
-        overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Paper: 2, here at most num_fragments
-            where `with_defaults` chooses.
+        overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Paper: 2. `with_defaults`
+            takes less where there are fewer fragments.
         quorum: K, contributions a round needs; lowered to the number of learners stepping. Paper: 1.
         grace: how long a met quorum waits for more, in seconds, or "adaptive" (Eq. 3 of the paper).
         merge: "rda" (radial-directional averaging, App. D.2) or "mean". Embeddings always use the mean.

@@ -1,4 +1,4 @@
-"""One fingerprint of tensors for everybody: the syncer's published values and every device's anchors are compared by it.
+"""One fingerprint of tensors for all: the syncer's published values and every device's anchors are compared by it.
 
 Shapes: _P flat padded fragment.
 """
