@@ -34,11 +34,13 @@ def make_manifest(model: ModelDescription, options: Mapping[str, Any]) -> tuple[
     Raises:
         ConfigError: options are unknown or contradict each other.
     """
-    asked = RunConfig.from_dict(options)
+    asked = config = RunConfig.from_dict(options)
     plan = _plan(model.shapes, model.mean_names, asked)
-    config = dataclasses.replace(
-        asked, num_fragments=plan.num_fragments, overlap=min(asked.overlap, plan.num_fragments)
-    )
+    # Fewer fragments may mean larger slices, hence fewer still: the plan must be the one that its own number leads to.
+    while config.num_fragments != plan.num_fragments:
+        overlap = min(asked.overlap, plan.num_fragments)
+        config = dataclasses.replace(asked, num_fragments=plan.num_fragments, overlap=overlap)
+        plan = _plan(model.shapes, model.mean_names, config)
     reduced = {"num_fragments": asked.fragments_wanted, "overlap": asked.overlap}
     manifest: Json = {
         "config": config.to_dict(),

@@ -63,3 +63,12 @@ def test_file_for_people_says_what_computed_it() -> None:
     written = manifest_file(make_manifest(MODEL, {})[0])
     assert written["num_parameters"] == 32 * 4 + 16 * 4
     assert {"python", "torch", "lightning_diloco", "cpu_capability", "protocol"} <= written["versions"].keys()
+
+
+def test_plan_of_a_manifest_is_the_seeders_however_few_slices_there_are() -> None:
+    model = ModelDescription({"weight": (2, 32), "bias": (2,)}, frozenset(), {}, None)
+    manifest, plan = make_manifest(model, {"num_fragments": 24})
+    again, config = plan_of(manifest)
+    assert again.digest == plan.digest == manifest["plan_digest"]
+    assert again.num_fragments == config.num_fragments == manifest["num_fragments"] == 3
+    assert manifest["asked"] == {"num_fragments": 24}
