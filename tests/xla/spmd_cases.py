@@ -20,6 +20,7 @@ from lightning_diloco.devices.xla_sharded import ShardedXlaFragments
 from lightning_diloco.errors import ConfigError, CorruptMessageError
 from lightning_diloco.strategy.xla import SpmdXLADiLoCo
 from tests.devices.test_device_fragments import SHAPES, Rig
+from tests.xla.stress import train_through_adversity
 from tests.xla.test_xla_trainer import Line, loader, trainer_for
 
 pytestmark = [pytest.mark.xla, pytest.mark.filterwarnings("ignore")]
@@ -182,3 +183,7 @@ def test_rule_that_does_not_divide_is_refused(tmp_path, monkeypatch):
     trainer = trainer_for(tmp_path, 1, devices=NUM_DEVICES, fast_dev_run=1)
     with pytest.raises(ConfigError, match=r"layers\.2\.bias of shape \(4,\) is to be laid out along dimension 1"):
         trainer.fit(Line(), loader())
+
+
+def test_300_exchanges_over_a_bad_link_leave_the_published_anchors(tmp_path):
+    train_through_adversity(tmp_path, devices=NUM_DEVICES)

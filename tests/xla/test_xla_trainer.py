@@ -154,3 +154,10 @@ def test_checkpoint_moves_between_xla_and_cpu(model, tmp_path):
 def test_precision_that_xla_does_not_have_is_refused(tmp_path, precision):
     with pytest.raises(ConfigError, match=r"on XLA: must be '32-true', 'bf16-true' or '16-true'"):
         trainer_for(tmp_path, 1, precision=precision)
+
+
+@pytest.mark.slow
+def test_300_exchanges_over_a_bad_link_leave_the_published_anchors(tmp_path):
+    from tests.xla.stress import train_through_adversity
+
+    train_through_adversity(tmp_path, devices=1)
