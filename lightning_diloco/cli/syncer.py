@@ -55,7 +55,7 @@ def call(arguments: argparse.Namespace) -> int:
             run_dir=arguments.run_dir,
             listen=arguments.listen or _address_before(arguments.run_dir),
             expect=arguments.expect,
-            embedded=arguments.embedded_by is not None,
+            embedded_by=arguments.embedded_by,
             run_options={name: given[name] for name in _RUN_OPTIONS if name in given},
             reseed=arguments.reseed,
             record_contributions=arguments.record == "contributions",

@@ -11,10 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_diloco.errors import CorruptLogError, StorageError
+from torch import Tensor
+
+from lightning_diloco.errors import CorruptLogError, PlanMismatchError, StorageError
 from lightning_diloco.protocol import SyncerState, codec, records
 from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.files import Buffer, Faults, no_faults
@@ -148,6 +151,36 @@ class Durable:
             self.log.close()
         finally:
             self.tape.close()
+
+
+def seeded_store(manifest: Json, values: Sequence[Tensor]) -> AnchorStore:
+    """Anchors at version 0.
+
+    Args:
+        manifest: as the seeder sent it.
+        values: of every fragment, float32 (P,).
+
+    Raises:
+        PlanMismatchError: no plan, or another one, follows from the manifest; or the values do not fit it.
+        NonFiniteError: NaN or Inf among the values.
+    """
+    try:
+        plan, config = plan_of(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PlanMismatchError(
+            f"no plan follows from the manifest ({type(error).__name__}: {error}); it must have config, shapes and "
+            "mean_names; do both sides run the same version?"
+        ) from error
+    if (plan.digest, plan.num_fragments) != (manifest["plan_digest"], len(values)):
+        raise PlanMismatchError(
+            f"the manifest has the plan digest {manifest['plan_digest']!s:.12} for {len(values)} fragments, what "
+            f"follows from it {plan.digest:.12} for {plan.num_fragments}; they must be equal; do both sides run the "
+            "same version?"
+        )
+    store = AnchorStore(plan, config)
+    for p, values_P in enumerate(values):
+        store.seed(p, values_P)
+    return store
 
 
 def _new_store(manifest: Json) -> AnchorStore:

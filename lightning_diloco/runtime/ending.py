@@ -24,13 +24,12 @@ class Ending:
 
     Args:
         expect: learners that have to finish.
-        embedded: started by a learner.
+        embedded_by: process id of the learner that started this process; None: nobody did.
     """
 
-    def __init__(self, *, expect: int | None, embedded: bool) -> None:
+    def __init__(self, *, expect: int | None, embedded_by: int | None) -> None:
         self._expect = expect
-        self._embedded = embedded
-        self._starter = os.getppid()
+        self._embedded_by = embedded_by
         self._contact_s = time.monotonic()
         self._polled_s: dict[str, float] = {}
         self._quiet_since_s: float | None = None
@@ -55,8 +54,8 @@ class Ending:
         return state.has_verdict or not is_listening or now_s - self._quiet_since_s > EVALUATE_WAIT_S
 
     def _is_deserted(self, state: SyncerState, now_s: float) -> bool:
-        if self._embedded:
-            is_orphan = os.getppid() != self._starter and now_s - self._contact_s > state.config.lease_s
+        if self._embedded_by is not None:
+            is_orphan = os.getppid() != self._embedded_by and now_s - self._contact_s > state.config.lease_s
             return state.is_finished or (is_orphan and not state.roster.in_state("active", "left"))
         if self._expect is None:
             return False

@@ -25,12 +25,11 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import NonFiniteError, PlanMismatchError, StorageError, TransportError
 from lightning_diloco.protocol import SyncerState, actions, codec, events, messages, records
 from lightning_diloco.runtime import report
-from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.bulk import BulkDesk
-from lightning_diloco.runtime.durable import Durable
+from lightning_diloco.runtime.durable import Durable, seeded_store
 from lightning_diloco.runtime.ending import Ending
 from lightning_diloco.runtime.files import write_whole
-from lightning_diloco.runtime.manifest import manifest_file, plan_of
+from lightning_diloco.runtime.manifest import manifest_file
 from lightning_diloco.runtime.merging import Installable, MergeJob, Merger
 from lightning_diloco.runtime.outbox import Outbox
 from lightning_diloco.runtime.progress import EVENT as PROGRESS
@@ -53,7 +52,7 @@ class SyncerOptions:
         run_dir: RUN_DIR.
         listen: host:port; port 0 for any.
         expect: learners to hold the first step for; the run ends when as many have finished.
-        embedded: started by a learner; ends when the last learner is gone.
+        embedded_by: process id of the learner that started it; it ends when the last learner is gone.
         run_options: explicit `RunConfig` options.
         reseed: open an empty run directory although learners may know the run.
         record_contributions: also keep the received bytes.
@@ -62,7 +61,7 @@ class SyncerOptions:
     run_dir: Path
     listen: str = "127.0.0.1:0"
     expect: int | None = None
-    embedded: bool = False
+    embedded_by: int | None = None
     run_options: dict[str, Any] = field(default_factory=dict)
     reseed: bool = False
     record_contributions: bool = False
@@ -81,7 +80,7 @@ class SyncerService:
         RunConfig.from_dict(options.run_options)
         self._options = options
         self._started_s = time.monotonic()
-        self._ending = Ending(expect=options.expect, embedded=options.embedded)
+        self._ending = Ending(expect=options.expect, embedded_by=options.embedded_by)
         self._durable = durable or Durable(options.run_dir)
         self._recorder = None
         if options.record_contributions:
@@ -347,9 +346,7 @@ class SyncerService:
         self._seed, error = None, None
         digests: tuple[str, ...] = ()
         try:
-            store = AnchorStore(*plan_of(action.manifest))
-            for p, values_P in enumerate(values):
-                store.seed(p, values_P)
+            store = seeded_store(action.manifest, values)
             if self._recorder is not None:
                 self._recorder.keep_seed(store)
             self._durable.store_seed(codec.dump(self.state.saved()), action.manifest, store)

@@ -198,7 +198,7 @@ def test_syncer_passes_on_what_was_given_and_nothing_else(tmp_path: Path, monkey
         "run_dir": tmp_path,
         "listen": "127.0.0.1:0",
         "expect": 2,
-        "embedded": False,
+        "embedded_by": None,
         "run_options": {"data_parts": 2, "grace": "adaptive", "outer_lr": 0.5},
         "reseed": False,
         "record_contributions": True,
@@ -218,7 +218,7 @@ def test_a_syncer_started_again_listens_where_it_did(tmp_path: Path, monkeypatch
     (tmp_path / "join").write_text(JOIN)
     main(["syncer", "--run-dir", str(tmp_path), "--embedded-by", "1"])
     assert served.options["listen"] == "127.0.0.1:7654"
-    assert served.options["embedded"] is True
+    assert served.options["embedded_by"] == 1
     main(["syncer", "--run-dir", str(tmp_path), "--listen", "127.0.0.1:0"])
     assert served.options["listen"] == "127.0.0.1:0"
 

@@ -203,3 +203,12 @@ def test_embedded_syncer_is_not_left_behind_by_a_learner_that_cannot_join(proces
     assert processes.end(learner) == 3
     assert "num_fragments=99: must be at most sync_every=12" in processes.logs()
     assert embedded_syncers(learner) == []
+
+
+@pytest.mark.chaos
+def test_embedded_syncer_of_a_learner_killed_before_it_joined_ends_after_a_lease(processes: Processes) -> None:
+    learner = processes.alone()
+    (syncer,) = until(lambda: embedded_syncers(learner), "an embedded syncer", processes)
+    learner.kill()  # the syncer still imports what it needs
+    processes.end(learner)
+    until(lambda: not syncer.is_running(), "its end", processes)

@@ -197,6 +197,7 @@ class Fleet:
         """Another process on the same run directory, at the same address."""
         self.stop()
         self.service = self.transport.handler = self._served()
+        self.summary = None
 
     @property
     def versions(self) -> list[int]:

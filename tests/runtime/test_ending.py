@@ -33,7 +33,7 @@ def run_of(*members: Member) -> SyncerState:
 
 
 def test_expected_fleet_ends_the_run_when_all_have_finished(clock: list[float]) -> None:
-    watch = Ending(expect=2, embedded=False)
+    watch = Ending(expect=2, embedded_by=None)
     assert not watch.has_come(run_of(left("a")), clock[0])
     assert not watch.has_come(run_of(left("a"), left("b", reason="failed")), clock[0])
     assert not watch.has_come(run_of(left("a"), left("b"), Member("c", "c", 1, 2, state="active")), clock[0])
@@ -41,7 +41,7 @@ def test_expected_fleet_ends_the_run_when_all_have_finished(clock: list[float]) 
 
 
 def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: list[float]) -> None:
-    watch, state = Ending(expect=1, embedded=False), run_of(left("a"))
+    watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
     watch.polled("a")
     assert not watch.has_come(state, clock[0])
     state.has_verdict = True
@@ -51,7 +51,7 @@ def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: li
 
 
 def test_last_leaver_that_never_speaks_is_not_waited_for_forever(clock: list[float]) -> None:
-    watch, state = Ending(expect=1, embedded=False), run_of(left("a"))
+    watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
     watch.polled("a")
     assert not watch.has_come(state, clock[0])
     clock[0] += EVALUATE_WAIT_S + 1
@@ -62,7 +62,7 @@ def test_last_leaver_that_never_speaks_is_not_waited_for_forever(clock: list[flo
 def test_embedded_syncer_outlives_its_starter_while_others_take_part(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = Ending(expect=None, embedded=True)
+    watch = Ending(expect=None, embedded_by=os.getppid())
     monkeypatch.setattr(os, "getppid", lambda: 1)
     clock[0] += 10 * LEASE_S
     assert not watch.has_come(run_of(left("a"), Member("b", "b", 1, 1, state="active")), clock[0])
@@ -72,7 +72,7 @@ def test_embedded_syncer_outlives_its_starter_while_others_take_part(
 def test_embedded_syncer_whose_starter_died_before_it_joined_ends_after_a_lease(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = Ending(expect=None, embedded=True)
+    watch = Ending(expect=None, embedded_by=os.getppid())
     assert not watch.has_come(run_of(), clock[0] + 10 * LEASE_S), "it may take its time"
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert not watch.has_come(run_of(), clock[0] + 0.5 * LEASE_S)
@@ -81,4 +81,4 @@ def test_embedded_syncer_whose_starter_died_before_it_joined_ends_after_a_lease(
 
 
 def test_syncer_that_expects_nobody_serves_on(clock: list[float]) -> None:
-    assert not Ending(expect=None, embedded=False).has_come(run_of(left("a")), clock[0] + 1e6)
+    assert not Ending(expect=None, embedded_by=None).has_come(run_of(left("a")), clock[0] + 1e6)

@@ -12,11 +12,12 @@ import torch
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
-from lightning_diloco.errors import ConfigError
+from lightning_diloco.errors import ConfigError, PlanMismatchError
 from lightning_diloco.protocol import actions, events, messages, rounds
-from lightning_diloco.runtime import durable, service
+from lightning_diloco.runtime import durable, joining, service
 from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.durable import Durable
+from lightning_diloco.runtime.manifest import make_manifest
 from lightning_diloco.runtime.merging import Installable, MergeJob, Merger
 from lightning_diloco.runtime.redo_log import RedoLog
 from lightning_diloco.runtime.syncer import SyncerOptions, _address_and_identity
@@ -177,6 +178,25 @@ def test_contribution_far_above_the_usual_norm_is_scaled_down(tmp_path: Path) ->
     assert isinstance(made, Installable)
     assert torch.linalg.vector_norm(made.anchor.momentum).item() == pytest.approx(10.0, rel=0.01)
     at.durable.close()
+
+
+# --------------------------------------------------------------------------------------------------------------- seed
+
+
+@pytest.mark.parametrize("broken", [{"plan_digest": "0" * 64}, {"shapes": {"a": [4, 4]}}, {"shapes": 3}])
+def test_seed_whose_plan_is_another_than_it_says_is_rejected_and_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, object]
+) -> None:
+    def forged(*args: object) -> tuple[dict[str, object], FragmentPlan]:
+        manifest, plan = make_manifest(*args)
+        return {**manifest, **broken}, plan
+
+    with Fleet(tmp_path) as fleet:
+        monkeypatch.setattr(joining, "make_manifest", forged)
+        with pytest.raises(PlanMismatchError, match="do both sides run the same version"):
+            fleet.learner("forger").join()
+        monkeypatch.undo()
+        assert fleet.service.error is None
 
 
 # ------------------------------------------------------------------------------------------------------ run directory
