@@ -53,7 +53,7 @@ class RunConfig:
     quorum: int = 1
     grace: Grace = "adaptive"
     merge: Merge = "rda"
-    outer_lr: float = 0.8
+    outer_lr: float = 0.6
     outer_momentum: float = 0.6
     wire: Wire = "int8"
     block_size: int = 256

@@ -3,7 +3,8 @@
 1. Learners are `tests/bench/sleeper.py`: an ordinary Trainer whose compute is sleep, so that two cores serve them all.
 2. Bytes count from the moment a learner may step to its end: what came before, the adoption of the anchors, happens
    once in a run; the drain is part of it.
-3. Nothing is left behind: whatever still runs when a bench ends is killed.
+3. The network delays by DELAY_S each way, as between cities: a link that waits for it is seen at once.
+4. Nothing is left behind: whatever still runs when a bench ends is killed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 START_S = 120.0
 LIMIT_S = 900.0
 LOOK_S = 0.01
+DELAY_S = 0.01
 STEPPING = "stepping"  # a file in the learner's folder that appears when it may step
 MEASURED = "measured.json"
 
@@ -105,7 +107,7 @@ def run(sleepers: Sequence[Sleeper], options: Mapping[str, Any]) -> tuple[list[M
         address = _join_address(run_dir / "join", syncer)
         crew = []
         for k, sleeper in enumerate(sleepers):
-            proxy = stack.enter_context(FaultProxy(address.host_port))
+            proxy = stack.enter_context(FaultProxy(address.host_port, delay_s=DELAY_S))
             command, environment = _start_of(sleeper, folder / f"l{k}", _through(proxy, address))
             process = stack.enter_context(_process(command, ROOT, environment, folder / f"l{k}.out"))
             crew.append(_Learner(process, proxy, folder / f"l{k}"))

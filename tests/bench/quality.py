@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import statistics
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from tests.bench.tiny import Tiny
 from tests.bench.training_fleet import TrainingFleet
 
 RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "outer_lr", "outer_momentum", "merge", "wire")
+SIZE = ("learners", "steps", "seed")
 KEYS = (*RUN_OPTIONS, "align", "lr", "learners", "steps")
 BOUND = 0.02
 
@@ -63,23 +66,37 @@ def trials(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all trials; the baseline of each (lr, learners, steps, seed) once."""
-    results: list[dict[str, Any]] = []
-    baselines: dict[tuple[Any, ...], float] = {}
-    for trial in trials(args):
-        tiny = Tiny(args.recipe, model={"lr": trial["lr"]})
-        size = {name: trial[name] for name in ("learners", "steps", "seed")}
-        key = (trial["lr"], *size.values())
-        if key not in baselines and not args.no_data_parallel:
-            baselines[key] = data_parallel(tiny, **size)
-        began_s = time.perf_counter()
-        config = RunConfig(**{name: trial[name] for name in RUN_OPTIONS}).validate()
-        loss = decoupled(tiny, config, LearnerConfig(align=trial["align"]), **size)
-        baseline = baselines.get(key)
+    """Run all trials, and the baseline of each (lr, learners, steps, seed) once."""
+    wanted = list(trials(args))
+    keys = [] if args.no_data_parallel else list(dict.fromkeys(map(_baseline_of, wanted)))
+    tasks = [partial(_baseline, args.recipe, key) for key in keys]
+    tasks += [partial(_anchor, args.recipe, trial) for trial in wanted]
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(task) for task in tasks]
+        losses = [future.result() for future in futures]
+    baselines = dict(zip(keys, losses, strict=False))
+    results = []
+    for trial, loss in zip(wanted, losses[len(keys) :], strict=True):
+        baseline = baselines.get(_baseline_of(trial))
         gap = None if baseline is None else loss / baseline - 1
         results.append({**trial, "data_parallel": baseline, "anchor": loss, "gap": gap})
-        print(results[-1], f"{time.perf_counter() - began_s:.0f} s", flush=True)
     return results
+
+
+def _baseline_of(trial: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(trial[name] for name in ("lr", *SIZE))
+
+
+def _baseline(recipe: Path, key: tuple[Any, ...]) -> float:
+    torch.set_num_threads(1)
+    return data_parallel(Tiny(recipe, model={"lr": key[0]}), **dict(zip(SIZE, key[1:], strict=True)))
+
+
+def _anchor(recipe: Path, trial: dict[str, Any]) -> float:
+    torch.set_num_threads(1)
+    tiny = Tiny(recipe, model={"lr": trial["lr"]})
+    config = RunConfig(**{name: trial[name] for name in RUN_OPTIONS}).validate()
+    return decoupled(tiny, config, LearnerConfig(align=trial["align"]), **{name: trial[name] for name in SIZE})
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
@@ -120,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--learners", type=int, nargs="+", default=[2])
     options.add_argument("--steps", type=int, nargs="+", default=[tiny.num_steps])
     options.add_argument("--seed", type=int, nargs="+", default=[1, 2, 3])
+    options.add_argument("--jobs", type=int, default=1, help="processes; each takes one core")
     options.add_argument("--no-data-parallel", action="store_true")
     options.add_argument("--out", type=Path)
     return options
@@ -128,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, store; 1 if the defaults' gap exceeds the bound."""
     args = parser().parse_args(argv)
-    torch.set_num_threads(1)
+    Tiny(args.recipe).data  # noqa: B018  prepared once, before there are several processes
     results = run(args)
     print(summary(results))
     report.store(args.out, {"circumstances": report.circumstances(), "results": results})

@@ -11,11 +11,12 @@ from tests.bench.tiny import RECIPE
 
 README = RECIPE.parent / "README.md"
 RESULTS = RECIPE.parent / "results"
+NAMES = ("quality", "sweep")
 
 
 def rendered(results: Path = RESULTS) -> dict[str, str]:
     """The text between the markers of each name, from what is stored under it."""
-    stored = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    stored = {name: json.loads((results / f"{name}.json").read_text()) for name in NAMES}
     return {name: f"{_table(found)}\n\n{_origin(found['circumstances'])}" for name, found in stored.items()}
 
 

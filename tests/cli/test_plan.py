@@ -48,7 +48,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
 def test_json_has_the_promised_figures(capsys: pytest.CaptureFixture[str]) -> None:
     figures = plan(capsys, TINY, "--learners", "2", "--link", "1Gbit")
     assert figures.keys() >= KEYS
-    assert figures["parameters"] == 459_392
+    assert figures["parameters"] == 115_008
     assert figures["num_fragments"] == 12
     assert figures["tokens_per_step"] == 16 * 128
     assert figures["feasible"] is True
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_said_with_exit_code_1(capsys: pytest.CaptureFixtur
 def test_text_shows_memory_exchange_and_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", TINY, "--mtbf", "6h"]) == 0
     out = capsys.readouterr().out
-    for part in ("459,392 parameters", "each device", "learner's host", "syncer's merge thread", "goodput", "It fits."):
+    for part in ("115,008 parameters", "each device", "learner's host", "syncer's merge thread", "goodput", "It fits."):
         assert part in out
 
 
