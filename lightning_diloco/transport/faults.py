@@ -21,6 +21,7 @@ from lightning_diloco.transport.address import join_host_port, split_host_port
 
 _CHUNK_BYTES = 1 << 16
 _MAX_CHUNKS_IN_FLIGHT = 1024
+_TURNS_TO_HAND_OVER = 5
 _InFlight = asyncio.Queue[tuple[float, bytes]]
 
 
@@ -126,6 +127,11 @@ class FaultProxy:
 
     async def _cut(self) -> None:
         if self._server is not None:
+            # asyncio loses a connection that it has accepted and not yet handed over when a server closes.
+            for listening in self._server.sockets:
+                self._loop.remove_reader(listening.fileno())
+            for _ in range(_TURNS_TO_HAND_OVER):
+                await asyncio.sleep(0)
             self._server.close()
             self._server = None
         links = list(self._links)
