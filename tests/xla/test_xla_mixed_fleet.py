@@ -11,24 +11,21 @@ from pathlib import Path
 import pytest
 
 from lightning_diloco.runtime.embedded import EmbeddedSyncer
+from tests.xla.learner import NUM_JOINT_COMMITS, joint_commits
 
 pytestmark = [pytest.mark.xla, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).parents[2]
 LEARNERS = {"tpu-vm": ("xla", 8), "laptop": ("cpu", 16)}
-TRAINING_S = 15
-
-
-def tape(run_dir: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (run_dir / "tape" / "events.jsonl").read_text().splitlines()]
 
 
 def test_xla_and_cpu_train_one_model(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
+    tape = run_dir / "tape" / "events.jsonl"
     syncer = EmbeddedSyncer(run_dir)
     started = {}
     for name, (accelerator, batch_size) in LEARNERS.items():
-        argv = ["-m", "tests.xla.learner", accelerator, str(batch_size), str(TRAINING_S), str(tmp_path / name)]
+        argv = ["-m", "tests.xla.learner", accelerator, str(batch_size), str(tape), str(tmp_path / name)]
         environment = {"PJRT_DEVICE": "CPU", "DILOCO_LEARNER": name, "DILOCO_JOIN": (run_dir / "join").read_text()}
         with (tmp_path / f"{name}.txt").open("w") as log:
             started[name] = subprocess.Popen(
@@ -49,8 +46,7 @@ def test_xla_and_cpu_train_one_model(tmp_path: Path) -> None:
     assert summary["tokens_merged"] > 0
     learned = {learner["id"]: learner["tokens"] for learner in summary["learners"]}
     assert learned == {name: results[name]["steps"] * batch_size for name, (_, batch_size) in LEARNERS.items()}
-    events = tape(run_dir)
-    assert {event["learner"] for event in events if event["event"] == "join"} == set(LEARNERS)
-    together = [event for event in events if event["event"] == "commit" and len(event["learners"]) == 2]
-    assert len(together) > 20
-    assert any(event["tokens"][0] != event["tokens"][1] for event in together)
+    joint = joint_commits(tape)
+    assert len(joint) >= NUM_JOINT_COMMITS
+    assert {learner for event in joint for learner in event["learners"]} == set(LEARNERS)
+    assert any(event["tokens"][0] != event["tokens"][1] for event in joint)
