@@ -123,7 +123,7 @@ def test_a_learner_that_is_killed_comes_back_and_the_run_finishes(tmp_path: Path
     run = Run(tmp_path, SCRIPT.replace("AFTER_STEP", DIE_ONCE))
     assert run.exit_code == 0, run.said
     assert "l1 died (signal SIGKILL); restart 1 of 3" in run.said
-    assert run.summary["joins"] == 3
+    assert run.summary["joins"] == 3, run.said
     assert run.summary["status"] == "finished"
     assert run.left_over == []
 
