@@ -1,0 +1,69 @@
+"""`diloco chaos`: what is asked for wrongly is said at once; what comes before the user's own overrides."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.cli import chaos
+from lightning_diloco.cli.main import main
+
+
+def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "chaos",
+        "tiny/gpt",
+        "--local",
+        "0",
+        "--faults-per-hour",
+        "-1",
+        "--kinds",
+        "kill,fire",
+        "--duration",
+        "soon",
+    ]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    for part in ("--local 0", "--faults-per-hour -1", "['fire']; allowed are kill, stop", "--duration x"):
+        assert part in said
+
+
+def test_a_rate_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "tiny/gpt", "--local", "2"]) == 2
+    assert "--faults-per-hour F is missing" in capsys.readouterr().err
+
+
+def test_what_needs_a_recipe_is_refused_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text('"""A script."""')
+    assert main(["chaos", str(script), "--local", "2", "--faults-per-hour", "9", "--duration", "1m"]) == 2
+    assert "--duration and --compare set options of a recipe" in capsys.readouterr().err
+
+
+def test_a_folder_with_a_chaos_run_is_not_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "chaos").mkdir()
+    words = ["chaos", "tiny/gpt", "--local", "2", "--faults-per-hour", "9", "--run-dir", str(tmp_path)]
+    assert main(words) == 2
+    assert "choose a new folder" in capsys.readouterr().err
+
+
+def test_options_of_ours_come_first_and_the_rest_is_passed_on() -> None:
+    words = ["chaos", "tiny/gpt", "--kinds", "kill", "--compare", "--seed=3", "--trainer.max_steps", "9", "--seed", "4"]
+    assert chaos.split(words) == (words[:6], words[6:])
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("1.5m", 90.0), ("2h", 7200.0)])
+def test_a_duration_becomes_a_time_of_day(text: str, seconds: float) -> None:
+    words = ["chaos", "x", "--local", "1", "--faults-per-hour", "1", "--duration", text]
+    asked = chaos._check(_parsed(words))
+    clock, until = asked.overrides()
+    assert clock.endswith("StepClock")
+    assert float(until.partition("=")[2]) == pytest.approx(time.time() + seconds, abs=5.0)
+
+
+def _parsed(words: list[str]):
+    from lightning_diloco.cli.main import build_parser
+
+    return build_parser().parse_args(words)
