@@ -7,7 +7,8 @@
    up to twice the needed number allows it, else into pieces one row apart.
 3. Fragments are filled greedily, largest slice first into the lightest fragment, but equal-shaped slices are dealt out
    to whole groups of fragments at once. Fragments of one group have the same shape signature, and every distinct
-   signature costs an accelerator one more compilation. The group size with the fewest signatures wins.
+   signature costs an accelerator one more compilation. The group size with the fewest signatures wins. Two slices of
+   one parameter in a fragment would be told from slices of two parameters: a parameter's slices are spread.
 4. Peak <= mean + one slice, because a slice only ever goes to a lightest fragment.
 
 Source: balanced tensor fragmentation of arXiv 2604.21428; slices and equal signatures are our choice.
@@ -82,9 +83,7 @@ class FragmentPlan:
             signatures = _deal(counts, min(num_fragments, sum(counts.values())))
             if _peak(signatures) <= _WANTED_PEAK * share:
                 break
-        waiting = {shape: iter(pieces) for shape, pieces in by_shape.items()}
-        fragments = tuple(tuple(next(waiting[shape]) for shape in signature) for signature in signatures)
-        return cls(ordered, fragments, frozenset(mean_names))
+        return cls(ordered, _fill(signatures, by_shape, ordered), frozenset(mean_names))
 
     @cached_property
     def digest(self) -> str:
@@ -167,6 +166,23 @@ def _cut(name: str, shape: Shape, largest: int) -> list[Slice]:
     pieces = next((k for k in range(needed, min(2 * needed, rows) + 1) if rows % k == 0), needed)
     bounds = [rows * k // pieces for k in range(pieces + 1)]
     return [Slice(name, start, stop) for start, stop in pairwise(bounds)]
+
+
+def _fill(
+    signatures: list[list[Shape]], by_shape: Mapping[Shape, list[Slice]], shapes: Mapping[str, Shape]
+) -> tuple[tuple[Slice, ...], ...]:
+    """Give every fragment its slices: those of a shape one to each in turn, which spreads a parameter's (rule 3)."""
+    fragments = [list[Slice]() for _ in signatures]
+    for shape, pieces in by_shape.items():
+        wanted = [signature.count(shape) for signature in signatures]
+        takers = [p for turn in range(max(wanted)) for p, number in enumerate(wanted) if turn < number]
+        for p, piece in zip(takers, sorted(pieces, key=lambda s: shapes[s.name]), strict=True):
+            fragments[p].append(piece)
+
+    def place(s: Slice) -> tuple[Shape, Shape]:
+        return _slice_shape(shapes[s.name], s), shapes[s.name]
+
+    return tuple(tuple(sorted(fragment, key=place, reverse=True)) for fragment in fragments)
 
 
 def _deal(counts: dict[Shape, int], num_fragments: int) -> list[list[Shape]]:
