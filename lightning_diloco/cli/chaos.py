@@ -44,7 +44,7 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "chaos",
         help=about,
-        description=f"{about.capitalize()}: RUN_DIR/chaos.json and chaos.png.",
+        description=f"{about[0].upper() + about[1:]}: RUN_DIR/chaos.json and chaos.png.",
         epilog=_EXAMPLE,
         usage="diloco chaos RECIPE.yaml|SCRIPT.py --local N --faults-per-hour F [options] [--] [overrides]",
     )

@@ -13,7 +13,7 @@ _EXAMPLE = "example:\n  diloco ls"
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "list the recipes: name, model, description"
-    parser = verbs.add_parser("ls", help=about, description=f"{about.capitalize()}.", epilog=_EXAMPLE)
+    parser = verbs.add_parser("ls", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
     parser.set_defaults(call=call)
 
 

@@ -34,7 +34,7 @@ _MARK = "# plan:"
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "what a recipe needs, and whether it fits: memory, links, time, disk, goodput"
-    parser = verbs.add_parser("plan", help=about, description=f"{about.capitalize()}.", epilog=_EXAMPLE)
+    parser = verbs.add_parser("plan", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML recipe, see `diloco ls`")
     parser.add_argument("--json", action="store_true", help="figures for programs")
     _add_machines(parser)

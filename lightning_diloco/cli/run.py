@@ -30,7 +30,7 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "run",
         help=about,
-        description=f"{about.capitalize()}.",
+        description=f"{about[0].upper() + about[1:]}.",
         epilog=_EXAMPLE,
         usage="diloco run RECIPE.yaml|SCRIPT.py --local N [options] [--] [overrides or script arguments]",
     )

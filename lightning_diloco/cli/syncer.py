@@ -22,7 +22,7 @@ _RUN_OPTIONS = tuple(field.name for field in dataclasses.fields(RunConfig))
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "serve a run; learners join it with the join string in RUN_DIR/join"
-    parser = verbs.add_parser("syncer", help=about, description=f"{about.capitalize()}.", epilog=_EXAMPLE)
+    parser = verbs.add_parser("syncer", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
     parser.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="where the run lives; made if missing"
     )
