@@ -23,6 +23,8 @@ from lightning_diloco.protocol.actions import SyncerAction
 from lightning_diloco.protocol.joins import Joins
 from lightning_diloco.protocol.roster import Member
 
+MAX_GENERATIONS_LOST = 1000
+
 
 class SyncerState(Joins):
     """Decides who takes part, which rounds open and close, and what is committed.
@@ -173,7 +175,9 @@ class SyncerState(Joins):
         if self.rounds.is_committing():
             return []  # that commit counts, whoever is welcomed after it
         self._outlived = None
-        record = records.Regenerated(max(outlived, self.rounds.generation) + 1)
+        # In bounded steps: one that claims an absurd generation must not use up the numbers.
+        known = min(outlived, self.rounds.generation + MAX_GENERATIONS_LOST)
+        record = records.Regenerated(max(known, self.rounds.generation) + 1)
         self.apply(record)
         todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Note("regenerated", codec.dump(record))]
         for member in self.roster.in_state("active"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.core.quantize import check_fragment, wire_nbytes
+from lightning_diloco.core.quantize import Decoder, check_fragment, wire_nbytes
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.protocol.records import CommitRecord
@@ -57,6 +57,7 @@ class BulkDesk:
             return events.PayloadReceived(session, ready, problem)
         try:
             check_fragment(layout, payload, config.wire, config.block_size)
+            Decoder(payload, layout.padded_numel, config.wire, config.block_size)  # all that a merge will insist on
         except (ValueError, CorruptMessageError) as error:
             return events.PayloadReceived(session, ready, str(error))
         self._payloads[session, ready.fragment, ready.seq] = payload

@@ -71,13 +71,9 @@ def _mutated(draw: st.DrawFn) -> dict[str, Any]:
 
 near_valid = st.one_of([_message(kind) for kind in KINDS])
 control_messages = near_valid | _mutated() | json_objects
-readies = fields_of(messages.Ready)
 plain_ready = st.fixed_dictionaries(
     {
         "fragment": st.integers(0, 1),
-        "seq": st.integers(1, 50),
-        "base": st.integers(0, 5),
-        "generation": st.just(0),
         "start": st.integers(0, 50),
         "stop": st.integers(51, 99),
         "steps": st.integers(1, 9),
@@ -87,28 +83,36 @@ plain_ready = st.fixed_dictionaries(
 
 @dataclasses.dataclass(frozen=True)
 class Flawed:
-    """A contribution that must never be merged: something is wrong with its description or with its bytes."""
+    """A contribution that must never be merged: something is wrong with its description or with its bytes.
 
-    ready: Any
+    Args:
+        ready: description; what depends on the state of the run (seq, base, generation) is added by the test.
+        flaw: fields that replace those of the description in the end; None removes a field.
+        payload: its bytes.
+        is_announced: whether the description is said on the control connection, too.
+    """
+
+    ready: dict[str, Any]
+    flaw: dict[str, Any]
     payload: bytes
+    is_announced: bool
 
 
-FLAWS = [("steps", 0), ("stop", 0), ("base", 10**6), ("generation", 5), ("fragment", 9), ("seq", 0), ("start", -1)]
+FLAWS = [
+    {"steps": 0}, {"stop": 0}, {"start": -1}, {"start": 99}, {"fragment": 9}, {"seq": 0}, {"steps": None}, {"x": 1},
+    {"start": "0"}, {"steps": 1.5}, {"base": -1}, {"steps": 2**63}, {"stop": 10**30}, {"seq": True},
+]  # fmt: skip
 BAD_SCALES = [b"\xc0\x7f", b"\x80\x7f", b"\x80\xff", b"\x80\xbf"]  # bfloat16: NaN, Inf, -Inf, -1
 GOOD_SCALE = b"\x80\x3f"
 
 
 @st.composite
 def flawed_contributions(draw: st.DrawFn, num_values: int, num_scales: int) -> Flawed:
-    """One flaw each, or many; sound bytes are int8 values, then bfloat16 scales."""
-    size = num_values + 2 * num_scales
+    """One flaw each; sound bytes are int8 values, then bfloat16 scales."""
+    ready, is_announced = draw(plain_ready), draw(st.booleans())
     if draw(st.booleans()):
-        return Flawed(draw(plain_ready), draw(_flawed_payloads(num_values, num_scales)))
-    ready = draw(readies | json_values)
-    if isinstance(ready, dict) and "steps" in ready:
-        name, value = draw(st.sampled_from(FLAWS))
-        ready[name] = value
-    return Flawed(ready, draw(st.just(bytes(size)) | st.binary(max_size=2 * size)))
+        return Flawed(ready, {}, draw(_flawed_payloads(num_values, num_scales)), is_announced)
+    return Flawed(ready, draw(st.sampled_from(FLAWS)), bytes(num_values + 2 * num_scales), is_announced)
 
 
 @st.composite

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import secrets
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_diloco.config import PROTOCOL_VERSION
+from lightning_diloco.config import PROTOCOL_VERSION, is_learner_id
 from lightning_diloco.core.quantize import encode, wire_nbytes
 from lightning_diloco.protocol import messages
 from lightning_diloco.runtime.anchors import bytes_of
@@ -222,6 +225,7 @@ class Target:
         self.honest = Honest(self.transport.connect())
         self.honest.join()
         self.mallory = self.admit_mallory()
+        self.seqs = itertools.count(1)
         self.num_threads = threading.active_count()
 
     def admit_mallory(self) -> Peer:
@@ -252,6 +256,7 @@ class Target:
         assert sum(a.num_merged for a in accounts.values()) == self.honest.tokens * NUM_FRAGMENTS
         assert [f.version for f in state.rounds.fragments] == self.honest.versions
         assert state.rounds.generation == self.honest.generation
+        assert all(is_learner_id(member.learner) for member in state.roster.members.values())
         assert threading.active_count() <= self.num_threads
 
     def stop(self) -> Json:
@@ -262,3 +267,17 @@ class Target:
 def message_fields(message: messages.FromLearner) -> Json:
     """A message without its kind, as bulk headers carry it."""
     return {name: value for name, value in messages.encode(message).items() if name != "kind"}
+
+
+def held_bytes(root: object) -> int:
+    """Memory of everything that can be reached from an object, code and threads left out."""
+    seen: set[int] = set()
+    waiting, total = [root], 0
+    while waiting:
+        held = waiting.pop()
+        if id(held) in seen or isinstance(held, type | types.ModuleType | types.FunctionType | threading.Thread):
+            continue
+        seen.add(id(held))
+        total += sys.getsizeof(held) + (held.nbytes if isinstance(held, Tensor) else 0)
+        waiting += gc.get_referents(held)
+    return total

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -20,28 +19,32 @@ from hypothesis import strategies as st
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.runtime import outbox
 from tests.fuzz.strategies import (
+    BAD_SCALES,
+    GOOD_SCALE,
     Flawed,
     control_messages,
     flawed_contributions,
     integers,
     json_objects,
     json_values,
+    near_valid,
     texts,
 )
-from tests.fuzz.target import Target
+from tests.fuzz.target import Target, held_bytes
 
 NUM_VALUES, NUM_SCALES = 64, 4
 CHECK_EVERY = 100
-MAX_GROWTH_BYTES = 64 << 20
+MAX_GROWTH_BYTES = 4 << 20  # each time Mallory has left and is admitted again, there is one session more to know
 
 sends = st.tuples(st.just("send"), st.booleans(), st.lists(control_messages, min_size=1, max_size=4))
+single_sends = st.tuples(st.just("send"), st.just(True), st.lists(near_valid, min_size=1, max_size=1))
 puts = st.tuples(st.just("put"), st.booleans(), flawed_contributions(NUM_VALUES, NUM_SCALES))
 odd_puts = st.tuples(st.just("odd put"), json_objects, st.binary(max_size=300))
 seeds = st.tuples(st.just("seed"), integers | json_values, integers | json_values, st.binary(max_size=300))
 gets = st.tuples(st.just("get"), integers | json_values, integers | json_values, integers | json_values)
 polls = st.tuples(st.just("poll"), texts, integers)
 replays = st.tuples(st.just("replay"), st.integers(0, 100))
-attacks = sends | puts | odd_puts | seeds | gets | polls | replays
+attacks = sends | single_sends | puts | puts | odd_puts | seeds | gets | polls | replays
 
 
 @pytest.fixture
@@ -52,6 +55,18 @@ def target(tmp_path: Path) -> Iterator[Target]:
     target.service.stop()
 
 
+def put_flawed(target: Target, session: str, flawed: Flawed) -> None:
+    """Offer a contribution that would be merged in the next round, but for its flaw."""
+    p = flawed.ready["fragment"]
+    base, generation = target.honest.versions[p], target.honest.generation
+    ready = {"seq": next(target.seqs), "base": base, "generation": generation, **flawed.ready, **flawed.flaw}
+    ready = {name: value for name, value in ready.items() if value is not None}
+    if flawed.is_announced:
+        with contextlib.suppress(DiLoCoError):
+            target.wire.send(session, [{"kind": "Intent", "fragment": p, "step_s": 0.01}, {"kind": "Ready", **ready}])
+    target.wire.put({"session": session, "ready": ready}, flawed.payload)
+
+
 def attack(target: Target, what: tuple[Any, ...]) -> None:
     """Carry out one attack; to be refused is fine, any other error is the syncer's."""
     wire, session = target.wire, target.mallory.session
@@ -59,8 +74,8 @@ def attack(target: Target, what: tuple[Any, ...]) -> None:
         match what:
             case "send", as_mallory, messages:
                 wire.send(session if as_mallory else "stranger", messages)
-            case "put", as_mallory, Flawed(ready, payload):
-                wire.put({"session": session if as_mallory else "stranger", "ready": ready}, payload)
+            case "put", as_mallory, Flawed() as flawed:
+                put_flawed(target, session if as_mallory else "stranger", flawed)
             case "odd put", header, payload:
                 wire.put(header, payload)
             case "seed", fragment, lease, payload:
@@ -79,7 +94,7 @@ def attack(target: Target, what: tuple[Any, ...]) -> None:
     [pytest.param(2_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.chaos)],
 )
 def test_generated_messages_are_never_applied_and_disturb_nobody(target: Target, num_messages: int) -> None:
-    before_bytes = psutil.Process().memory_info().rss
+    before_bytes = held_bytes(target.service)
     journal: deque[object] = deque(maxlen=CHECK_EVERY)
     failures: list[Exception] = []
     count = itertools.count(1)
@@ -105,7 +120,18 @@ def test_generated_messages_are_never_applied_and_disturb_nobody(target: Target,
         raise AssertionError("after these:\n" + "\n".join(map(repr, journal))) from failures[0]
     target.check()
     target.honest.leave()
-    assert psutil.Process().memory_info().rss - before_bytes < MAX_GROWTH_BYTES
+    assert held_bytes(target.service) - before_bytes < MAX_GROWTH_BYTES
+
+
+@pytest.mark.parametrize("scale", BAD_SCALES, ids=["NaN", "Inf", "-Inf", "negative"])
+def test_one_bad_scale_is_refused_and_ends_nothing(target: Target, scale: bytes) -> None:
+    payload = bytes(NUM_VALUES) + 3 * GOOD_SCALE + scale
+    put_flawed(
+        target, target.mallory.session, Flawed({"fragment": 0, "start": 0, "stop": 9, "steps": 1}, {}, payload, True)
+    )
+    target.check()
+    fate = target.service.state.roster[target.mallory.session].fates[0]
+    assert fate[1] == "refused"
 
 
 @pytest.mark.slow
