@@ -1,6 +1,6 @@
 """Generated messages against a live syncer: nothing invalid is applied, nothing falls over, the honest one goes on.
 
-2,000 messages with the slow suite, 100,000 with `-m chaos`.
+2,000 messages with the slow suite, 100,000 with `-m fuzz`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def attack(target: Target, what: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize(
     "num_messages",
-    [pytest.param(2_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.chaos)],
+    [pytest.param(2_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.fuzz)],
 )
 def test_generated_messages_are_never_applied_and_disturb_nobody(target: Target, num_messages: int) -> None:
     before_bytes = held_bytes(target.service)

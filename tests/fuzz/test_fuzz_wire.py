@@ -99,8 +99,9 @@ def served(tmp_path: Path) -> Iterator[tuple[Target, FlightServer]]:
     target.service.stop()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_calls", [300, pytest.param(5_000, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize(
+    "num_calls", [pytest.param(300, marks=pytest.mark.slow), pytest.param(5_000, marks=pytest.mark.fuzz)]
+)
 def test_odd_calls_are_refused_and_disturb_nobody(served: tuple[Target, FlightServer], num_calls: int) -> None:
     target, server = served
     intruder, stranger = Intruder(server.address, TOKEN), Intruder(server.address, "wrong")
