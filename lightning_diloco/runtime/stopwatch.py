@@ -1,7 +1,8 @@
 """How fast a learner goes, and how much of its time our hooks take.
 
 Source: protocol page, section 10. Stall is all time inside our hooks on the training thread. The undisturbed rate is
-the median over recent steps of tokens per second between two hooks, hooks left out.
+the median over the whole run of tokens per second between two hooks, hooks left out: goodput compares the run with it,
+so a machine that speeds up or slows down in the course of the run must count with all its speeds.
 """
 
 from __future__ import annotations
@@ -10,8 +11,27 @@ import statistics
 from collections import deque
 
 NUM_RECENT = 200
+NUM_SAMPLES = 512
 NUM_WARM_UP = 2
 COMPILE_FACTOR = 5.0
+
+
+class Sample:
+    """An even sample of a sequence of any length: full, it drops every other value and takes half as many from then on."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self._stride = 1
+        self._seen = 0
+
+    def add(self, value: float) -> None:
+        """The next value of the sequence."""
+        if self._seen % self._stride == 0:
+            self.values.append(value)
+        self._seen += 1
+        if len(self.values) == NUM_SAMPLES:
+            del self.values[1::2]
+            self._stride *= 2
 
 
 class Stopwatch:
@@ -21,7 +41,7 @@ class Stopwatch:
         self._left_s: float | None = None
         self._seen = 0
         self._step_s: deque[float] = deque(maxlen=NUM_RECENT)
-        self._rates: deque[float] = deque(maxlen=NUM_RECENT)
+        self._rates = Sample()
         self._exchange_s: deque[float] = deque(maxlen=NUM_RECENT)
         self.stall_s = 0.0
         self.num_exchanges = 0
@@ -35,7 +55,7 @@ class Stopwatch:
         is_slow = self._step_s and step_s > COMPILE_FACTOR * self.step_s
         if self._seen > NUM_WARM_UP and step_s > 0 and not is_slow:
             self._step_s.append(step_s)
-            self._rates.append(tokens / step_s)
+            self._rates.add(tokens / step_s)
 
     def left(self, entered_s: float, now_s: float, *, num_exchanges: int) -> None:
         """The hook is done; it snapshotted or landed this many fragments."""
@@ -57,7 +77,7 @@ class Stopwatch:
     @property
     def tokens_per_s(self) -> float:
         """Median undisturbed rate; 0 before there is any."""
-        return statistics.median(self._rates) if self._rates else 0.0
+        return statistics.median(self._rates.values) if self._rates.values else 0.0
 
     @property
     def exchange_p95_s(self) -> float:

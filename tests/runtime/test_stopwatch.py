@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_diloco.runtime.stopwatch import NUM_WARM_UP, Stopwatch
+from lightning_diloco.runtime.stopwatch import NUM_SAMPLES, NUM_WARM_UP, Stopwatch
 
 
 class Training:
@@ -52,3 +52,12 @@ def test_percentile_is_per_snapshot_or_landing() -> None:
 def test_nothing_measured_is_zero() -> None:
     watch = Stopwatch()
     assert (watch.step_s, watch.tokens_per_s, watch.exchange_p95_s, watch.stall_s) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_rate_is_that_of_the_whole_run_not_of_its_end() -> None:
+    training = Training()
+    for step_s in [1.0] * 2000 + [0.5] * 1500:
+        training.step(step_s)
+    assert training.watch.step_s == pytest.approx(0.5)
+    assert training.watch.tokens_per_s == pytest.approx(10.0)
+    assert len(training.watch._rates.values) < NUM_SAMPLES
