@@ -218,10 +218,12 @@ class _Problems:
         bounds = [(above, "above"), (at_least, "at least"), (below, "below"), (at_most, "at most")]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value - value == 0
         if is_number and all(
-            (above is None or value > above,
-             at_least is None or value >= at_least,
-             below is None or value < below,
-             at_most is None or value <= at_most)
+            (
+                above is None or value > above,
+                at_least is None or value >= at_least,
+                below is None or value < below,
+                at_most is None or value <= at_most,
+            )
         ):
             return
         said = " and ".join(f"{word} {bound:g}" for bound, word in bounds if bound is not None)

@@ -17,7 +17,7 @@ COMPILE_FACTOR = 5.0
 
 
 class Sample:
-    """An even sample of a sequence of any length: full, it drops every other value and takes half as many from then on."""
+    """An even sample of a sequence of any length: full, it drops every other value and takes half as many then."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
