@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from torch.utils.data import DataLoader
 
 import lightning_diloco  # noqa: F401  makes "decoupled_diloco" known to the Trainer
 from lightning_diloco.devices.cpu import CpuFragments
-from lightning_diloco.runtime import link
+from lightning_diloco.runtime import link, threads
 from tests.bench.processes import MEASURED, STEPPING
 
 WIDTH = 512
@@ -105,24 +103,21 @@ class Journal:
         self._snapshots, self._landings, self._left_s = [], [], left_s
 
 
-class _Inline(queue.SimpleQueue):  # type: ignore[type-arg]
-    """A line of jobs that the training thread does itself."""
+class _BlockingLinks:
+    """Links whose training thread does itself what it should leave to others: encoding and uploading."""
 
-    def put(self, job: Callable[[], None] | None, block: bool = True, timeout: float | None = None) -> None:
-        if job is not None and threading.current_thread() is threading.main_thread():
-            job()
-        else:
-            super().put(job)
+    def __init__(self) -> None:
+        self.num_jobs = 0
+        left_to_others = threads.Jobs.put
 
+        def put(jobs: threads.Jobs, job: threads.Job) -> None:
+            if threading.current_thread() is threading.main_thread():
+                self.num_jobs += 1
+                job()
+            else:
+                left_to_others(jobs, job)
 
-def _make_links_block() -> None:
-    made = link.Link.__init__
-
-    def make(self_: Any, *args: Any, **kwargs: Any) -> None:
-        made(self_, *args, **kwargs)
-        self_._work, self_._freight = _Inline(), _Inline()
-
-    link.Link.__init__ = make  # type: ignore[method-assign]
+        threads.Jobs.put = put  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -134,8 +129,7 @@ def main() -> None:
     root.mkdir(parents=True)
     journal = Journal(root)
     journal.attach()
-    if given["blocks"]:
-        _make_links_block()
+    blocking = _BlockingLinks() if given["blocks"] else None
     trainer = L.Trainer(
         strategy="decoupled_diloco",
         accelerator="cpu",
@@ -149,6 +143,7 @@ def main() -> None:
     )
     samples = DataLoader(torch.ones(given["num_steps"] * 8, 1), batch_size=1)
     trainer.fit(Sleeping(given["numel"], given["step_s"]), samples)
+    assert blocking is None or blocking.num_jobs >= journal.num_snapshots, "the control does not control anything"
     measured = {name: getattr(journal, name) for name in ("steps", "num_snapshots", "num_landings")}
     (root / MEASURED).write_text(json.dumps(measured))
 
