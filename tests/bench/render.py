@@ -1,41 +1,67 @@
-"""Tables of stored results into the README of the recipe: `python -m tests.bench.render`."""
+"""Tables of stored results into READMEs: `python -m tests.bench.render`. Nobody types a number."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.bench import quality, report
 from tests.bench.tiny import RECIPE
 
-README = RECIPE.parent / "README.md"
-RESULTS = RECIPE.parent / "results"
-NAMES = ("quality", "sweep")
+Results = dict[str, Any]
+HERE = Path(__file__).parent
 
 
-def rendered(results: Path = RESULTS) -> dict[str, str]:
-    """The text between the markers of each name, from what is stored under it."""
-    stored = {name: json.loads((results / f"{name}.json").read_text()) for name in NAMES}
-    return {name: f"{_table(found)}\n\n{_origin(found['circumstances'])}" for name, found in stored.items()}
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Where results are stored, where their table belongs, and how it is made."""
+
+    results: Path
+    readme: Path
+    make: Callable[[Results], str]
 
 
-def _table(found: dict[str, object]) -> str:
-    results: Sequence[dict[str, object]] = found["results"]  # type: ignore[assignment]
-    return quality.summary(results)
+def _rows(found: Results) -> str:
+    checks = [f"- {'holds' if holds else '**fails**'}: {what}" for what, holds in found.get("checks", {}).items()]
+    return report.table(found["rows"]) + ("\n\n" + "\n".join(checks) if checks else "")
+
+
+def _losses(found: Results) -> str:
+    return quality.summary(found["results"])
+
+
+TINY, PROJECT = RECIPE.parent / "README.md", HERE.parents[1] / "README.md"
+TABLES = {
+    "quality": Table(RECIPE.parent / "results" / "quality.json", TINY, _losses),
+    "sweep": Table(RECIPE.parent / "results" / "sweep.json", TINY, _losses),
+    "exchange": Table(HERE / "results" / "exchange.json", PROJECT, _rows),
+    "straggler": Table(HERE / "results" / "straggler.json", PROJECT, _rows),
+}
+
+
+def rendered() -> dict[str, str]:
+    """The text between the markers of each name, from what is stored for it."""
+    texts = {}
+    for name, table in TABLES.items():
+        found = json.loads(table.results.read_text())
+        texts[name] = f"{table.make(found)}\n\n{_origin(found['circumstances'])}"
+    return texts
 
 
 def _origin(seen: dict[str, str]) -> str:
     return (
         f"{seen['date']}, commit {seen['commit']}, {seen['machine']}, Python {seen['python']}, torch {seen['torch']}; "
-        "made by `python -m tests.bench.render` from `results/`."
+        "made by `python -m tests.bench.render` from stored results."
     )
 
 
 def main() -> None:
-    """Rewrite the README."""
+    """Rewrite the READMEs."""
     for name, text in rendered().items():
-        report.insert(README, name, text)
+        report.insert(TABLES[name].readme, name, text)
 
 
 if __name__ == "__main__":

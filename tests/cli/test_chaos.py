@@ -26,7 +26,7 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
     ]
     assert main(words) == 2
     said = capsys.readouterr().err
-    for part in ("--local 0", "--faults-per-hour -1", "['fire']; allowed are kill, stop", "--duration x"):
+    for part in ("--local 0", "--faults-per-hour -1", "['fire']; allowed are kill, stop", "--duration soon"):
         assert part in said
 
 

@@ -1,0 +1,63 @@
+"""What the READMEs tell people to type: commands parse, paths exist, the Python block trains."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.cli import chaos, run
+from lightning_diloco.cli.main import build_parser
+
+ROOT = Path(__file__).parents[1]
+READMES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*/README.md"))]
+PLACEHOLDERS = ("RECIPE", "DIR", "PATH", "train.py", "runs/")
+COMMANDS = [
+    pytest.param(command, id=f"{readme.parent.name}: {command}")
+    for readme in READMES
+    for command in dict.fromkeys(
+        re.findall(r"diloco (?:run|syncer|status|plan|plot|export|replay|chaos|ls|cp)\b[^`\n&|]*", readme.read_text())
+    )
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_of_a_readme_parses(command: str) -> None:
+    words = shlex.split(command, comments=True)[1:]
+    splitting = {"run": run.split, "chaos": chaos.split}.get(words[0])
+    ours, passed_on = splitting(words) if splitting else (words, [])
+    if len(ours) > 1:  # a verb alone is a name in a sentence
+        build_parser().parse_args(ours, argparse.Namespace(passed_on=passed_on))
+    for word in ours:
+        if word.endswith(".yaml") and not word.startswith(PLACEHOLDERS):
+            assert (ROOT / word).exists(), word
+
+
+def test_there_are_commands_to_test() -> None:
+    assert len(COMMANDS) > 10
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
+def test_links_and_pictures_of_a_readme_exist(readme: Path) -> None:
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", readme.read_text())]
+    missing = [t for t in targets if t and "://" not in t and not (readme.parent / t).exists()]
+    assert not missing
+
+
+@pytest.mark.slow
+def test_python_block_of_the_readme_trains(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = tmp_path / "script.py"
+    prologue = "from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel\n"
+    models = "model, datamodule = BoringModel(), BoringDataModule()\n"
+    script.write_text(prologue + models + block.replace("max_steps=2000", "max_steps=20"))
+    done = subprocess.run(
+        [sys.executable, str(script)], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(tmp_path.glob("diloco/*/tape/events.jsonl"))
