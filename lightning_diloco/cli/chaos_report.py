@@ -11,7 +11,7 @@
 6. recovery: until a commit names the learner again: from the kill on, or from the end of a stop or cut on; for the
    syncer from the kill to the next commit, where a learner was stepping that could have one.
 
-Source: protocol page, section 10; 5 and 6 are our choice.
+Source: our choice; the measures are those of `runtime/report.py`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 2. `restore(saved)` and the records after it give the same state as all records from the first.
 3. What is not here (leases, open rounds, payloads, times) is learned anew from learners that report back.
 
-Source: protocol page, section 7.
+Source: our choice; the rules are those of write-ahead logs.
 """
 
 from __future__ import annotations

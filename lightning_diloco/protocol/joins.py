@@ -6,7 +6,7 @@
 3. The first step is held until the expected learners have confirmed, or for a minute; later joins start at once.
 4. Every message of the conversation may be lost or repeated: each is answered by what comes next.
 
-Source: protocol page, sections 1 and 2. The rules by which somebody is turned away are in `admission.py`.
+Source: our choice. The rules by which somebody is turned away are in `admission.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 5. Messages may be lost, repeated or late: intents, fates, fetches and leaves are asked again until answered.
 6. What belongs to another generation than the one it was welcomed to is passed over; only a `Welcome` changes that.
 
-Source: protocol page, sections 3, 5, 6 and 8; the rules of the paper's learner loop (Sec. 3) with base-relative
+Source: the paper's learner loop (arXiv 2604.21428, Sec. 3); our choice are intents one step ahead and base-relative
 contributions.
 """
 

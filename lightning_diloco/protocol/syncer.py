@@ -8,7 +8,7 @@
 4. Whoever speaks of an older generation is welcomed to the present one; whoever holds what was never published here
    shows that the disk was rolled back, and a new generation begins.
 
-Source: protocol page; the paper's syncer loop (Sec. 3), with durability and fencing of our own.
+Source: the paper's syncer loop (arXiv 2604.21428, Sec. 3), with durability and fencing of our own.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 12 bytes per parameter: master, published, momentum, each float32; a commit needs as much again for its one fragment.
 
 Shapes: _P flat padded fragment.
-Source: protocol, sections 4 and 7.
+Source: our choice; the outer step is the paper's.
 """
 
 from __future__ import annotations

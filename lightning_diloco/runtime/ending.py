@@ -5,7 +5,7 @@
 3. The last leaver evaluates the final anchor. It is waited for as long as it listens, up to EVALUATE_WAIT_S.
 4. Any other syncer serves until it is told to stop.
 
-Source: protocol page, section 8.
+Source: our choice.
 """
 
 from __future__ import annotations

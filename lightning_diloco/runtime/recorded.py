@@ -7,7 +7,7 @@
    commit was left by a crash, and is replaced when that version is tried again.
 2. Each file says what it is about, and has a checksum over that and all its tensors.
 
-Source: protocol page, section 7.
+Source: our choice.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 5. An append or sync that fails leaves the log as it was, and the next one tries again.
 6. One process at a time: the directory is locked until `close` or the end of the process.
 
-Source: protocol, section 7; the rules are those of write-ahead logs.
+Source: our choice; the rules are those of write-ahead logs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 4. Nothing is changed on the disk, and a run that is being served is left alone. A damaged byte anywhere in what is
    replayed is an error; so is a log that ends before the tape does.
 
-Source: protocol page, section 7.
+Source: our choice; the paper (Sec. 5) has an event tape for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run in figures: what `status` shows while it lasts, and what `summary.json` holds at its end.
 
-Every figure is defined once: protocol page, sections 6 and 10.
+Every figure is defined once: here, in `ledger.py` (tokens) and in `stopwatch.py` (stall, rate).
 """
 
 from __future__ import annotations

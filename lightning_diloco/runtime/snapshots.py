@@ -9,7 +9,7 @@
 3. A file is verified before its content is used. Nothing is pickled.
 4. Tensors are written and read file by file, so that one fragment at a time is in memory.
 
-Source: protocol, section 7.
+Source: our choice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How fast a learner goes, and how much of its time our hooks take.
 
-Source: protocol page, section 10. Stall is all time inside our hooks on the training thread. The undisturbed rate is
+Source: our choice. Stall is all time inside our hooks on the training thread. The undisturbed rate is
 the median over the whole run of tokens per second between two hooks, hooks left out: goodput compares the run with it,
 so a machine that speeds up or slows down in the course of the run must count with all its speeds.
 """

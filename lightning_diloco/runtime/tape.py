@@ -8,7 +8,7 @@
 
 Non-finite numbers are written as Python writes them: NaN, Infinity.
 
-Source: protocol, section 7.
+Source: the paper (Sec. 5) names an event tape; its form is our choice.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 3. The syncer merges on one thread, at the cost measured below.
 4. Everybody is connected: the bandwidth of data parallel is that of a ring all-reduce of the gradients, each step.
 
-Source: protocol, sections 3 and 4; constants measured on a 2-core machine, see their lines.
+Source: our choice; constants measured on a 2-core machine, see their lines.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 4. Every exchange costs the training thread one copy and one pass over the fragment.
 5. Data parallel stops as a whole, M times as often, until the failed part is back; here it even loses no step.
 
-The syncer's own failures stop no learner. Source: protocol, section 10; our choice of what to leave out.
+The syncer's own failures stop no learner. Source: our choice.
 """
 
 from __future__ import annotations

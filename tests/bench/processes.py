@@ -43,12 +43,14 @@ class Sleeper:
         step_s: it sleeps for this long in each step.
         num_steps: inner steps.
         numel: parameters of the model; equal for all learners.
+        width: of its square matrices.
         blocks: encode and upload on the training thread, as a bad link would.
     """
 
     step_s: float
     num_steps: int
     numel: int
+    width: int = 512
     blocks: bool = False
 
 

@@ -26,21 +26,20 @@ from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.runtime import link, threads
 from tests.bench.processes import MEASURED, STEPPING
 
-WIDTH = 512
-
 
 class Sleeping(L.LightningModule):
     """A pile of square matrices, one of which is trained in each step.
 
     Args:
-        numel: parameters, a multiple of WIDTH squared.
+        numel: parameters, a multiple of width squared.
+        width: of the matrices.
         step_s: time asleep in each step.
     """
 
-    def __init__(self, numel: int, step_s: float) -> None:
+    def __init__(self, numel: int, width: int, step_s: float) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(round(numel / WIDTH**2)))
+        self.matrices = nn.ParameterList(torch.randn(width, width) for _ in range(round(numel / width**2)))
         self._step_s = step_s
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -142,7 +141,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     samples = DataLoader(torch.ones(given["num_steps"] * 8, 1), batch_size=1)
-    trainer.fit(Sleeping(given["numel"], given["step_s"]), samples)
+    trainer.fit(Sleeping(given["numel"], given["width"], given["step_s"]), samples)
     assert blocking is None or blocking.num_jobs >= journal.num_snapshots, "the control does not control anything"
     measured = {name: getattr(journal, name) for name in ("steps", "num_snapshots", "num_landings")}
     (root / MEASURED).write_text(json.dumps(measured))

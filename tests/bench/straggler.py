@@ -20,6 +20,7 @@ SLOWDOWN = 4
 STALL_SHARE = 0.005
 STEP_TOLERANCE = 0.05
 NUM_FRAGMENTS = 24
+WIDTH = 128
 
 
 def figures(fast: Measured, summary: dict[str, Any], name: str, step_s: float) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def figures(fast: Measured, summary: dict[str, Any], name: str, step_s: float) -
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
     """Run both pairs; 1 if the straggler costs the fast learner anything that it must not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=4 * 512**2, help="parameters, default 1M")
+    parser.add_argument("--numel", type=int, default=64 * WIDTH**2, help="parameters, default 1M")
     parser.add_argument("--steps", type=int, default=480, help="of the fast learner")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--runs", type=int, default=3)
@@ -50,8 +51,8 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     args = parser.parse_args(argv)
     rows = []
     for name, factor in (("next to an equal", 1), (f"next to a {SLOWDOWN}x slower", SLOWDOWN)):
-        fast = Sleeper(step_s=args.step_s, num_steps=args.steps, numel=args.numel)
-        slow = Sleeper(step_s=factor * args.step_s, num_steps=args.steps // factor, numel=args.numel)
+        fast = Sleeper(step_s=args.step_s, num_steps=args.steps, numel=args.numel, width=WIDTH)
+        slow = Sleeper(step_s=factor * args.step_s, num_steps=args.steps // factor, numel=args.numel, width=WIDTH)
         found = [run([fast, slow], {"num_fragments": NUM_FRAGMENTS}) for _ in range(args.runs)]
         rows.append(
             {"run": name, **report.median_of([figures(m[0], summary, "l0", args.step_s) for m, summary in found])}
