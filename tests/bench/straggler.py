@@ -19,7 +19,7 @@ from tests.bench.processes import Measured, Sleeper, run
 SLOWDOWN = 4
 STALL_SHARE = 0.005
 STEP_TOLERANCE = 0.05
-NUM_FRAGMENTS = 24
+NUM_FRAGMENTS = 4  # as in the exchange bench
 WIDTH = 128
 
 
@@ -34,7 +34,8 @@ def figures(fast: Measured, summary: dict[str, Any], name: str, step_s: float) -
         "step p95 [ms]": 1e3 * report.quantile(wall_s, 0.95),
         "landings per step": sum(len(step["landings"]) for step in fast.steps) / len(wall_s),
         "versions": statistics.mean(summary["versions"]),
-        "rounds / fast periods": statistics.mean(summary["versions"]) / (learner["step"] / 24),
+        "rounds / fast periods": statistics.mean(summary["versions"])
+        / (learner["step"] / summary["config"]["sync_every"]),
         "tokens merged": summary["tokens_merged"] / summary["tokens_seen"],
         "participation": summary["participation"],
     }
