@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from lightning_diloco.transport.base import Json, Polled
 
 RESET: Json = {"kind": "Reset"}
-MAX_WAITING = 10_000
-MAX_SESSIONS = 4096
+MAX_WAITING = 1000
+MAX_SESSIONS = 2048
 
 
 @dataclass(slots=True)

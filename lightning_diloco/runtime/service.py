@@ -188,7 +188,8 @@ class SyncerService:
         """Take a contribution, or a part of the seed."""
         session = self._enter(bulk.header)
         if bulk.header.get("what") == "seed":
-            self._desk.take_seed(session, bulk, self.state.roster)
+            if self._store is None:  # a run that has its start values needs no others
+                self._desk.take_seed(session, bulk, self.state.roster)
         else:
             self._events.put(self._desk.take_contribution(session, bulk, self._store, self.state.config))
         return {}

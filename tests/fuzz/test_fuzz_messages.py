@@ -150,6 +150,14 @@ def test_made_up_sessions_take_bounded_memory(target: Target, monkeypatch: pytes
     assert len(service._desk._payloads) <= 2
 
 
+def test_start_values_of_a_run_that_has_them_are_not_kept(target: Target) -> None:
+    for number in range(20):
+        header = {"what": "seed", "session": target.mallory.session, "fragment": number % 2, "lease": number}
+        target.wire.put(header, bytes(256))
+    target.check()
+    assert target.service._desk._seed == {}
+
+
 @pytest.mark.slow
 def test_an_absurd_norm_is_clipped_to_what_is_usual(target: Target) -> None:
     """Finite, well-formed and 10^30 times too long: merged as what it claims to be, it would be the end of the run."""
