@@ -84,8 +84,11 @@ def goodput(state: SyncerState, now_s: float) -> float | None:
     """Tokens merged, divided by what the planned learners would have trained undisturbed.
 
     A learner's planned time runs from its first start to its announced leave, downtime included; its undisturbed rate
-    is the median it measured itself. None before anything was measured.
+    is the median it measured itself. None before anything was measured, and after a restart of the syncer: its clock
+    began anew, so it does not know when learners began (`diloco chaos` measures it from the learners' side).
     """
+    if state.was_restored:
+        return None
     capacity = 0.0
     by_learner: dict[str, list[Member]] = {}
     for member in _took_part(state):

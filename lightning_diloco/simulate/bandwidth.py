@@ -153,8 +153,10 @@ class Totals:
     @classmethod
     def of(cls, sizes: FragmentSizes, config: RunConfig, *, num_learners: int, num_steps: int) -> Totals:
         """Of M learners that train this many steps each."""
-        # Steps end in the midst of a period, and then the leavers drain one after another, those still there with them.
-        periods, m = max(0.0, num_steps / config.sync_every - 0.5), num_learners
+        # Fragments with a slot before H - tau skip their first one: nothing is exchanged so soon after the adoption.
+        # At the end leavers drain one after another, those still there with them.
+        skipped = 1 - config.overlap / config.sync_every
+        periods, m = max(0.0, num_steps / config.sync_every - skipped), num_learners
         num_rounds = (periods + m) * sizes.count
         moved = (periods * m + m * (m + 1) / 2) * sizes.total_nbytes
         anchor = _FLOAT32_BYTES * sizes.total_numel

@@ -14,7 +14,7 @@ import pytest
 from lightning_diloco.runtime.tape import read_tape
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "gpt.yaml"
-NUM_LEARNERS, NUM_STEPS = 2, 96
+NUM_LEARNERS, NUM_STEPS = 2, 480  # long enough that the drain, which depends on who ends first, weighs little
 TOLERANCE = 0.15
 
 pytestmark = pytest.mark.slow

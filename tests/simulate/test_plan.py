@@ -141,7 +141,7 @@ def test_totals_of_a_run_count_start_rounds_and_drain() -> None:
     totals = found.totals
     assert totals is not None
     assert totals == Totals.of(found.sizes, found.scenario.config, num_learners=2, num_steps=80)
-    assert totals.rounds == (80 / 8 - 0.5 + 2) * 4
+    assert totals.rounds == (80 / 8 - (1 - 2 / 8) + 2) * 4
     assert totals.bytes_down - totals.bytes_up == 4 * found.sizes.total_numel
 
 
