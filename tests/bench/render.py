@@ -26,7 +26,8 @@ class Table:
 
 def _rows(found: Results) -> str:
     checks = [f"- {'holds' if holds else '**fails**'}: {what}" for what, holds in found.get("checks", {}).items()]
-    return report.table(found["rows"]) + ("\n\n" + "\n".join(checks) if checks else "")
+    columns = ["run", *(name for name in found["rows"][0] if name != "run")]
+    return report.table(found["rows"], columns) + ("\n\n" + "\n".join(checks) if checks else "")
 
 
 def _losses(found: Results) -> str:
