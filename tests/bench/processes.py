@@ -28,7 +28,7 @@ from lightning_diloco.transport.faults import FaultProxy
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
-LIMIT_S = 900.0
+LIMIT_S = 300.0
 LOOK_S = 0.01
 DELAY_S = 0.01
 STEPPING = "stepping"  # a file in the learner's folder that appears when it may step

@@ -2,7 +2,7 @@
 
 1. A step sleeps, then updates one of the model's matrices a little: an accelerator would leave the host idle, too.
 2. Everything is measured from outside the link: around `Link.step`, the only call a step makes into it.
-3. `blocks` makes encoding, uploading and downloading happen on the training thread: what the bench must notice.
+3. `blocks` makes encoding and uploading happen on the training thread: what the bench must notice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -23,7 +22,9 @@ from torch.utils.data import DataLoader
 
 import lightning_diloco  # noqa: F401  makes "decoupled_diloco" known to the Trainer
 from lightning_diloco.devices.cpu import CpuFragments
-from lightning_diloco.runtime import link, threads
+from lightning_diloco.protocol import messages
+from lightning_diloco.runtime import link
+from lightning_diloco.runtime.freight import Freight
 from tests.bench.processes import MEASURED, STEPPING
 
 
@@ -103,20 +104,19 @@ class Journal:
 
 
 class _BlockingLinks:
-    """Links whose training thread does itself what it should leave to others: encoding and uploading."""
+    """Links whose training thread does itself what it should leave to others: encoding and uploading.
+
+    Neither needs another thread of the learner, which could need the lock that the training thread holds meanwhile.
+    """
 
     def __init__(self) -> None:
         self.num_jobs = 0
-        left_to_others = threads.Jobs.put
 
-        def put(jobs: threads.Jobs, job: threads.Job) -> None:
-            if threading.current_thread() is threading.main_thread():
-                self.num_jobs += 1
-                job()
-            else:
-                left_to_others(jobs, job)
+        def encode(freight: Freight, ready: messages.Ready) -> None:
+            self.num_jobs += 1
+            freight._encode(ready, freight._device.snapshot(ready.fragment))
 
-        threads.Jobs.put = put  # type: ignore[method-assign]
+        Freight.encode, Freight.upload = encode, Freight._upload  # type: ignore[method-assign]
 
 
 def main() -> None:
