@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from tests.bench import exchange, participation, quality, report
+from tests.bench import exchange, participation, quality, report, soak
 from tests.bench.processes import Measured
 from tests.bench.tiny import Tiny
 
@@ -60,7 +61,7 @@ def test_an_exchange_costs_its_snapshot_and_its_landing() -> None:
         {"hook_s": 4.0, "hook_cpu_s": 0.5, "wall_s": 10.0, "snapshots": [0], "landings": [0, 1]},
     ]
     measured = Measured(steps=steps, num_snapshots=3, num_landings=2, bytes_up=0, bytes_down=0)
-    assert measured.exchange_s() == [5.0, 6.0]
+    assert measured.exchange_s() == pytest.approx([1.0 + 4 / 3, 2.0 + 4 / 3])
     assert measured.stall_share() == pytest.approx(7 / 30)
 
 
@@ -96,3 +97,11 @@ def test_real_processes_exchange_and_controls_fail(capsys: pytest.CaptureFixture
     exchange.main(toy_run)  # its verdict on time depends on the machine; that on bytes does not
     rows = capsys.readouterr().out.splitlines()
     assert "bytes down, bytes up" in next(row for row in rows if "wire=fp32" in row)
+
+
+@pytest.mark.parametrize(("slope_bps", "is_flat"), [(0.0, True), (2000.0, False)])
+def test_memory_that_grows_is_told_from_memory_that_varies(slope_bps: float, is_flat: bool) -> None:
+    chance = random.Random(1)
+    times_s = [2.0 * k for k in range(600)]
+    values = [3e8 + slope_bps * t + chance.gauss(0.0, 2e6) for t in times_s]
+    assert soak.trend(times_s, values).is_flat is is_flat

@@ -1,0 +1,69 @@
+"""A learner of the soak bench: the real Trainer and strategy, asleep in each step, until a time of day.
+
+`--leak-bytes` is the bench's control: so much is kept in every step, and must be seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.cli.step_clock import StepClock
+from tests.bench.sleeper import Sleeping
+
+WIDTH = 64
+NUM_MATRICES = 48
+NUM_SAMPLES = 4096
+
+
+class Leaking(Sleeping):
+    """Keeps some bytes of every step.
+
+    Args:
+        step_s: time asleep in each step.
+        leak_bytes: kept per step.
+    """
+
+    def __init__(self, step_s: float, leak_bytes: int) -> None:
+        super().__init__(NUM_MATRICES * WIDTH**2, WIDTH, step_s)
+        self._kept: list[bytes] = []
+        self._leak_bytes = leak_bytes
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self._leak_bytes:
+            self._kept.append(bytes(self._leak_bytes))
+        return super().training_step(batch, batch_idx)
+
+
+def main() -> None:
+    """Train until it is time."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--until-s", type=float, required=True, help="unix seconds")
+    parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--leak-bytes", type=int, default=0)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    trainer = L.Trainer(
+        strategy=DecoupledDiLoCoStrategy(sync_every=24, num_fragments=4),
+        callbacks=[StepClock(args.until_s)],
+        accelerator="cpu",
+        devices=1,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Leaking(args.step_s, args.leak_bytes), DataLoader(torch.ones(NUM_SAMPLES, 1), batch_size=1))
+
+
+if __name__ == "__main__":
+    main()
