@@ -1,7 +1,8 @@
 """An event loop over the real protocol machines, with a made-up network, disk and clock."""
 
+from lightning_diloco.simulate.crashes import CrashPoints
 from lightning_diloco.simulate.fleet import Fleet
 from lightning_diloco.simulate.process import SimulatedLearner
 from lightning_diloco.simulate.settings import Network, Pace
 
-__all__ = ["Fleet", "Network", "Pace", "SimulatedLearner"]
+__all__ = ["CrashPoints", "Fleet", "Network", "Pace", "SimulatedLearner"]

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from lightning_diloco.protocol import SyncerState, codec, records
 from lightning_diloco.protocol.codec import Json
+from lightning_diloco.simulate.process import Update
+
+MAX_CHAIN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,13 @@ class Disk:
         for entry in entries:
             self.log.append(entry)
             self._follow(entry)
+
+    def update(self, p: int, have: int | None, sent: int) -> Update:
+        """What leads from this version to the newest one: a chain of updates, or everything."""
+        newest = len(self.anchors[p]) - 1
+        if have is None or not 0 <= newest - have <= MAX_CHAIN:
+            return Update(full=self.anchors[p][-1], increment=0, sent=sent)
+        return Update(full=None, increment=self.anchors[p][-1] - self.anchors[p][have], sent=sent)
 
     def recovered(self, *, expect: int | None, now_s: float, use_snapshot: bool = False) -> SyncerState:
         """A machine with nothing but what is on disk.

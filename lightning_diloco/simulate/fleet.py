@@ -11,7 +11,8 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
@@ -19,15 +20,14 @@ from lightning_diloco.core.schedule import fragment_due
 from lightning_diloco.protocol import LearnerState, SyncerState, messages
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
-from lightning_diloco.protocol.codec import Json
+from lightning_diloco.simulate.crashes import CrashPoints, Killed
 from lightning_diloco.simulate.disk import Disk
 from lightning_diloco.simulate.invariants import Invariants
-from lightning_diloco.simulate.process import SimulatedLearner, Update
-from lightning_diloco.simulate.settings import Network, Pace
+from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.settings import Network, Pace, manifest
 
 TICK_S = 0.25
 CONFIRM_AGAIN_S = 0.5
-MAX_CHAIN = 3
 
 
 class Fleet:
@@ -39,6 +39,7 @@ class Fleet:
         merge_s: time the syncer takes for one merge, and for one commit.
         seed: of all randomness.
         expect: learners the start waits for.
+        crashes: where the syncer is killed; it is started again at once.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Fleet:
         merge_s: float = 0.01,
         seed: int = 0,
         expect: int | None = None,
+        crashes: CrashPoints | None = None,
     ) -> None:
         self.config = config.validate()
         self.network = network or Network()
@@ -62,6 +64,7 @@ class Fleet:
         self.notes: list[tuple[float, do.Note]] = []
         self.history: deque[tuple[float, str, object]] = deque(maxlen=80)
         self.invariants = Invariants(self)
+        self.crashes = crashes or CrashPoints()
         self._expect = expect
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -185,8 +188,10 @@ class Fleet:
 
     def _syncer_handles(self, event: on.SyncerEvent) -> None:
         self.history.append((self.now_s, "syncer", event))
-        for action in self.syncer.handle(event, self.now_s):
-            self._do_for_syncer(action)
+        with self._mortal():
+            for action in self.syncer.handle(event, self.now_s):
+                self.crashes.before(action)
+                self._do_for_syncer(action)
         self.invariants.after_syncer_event()
 
     def _do_for_syncer(self, action: do.SyncerAction) -> None:
@@ -218,9 +223,20 @@ class Fleet:
         p = action.fragment
         if self.disk_is_full:
             self._syncer_handles(on.CommitFailed(p, action.round, "no space left on device"))
-        else:
+            return
+        with self._mortal():
+            self.crashes.reach("append")
             self.disk.append(action.record, self._gradients[p, action.round])
+            self.crashes.reach("tell")
             self._syncer_handles(on.Committed(p, action.round, self.disk.digests[p][-1]))
+
+    @contextmanager
+    def _mortal(self) -> Iterator[None]:
+        """Around what the syncer does: killed, it is started again."""
+        try:
+            yield
+        except Killed:
+            self.restart_syncer(use_snapshot=True)
 
     # ------------------------------------------------------------------------------------------------ learners: joining
 
@@ -258,7 +274,7 @@ class Fleet:
             return
         match message:
             case messages.SeedGrant():
-                self._say(learner, messages.SeedPlan(message.lease, self._manifest()))
+                self._say(learner, messages.SeedPlan(message.lease, manifest(self.config)))
             case messages.Welcome():
                 self._adopt_all(learner, message)
                 confirm = messages.Confirm(message.incarnation, "digest", {}, "tokens")
@@ -293,15 +309,6 @@ class Fleet:
             align=learner.pace.align,
             drain_s=learner.pace.drain_s,
         )
-
-    def _manifest(self) -> Json:
-        return {
-            "config": self.config.to_dict(),
-            "num_fragments": self.config.fragments_wanted,
-            "plan_digest": "digest",
-            "frozen": {},
-            "token_unit": "tokens",
-        }
 
     # ----------------------------------------------------------------------------------------------- learners: training
 
@@ -377,20 +384,14 @@ class Fleet:
         if learner.is_cut or boot != self._boot or member is None:
             self._learner_handles(learner, on.FetchFailed(p))
             return
-        values, generation = self.disk.anchors[p], self.syncer.rounds.generation
-        version = len(values) - 1
+        generation, version = self.syncer.rounds.generation, len(self.disk.anchors[p]) - 1
         fate = member.fates.get(p)
         merged_seq = fate[0] if fate and fate[1] == "merged" else None
         sent = learner.kept.get((p, merged_seq)) if merged_seq is not None else None
-        is_chain = 0 <= version - action.have <= MAX_CHAIN and generation == action.generation
-        is_full = action.adopt or not is_chain
-        update = Update(
-            full=values[-1] if is_full else None,
-            increment=0 if is_full else values[-1] - values[action.have],
-            sent=sent or 0,
-        )
+        have = None if action.adopt or generation != action.generation else action.have
+        update = self.disk.update(p, have, sent or 0)
         learner.staged[p], learner.adopts[p] = (update, self.disk.digests[p][-1]), action.adopt
-        staged = on.Staged(p, generation, version, None if sent is None else merged_seq, is_full)
+        staged = on.Staged(p, generation, version, None if sent is None else merged_seq, update.full is not None)
         self._learner_handles(learner, staged)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_diloco.config import Align
+from lightning_diloco.config import Align, RunConfig
+from lightning_diloco.protocol.codec import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +50,14 @@ class Pace:
     align: Align = "carry"
     drain_s: float = 60.0
     upload_factor: float = 1.0
+
+
+def manifest(config: RunConfig) -> Json:
+    """What a seeder would say of its model."""
+    return {
+        "config": config.to_dict(),
+        "num_fragments": config.fragments_wanted,
+        "plan_digest": "digest",
+        "frozen": {},
+        "token_unit": "tokens",
+    }

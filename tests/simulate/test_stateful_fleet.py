@@ -1,14 +1,29 @@
-"""Any order of starts, kills, cuts, returns and restarts; hypothesis looks for one that breaks an invariant."""
+"""Any order of starts, kills, cuts, returns and restarts; hypothesis looks for one that breaks an invariant.
+
+Messages are lost, repeated and overtake each other; learners and the syncer are killed (the syncer between any two of
+its actions), cut off, sent away, or evaluate; the disk fills up or is rolled back. With a rule of a machine broken on
+purpose, a history that shows it is found.
+"""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.simulate import Fleet, Network, Pace, SimulatedLearner
+from tests.simulate import test_sabotage as sabotages
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -81,6 +96,22 @@ class AnyHistory(RuleBasedStateMachine):
         self.fleet.restart_syncer(use_snapshot=use_snapshot)
         self.fleet.run_for(0.7)
 
+    @rule(nth=st.integers(1, 12))
+    def kill_the_syncer_between_two_actions(self, nth: int) -> None:
+        self.fleet.crashes.arm("", nth)
+        self.fleet.run_for(1.0)
+
+    @rule(learner=there, for_s=st.sampled_from([1.0, 6.0]))
+    def evaluate(self, learner: SimulatedLearner, for_s: float) -> None:
+        if learner.is_stepping and learner.state is not None and learner.state.phase == "stepping":
+            self.fleet.evaluate(learner, for_s)
+
+    @rule(for_s=st.sampled_from([0.5, 4.0]))
+    def fill_the_disk_for_a_while(self, for_s: float) -> None:
+        self.fleet.disk_is_full = True
+        self.fleet.run_for(for_s)
+        self.fleet.disk_is_full = False
+
     @rule()
     def take_a_snapshot(self) -> None:
         self.fleet.disk.take_snapshot(self.fleet.syncer)
@@ -128,3 +159,20 @@ class TestAnyLongHistory(AnyHistory.TestCase):
 
 
 TestAnyLongHistory = pytest.mark.slow(TestAnyLongHistory)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        sabotages.commit_is_booked_twice,
+        sabotages.undrained_tokens_are_forgotten,
+        sabotages.a_superseded_range_is_dropped,
+        sabotages.a_landed_merge_is_not_taken_off_the_parameters,
+        sabotages.a_restart_forgets_the_fates,
+    ],
+)
+def test_a_machine_with_one_rule_broken_is_found_out(sabotage, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    sabotage(monkeypatch)
+    looking = settings(max_examples=60, stateful_step_count=25, phases=[Phase.generate], **COMMON)
+    with pytest.raises((AssertionError, ValueError)):
+        run_state_machine_as_test(AnyHistory, settings=looking)
