@@ -2,7 +2,8 @@
 
 The run must end by itself: exit code 0 says that every learner finished, that the run is finished, that its ledger is
 exact, and that all of it comes out again from the recorded contributions (`diloco replay`). `--compare` then runs the
-recipe without faults up to as many merged tokens, for the loss.
+recipe without faults up to as many merged tokens, for the loss. Its learning rate has the same schedule: as long as
+the recipe's where a duration cut the run short, else as long as the run.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def call(arguments: argparse.Namespace) -> int:
     story = chaos_story.read(run_dir)
     report = {"exit_code": ended.exit_code, "seed": arguments.seed, **chaos_report.measure(story), **_replayed(run_dir)}
     if arguments.compare and ended.exit_code == 0:
-        max_steps = f"--trainer.max_steps={chaos_report.steps_to_compare(story, arguments.local)}"
-        argv = run.learner_argv(target, [*arguments.passed_on, max_steps])
+        num_steps = chaos_report.steps_to_compare(story, arguments.local)
+        argv = run.learner_argv(target, [*arguments.passed_on, *asked.calm_overrides(num_steps)])
         calm = _execute(_plan(arguments, run.make_run_dir(run_dir / "calm", ""), argv), console, arguments)
         report.update(chaos_report.compared(report, calm.summary or {}))
     (run_dir / "chaos.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -107,6 +108,12 @@ class _Asked:
             return clock
         until = f"--trainer.callbacks.until_s={time.time() + self.duration_s:.3f}"
         return [*clock, until]
+
+    def calm_overrides(self, num_steps: int) -> list[str]:
+        """What comes after the user's own in the run without faults, to end it after so many steps."""
+        if self.duration_s is None:
+            return [f"--trainer.max_steps={num_steps}"]
+        return [f"--trainer.callbacks+={_CLOCK}", f"--trainer.callbacks.until_step={num_steps}"]
 
 
 def _check(arguments: argparse.Namespace) -> _Asked:

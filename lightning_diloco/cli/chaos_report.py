@@ -29,6 +29,7 @@ from lightning_diloco.cli.chaos_story import Json, Story, span
 from lightning_diloco.cli.fault_schedule import SYNCER
 
 NEEDED_WITHIN_S = 3.0
+EQUAL_TOKENS = 0.01
 _SHARES = ("step_efficiency", "merged_of_seen", "availability", "goodput", "participation")
 
 
@@ -81,10 +82,15 @@ def steps_to_compare(story: Story, num_learners: int) -> int:
 
 
 def compared(report: Json, calm: Json) -> Json:
-    """The loss beside that of the run without faults; `eval_loss_excess` is the relative difference."""
+    """The loss beside that of the run without faults.
+
+    `eval_loss_excess` is the relative difference; null where the runs did not merge as many tokens, or one has no loss.
+    """
     loss, reference = report["eval_loss"], calm.get("eval_loss")
-    excess = loss / reference - 1.0 if loss is not None and reference else None
-    return {"eval_loss_calm": reference, "eval_loss_excess": excess, "tokens_merged_calm": calm.get("tokens_merged")}
+    merged, merged_calm = report["tokens_merged"] or 0, calm.get("tokens_merged") or 0
+    is_fair = abs(merged_calm - merged) <= EQUAL_TOKENS * merged
+    excess = loss / reference - 1.0 if loss is not None and reference and is_fair else None
+    return {"eval_loss_calm": reference, "eval_loss_excess": excess, "tokens_merged_calm": merged_calm}
 
 
 def view(report: Json, run_dir: Path) -> Table:
@@ -105,8 +111,11 @@ def view(report: Json, run_dir: Path) -> Table:
         "eval_loss of the anchor": "-" if report["eval_loss"] is None else f"{report['eval_loss']:.4f}",
     }
     if report.get("eval_loss_calm") is not None:
-        excess = _percent(report["eval_loss_excess"])
-        rows["the same without faults"] = f"{report['eval_loss_calm']:.4f}; with faults it is {excess} above"
+        share = report["tokens_merged_calm"] / report["tokens_merged"]
+        rows["the same without faults"] = (
+            f"{report['eval_loss_calm']:.4f} after {_percent(share)} of the tokens; "
+            f"with faults it is {_percent(report['eval_loss_excess'])} above"
+        )
     for name, value in {**rows, "files": str(run_dir)}.items():
         table.add_row(name, Text(value))
     return table

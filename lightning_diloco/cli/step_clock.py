@@ -1,9 +1,10 @@
-"""A callback for chaos runs: writes down when each inner step ended, and ends training at a time of day.
+"""A callback for chaos runs: writes down when each inner step ended, and ends training at a time of day or a step.
 
 1. The file survives SIGKILL at any point: one write of 8 bytes per step, no buffer of our own.
 2. Times are unix seconds, float64, native byte order. A NaN stands between two steps with a validation in between: what
    separates them is no step.
 3. The end is a time of day because a learner that is killed starts anew: a duration would start anew with it.
+4. Unlike `max_steps`, an end given here leaves schedules as long as they are.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ class StepClock(Callback):
 
     Args:
         until_s: unix seconds after which training ends as if it had reached its last step; None: never.
+        until_step: the global step at which it ends likewise; None: never.
     """
 
-    def __init__(self, until_s: float | None = None) -> None:
+    def __init__(self, until_s: float | None = None, until_step: int | None = None) -> None:
         self._until_s = until_s
+        self._until_step = until_step
         self._fd: int | None = None
         self._global_step = 0
 
@@ -47,6 +50,8 @@ class StepClock(Callback):
         if trainer.global_step != self._global_step:
             self._global_step = trainer.global_step
             self._write(now_s)
+        if self._until_step is not None and trainer.global_step >= self._until_step:
+            trainer.should_stop = True
         is_over = self._until_s is not None and now_s >= self._until_s
         if self._until_s is not None and trainer.strategy.reduce_boolean_decision(is_over, all=False):
             trainer.should_stop = True

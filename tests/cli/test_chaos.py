@@ -63,6 +63,12 @@ def test_a_duration_becomes_a_time_of_day(text: str, seconds: float) -> None:
     assert float(until.partition("=")[2]) == pytest.approx(time.time() + seconds, abs=5.0)
 
 
+def test_the_run_without_faults_keeps_the_schedule_of_the_run_it_is_compared_with() -> None:
+    whole, cut_short = chaos._Asked(("kill",), None), chaos._Asked(("kill",), 60.0)
+    assert whole.calm_overrides(70) == ["--trainer.max_steps=70"]
+    assert cut_short.calm_overrides(70)[1:] == ["--trainer.callbacks.until_step=70"]
+
+
 def _parsed(words: list[str]):
     from lightning_diloco.cli.main import build_parser
 

@@ -109,8 +109,13 @@ def test_a_run_that_left_nothing_has_a_report_all_the_same(tmp_path: Path) -> No
 
 def test_the_run_to_compare_with_merges_as_many_tokens(story: Story) -> None:
     assert steps_to_compare(story, num_learners=3) == 15  # 450 tokens, 10 a step, 3 learners
-    found = compared({"eval_loss": 3.0}, {"eval_loss": 2.5, "tokens_merged": 880})
+    found = compared({"eval_loss": 3.0, "tokens_merged": 900}, {"eval_loss": 2.5, "tokens_merged": 895})
     assert (found["eval_loss_calm"], found["eval_loss_excess"]) == (2.5, pytest.approx(0.2))
+
+
+def test_losses_after_different_numbers_of_tokens_are_not_compared() -> None:
+    found = compared({"eval_loss": 3.0, "tokens_merged": 900}, {"eval_loss": 2.5, "tokens_merged": 880})
+    assert (found["eval_loss_calm"], found["eval_loss_excess"]) == (2.5, None)
 
 
 def test_the_picture_is_drawn(story: Story, tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ def test_training_ends_by_itself_at_its_time(tmp_path: Path) -> None:
     assert fit(tmp_path, StepClock(until_s=time.time() - 1.0), limit_val_batches=0).global_step == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec")
+def test_training_ends_by_itself_at_its_step(tmp_path: Path) -> None:
+    assert fit(tmp_path, StepClock(until_step=4), limit_val_batches=0).global_step == 4
+
+
 def test_a_torn_time_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "steps-1.f64"
     path.write_bytes(b"\0" * 20)
