@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
@@ -99,11 +100,14 @@ def rolled_back(
     )
 
 
+MAX_CONTENDERS = 256
+
+
 class Contenders:
-    """Newcomers under a learner id whose owner may still be there."""
+    """Newcomers under a learner id whose owner may still be there; the latest MAX_CONTENDERS of them."""
 
     def __init__(self) -> None:
-        self._since_s: dict[str, float] = {}
+        self._since_s: OrderedDict[str, float] = OrderedDict()
 
     def verdict(self, session: str, learner: str, roster: Roster, now_s: float, heartbeat_s: float) -> str | None:
         """None: granted. "wait": too early to say. Otherwise the text of a refusal."""
@@ -111,6 +115,8 @@ class Contenders:
         if owner is None or owner.is_lapsed:
             return None
         since_s = self._since_s.setdefault(session, now_s)
+        if len(self._since_s) > MAX_CONTENDERS:
+            self._since_s.popitem(last=False)
         if owner.heard_s > since_s + 0.5 * heartbeat_s:
             return (
                 f"learner id {learner!r} is in use by {owner.where or 'another process'}, heard "

@@ -11,7 +11,7 @@ from typing import Literal
 
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import messages as msg
-from lightning_diloco.protocol import records
+from lightning_diloco.protocol import plausible, records
 from lightning_diloco.protocol.actions import SyncerAction
 from lightning_diloco.protocol.ledger import Ledger
 from lightning_diloco.protocol.roster import Member, Roster
@@ -108,7 +108,7 @@ class Contributions:
         self, member: Member, ready: msg.Ready, fate: Literal["refused", "superseded"], reason: str
     ) -> list[SyncerAction]:
         """Record the fate, then tell it."""
-        record = records.Decided(member.session, ready.fragment, ready.seq, fate, reason)
+        record = records.Decided(member.session, ready.fragment, ready.seq, fate, reason[: plausible.MAX_CHARS])
         self.apply_decided(record)
         return [
             do.Record(records.encode(record)),

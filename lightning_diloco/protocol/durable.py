@@ -58,6 +58,8 @@ class DurableState:
             case records.Granted():
                 if record.session not in self.roster.members:
                     self._apply_granted(record)
+            case records.Forgotten():
+                self.roster.members.pop(record.session, None)
             case records.Activated():
                 if self.roster[record.session].state in ("joining", "confirmed"):
                     self._apply_activated(record)

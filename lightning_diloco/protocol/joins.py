@@ -5,6 +5,8 @@
 2. An empty run grants one seed lease; it passes on if the seeder falls silent. Everyone else waits for the seed.
 3. The first step is held until the expected learners have confirmed, or for a minute; later joins start at once.
 4. Every message of the conversation may be lost or repeated: each is answered by what comes next.
+5. At most MAX_JOINING processes are on their way in at a time. One more takes the place of the one that has been silent
+   for longest, if for a lease; else it waits.
 
 Source: our choice. The rules by which somebody is turned away are in `admission.py`.
 """
@@ -23,6 +25,7 @@ from lightning_diloco.protocol.durable import DurableState
 from lightning_diloco.protocol.roster import Member
 
 START_HOLD_S = 60.0
+MAX_JOINING = 256
 
 
 class Joins(DurableState):
@@ -104,12 +107,29 @@ class Joins(DurableState):
         if verdict is not None:
             rejected = msg.Rejected("join", verdict)
             return [do.Send(session, rejected), do.Note("rejected", {"learner": hello.learner, "text": verdict})]
+        todo = self._make_room(now_s)
+        if todo is None:
+            return []  # it asks again
         name, roster = hello.learner, self.roster
         record = records.Granted(session, name, roster.next_incarnation(name), roster.slot_for(name))
         self.apply(record)
         member = self.roster[session]
         member.connection, member.where, member.heard_s = hello.connection, hello.where, now_s
-        return [do.Record(records.encode(record)), *self._invite(member)]
+        return [*todo, do.Record(records.encode(record)), *self._invite(member)]
+
+    def _make_room(self, now_s: float) -> list[SyncerAction] | None:
+        """Rule 5; None: there is no place."""
+        joining = self.roster.in_state("joining", "confirmed")
+        if len(joining) < MAX_JOINING:
+            return []
+        silent = min(joining, key=lambda m: m.heard_s)
+        if now_s - silent.heard_s <= self.config.lease_s:
+            return None
+        record = records.Forgotten(silent.session)
+        self.apply(record)
+        if silent.session == self._seeder:
+            self._seeder = self._pending_manifest = None
+        return [do.Record(records.encode(record)), do.Note("forgotten", {"learner": silent.learner})]
 
     def _unknown(self, session: str) -> SyncerAction:
         text = (

@@ -3,7 +3,10 @@
 1. Counters are not negative and below 2^53, generations below 2^31: what is derived from them can always be stored, and
    told to everybody.
 2. Durations and rates are not negative; no inner step takes longer than MAX_STEP_S.
-3. A learner's own ranges lie within what it says it has seen.
+3. A learner's own ranges lie within what it says it has seen; a fragment has at most two of them: what is outstanding,
+   and what is fresh.
+4. Texts and tables that are kept beyond the call are short: who says more than MAX_CHARS of itself, or of more than
+   MAX_ENTRIES metrics, wants memory, not to be read.
 
 A peer that says otherwise is broken. A learner that lies within these bounds is outside of what this package protects
 against. Source: our choice.
@@ -12,12 +15,16 @@ against. Source: our choice.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from lightning_diloco.config import is_learner_id
 
 MAX_COUNT = 2**53
 MAX_GENERATION = 2**31
 MAX_STEP_S = 3600.0
+MAX_CHARS = 1000
+MAX_ENTRIES = 200
+MAX_PENDING = 2
 
 
 def objection(message: object) -> str | None:
@@ -42,6 +49,10 @@ def _allowed(name: str, value: object) -> str | None:
         return None if isinstance(value, float) and 0.0 <= value <= MAX_STEP_S else f"0..{MAX_STEP_S:g} s"
     if name == "tokens_per_s":
         return None if isinstance(value, float) and value >= 0.0 else "at least 0"
+    if name in ("where", "reason") and isinstance(value, str) and len(value) > MAX_CHARS:
+        return f"at most {MAX_CHARS} characters"
+    if name in ("metrics", "discarded") and isinstance(value, dict) and not _is_short(value):
+        return f"at most {MAX_ENTRIES} entries, with names of at most {MAX_CHARS} characters"
     if isinstance(value, int) and not _is_count(value, MAX_COUNT):
         return f"0..{MAX_COUNT - 1}"
     return None
@@ -50,6 +61,8 @@ def _allowed(name: str, value: object) -> str | None:
 def _book_problem(message: object) -> str | None:
     """Whether pending ranges and discarded tokens can be those of this counter."""
     tokens, pending = getattr(message, "tokens", None), getattr(message, "pending", ())
+    if long := [ranges for ranges in pending if len(ranges) > MAX_PENDING]:
+        return f"{len(long[0])} pending ranges in one fragment: must be at most {MAX_PENDING}"
     for start, stop in (pair for ranges in pending for pair in ranges):
         if not 0 <= start <= stop <= (tokens or 0):
             return f"pending range [{start}, {stop}) of {tokens} tokens: must lie in them"
@@ -57,6 +70,10 @@ def _book_problem(message: object) -> str | None:
     if bad := [count for count in counts if not _is_count(count, MAX_COUNT)]:
         return f"a count of {bad[0]}: must be 0..{MAX_COUNT - 1}"
     return None
+
+
+def _is_short(table: Mapping[str, object]) -> bool:
+    return len(table) <= MAX_ENTRIES and all(len(name) <= MAX_CHARS for name in table)
 
 
 def _is_count(value: object, bound: int) -> bool:

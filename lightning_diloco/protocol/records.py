@@ -43,6 +43,13 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgotten:
+    """This session was granted something, fell silent before it took part, and others need its place."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
 class Activated:
     """The incarnation takes part from now on, and fences off the older one, whose books end with what was heard."""
 
@@ -113,7 +120,19 @@ class Regenerated:
     generation: int
 
 
-LogRecord = Seeding | Seeded | Granted | Activated | CommitRecord | Decided | Lapsed | Returned | Departed | Regenerated
+LogRecord = (
+    Seeding
+    | Seeded
+    | Granted
+    | Forgotten
+    | Activated
+    | CommitRecord
+    | Decided
+    | Lapsed
+    | Returned
+    | Departed
+    | Regenerated
+)
 
 
 @dataclass(frozen=True, slots=True)

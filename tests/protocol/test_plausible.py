@@ -6,7 +6,7 @@ import pytest
 
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import messages
-from lightning_diloco.protocol.messages import Heartbeat, Hello, Intent, Leave, Mark, Progress, Ready
+from lightning_diloco.protocol.messages import Evaluated, Heartbeat, Hello, Intent, Leave, Mark, Progress, Ready
 
 
 def progress(**changes: object) -> Progress:
@@ -39,9 +39,14 @@ def test_the_bounds_themselves_are_allowed() -> None:
         Heartbeat("stepping", progress(landed=(1, -2)), 0.1, 1.0),
         Heartbeat("stepping", progress(discarded={"overwritten": -5}), 0.1, 1.0),
         Heartbeat("stepping", progress(), 0.1, -1.0),
+        Heartbeat("stepping", progress(pending=(((0, 9), (20, 30), (40, 90)), ())), 0.1, 1.0),
+        Heartbeat("stepping", progress(), 0.1, 1.0, {f"metric {i}": 0.0 for i in range(201)}),
+        Heartbeat("stepping", progress(discarded={"x" * 1001: 1}), 0.1, 1.0),
+        Hello("l0", 1, 1, {}, where="x" * 1001),
+        Evaluated(None, "x" * 1001),
         Leave("finished", progress(generation=2**31), 1.0),
     ],
-    ids=repr,
+    ids=lambda message: repr(message)[:60],
 )
 def test_what_no_working_peer_says_is_refused(message: messages.FromLearner) -> None:
     with pytest.raises(CorruptMessageError, match="must"):

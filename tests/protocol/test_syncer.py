@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lightning_diloco.protocol import SyncerState, codec, messages, records
+from lightning_diloco.protocol import SyncerState, codec, joins, messages, records
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.simulate.invariants import durable
@@ -233,9 +233,16 @@ def test_a_learner_whose_activation_was_lost_is_taken_back() -> None:
 # ---------------------------------------------------------------------------------------------------------- restarts
 
 
-def eventful() -> Syncer:
+def eventful(monkeypatch: pytest.MonkeyPatch) -> Syncer:
     """A syncer that has seen every kind of record."""
     syncer = Syncer("a", "b", "c", "d")
+    with monkeypatch.context() as crowded:
+        crowded.setattr(joins, "MAX_JOINING", 1)
+        syncer.hello("e")
+        syncer.now_s += syncer.config.lease_s + 1
+        for session in "abcd":
+            syncer.beat(session)
+        syncer.hello("f")
     syncer.full_round(0, a=ready(), b=ready(stop=80), c=ready(), d=ready())
     syncer.payload("c", ready(1, seq=1), error="scales are not finite")
     lapse(syncer, "d")
@@ -249,21 +256,23 @@ def eventful() -> Syncer:
     return syncer
 
 
-def test_every_kind_of_record_is_written_somewhere_here() -> None:
-    kinds = {type(record) for record in eventful().log}
+def test_every_kind_of_record_is_written_somewhere_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {type(record) for record in eventful(monkeypatch).log}
 
     assert kinds == set(messages.typing.get_args(records.LogRecord))
 
 
-def test_a_restart_from_the_log_gives_the_same_durable_state() -> None:
-    syncer = eventful()
+def test_a_restart_from_the_log_gives_the_same_durable_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    syncer = eventful(monkeypatch)
 
     assert durable(syncer.restarted().state) == durable(syncer.state)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_a_restart_from_a_snapshot_gives_the_same_even_if_a_record_is_applied_again(overlap: int) -> None:
-    syncer = eventful()
+def test_a_restart_from_a_snapshot_gives_the_same_even_if_a_record_is_applied_again(
+    overlap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncer = eventful(monkeypatch)
     for first in range(len(syncer.log) + 1):
         before = SyncerState(run="r")
         for record in syncer.log[:first]:
