@@ -72,7 +72,7 @@ def store(path: Path | None, results: dict[str, Any]) -> None:
     """Write results as JSON, if a path is given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def insert(readme: Path, name: str, text: str) -> None:
