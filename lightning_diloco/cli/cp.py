@@ -1,4 +1,4 @@
-"""`diloco cp`: a recipe of one's own to edit."""
+"""`diloco cp`: a recipe of one's own to edit, with the modules beside it that it names."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Copy the file and say where it is."""
+    """Copy the files, all or none, and say where they are."""
     source = recipes.resolve(arguments.recipe)
     target: Path = arguments.path / source.name if arguments.path.is_dir() else arguments.path
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("xb") as copy:
-            copy.write(source.read_bytes())
-    except FileExistsError:
-        raise ConfigError(f"{target} exists and is not overwritten; choose another path, or remove it first") from None
-    print(f"{source} -> {target}")
+    copies = {source: target, **{path: target.with_name(path.name) for path in recipes.modules_beside(source)}}
+    if taken := [str(path) for path in copies.values() if path.exists()]:
+        raise ConfigError(f"{', '.join(taken)} exists and is not overwritten; choose another path, or remove it first")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for original, copy in copies.items():
+        with copy.open("xb") as file:
+            file.write(original.read_bytes())
+        print(f"{original} -> {copy}")
     return 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_diloco.errors import AuthError, ConfigError, FencedError, PlanMismatchError
+from lightning_diloco.hf.blueprint import make_importable
 
 
 def cli_arguments(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
@@ -32,6 +33,7 @@ def main() -> int:
     """Fit what the recipe describes; returns the exit code."""
     # sys.argv stays as it is: Lightning starts the other processes of a learner with it.
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
+    make_importable(Path(sys.argv[1]))
     try:
         LightningCLI(
             args=cli_arguments(sys.argv[1:], os.environ),

@@ -1,13 +1,15 @@
 """Finds recipes: in `recipes/` next to the package (a checkout) and in `recipes/` under the working directory.
 
 A recipe is a YAML file for LightningCLI or a Python script; its name is its path below `recipes/` without the suffix,
-its description the first comment line (YAML) or the first line of the docstring (script).
+its description the first comment line (YAML) or the first line of the docstring (script). A Python file whose classes a
+YAML beside it names is a part of that one.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +70,13 @@ def resolve(target: str) -> Path:
     raise ConfigError(_not_found(target, known))
 
 
+def modules_beside(recipe: Path) -> list[Path]:
+    """Files beside a YAML recipe whose classes it names."""
+    text = "" if recipe.suffix == ".py" else recipe.read_text(encoding="utf-8", errors="replace")
+    named = dict.fromkeys(re.findall(r"class_path:\s*[\"']?(\w+)\.", text))
+    return [path for name in named if (path := recipe.with_name(f"{name}.py")).is_file()]
+
+
 def _not_found(target: str, known: dict[str, Path]) -> str:
     looked = ", ".join(str(folder) for folder in roots())
     names = {**{str(path): name for name, path in known.items()}, **{name: name for name in known}}
@@ -81,7 +90,9 @@ def _not_found(target: str, known: dict[str, Path]) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES and path.is_file())
+    found = [path for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES and path.is_file()]
+    parts = {part for path in found for part in modules_beside(path)}
+    return (path for path in found if path not in parts)
 
 
 def _read(name: str, path: Path) -> Recipe:

@@ -3,6 +3,7 @@
 1. The recipe goes through LightningCLI's own parser, so a misspelt key is found here as it would be at the start.
 2. The model is built on the meta device: no memory, no accelerator, no network. Trainer and data are not made.
 3. What a run would take from the data, the vocabulary's size, comes from the options of the data.
+4. A recipe can name classes of modules that lie beside it: `class_path: video_dit.VideoDiT`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 import inspect
 import math
 import re
+import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
@@ -94,12 +96,19 @@ class _Parser(LightningCLI):
         """Run nothing."""
 
 
+def make_importable(recipe: Path) -> None:
+    """Let Python find modules beside the recipe, after everything that is installed."""
+    if (folder := str(recipe.resolve().parent)) not in sys.path:
+        sys.path.append(folder)
+
+
 def parse(recipe: Path, overrides: Sequence[str] = ()) -> Any:
     """The recipe as LightningCLI understands it, a nested namespace.
 
     Raises:
         ConfigError: it is no configuration of LightningCLI; with what its parser said.
     """
+    make_importable(recipe)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the versions of its own libraries, and that sys.argv is not used
         try:

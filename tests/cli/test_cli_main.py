@@ -163,6 +163,19 @@ def test_cp_copies_a_recipe(project: Path) -> None:
     assert (project / "new/two.yaml").exists()
 
 
+def test_a_module_that_a_recipe_names_goes_with_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "recipes/toy/net.py").write_text("class Net: ...")
+    (project / "recipes/toy/one.yaml").write_text("model: {class_path: net.Net}")
+    assert main(["ls"]) == 0
+    assert "net.py" not in capsys.readouterr().out
+    assert main(["cp", "toy/one", "new/mine.yaml"]) == 0
+    assert (project / "new/net.py").read_text() == "class Net: ..."
+    (project / "new/mine.yaml").unlink()
+    assert main(["cp", "toy/one", "new/mine.yaml"]) == 2
+    assert "net.py exists" in capsys.readouterr().err
+    assert not (project / "new/mine.yaml").exists()
+
+
 def test_cp_overwrites_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "mine.yaml").write_text("precious")
     assert main(["cp", "toy/one", "mine.yaml"]) == 2

@@ -1,0 +1,73 @@
+"""The recipe that is no language model: it learns, by itself and with the strategy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from lightning_diloco.hf.blueprint import _class_of, make_importable, parse
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "diffusion" / "video.yaml"
+
+
+@pytest.fixture(scope="module")
+def video() -> ModuleType:
+    make_importable(RECIPE)
+    return sys.modules[_class_of(parse(RECIPE)["model"]).__module__]
+
+
+def test_patches_are_the_clip_cut_up(video: ModuleType) -> None:
+    model, clips = video.VideoDiT(), torch.randn(2, video.FRAMES, video.SIZE, video.SIZE)
+    patches = model.to_patches(clips)
+    assert torch.equal(patches[1, 1], clips[1, 0:2, 0:4, 4:8].flatten())  # the second patch is to the right
+    assert torch.equal(model.to_clips(patches), clips)
+
+
+def test_a_clip_is_always_the_same_and_its_dot_moves(video: ModuleType) -> None:
+    dots = video.MovingDots(4)
+    assert torch.equal(dots[3], dots[3])
+    assert not torch.equal(dots[3], dots[2])
+    places = {int(frame.argmax()) for frame in dots[3]}
+    assert len(places) > 2
+    assert all(frame.max() > 0.7 for frame in dots[3])  # it stays inside
+
+
+def test_training_and_validation_clips_are_different(video: ModuleType) -> None:
+    data = video.Clips(num_clips=4, num_val_clips=2)
+    trained, validated = data.train_dataloader().dataset, data.val_dataloader().dataset
+    assert not any(torch.equal(a, b) for a in map(trained.__getitem__, range(4)) for b in (validated[0], validated[1]))
+
+
+def test_forty_steps_lower_the_loss_and_clips_can_be_drawn(video: ModuleType) -> None:
+    model, batches = video.VideoDiT(), iter(video.Clips().train_dataloader())
+    optimizer, losses = model.configure_optimizers(), []
+    for _ in range(40):
+        batch = next(batches)
+        loss = model.loss(batch, torch.rand(len(batch)), torch.randn_like(batch))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    assert model.sample(2, num_steps=2).shape == (2, video.FRAMES, video.SIZE, video.SIZE)
+
+
+@pytest.mark.slow
+def test_two_learners_lower_the_loss_of_the_anchor(tmp_path: Path) -> None:
+    words = ["run", str(RECIPE), "--local", "2", "--run-dir", str(tmp_path / "run"), "--no-table"]
+    command = [sys.executable, "-m", "lightning_diloco.cli.main", *words, "--trainer.max_steps", "120"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["fleet_tokens"] == 2 * 120 * 16
+    assert summary["eval_loss"] < 0.7  # 1.9 before the first step
