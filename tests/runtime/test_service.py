@@ -14,7 +14,7 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.errors import ConfigError, PlanMismatchError
 from lightning_diloco.protocol import actions, events, messages, rounds
-from lightning_diloco.runtime import durable, joining, service
+from lightning_diloco.runtime import durable, joining, link, service
 from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.durable import Durable
 from lightning_diloco.runtime.manifest import make_manifest
@@ -22,7 +22,7 @@ from lightning_diloco.runtime.merging import Installable, MergeJob, Merger
 from lightning_diloco.runtime.redo_log import RedoLog
 from lightning_diloco.runtime.syncer import SyncerOptions, _address_and_identity
 from lightning_diloco.transport.address import write_join_file
-from tests.runtime.fleet import Fleet, until
+from tests.runtime.fleet import DEADLINE_S, OPTIONS, Fleet, until
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,11 @@ class FullDisk:
             self.num_refused += 1
             raise OSError(errno.ENOSPC, "No space left on device")
 
+    def until_tried_anew(self) -> None:
+        """Wait until whatever was on its way when this was called has been refused, and something after it."""
+        wanted = self.num_refused + OPTIONS["num_fragments"] + 1
+        until(lambda: self.num_refused >= wanted, "another try")
+
 
 def test_full_disk_stops_commits_and_nothing_else(tmp_path: Path) -> None:
     disk = FullDisk()
@@ -53,14 +58,14 @@ def test_full_disk_stops_commits_and_nothing_else(tmp_path: Path) -> None:
         fleet.until_commits(3)
         disk.is_full = True
         until(lambda: fleet.status()["state"] == "suspended", "saying so")
+        disk.until_tried_anew()
         commits, steps = fleet.num_commits, [learner.steps for learner in learners]
-        refused = disk.num_refused
-        until(lambda: disk.num_refused > refused, "another try")
+        disk.until_tried_anew()
         status = fleet.status()
         assert "No space left" in status["reason"]
         assert "free some space" in status["reason"]
         assert fleet.num_commits == commits
-        assert all(learner.steps > before for learner, before in zip(learners, steps, strict=True))
+        until(lambda: all(x.steps > before for x, before in zip(learners, steps, strict=True)), "steps of both")
         disk.is_full = False
         fleet.until_commits(3)
         assert fleet.status()["reason"] is None
@@ -73,7 +78,8 @@ def test_full_disk_stops_commits_and_nothing_else(tmp_path: Path) -> None:
     assert summary["tokens_merged"] == summary["tokens_seen"]
 
 
-def test_what_waits_for_a_full_disk_does_not_pile_up(tmp_path: Path) -> None:
+def test_what_waits_for_a_full_disk_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "GOODBYE_S", DEADLINE_S)  # however slowly the other one makes its steps
     disk = FullDisk()
     with Fleet(tmp_path, faults=disk) as fleet:
         staying, leaving = fleet.learner("staying").go(), fleet.learner("leaving").join()
