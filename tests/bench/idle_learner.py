@@ -1,6 +1,6 @@
-"""A learner of the soak bench: the real Trainer and strategy, asleep in each step, until a time of day.
+"""A learner that costs little: the real Trainer and strategy, asleep in each step, until it is time to end.
 
-`--leak-bytes` is the bench's control: so much is kept in every step, and must be seen.
+`--leak-bytes` is the soak bench's control: so much is kept in every step, and must be seen.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import logging
 import warnings
+from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -19,7 +21,6 @@ from lightning_diloco.cli.step_clock import StepClock
 from tests.bench.sleeper import Sleeping
 
 WIDTH = 64
-NUM_MATRICES = 48
 NUM_SAMPLES = 4096
 
 
@@ -27,12 +28,13 @@ class Leaking(Sleeping):
     """Keeps some bytes of every step.
 
     Args:
+        num_matrices: of width WIDTH.
         step_s: time asleep in each step.
         leak_bytes: kept per step.
     """
 
-    def __init__(self, step_s: float, leak_bytes: int) -> None:
-        super().__init__(NUM_MATRICES * WIDTH**2, WIDTH, step_s)
+    def __init__(self, num_matrices: int, step_s: float, leak_bytes: int) -> None:
+        super().__init__(num_matrices * WIDTH**2, WIDTH, step_s)
         self._kept: list[bytes] = []
         self._leak_bytes = leak_bytes
 
@@ -42,10 +44,23 @@ class Leaking(Sleeping):
         return super().training_step(batch, batch_idx)
 
 
+class EndWith(L.Callback):
+    """Ends training when a file appears."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop |= self._path.exists()
+
+
 def main() -> None:
     """Train until it is time."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--until-s", type=float, required=True, help="unix seconds")
+    until = parser.add_mutually_exclusive_group(required=True)
+    until.add_argument("--until-s", type=float, help="unix seconds")
+    until.add_argument("--until-file", type=Path, help="a file that appears")
+    parser.add_argument("--matrices", type=int, default=48, help=f"of the model, {WIDTH} x {WIDTH}")
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--leak-bytes", type=int, default=0)
     args = parser.parse_args()
@@ -53,7 +68,7 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     trainer = L.Trainer(
         strategy=DecoupledDiLoCoStrategy(sync_every=24, num_fragments=4),
-        callbacks=[StepClock(args.until_s)],
+        callbacks=[EndWith(args.until_file) if args.until_file else StepClock(args.until_s)],
         accelerator="cpu",
         devices=1,
         max_epochs=-1,
@@ -62,7 +77,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Leaking(args.step_s, args.leak_bytes), DataLoader(torch.ones(NUM_SAMPLES, 1), batch_size=1))
+    module = Leaking(args.matrices, args.step_s, args.leak_bytes)
+    trainer.fit(module, DataLoader(torch.ones(NUM_SAMPLES, 1), batch_size=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,258 @@
+"""A syncer killed many times in one run: is what comes back, bit for bit, what was there?
+
+python -m tests.bench.recoveries --out tests/bench/results/recoveries.json
+
+1. The syncer kills itself at points drawn by chance, within its writes and between them, and loses any part of what it
+   had not fsynced (`watched_syncer.py`). Real learners train on, and one of them is killed, too.
+2. What every life of the syncer computed, wrote and told is in a journal. After each restart must hold:
+   bits: master, published values and momentum of each fragment are those that were installed at that version, or, if
+   death came between disk and installation, that were computed for it.
+   told: no fragment is behind what a learner was told, no record behind what was durable; the generation is the same.
+   merged: the ledger's merged ranges are those of the commits written, up to the restored versions.
+   discarded: what was booked of learners that are gone is what had been booked.
+3. The run then ends by itself, its ledger is exact, and `replay` gets all of it again from the received bytes.
+4. The control is the same without fsync: a check must fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_diloco.cli import run as cli_run
+from lightning_diloco.cli.display import Screen
+from lightning_diloco.cli.feed import Status
+from lightning_diloco.cli.fleet import Fleet
+from lightning_diloco.cli.interruption import Interruption
+from lightning_diloco.cli.local_run import Plan, execute
+from lightning_diloco.errors import StorageError
+from lightning_diloco.runtime.replay import replay
+from tests.bench import report
+
+ROOT = Path(__file__).parents[2]
+LEARNERS = 3
+STEP_S = 0.03
+MATRICES = 12
+COMMITS_AT_THE_END = 8
+LIMIT_S = 900.0
+CHECKS = ("bits", "told", "merged", "discarded")
+Line = dict[str, Any]
+
+
+class Director:
+    """Follows the journal: kills a learner now and then, and ends the run after the last recovery.
+
+    Args:
+        journal: folder of the syncer's lives.
+        num_kills: of the syncer.
+        end: file whose appearance ends the learners.
+        interruption: ends a run that does not end by itself.
+    """
+
+    def __init__(self, journal: Path, num_kills: int, end: Path, interruption: Interruption) -> None:
+        self._journal, self._num_kills, self._end, self._interruption = journal, num_kills, end, interruption
+        self._kill_at = [num_kills // 3, 2 * num_kills // 3]
+        self._commits_before_end: int | None = None
+        self._until_s = time.monotonic() + LIMIT_S
+
+    def __call__(self, fleet: Fleet, status: Status | None) -> None:
+        num_lives = len(list(self._journal.glob("life-*")))
+        if self._kill_at and num_lives > self._kill_at[0]:
+            self._kill_at.pop(0)
+            os.killpg(fleet.pid(f"l{LEARNERS - 1}"), signal.SIGKILL)
+        if num_lives > self._num_kills and status is not None:
+            if self._commits_before_end is None:
+                self._commits_before_end = status["num_commits"]
+            elif status["num_commits"] >= self._commits_before_end + COMMITS_AT_THE_END:
+                self._end.touch()
+        if time.monotonic() > self._until_s:
+            self._interruption.signal = signal.SIGTERM
+
+
+def run(num_kills: int, seed: int, *, fsync: bool = True) -> dict[str, Any]:
+    """One run; what became of it and of each recovery."""
+    with tempfile.TemporaryDirectory(prefix="diloco-recoveries-") as name, Interruption() as interruption:
+        folder, end = Path(name), Path(name) / "end"
+        run_dir, journal = folder / "run", folder / "journal"
+        given = json.dumps({"journal": str(journal), "seed": seed, "num_kills": num_kills, "fsync": fsync})
+        options = cli_run.syncer_argv(run_dir, LEARNERS)[4:]
+        learner = ("tests.bench.idle_learner", "--until-file", str(end), "--step-s", str(STEP_S))
+        plan = Plan(
+            run_dir=run_dir,
+            syncer_argv=(
+                sys.executable,
+                "-m",
+                "tests.bench.watched_syncer",
+                given,
+                *options,
+                "--record",
+                "contributions",
+            ),
+            learner_argv=(sys.executable, "-m", *learner, "--matrices", str(MATRICES)),
+            num_learners=LEARNERS,
+            threads=1,
+            max_restarts=2 * num_kills,
+        )
+        director = Director(journal, num_kills, end, interruption)
+        with Screen(Console(), live=False, period_s=30.0) as screen:
+            ended = execute(plan, screen, interruption, meddle=director)
+        summary = ended.summary or {}
+        return {
+            "exit_code": ended.exit_code,
+            "ledger_exact": bool(summary.get("ledger_exact")),
+            "replayed": _replayed(run_dir),
+            "recoveries": recoveries(read_lives(journal)),
+            "steps": sum(learner["step"] for learner in summary.get("learners", ())),
+            "tokens_discarded": summary.get("tokens_discarded"),
+        }
+
+
+def _replayed(run_dir: Path) -> str:
+    try:
+        return replay(run_dir).level
+    except StorageError as error:
+        return str(error)
+
+
+def read_lives(journal: Path) -> list[list[Line]]:
+    """The lines of every life, in order."""
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(journal.glob("life-*"))]
+
+
+def recoveries(lives: Sequence[Sequence[Line]]) -> list[dict[str, Any]]:
+    """What each restart brought back, compared with all lives before it."""
+    found = []
+    for number in range(1, len(lives)):
+        before, life = [line for earlier in lives[:number] for line in earlier], lives[number]
+        restored = next((line for line in life if line["what"] == "restored"), None)
+        killed = next((line["point"] for line in lives[number - 1] if line["what"] == "killed"), "it gave up")
+        cuts = [line for line in life if line["what"] == "cut"]
+        row = {
+            "recovery": number,
+            "killed at": killed,
+            "bytes cut": sum(cut["of"] - cut["kept"] for cut in cuts),
+            "lsn": restored and restored["lsn"],
+            **dict.fromkeys(CHECKS, False),
+        }
+        if restored is not None:
+            row |= _compare(before, lives[number - 1], restored)
+            row["rounds go on after [s]"] = next((x["t"] - restored["t"] for x in life if x["what"] == "told"), None)
+        found.append(row)
+    return found
+
+
+def _compare(before: Sequence[Line], last_life: Sequence[Line], restored: Line) -> dict[str, bool]:
+    fragments = restored["fragments"]
+    return {
+        "bits": all(_is_known(before, last_life, p, fragment) for p, fragment in enumerate(fragments)),
+        "told": _nothing_told_is_lost(before, restored),
+        "merged": _merged(before, fragments) == _ranges(restored["accounts"]),
+        "discarded": _discarded_is_kept(before, restored["accounts"]),
+    }
+
+
+def _is_known(before: Sequence[Line], last_life: Sequence[Line], p: int, restored: Line) -> bool:
+    """Whether the fragment has the bits it had, or, if it was never seen with them, those that were to be installed."""
+    key = (restored["generation"], restored["version"])
+
+    def bits(lines: Sequence[Line], what: str) -> list[Any]:
+        found = (line for line in lines if line["what"] == what and line["fragment"] == p)
+        return [line["bits"] for line in found if (line["generation"], line["version"]) == key]
+
+    starts = [line["fragments"][p] for line in before if line["what"] == "restored" and line["fragments"]]
+    seen = [line["bits"] for line in starts if (line["generation"], line["version"]) == key] + bits(before, "installed")
+    if restored["version"] == 0 and not seen:  # the start values: nobody computed them
+        return True
+    return all(found == restored["bits"] for found in seen) if seen else restored["bits"] in bits(last_life, "computed")
+
+
+def _nothing_told_is_lost(before: Sequence[Line], restored: Line) -> bool:
+    held = [(fragment["generation"], fragment["version"]) for fragment in restored["fragments"]]
+    told = [line for line in before if line["what"] == "told"]
+    if told and not held:
+        return False
+    is_new = any(line["generation"] != held[line["fragment"]][0] for line in told)
+    is_behind = any((line["generation"], line["version"]) > held[line["fragment"]] for line in told)
+    return not is_new and not is_behind and restored["lsn"] >= max((x["lsn"] for x in before if "lsn" in x), default=0)
+
+
+def _merged(before: Sequence[Line], fragments: Sequence[Line]) -> dict[tuple[str, int], list[list[list[int]]]]:
+    """Ranges of the commits written, joined where they touch, per account and fragment."""
+    written = [line["record"] for line in before if line["what"] == "writing"]
+    owners = {r["session"]: (r["learner"], r["incarnation"]) for r in written if r["kind"] == "Granted"}
+    commits = {(r["fragment"], r["version"]): r for r in written if r["kind"] == "CommitRecord"}
+    ranges: dict[tuple[str, int], list[list[list[int]]]] = defaultdict(lambda: [[] for _ in fragments])
+    for (p, version), record in sorted(commits.items()):
+        for merge in record["merges"] if version <= fragments[p]["version"] else ():
+            ranges[owners[merge["session"]]][p].append([merge["ready"]["start"], merge["ready"]["stop"]])
+    return {owner: [_joined(found) for found in by_fragment] for owner, by_fragment in ranges.items()}
+
+
+def _joined(ranges: Sequence[list[int]]) -> list[list[int]]:
+    joined: list[list[int]] = []
+    for start, stop in sorted(ranges):
+        if joined and joined[-1][1] == start:
+            joined[-1][1] = stop
+        else:
+            joined.append([start, stop])
+    return joined
+
+
+def _ranges(accounts: Sequence[Line]) -> dict[tuple[str, int], list[list[list[int]]]]:
+    return {(a["learner"], a["incarnation"]): a["merged"] for a in accounts if any(a["merged"])}
+
+
+def _discarded_is_kept(before: Sequence[Line], accounts: Sequence[Line]) -> bool:
+    booked = {tuple(line["account"]): line["booked"] for line in before if line["what"] == "booked"}
+    return all(a["booked"] == booked.get((a["learner"], a["incarnation"])) for a in accounts if a["is_closed"])
+
+
+def checks_of(found: dict[str, Any], control: dict[str, Any], num_kills: int) -> dict[str, bool]:
+    """What has to hold."""
+    good = [row for row in found["recoveries"] if all(row[name] for name in CHECKS)]
+    lost = [row for row in control["recoveries"] if not all(row[name] for name in CHECKS)]
+    slowest = max((row["rounds go on after [s]"] or 0.0 for row in found["recoveries"]), default=0.0)
+    return {
+        f"{len(good)} of {num_kills} recoveries are bit-exact": len(good) == num_kills == len(found["recoveries"]),
+        f"rounds go on {slowest:.1f} s after a restart at the latest, at most 5 s": slowest < 5.0,
+        "the run ended by itself with an exact ledger": found["exit_code"] == 0 and found["ledger_exact"],
+        "replayed from the received bytes, bit for bit": found["replayed"] == "merges",
+        f"control: without fsync {len(lost)} of {len(control['recoveries'])} recoveries are not": bool(lost),
+    }
+
+
+def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+    """Run, print, store; 1 if a recovery is not exact, or those of the control are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--control-kills", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    os.environ["PYTHONPATH"] = str(ROOT)  # for syncer and learners
+    found = run(args.kills, args.seed)
+    control = run(args.control_kills, args.seed, fsync=False)
+    checks = checks_of(found, control, args.kills)
+    say(report.table(found["recoveries"]))
+    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    rows = [{"run": name, **row} for name, run_ in (("", found), ("control", control)) for row in run_["recoveries"]]
+    report.store(
+        args.out,
+        {"circumstances": report.circumstances(), "rows": rows, "checks": checks, "found": found, "control": control},
+    )
+    return int(not all(checks.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
