@@ -202,6 +202,11 @@ class Joins(DurableState):
         waiting = [m for m in self.roster.in_state("confirmed") if m is not member]
         return [a for m in [member, *waiting] for a in self._activate(m, now_s)]
 
+    @property
+    def seed_grant(self) -> tuple[str, int] | None:
+        """Session and lease whose start values are wanted."""
+        return None if self._seeder is None else (self._seeder, self._lease)
+
     def _may_start(self, now_s: float) -> bool:
         if not self._has_started:
             num_ready = len(self.roster.in_state("confirmed", "active", "left"))

@@ -2,7 +2,8 @@
 
 1. Transport threads call this. A payload that is not what it should be becomes an event with an error, not an
    exception: the machine refuses it, and tells.
-2. At most one payload per contribution is kept, from its arrival to the machine's word that it is not needed.
+2. At most one payload per session and fragment is kept, from its arrival to the machine's word that it is not needed;
+   and of start values those of the one lease that was granted.
 3. A reply says which contribution of the asker is part of it, as of the version it carries.
 """
 
@@ -23,6 +24,8 @@ from lightning_diloco.protocol.roster import Roster
 from lightning_diloco.runtime.anchors import AnchorStore, tensor_of
 from lightning_diloco.transport.base import Bulk, Json
 
+MAX_FRAGMENTS = 1 << 16
+
 
 class BulkDesk:
     """Payloads of contributions and of the seed.
@@ -32,8 +35,9 @@ class BulkDesk:
     """
 
     def __init__(self) -> None:
-        self._payloads: dict[tuple[str, int, int], Tensor] = {}
+        self._payloads: dict[tuple[str, int], tuple[int, Tensor]] = {}
         self._seed: dict[tuple[str, int, int], Tensor] = {}
+        self._keeping = threading.Lock()
         self._merged: dict[tuple[str, int], tuple[int, int]] = {}
         self._counting = threading.Lock()
         self.bytes_up = self.bytes_down = 0
@@ -41,9 +45,9 @@ class BulkDesk:
     # -------------------------------------------------------------------------------------------- called by transport
 
     def take_contribution(
-        self, session: str, bulk: Bulk, store: AnchorStore | None, config: RunConfig
+        self, session: str, bulk: Bulk, store: AnchorStore | None, config: RunConfig, *, is_known: bool = True
     ) -> events.PayloadReceived:
-        """Keep a contribution's payload; returns what the machine is to be told."""
+        """Keep a contribution's payload, if its session is known; returns what the machine is to be told."""
         payload = self._received(bulk)
         ready = _described(bulk.header)
         if store is None or not 0 <= ready.fragment < len(store.layouts):
@@ -60,11 +64,28 @@ class BulkDesk:
             Decoder(payload, layout.padded_numel, config.wire, config.block_size)  # all that a merge will insist on
         except (ValueError, CorruptMessageError) as error:
             return events.PayloadReceived(session, ready, str(error))
-        self._payloads[session, ready.fragment, ready.seq] = payload
+        if is_known:
+            self._keep(session, ready, payload)
         return events.PayloadReceived(session, ready)
 
-    def take_seed(self, session: str, bulk: Bulk, roster: Roster) -> None:
-        """Keep start values of one fragment; those of a session that was never granted anything are dropped."""
+    def _keep(self, session: str, ready: messages.Ready, payload: Tensor) -> None:
+        with self._keeping:
+            seq, _ = self._payloads.get((session, ready.fragment), (ready.seq, payload))
+            if seq != ready.seq:
+                raise CorruptMessageError(
+                    f"seq {ready.seq} of fragment {ready.fragment} came while seq {seq} is undecided; one is taken at "
+                    "a time; nothing of it was used; ask for the fate of the other one first"
+                )
+            self._payloads[session, ready.fragment] = (ready.seq, payload)
+
+    def take_seed(self, session: str, bulk: Bulk, granted: tuple[str, int] | None) -> None:
+        """Keep start values of one fragment.
+
+        Args:
+            session: whose they are.
+            bulk: header {"fragment", "lease"}, float32 values.
+            granted: session and lease that may seed the run; the values of any other are dropped.
+        """
         values = self._received(bulk)
         p, lease = bulk.header.get("fragment"), bulk.header.get("lease")
         if type(p) is not int or type(lease) is not int or values.numel() % 4:
@@ -72,7 +93,8 @@ class BulkDesk:
                 f"start values with fragment={p!r}, lease={lease!r} in {values.numel()} bytes; fragment and lease must "
                 "be integers, the values whole float32 numbers; do both sides run the same version?"
             )
-        if roster.get(session) is not None:
+        if granted == (session, lease) and 0 <= p < MAX_FRAGMENTS:
+            self._seed = {key: kept for key, kept in self._seed.items() if key[:2] == granted}
             self._seed[session, lease, p] = values.view(torch.float32)
 
     def give(self, session: str, header: Json, store: AnchorStore | None) -> Bulk:
@@ -113,11 +135,16 @@ class BulkDesk:
 
     def payloads(self, action: actions.Merge) -> tuple[Tensor, ...]:
         """Of all contributions to a round."""
-        return tuple(self._payloads[c.session, action.fragment, c.ready.seq] for c in action.contributions)
+        kept = [(self._payloads[c.session, action.fragment], c.ready.seq) for c in action.contributions]
+        assert all(seq == wanted for (seq, _), wanted in kept)
+        return tuple(payload for (_, payload), _ in kept)
 
     def drop(self, action: actions.DropPayload) -> None:
         """It is not needed any more."""
-        self._payloads.pop((action.session, action.fragment, action.seq), None)
+        with self._keeping:
+            seq, _ = self._payloads.get((action.session, action.fragment), (None, None))
+            if seq == action.seq:
+                del self._payloads[action.session, action.fragment]
 
     def seed(self, action: actions.StoreSeed) -> list[Tensor] | None:
         """The start values of all fragments; None until all are here."""

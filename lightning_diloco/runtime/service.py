@@ -4,7 +4,8 @@
    Actions are carried out in order: a message is sent only after every record before it is on disk.
 2. One merge thread does the arithmetic (`merging.py`). The loop thread installs and tells what it made durable.
 3. Payloads are checked where they arrive, before the machine hears of them.
-4. A disk that does not take a record holds back whatever comes after it, and is tried again; learners train on.
+4. A disk that does not take a record holds back whatever comes after it, and is tried again; learners train on. Calls
+   are refused while more than MAX_WAITING events wait: a flood, or a disk that is gone for long, costs bounded memory.
 5. A snapshot is taken between two actions, when no commit is on its way to disk.
 """
 
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 RETRY_S = 1.0
+MAX_WAITING = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +191,11 @@ class SyncerService:
         session = self._enter(bulk.header)
         if bulk.header.get("what") == "seed":
             if self._store is None:  # a run that has its start values needs no others
-                self._desk.take_seed(session, bulk, self.state.roster)
+                self._desk.take_seed(session, bulk, self.state.seed_grant)
         else:
-            self._events.put(self._desk.take_contribution(session, bulk, self._store, self.state.config))
+            is_known = self.state.roster.get(session) is not None
+            taken = self._desk.take_contribution(session, bulk, self._store, self.state.config, is_known=is_known)
+            self._events.put(taken)
         return {}
 
     def on_get(self, header: Json) -> Bulk:
@@ -217,6 +221,10 @@ class SyncerService:
     def _check_open(self) -> None:
         if self._is_stopping:
             raise _stopping()
+        if (waiting := self._events.qsize() + len(self._todo)) > MAX_WAITING:
+            raise TransportError(
+                f"{waiting} events wait for the syncer; at most {MAX_WAITING} may; nothing of this was used; try again"
+            )
         self._ending.contacted()
 
     # ----------------------------------------------------------------------------------------------------- loop thread

@@ -1,12 +1,13 @@
 """Generated messages against a live syncer: nothing invalid is applied, nothing falls over, the honest one goes on.
 
-2,000 messages with the slow suite, 100,000 with `-m fuzz`.
+2,000 messages with the slow suite, 4 x 25,000 with `-m fuzz`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from lightning_diloco.errors import DiLoCoError
-from lightning_diloco.runtime import outbox
+from lightning_diloco.config import PROTOCOL_VERSION
+from lightning_diloco.errors import CorruptMessageError, DiLoCoError
+from lightning_diloco.protocol import messages
+from lightning_diloco.runtime import outbox, service
+from lightning_diloco.runtime.syncer import SyncerOptions, SyncerService
+from lightning_diloco.transport.base import Bulk
+from lightning_diloco.transport.memory import MemoryTransport
 from tests.fuzz.strategies import (
     BAD_SCALES,
     GOOD_SCALE,
@@ -30,7 +36,7 @@ from tests.fuzz.strategies import (
     near_valid,
     texts,
 )
-from tests.fuzz.target import Target, held_bytes
+from tests.fuzz.target import Peer, Target, held_bytes
 
 NUM_VALUES, NUM_SCALES = 64, 4
 CHECK_EVERY = 100
@@ -72,8 +78,8 @@ def attack(target: Target, what: tuple[Any, ...]) -> None:
     wire, session = target.wire, target.mallory.session
     with contextlib.suppress(DiLoCoError):
         match what:
-            case "send", as_mallory, messages:
-                wire.send(session if as_mallory else "stranger", messages)
+            case "send", as_mallory, said:
+                wire.send(session if as_mallory else "stranger", said)
             case "put", as_mallory, Flawed() as flawed:
                 put_flawed(target, session if as_mallory else "stranger", flawed)
             case "odd put", header, payload:
@@ -91,7 +97,7 @@ def attack(target: Target, what: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize(
     "num_messages",
-    [pytest.param(2_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.fuzz)],
+    [pytest.param(2_000, marks=pytest.mark.slow), *[pytest.param(25_000, marks=pytest.mark.fuzz)] * 4],
 )
 def test_generated_messages_are_never_applied_and_disturb_nobody(target: Target, num_messages: int) -> None:
     before_bytes = held_bytes(target.service)
@@ -118,6 +124,7 @@ def test_generated_messages_are_never_applied_and_disturb_nobody(target: Target,
     run()
     if failures:
         raise AssertionError("after these:\n" + "\n".join(map(repr, journal))) from failures[0]
+    assert next(count) > num_messages
     target.check()
     target.honest.leave()
     assert held_bytes(target.service) - before_bytes < MAX_GROWTH_BYTES
@@ -148,6 +155,64 @@ def test_made_up_sessions_take_bounded_memory(target: Target, monkeypatch: pytes
     sizes = (len(service._outbox._queues), len(service._ending._polled_s), len(service._transferred_s))
     assert all(size <= 50 for size in sizes), sizes
     assert len(service._desk._payloads) <= 2
+
+
+def test_one_payload_per_session_and_fragment_is_kept(target: Target) -> None:
+    """Sound in themselves, and so many that none of them may wait for its round."""
+    payload = bytes(NUM_VALUES) + NUM_SCALES * GOOD_SCALE
+    session, desk = target.mallory.session, target.service._desk
+    num_refused = 0
+    for seq in range(1, 400):
+        ready = {"fragment": 0, "seq": seq, "base": 0, "generation": 0, "start": 0, "stop": 9, "steps": 1}
+        with contextlib.suppress(CorruptMessageError):
+            num_refused += 1
+            target.wire.put({"session": session, "ready": ready}, payload)
+            num_refused -= 1
+        target.wire.put({"session": f"stranger {seq}", "ready": ready}, payload)
+        assert len(desk._payloads) <= 1
+    assert num_refused > 0
+    progress = messages.Progress(1, 9, (0, 0), (((0, 9),),) * 2)
+    target.mallory.say(messages.Leave("finished", progress, 1.0))
+    target.check()
+    assert len(desk._payloads) == 0
+
+
+def test_calls_are_refused_while_too_much_waits_for_the_syncer(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = service.MAX_WAITING
+    monkeypatch.setattr(service, "MAX_WAITING", 500)
+    handle, is_free = target.service.state.handle, threading.Event()
+    monkeypatch.setattr(target.service.state, "handle", lambda *event: is_free.wait() and handle(*event))
+    num_taken, refusal = 0, ""
+    while not refusal:
+        try:
+            target.wire.send("stranger", [{"kind": "AskFate", "fragment": 0, "seq": 1}])
+            num_taken += 1
+        except DiLoCoError as error:
+            refusal = str(error)
+    is_free.set()
+    monkeypatch.setattr(service, "MAX_WAITING", most)
+    assert num_taken <= 502
+    assert "at most 500 may" in refusal
+    target.settle()
+    target.check()
+
+
+def test_start_values_are_kept_of_the_seeder_only(tmp_path: Path) -> None:
+    """Before there is a run, anybody with the token may offer it a start; what was not asked for is not kept."""
+    served = SyncerService(SyncerOptions(run_dir=tmp_path), run="run")
+    transport = MemoryTransport(served)
+    served.start()
+    peers = [Peer(transport.connect(), name) for name in ("seeder", "other")]
+    for peer in peers:
+        peer.say(messages.Hello(peer.learner, 1, PROTOCOL_VERSION, {}))
+    grant = peers[0].hear(messages.SeedGrant)
+    for session in (*(peer.session for peer in peers), "stranger"):
+        for lease in (-1, grant.lease, 7, 8):
+            for p in (-1, 0, 1, 2**40):
+                header = {"what": "seed", "session": session, "lease": lease, "fragment": p}
+                transport.connect().put(Bulk(header, memoryview(bytes(64))), deadline_s=5.0)
+    assert set(served._desk._seed) == {(peers[0].session, grant.lease, p) for p in (0, 1)}
+    served.stop()
 
 
 def test_start_values_of_a_run_that_has_them_are_not_kept(target: Target) -> None:
