@@ -39,7 +39,7 @@ LIBRARIES = {
     "cli": "lightning rich yaml",
     "cli/chaos_picture.py": "matplotlib",
     "callbacks": "torch lightning wandb",
-    "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock",
+    "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock peft",
     "plots": "matplotlib",
     "strategy": "torch lightning numpy",
     "runtime": "torch safetensors fsspec",

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -28,6 +28,10 @@ from transformers import (
 )
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.hf import adapters
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 Schedule = Literal["cosine", "constant"]
 Batch = dict[str, Tensor]
@@ -47,6 +51,8 @@ class CausalLM(L.LightningModule):
         config: `model_type` and any fields of that model's config; the weights are random. What it leaves out of
             `vocab_size`, `bos_token_id`, `eos_token_id` and `pad_token_id` is taken from the datamodule's tokenizer.
         from_scratch: with `name`: take its config only and start from random weights.
+        adapter: train this beside frozen weights, and nothing else: fields of a configuration of PEFT, which is LoRA
+            unless `peft_type` says otherwise, such as {"r": 8, "target_modules": "all-linear"}. None: train everything.
         lr: peak learning rate of AdamW, > 0.
         weight_decay: decoupled weight decay of matrices, >= 0; norms and biases have none.
         betas: AdamW's averaging coefficients, each in [0, 1).
@@ -66,6 +72,7 @@ class CausalLM(L.LightningModule):
         config: dict[str, Any] | None = None,
         *,
         from_scratch: bool = False,
+        adapter: dict[str, Any] | None = None,
         lr: float = 3e-4,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -78,7 +85,7 @@ class CausalLM(L.LightningModule):
         self.save_hyperparameters()
         if problems := _problems(self.hparams):
             raise ConfigError(problems)
-        self.model: PreTrainedModel | None = None
+        self.model: PreTrainedModel | PeftModel | None = None
         self.val_loss = _TokenLoss()
         self.val_perplexity = _Perplexity()
 
@@ -93,11 +100,13 @@ class CausalLM(L.LightningModule):
         tokenizer = getattr(getattr(self._trainer, "datamodule", None), "tokenizer", None)
         if self.hparams.config is not None:
             self.hparams["config"] = _completed(self.hparams.config, tokenizer)
-        self.model = self._build().train()  # from_pretrained returns it in eval mode, and Lightning keeps modes
-        if self.model.loss_type is None:  # a class name that transformers cannot read, such as GPT2LMHeadModel
-            self.model.loss_type = "ForCausalLM"
+        model = self._build().train()  # from_pretrained returns it in eval mode, and Lightning keeps modes
+        if model.loss_type is None:  # a class name that transformers cannot read, such as GPT2LMHeadModel
+            model.loss_type = "ForCausalLM"
         if tokenizer is not None:
-            _check_vocabulary(self.model, tokenizer)
+            _check_vocabulary(model, tokenizer)
+        adapter = self.hparams.adapter
+        self.model = model if adapter is None else adapters.add_adapter(model, adapter)
 
     def _build(self) -> PreTrainedModel:
         hparams = self.hparams
@@ -227,7 +236,8 @@ def _problems(hparams: Any) -> list[str]:
         in get_args(Schedule),
         f"final_lr_fraction={hparams.final_lr_fraction!r}: must be from 0 to 1": 0 <= hparams.final_lr_fraction <= 1,
     }
-    return [*_model_problems(hparams), *(sentence for sentence, holds in checks.items() if not holds)]
+    of_adapter = [] if hparams.adapter is None else adapters.problems(hparams.adapter)
+    return [*_model_problems(hparams), *of_adapter, *(sentence for sentence, holds in checks.items() if not holds)]
 
 
 def _model_problems(hparams: Any) -> list[str]:

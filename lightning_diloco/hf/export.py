@@ -8,6 +8,7 @@
 3. Shapes are compared with the run's manifest, and frozen values (a LoRA's base) with its digests: nothing is exported
    that the run did not train. Buffers are as the model builds them.
 4. Values take the dtype that the parameters had. Tied weights are stored as transformers stores them.
+5. An adapter (PEFT) is merged into its base, so that the folder opens by itself; alone it lies in `adapter/`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -35,6 +37,7 @@ from lightning_diloco.strategy.model import describe, named_values, trainable_pa
 from lightning_diloco.transport.base import Json
 
 CHECKPOINT = "lightning.ckpt"
+ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +81,9 @@ def export(run_dir: Path, folder: Path, *, config: Path | None = None) -> Export
     folder.mkdir(parents=True, exist_ok=True)
     model = getattr(module, "model", None)
     is_transformers = isinstance(model, PreTrainedModel) or hasattr(model, "save_pretrained")
-    if is_transformers:
-        assert model is not None
-        model.config.use_cache = True  # it was off for training; who opens the folder wants to generate
-        bars.disable_progress_bar()
-        try:
-            model.save_pretrained(folder)
-        finally:
-            bars.enable_progress_bar()
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
     _save_checkpoint(module, folder / CHECKPOINT)
+    if is_transformers:
+        _save_transformers(model, tokenizer, folder)
     versions = tuple(store.anchor(p).version for p in range(len(store.layouts)))
     return Exported(folder, config, is_transformers, is_transformers and tokenizer is not None, versions)
 
@@ -173,6 +168,20 @@ def _build(config: Path) -> tuple[L.LightningModule, PreTrainedTokenizerBase | N
             module.configure_model()
     module.trainer = None
     return module.eval(), getattr(data, "tokenizer", None)
+
+
+def _save_transformers(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    bars.disable_progress_bar()
+    try:
+        if hasattr(model, "merge_and_unload"):
+            model.save_pretrained(folder / ADAPTER)
+            model = model.merge_and_unload()
+        model.config.use_cache = True  # it was off for training; who opens the folder wants to generate
+        model.save_pretrained(folder)
+    finally:
+        bars.enable_progress_bar()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def _save_checkpoint(module: L.LightningModule, path: Path) -> None:
