@@ -137,6 +137,9 @@ class LearnerConfig:
         join: join string of a run; None: DILOCO_JOIN, else an embedded syncer.
         learner: learner id; None: DILOCO_LEARNER, else the host name and a slot.
         drain_s: how long to wait at the end for the last contributions to be merged.
+        checkpoint_every: inner steps between two checkpoints from which this learner, started again, goes on; 0: none.
+        checkpoint_store: folder or fsspec URL of the checkpoints of all learners; None: in the run directory.
+        preemption_s: how long after SIGTERM the process has ended, its leave and a checkpoint included.
     """
 
     align: Align = "carry"
@@ -147,6 +150,9 @@ class LearnerConfig:
     join: str | None = None
     learner: str | None = None
     drain_s: float = 60.0
+    checkpoint_every: int = 100
+    checkpoint_store: str | None = None
+    preemption_s: float = 20.0
 
     def problems(self) -> list[str]:
         """Everything that is wrong with these values, one sentence each; empty if nothing is."""
@@ -156,6 +162,8 @@ class LearnerConfig:
         found.choice("anchor_device", AnchorDevice)
         found.number("blend_alpha", at_least=0.0, at_most=1.0)
         found.number("drain_s", at_least=0.0)
+        found.integer("checkpoint_every", 0)
+        found.number("preemption_s", above=0.0)
         if not isinstance(self.error_feedback, bool):
             found.add("error_feedback", "True or False")
         if self.align == "carry" and not self.error_feedback:

@@ -368,7 +368,8 @@ class LearnerState:
     def _finish(self, event: on.Finish, now_s: float) -> list[LearnerAction]:
         self._leave_reason = event.reason
         self.phase = "draining"
-        self._drain_until_s = now_s + (self._drain_s if event.drain else 0.0)
+        drain_s = self._drain_s if event.within_s is None else event.within_s
+        self._drain_until_s = now_s + (drain_s if event.drain else 0.0)
         return [self._heartbeat(now_s), *self._boundary(), *self._drain(now_s)]
 
     def _drain(self, now_s: float) -> list[LearnerAction]:

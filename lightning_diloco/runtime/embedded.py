@@ -30,12 +30,14 @@ class EmbeddedSyncer:
 
     Attributes:
         address: how to join it.
+        run_dir: its RUN_DIR.
 
     Raises:
         JoinError: it did not come up; the end of its log is shown.
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
         log_path = run_dir / "syncer" / "log.txt"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, "-m", "lightning_diloco.cli.main", "syncer"]

@@ -19,9 +19,10 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
+from lightning_diloco.config import PROTOCOL_VERSION, LearnerConfig, RunConfig
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.core.schedule import fragment_due
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import (
     ConfigError,
@@ -31,7 +32,7 @@ from lightning_diloco.errors import (
     PlanMismatchError,
     TransportError,
 )
-from lightning_diloco.protocol import messages
+from lightning_diloco.protocol import LearnerState, messages
 from lightning_diloco.runtime.anchors import bytes_of, tensor_of
 from lightning_diloco.runtime.manifest import check_model, make_manifest, plan_of
 from lightning_diloco.runtime.model import ModelDescription
@@ -66,6 +67,20 @@ class Joined:
     config: RunConfig
     device: FragmentDevice[Any, Any]
     cursor: int
+
+    def machine(self, learner: str, own: LearnerConfig) -> LearnerState:
+        """The protocol machine of this learner, which may step."""
+        return LearnerState(
+            learner=learner,
+            incarnation=self.welcome.incarnation,
+            generations=self.welcome.generations,
+            versions=self.welcome.versions,
+            due=partial(fragment_due, sync_every=self.config.sync_every, num_fragments=self.plan.num_fragments),
+            sync_every=self.config.sync_every,
+            overlap=self.config.overlap,
+            align=own.align,
+            drain_s=own.drain_s,
+        )
 
 
 class Joining:

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,12 @@ from lightning_diloco import errors
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
-from lightning_diloco.core.schedule import fragment_due
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import ConfigError, DiLoCoError
 from lightning_diloco.protocol import LearnerState, actions, events, messages
 from lightning_diloco.runtime.embedded import EmbeddedSyncer
 from lightning_diloco.runtime.freight import Freight
-from lightning_diloco.runtime.joining import Joined, Joining, MakeDevice, where
+from lightning_diloco.runtime.joining import Joining, MakeDevice, where
 from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.naming import own_name
@@ -110,10 +108,11 @@ class Link:
         self.plan: FragmentPlan = joined.plan
         self.config: RunConfig = joined.config
         self.device: FragmentDevice[Any, Any] = joined.device
-        self._slot = joined.welcome.slot
+        self.run, self.incarnation, self._slot = joined.welcome.run, joined.welcome.incarnation, joined.welcome.slot
+        self.is_late = any(joined.welcome.versions)  # the run had come somewhere before this process joined
         unit = joined.welcome.manifest["token_unit"]
         self._unit = None if unit is None else str(unit)
-        self._state = _machine(self.learner_id, joined, self._learner)
+        self._state = joined.machine(self.learner_id, self._learner)
         with self._changed:  # nothing is handled before all of it is there
             self._line = Line(
                 self._connection,
@@ -135,6 +134,11 @@ class Link:
                 is_online=lambda: self._line.is_online,
             )
             self._handle(events.FromTheSyncer(joined.active))
+
+    @property
+    def own_run_dir(self) -> Path | None:
+        """Run directory of the syncer that this learner started, if it did."""
+        return self._embedded.run_dir if self._embedded else None
 
     @property
     def data_part(self) -> tuple[int, int] | None:
@@ -174,6 +178,11 @@ class Link:
         self._watch.interrupted()
         self._handle(events.Evaluating(evaluating))
 
+    def held_up(self, for_s: float) -> None:
+        """Something else of ours took the training thread for so long."""
+        self._watch.interrupted()
+        self._watch.stall_s += for_s
+
     def set_loss(self, loss: float) -> None:
         """What people see beside this learner."""
         self._loss = loss
@@ -196,8 +205,12 @@ class Link:
 
     # --------------------------------------------------------------------------------------------------------- the end
 
-    def finish(self) -> bool:
+    def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
         """Drain and leave; blocks at most `drain_s` and a little.
+
+        Args:
+            reason: why; only who has finished is asked for a verdict on the final anchor.
+            within_s: how long to drain at most, instead of `drain_s`.
 
         Returns:
             Whether this was the last learner. Its anchors are then the run's final ones, and it is expected to
@@ -207,12 +220,12 @@ class Link:
         self._watch.interrupted()
         with self._changed:
             self._machine.metrics = self._reported()
-        self._handle(events.Finish("finished"))
-        self._wait_for_leave(self._learner.drain_s + LEAVE_S)
+        self._handle(events.Finish(reason, within_s=within_s))
+        self._wait_for_leave(self._learner.drain_s + LEAVE_S if within_s is None else within_s + GOODBYE_S)
         self._raise_error()
         if self._left is None:
             log.warning("the syncer did not take note of this leave in time; what was not merged counts as lapsed")
-        is_last = self._left is not None and self._left.is_last
+        is_last = reason == "finished" and self._left is not None and self._left.is_last
         if is_last:
             self._take_final()
             self._raise_error()
@@ -358,18 +371,3 @@ class Link:
 def _signed(message: messages.FromLearner) -> messages.FromLearner:
     """A hello says where it comes from."""
     return replace(message, where=where()) if isinstance(message, messages.Hello) else message
-
-
-def _machine(learner: str, joined: Joined, config: LearnerConfig) -> LearnerState:
-    run, num_fragments = joined.config, joined.plan.num_fragments
-    return LearnerState(
-        learner=learner,
-        incarnation=joined.welcome.incarnation,
-        generations=joined.welcome.generations,
-        versions=joined.welcome.versions,
-        due=partial(fragment_due, sync_every=run.sync_every, num_fragments=num_fragments),
-        sync_every=run.sync_every,
-        overlap=run.overlap,
-        align=config.align,
-        drain_s=config.drain_s,
-    )

@@ -53,6 +53,10 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         token_count_fn: number of tokens of a host batch. Default: attention mask, input_ids, or samples.
         evaluate: validate the "anchor" (default) or the "local" parameters.
         anchor_device: XLA: anchors beside the parameters ("device", default) or in "host" memory.
+        checkpoint_every: inner steps between two checkpoints from which this learner, started again, goes on:
+            optimizer, schedules, random numbers and position. 0: none. Default 100.
+        checkpoint_store: folder or fsspec URL of the checkpoints of all learners. Default: in the run directory.
+        preemption_s: how long after SIGTERM the process has ended, its leave and a checkpoint included. Default 20.
 
     Raises:
         ConfigError: unknown or contradictory options, all of them at once.
@@ -80,6 +84,9 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         token_count_fn: Callable[[Any], int] | None = None,
         evaluate: Evaluate | None = None,
         anchor_device: AnchorDevice | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_store: str | None = None,
+        preemption_s: float | None = None,
         **unknown: Any,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "inner", "unknown", "__class__")}
@@ -93,7 +100,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         self.__class__ = _final_class(self.parallel_devices or [], self.num_nodes)
         self._bind()
         super()._configure_launcher()
-        self._launcher = self._launcher or OwnPathsFirst(self._separate_paths)
+        self._launcher = self._launcher or OwnPathsFirst(self._separate_paths, self._sigterm_came)
 
     def _bind(self) -> None:
         """Initialize the inner strategy with what Lightning has set so far."""

@@ -14,8 +14,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -31,17 +34,23 @@ from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import FragmentDevice
-from lightning_diloco.strategy.data import fork_random_state, split
+from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.runtime.checkpoints import CheckpointStore
+from lightning_diloco.strategy.data import fork_random_state, in_own_order, is_at, split
+from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.identity import learner_id
 from lightning_diloco.strategy.losses import train_loss, validate_final
 from lightning_diloco.strategy.model import aliases, describe, named_values, trainable_parameters
-from lightning_diloco.strategy.paths import separate_paths
+from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
+from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_diloco.runtime.link import Link
+
+log = logging.getLogger(__name__)
 
 CHECKPOINT_KEY = "decoupled_diloco"
 CHECKPOINT_VERSION = 1
@@ -57,6 +66,8 @@ class DiLoCoHooks(Strategy):
     _token_count_fn: TokenCountFn | None
     _link: Link | None = None
     _device: FragmentDevice | None = None
+    _healing: Healing | None = None
+    _preemption: Preemption | None = None
     _tuner_checkpoint: str | None = None
     _preparing_train_loader = False
     _stepped = False
@@ -96,6 +107,7 @@ class DiLoCoHooks(Strategy):
     def _join(self) -> None:
         from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
 
+        self._preemption = Preemption(self._learner.preemption_s)
         assert self.lightning_module is not None
         self._params = trainable_parameters(self.lightning_module)
         self._aliases = aliases(self.lightning_module)
@@ -103,8 +115,22 @@ class DiLoCoHooks(Strategy):
         self._stepped, self._tuner_checkpoint = False, None
         self._link = Link(self._run_options, self._learner, self._root_dir)
         self._link.start(describe(self.lightning_module, self._counter.unit), self._make_device)
-        fork_random_state(self._link.learner_id)
+        self._heal()
         self._reload_train_data()
+
+    def _heal(self) -> None:
+        """Go on from a checkpoint, where this process is not the first of its learner or joins late."""
+        assert self._link is not None
+        link, chosen = self._link, self._learner
+        fork_random_state(link.learner_id, link.incarnation)
+        store = CheckpointStore(checkpoint_url(chosen.checkpoint_store, link.own_run_dir, self._root_dir, link.run))
+        self._healing = Healing(
+            self._trainer,
+            Owner(link.run, link.learner_id, link.incarnation),
+            store if chosen.checkpoint_every else None,
+            every_steps=chosen.checkpoint_every,
+        )
+        self._healing.heal(warm_up_steps=link.config.sync_every if link.is_late else 0)
 
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice:
         self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
@@ -112,11 +138,13 @@ class DiLoCoHooks(Strategy):
 
     def _reload_train_data(self) -> None:
         """Forget a loader that was made before the learner's part was known; the fit loop makes it again."""
+        assert self._healing is not None
         part, parts = self.data_part or (0, 1)
-        if parts == 1 or self._trainer.fit_loop._combined_loader is None:
+        is_whole = parts == 1 and not any(self._healing.position)
+        if is_whole or self._trainer.fit_loop._combined_loader is None:
             return
         self._trainer.fit_loop._combined_loader = None
-        if self._trainer.max_steps == -1:
+        if parts > 1 and self._trainer.max_steps == -1:
             rank_zero_warn(
                 "The training data was loaded before it was split (estimated_stepping_batches?): what was computed "
                 f"from its length counts all of it, but this learner reads part {part} of {parts}. "
@@ -144,7 +172,12 @@ class DiLoCoHooks(Strategy):
 
     def _let_go(self) -> Link | None:
         """From here on the module is an ordinary one; the link is the caller's to close."""
+        if self._healing is not None:
+            self._healing.close()
+        if self._preemption is not None:
+            self._preemption.close()
         link, self._link, self._device, self._tuner_checkpoint = self._link, None, None, None
+        self._healing = self._preemption = None
         return link
 
     def _close(self) -> None:
@@ -156,9 +189,28 @@ class DiLoCoHooks(Strategy):
         try:
             if self._device is not None:
                 self._device.show_local()
+            if isinstance(exception, SIGTERMException) and self._preemption is not None:
+                exception.code = EXIT_CODE
+                self._leave_in_time(self._preemption)
         finally:
             self._close()
         super().on_exception(exception)
+
+    def _sigterm_came(self) -> None:
+        if self._preemption is not None:
+            self._preemption.notice()
+
+    def _leave_in_time(self, preemption: Preemption) -> None:
+        """Pre-empted: a checkpoint is written while the last contributions are merged."""
+        if self._link is None or self._healing is None:
+            return
+        self._healing.take()
+        try:
+            self._link.finish("preempted", preemption.left_s)
+        except DiLoCoError as error:
+            log.warning("the run was left without a farewell: %s", error)
+        is_written = self._healing.wait(preemption.left_s)
+        log.warning("pre-empted: %s", "a checkpoint is written" if is_written else "the checkpoint came too late")
 
     def teardown(self) -> None:
         """A fit that had nothing to train never ends its training; it leaves here."""
@@ -173,7 +225,23 @@ class DiLoCoHooks(Strategy):
         dataloader = super().process_dataloader(dataloader)
         part, parts = self.data_part or (0, 1)
         wanted = self._preparing_train_loader and self._trainer._accelerator_connector.use_distributed_sampler
-        return split(dataloader, part, parts) if wanted and parts > 1 else dataloader
+        if self._link is None or self._healing is None or not wanted:
+            return dataloader
+        begins = self._healing.position
+        found = (
+            split(dataloader, part, parts, begins)
+            if parts > 1
+            else in_own_order(dataloader, self._link.learner_id, begins)
+        )
+        self._healing.data_is_ready(is_at_position=is_at(found, begins))
+        return found
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Between two batches: the place for checkpoints."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._exchanging and self._healing is not None and (held_up_s := self._healing.batch_begins()):
+            assert self._link is not None
+            self._link.held_up(held_up_s)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Count the tokens of training batches while they are still on the host."""
@@ -189,7 +257,8 @@ class DiLoCoHooks(Strategy):
         **kwargs: Any,
     ) -> Any:
         """The real step, then the outer loop's share of it."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._healing.warm_up.slowed(optimizer) if self._healing else nullcontext():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._stepped = True
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
@@ -209,15 +278,17 @@ class DiLoCoHooks(Strategy):
         if not self._exchanging:
             return
         assert self._link is not None
-        logging = self._trainer._logger_connector
+        assert self._healing is not None
+        self._healing.step_done()
+        connector = self._trainer._logger_connector
         # Elsewhere than on the CPU, reading the loss waits for the device: no more often than Lightning itself does.
-        reads_loss = logging.should_update_logs or self.root_device.type == "cpu"
+        reads_loss = connector.should_update_logs or self.root_device.type == "cpu"
         if reads_loss and (loss := train_loss(self._trainer, output)) is not None:
             self._link.set_loss(loss)
         self._link.step(*self._counter.take())
-        if self._trainer.loggers and logging.should_update_logs:
+        if self._trainer.loggers and connector.should_update_logs:
             # With the step of the user's own metrics; given explicitly, none of them is changed or flushed.
-            logging.log_metrics(self._link.metrics(), step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
+            connector.log_metrics(self._link.metrics(), step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     # --- validation ----------------------------------------------------------------------------------------------
 

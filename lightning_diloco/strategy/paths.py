@@ -27,10 +27,11 @@ class OwnPathsFirst(_Launcher):
 
     Args:
         separate: moves a Trainer's paths.
+        sigterm_came: called in the handler of that signal.
     """
 
-    def __init__(self, separate: Callable[[pl.Trainer], None]) -> None:
-        self._separate = separate
+    def __init__(self, separate: Callable[[pl.Trainer], None], sigterm_came: Callable[[], None]) -> None:
+        self._separate, self._sigterm_came = separate, sigterm_came
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -44,7 +45,8 @@ class OwnPathsFirst(_Launcher):
         return function(*args, **kwargs)
 
     def kill(self, signum: int) -> None:
-        """There is no other process."""
+        """There is no other process; Lightning tells us that this one was asked to end."""
+        self._sigterm_came()
 
 
 def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
@@ -76,6 +78,21 @@ def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
     for callback in trainer.checkpoint_callbacks:
         if getattr(callback, "dirpath", None) is not None:
             callback.dirpath = moved(os.fspath(callback.dirpath))  # type: ignore[attr-defined]
+
+
+def checkpoint_url(chosen: str | None, own_run_dir: Path | None, root_dir: Path, run: str) -> str:
+    """Where the checkpoints of a run's learners lie: a folder or an fsspec URL.
+
+    Args:
+        chosen: by the user; has a folder for each run.
+        own_run_dir: of the run that this learner began.
+        root_dir: the Trainer's, for a run whose directory is elsewhere.
+        run: run id.
+    """
+    if chosen is not None:
+        return f"{chosen.rstrip('/')}/{run}"
+    run_dir = own_run_dir or os.environ.get("DILOCO_RUN_DIR")
+    return os.path.abspath(os.path.join(run_dir, "checkpoints") if run_dir else root_dir / "diloco-checkpoints" / run)
 
 
 def _below_working_directory(path: str) -> str | None:

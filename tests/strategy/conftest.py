@@ -52,6 +52,8 @@ class Scenario:
     start_error: Exception | None = None
     step_error: Exception | None = None
     run_values: float | None = None  # the run exists: its anchors hold this value everywhere
+    incarnation: int = 1
+    is_late: bool = False  # the run has come somewhere before this learner joins
     is_last: bool = False  # nobody else is in the run when this learner leaves
     made: list[RecordingLink] = field(default_factory=list)
 
@@ -69,6 +71,8 @@ class RecordingLink:
     def __init__(self, run_options: dict[str, Any], learner: LearnerConfig, root_dir: Path) -> None:
         self.run_options, self.learner, self.root_dir = run_options, learner, root_dir
         self.learner_id, self.data_part = self.scenario.learner_id, None
+        self.run, self.incarnation, self.is_late = "run", self.scenario.incarnation, self.scenario.is_late
+        self.own_run_dir: Path | None = None
         self.events: list[str] = []
         self.steps: list[tuple[int, str]] = []
         self.losses: list[float] = []
@@ -109,8 +113,11 @@ class RecordingLink:
     def set_loss(self, loss: float) -> None:
         self.losses.append(loss)
 
-    def finish(self) -> bool:
-        self.events.append("finish")
+    def held_up(self, for_s: float) -> None:
+        self.events.append("held up")
+
+    def finish(self, reason: str = "finished", within_s: float | None = None) -> bool:
+        self.events.append("finish" if reason == "finished" else reason)
         for p in range(self.plan.num_fragments):
             full = Update(full=self.device.anchor(p) + 1, chain=(), sent=None)
             self.device.land(p, self.device.stage(p, full))

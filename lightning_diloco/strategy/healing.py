@@ -1,0 +1,235 @@
+"""A learner's checkpoints, from which a process that comes after it goes on.
+
+1. Every N inner steps the training thread copies the Trainer's state; a thread beside writes it. While one is being
+   written, none is taken: a slow store makes them rarer, never training slower. A store that fails is told of, once for
+   each reason, and training goes on.
+2. Parameters are never among it: they come from the run's anchors, so that nothing is counted twice, and who comes back
+   never tells the run what is true.
+3. A new process takes its learner's newest checkpoint. If there is none that fits, the newest of a peer, without what
+   is the peer's own. If there is none either, it begins with a warm-up (`warm_up.py`), unless the run begins with it.
+4. What is damaged or does not fit is passed over, and said. A user's own `ckpt_path` wins over all of it.
+5. A process never goes on from what it wrote itself: a second fit of one script is a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from lightning_diloco.errors import StorageError
+from lightning_diloco.runtime.checkpoints import Checkpoint, CheckpointStore, Entry
+from lightning_diloco.runtime.threads import Crew, Jobs
+from lightning_diloco.runtime.tree import UnstorableError
+from lightning_diloco.strategy import training_state
+from lightning_diloco.strategy.training_state import State
+from lightning_diloco.strategy.warm_up import WarmUp
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+PROCESS = uuid.uuid4().hex
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose checkpoints these are: run id, learner id and its present incarnation."""
+
+    run: str
+    learner: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    entry: Entry
+    state: State
+    is_own: bool
+
+
+class Healing:
+    """The checkpoints of one fit; its methods are called by the training thread.
+
+    Args:
+        trainer: about to train.
+        owner: whose they are.
+        store: where they lie; None: none are read or written.
+        every_steps: N, inner steps between two of them.
+
+    Attributes:
+        warm_up: what the optimizer goes through first.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        owner: Owner,
+        store: CheckpointStore | None,
+        *,
+        every_steps: int,
+    ) -> None:
+        self._trainer = trainer
+        self._owner = owner
+        self._store = store
+        self._every_steps = every_steps
+        self._healed: _Found | None = None
+        self._pending: _Found | None = None
+        self._steps_since = 0
+        self._told: set[str] = set()
+        self._callbacks_left_out: set[str] = set()
+        self._error: BaseException | None = None
+        self._written = threading.Event()
+        self._written.set()
+        self._crew = Crew(self._fail)
+        self._jobs: Jobs | None = None
+        self.warm_up = WarmUp()
+
+    # ---------------------------------------------------------------------------------------------------- coming back
+
+    def heal(self, *, warm_up_steps: int) -> None:
+        """Go on from a checkpoint, if there is one and the user named none.
+
+        Args:
+            warm_up_steps: of the optimizer, if there is none; 0 where the run begins with this learner.
+        """
+        if self._trainer.ckpt_path is not None:
+            log.info("this learner goes on from ckpt_path=%s", self._trainer.ckpt_path)
+            return
+        found = next(self._candidates(), None) if self._store is not None else None
+        if found is None:
+            self.warm_up = WarmUp(warm_up_steps)
+            if warm_up_steps:
+                log.warning(
+                    "no checkpoint of this learner or of a peer: its optimizer warms up for %d steps", warm_up_steps
+                )
+            return
+        training_state.give(self._trainer, found.state, is_own=found.is_own)
+        self._healed = self._pending = found
+        whose = "its own" if found.is_own else f"peer {found.entry.learner}'s"
+        log.warning("learner %s goes on from %s checkpoint of step %d", self._owner.learner, whose, found.entry.step)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, batches of it that were trained with) where this fit begins."""
+        return training_state.position(self._healed.state) if self._healed else (0, 0)
+
+    def data_is_ready(self, *, is_at_position: bool) -> None:
+        """The training data was loaded, and begins at `position` or not."""
+        if self._healed and is_at_position:
+            # Lightning cannot know it, and warns of the opposite.
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+        elif self._healed:
+            log.warning("the training data has no position of its own: its epoch begins anew")
+
+    def _candidates(self) -> Iterator[_Found]:
+        """What can be gone on from, the best first."""
+        own = self._entries(self._owner.learner)
+        others = [name for name in self._learners() if name != self._owner.learner]
+        for entry in own + sorted((entry for name in others for entry in self._entries(name)), reverse=True):
+            is_own = entry.learner == self._owner.learner
+            checkpoint = self._read(entry)
+            if checkpoint is None or checkpoint.run != self._owner.run or checkpoint.process == PROCESS:
+                continue
+            state = cast("State", checkpoint.state)
+            if problem := training_state.objection(self._trainer, state, is_own=is_own):
+                log.warning("the checkpoint of step %d of %s does not fit: %s", entry.step, entry.learner, problem)
+                continue
+            yield _Found(entry, state, is_own)
+
+    def _learners(self) -> list[str]:
+        assert self._store is not None
+        try:
+            return self._store.learners()
+        except StorageError as error:
+            log.warning("%s", error)
+            return []
+
+    def _entries(self, learner: str) -> list[Entry]:
+        assert self._store is not None
+        try:
+            return self._store.entries(learner)
+        except StorageError as error:
+            log.warning("%s", error)
+            return []
+
+    def _read(self, entry: Entry) -> Checkpoint | None:
+        assert self._store is not None
+        try:
+            return self._store.read(entry)
+        except StorageError as error:
+            log.warning("%s", error)
+            return None
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def batch_begins(self) -> float:
+        """Take a checkpoint if one is due; returns how long that took, in seconds.
+
+        Raises:
+            Exception: what the writing thread met since the last call, other than a store that failed.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._pending is not None:
+            training_state.begin(self._trainer, self._pending.state, is_own=self._pending.is_own)
+            self._pending = None
+        if self._store is None or self._steps_since < self._every_steps or not self._written.is_set():
+            return 0.0
+        began_s = time.perf_counter()
+        self.take()
+        return time.perf_counter() - began_s
+
+    def step_done(self) -> None:
+        """An inner step is done."""
+        self._steps_since += 1
+        self.warm_up.step_done()
+
+    def wait(self, within_s: float) -> bool:
+        """Whether what was taken is written, or not to be written, within this time."""
+        return self._written.wait(within_s) and self._error is None
+
+    def close(self) -> None:
+        """Let go, after the one being written; idempotent."""
+        if not self._written.wait(CLOSE_S):
+            log.warning("a checkpoint is still being written, and left alone")
+        self._crew.stopping.set()
+        if self._jobs is not None:
+            self._jobs.stop()
+        self._crew.join(CLOSE_S)
+
+    def take(self) -> None:
+        """Take one now, between two batches."""
+        if self._store is None:
+            return
+        state, sentences = training_state.take(self._trainer, self._callbacks_left_out)
+        for sentence in sentences:
+            log.warning("checkpoints do not hold the state of a callback: %s", sentence)
+        owner, step = self._owner, self._trainer.global_step
+        checkpoint = Checkpoint(owner.run, owner.learner, owner.incarnation, PROCESS, step, state)
+        self._steps_since = 0
+        self._written = written = threading.Event()
+        if self._jobs is None:
+            self._jobs = Jobs(self._crew, "checkpoints")
+        self._jobs.put(lambda: self._write(checkpoint, written))
+
+    def _write(self, checkpoint: Checkpoint, written: threading.Event) -> None:
+        assert self._store is not None
+        try:
+            self._store.write(checkpoint)
+        except (StorageError, UnstorableError) as error:
+            if (reason := type(error).__name__ + str(error)) not in self._told:
+                log.warning("no checkpoint was written, training goes on: %s", error)
+            self._told.add(reason)
+        written.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._written.set()
