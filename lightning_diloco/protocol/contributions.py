@@ -120,6 +120,8 @@ class Contributions:
     def apply_decided(self, record: records.Decided) -> None:
         """The part of a decision that a restart repeats."""
         member, f = self._roster[record.session], self._fragments[record.fragment]
+        is_new = record.seq != member.fates.get(record.fragment, (None,))[0]
+        member.num_refused += is_new and record.fate == "refused"
         member.fates[record.fragment] = (record.seq, record.fate, None, record.reason)
         member.last_seq[record.fragment] = max(record.seq, member.last_seq.get(record.fragment, 0))
         held = f.held.get(record.session)
@@ -133,4 +135,5 @@ class Contributions:
         member.fates[p] = (ready.seq, "merged", record.version, None)
         member.last_seq[p] = max(ready.seq, member.last_seq.get(p, 0))
         member.num_superseded[p] = 0
+        member.num_clipped += merge.is_clipped
         self._fragments[p].held.pop(merge.session, None)

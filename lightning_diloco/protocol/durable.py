@@ -172,12 +172,15 @@ def _saved_session(m: Member) -> records.SavedSession:
         step=m.step if m.state == "left" else 0,
         tokens=m.tokens if m.state == "left" else 0,
         fates={str(p): fate for p, fate in m.fates.items()},
+        num_refused=m.num_refused,
+        num_clipped=m.num_clipped,
     )
 
 
 def _member(s: records.SavedSession, now_s: float) -> Member:
     member = Member(s.session, s.learner, s.incarnation, s.slot, state=s.state, is_lapsed=s.is_lapsed, ending=s.ending)
     member.step, member.tokens, member.heard_s = s.step, s.tokens, now_s
+    member.num_refused, member.num_clipped = s.num_refused, s.num_clipped
     member.fates = {int(p): fate for p, fate in s.fates.items()}
     member.last_seq = {p: seq for p, (seq, *_) in member.fates.items()}
     return member

@@ -36,15 +36,10 @@ class Evaluating:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Training thread: no more steps will come; drain and leave. With drain False, leave at once.
-
-    Args:
-        within_s: how long to drain; None: as the learner was configured.
-    """
+    """Training thread: no more steps will come; drain and leave. With drain False, leave at once."""
 
     reason: Reason
     drain: bool = True
-    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +155,15 @@ class SeedStored:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The outer gradient of a round was computed; nothing has changed yet."""
+    """The outer gradient of a round was computed; nothing has changed yet.
+
+    Args:
+        clipped: sessions whose contributions were scaled down to a usual norm.
+    """
 
     fragment: int
     round: int
+    clipped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,11 @@ class Activated:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """One contributor of a commit."""
+    """One contributor of a commit; clipped, if its norm was far above what is usual."""
 
     session: str
     ready: Ready
+    is_clipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,8 @@ class SavedSession:
     step: int
     tokens: int
     fates: dict[str, tuple[int, Fate, int | None, str | None]]
+    num_refused: int = 0
+    num_clipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class Member:
         fates: per fragment, the last decided (seq, fate, version, reason).
         last_seq: per fragment, the highest seq heard.
         num_superseded: per fragment, contributions superseded in a row since it was last waited for.
+        num_refused, num_clipped: contributions that were refused, and that were merged with a norm scaled down.
     """
 
     session: str
@@ -62,6 +63,8 @@ class Member:
     fates: dict[int, FateOf] = field(default_factory=dict)
     last_seq: dict[int, int] = field(default_factory=dict)
     num_superseded: dict[int, int] = field(default_factory=dict)
+    num_refused: int = 0
+    num_clipped: int = 0
 
     @property
     def is_live(self) -> bool:

@@ -201,7 +201,7 @@ class Rounds:
         chosen = sorted((f.held[s].contribution for s in members), key=lambda c: (c.learner, c.incarnation))
         return [do.Merge(p, r.number, tuple(chosen))]
 
-    def merged(self, p: int, number: int) -> list[SyncerAction]:
+    def merged(self, p: int, number: int, clipped: tuple[str, ...] = ()) -> list[SyncerAction]:
         """The outer gradient exists; check the fence once more, then have it committed."""
         f = self.fragments[p]
         r = f.round
@@ -213,13 +213,13 @@ class Rounds:
         if len(still_there) < len(r.members):
             return self._merge(p, f, r, still_there)
         r.go("committing")
-        record = self._commit_record(p, f, r)
+        record = self._commit_record(p, f, r, clipped)
         return [do.Apply(p, r.number, records.encode(record), record.steps)]
 
     def _still_there(self, f: FragmentRounds, r: Round) -> list[str]:
         return [s for s in r.members if s in f.held and self.roster[s].state == "active"]
 
-    def _commit_record(self, p: int, f: FragmentRounds, r: Round) -> records.CommitRecord:
+    def _commit_record(self, p: int, f: FragmentRounds, r: Round, clipped: tuple[str, ...]) -> records.CommitRecord:
         readies = [f.held[s].contribution.ready for s in r.members]
         weights = [ready.tokens * ready.tokens / ready.steps for ready in readies]
         steps = sum(w * ready.steps for w, ready in zip(weights, readies, strict=True)) / sum(weights)
@@ -230,7 +230,7 @@ class Rounds:
             round=r.number,
             steps=steps,
             num_stepping=max(r.num_stepping, len(r.members)),
-            merges=tuple(records.Merge(s, ready) for s, ready in zip(r.members, readies, strict=True)),
+            merges=tuple(records.Merge(s, ready, s in clipped) for s, ready in zip(r.members, readies, strict=True)),
         )
 
     def committed(self, record: records.CommitRecord, digest: str, now_s: float) -> list[SyncerAction]:
@@ -287,6 +287,7 @@ class Rounds:
                 "learners": [self.roster[m.session].learner for m in record.merges],
                 "tokens": [m.ready.tokens for m in record.merges],
                 "steps": [m.ready.steps for m in record.merges],
+                "clipped": [self.roster[m.session].learner for m in record.merges if m.is_clipped],
                 "staleness": [record.version - 1 - m.ready.base for m in record.merges],
                 "num_stepping": record.num_stepping,
                 "quorum": r.quorum,

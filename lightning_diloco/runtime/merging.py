@@ -4,7 +4,8 @@
 2. `merge` changes nothing. `commit` computes the next state, then makes the record durable; installing the state is
    left to the caller, so that anchors and machine change together.
 3. Norms are guarded: a contribution longer than NORM_GUARD times what is usual for the fragment is scaled down. Finite
-   contributions whose sum is not lose the longest one, which is refused, and are merged again without it.
+   contributions whose sum is not lose the longest one, which is refused, and are merged again without it. Both are
+   counted by learner.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Merger:
         max_norm = self._max_norm(p)
         values_P, found = store.merge(p, job.payloads, weights, max_norm=max_norm)
         gradient = _Gradient(job, weights, max_norm, values_P, found.norms)
-        merged = events.Merged(p, job.action.round)
+        clipped = tuple(c.session for c, norm in zip(contributions, found.norms, strict=True) if norm > max_norm)
+        merged = events.Merged(p, job.action.round, clipped)
         if not torch.isfinite(values_P).all():
             return [_refuse_longest(gradient, "the sum of this round's contributions is not finite"), merged]
         self._gradients[p] = gradient

@@ -137,8 +137,8 @@ def test_one_bad_scale_is_refused_and_ends_nothing(target: Target, scale: bytes)
         target, target.mallory.session, Flawed({"fragment": 0, "start": 0, "stop": 9, "steps": 1}, {}, payload, True)
     )
     target.check()
-    fate = target.service.state.roster[target.mallory.session].fates[0]
-    assert fate[1] == "refused"
+    mallory = target.service.state.roster[target.mallory.session]
+    assert (mallory.fates[0][1], mallory.num_refused) == ("refused", 1)
 
 
 @pytest.mark.slow
@@ -235,3 +235,5 @@ def test_an_absurd_norm_is_clipped_to_what_is_usual(target: Target) -> None:
     moved = (target.service._store.anchor(0).published - before).abs().max()
     assert 0 < moved < 1.0
     target.check()
+    (learner,) = [x for x in target.service.on_status()["learners"] if x["id"] == "honest"]
+    assert (learner["num_clipped"], learner["num_refused"]) == (2, 0)  # one in each fragment
