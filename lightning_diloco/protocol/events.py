@@ -36,10 +36,15 @@ class Evaluating:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Training thread: no more steps will come; drain and leave. With drain False, leave at once."""
+    """Training thread: no more steps will come; drain and leave. With drain False, leave at once.
+
+    Args:
+        within_s: how long to drain; None: as the learner was configured.
+    """
 
     reason: Reason
     drain: bool = True
+    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
