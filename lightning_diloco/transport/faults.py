@@ -64,8 +64,8 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._server: asyncio.Server | None = None
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self._flowing = _flowing()  # of connections to come; those that are there have theirs
+        self._held = asyncio.Event()
         self._links: set[asyncio.Task[None]] = set()
         self._free_at_s = {"up": 0.0, "down": 0.0}
 
@@ -97,8 +97,12 @@ class FaultProxy:
         """Accept, but let nothing through and close nothing, until `heal`: the peer that is only half there."""
         self._run(self._set_flowing, False)
 
+    def hold(self) -> None:
+        """Freeze the connections that are there; new ones flow. After `heal` an old one is heard after a newer one."""
+        self._run(self._hold)
+
     def heal(self) -> None:
-        """End `cut` and `freeze`; what was frozen flows on."""
+        """End `cut`, `freeze` and `hold`; what was frozen flows on."""
         self._run(self._set_flowing, True)
         self._run(self._listen)
 
@@ -142,8 +146,15 @@ class FaultProxy:
     def _set_flowing(self, flowing: bool) -> None:
         if flowing:
             self._flowing.set()
+            self._held.set()
         else:
             self._flowing.clear()
+
+    def _hold(self) -> None:
+        """Connections of an earlier hold are let go, for the sake of simplicity."""
+        self._held.set()
+        self._held, self._flowing = self._flowing, _flowing()
+        self._held.clear()
 
     async def _serve(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         """One connection, from accept to reset or close."""
@@ -151,6 +162,7 @@ class FaultProxy:
         assert task is not None
         self._links.add(task)
         self.num_connections += 1
+        flowing = self._flowing
         writers = [back]
         steps: list[asyncio.Task[None]] = []
         # A reset, a close on either side and cut() all end here; asyncio must not report them as errors.
@@ -158,13 +170,13 @@ class FaultProxy:
             try:
                 if self._server is None:
                     raise ConnectionResetError
-                await self._flowing.wait()
+                await flowing.wait()
                 far, forth = await asyncio.open_connection(*self._target, limit=_CHUNK_BYTES)
                 writers.append(forth)
                 for way, reader, writer in (("up", near, forth), ("down", far, back)):
                     in_flight: _InFlight = asyncio.Queue(_MAX_CHUNKS_IN_FLIGHT)
-                    steps.append(asyncio.create_task(self._depart(way, reader, in_flight)))
-                    steps.append(asyncio.create_task(self._arrive(way, in_flight, writer)))
+                    steps.append(asyncio.create_task(self._depart(way, reader, in_flight, flowing)))
+                    steps.append(asyncio.create_task(self._arrive(way, in_flight, writer, flowing)))
                 await asyncio.gather(*steps)
             except BaseException:
                 for writer in writers:
@@ -177,23 +189,27 @@ class FaultProxy:
                     writer.close()
                 self._links.discard(task)
 
-    async def _depart(self, way: str, reader: asyncio.StreamReader, in_flight: _InFlight) -> None:
+    async def _depart(
+        self, way: str, reader: asyncio.StreamReader, in_flight: _InFlight, flowing: asyncio.Event
+    ) -> None:
         """Put what comes on the link, at its rate; an empty chunk stands for the end of the stream."""
         data = b" "
         while data:
             data = await reader.read(_CHUNK_BYTES)
-            await self._flowing.wait()
+            await flowing.wait()
             if self.reset_probability and self._random.random() < self.reset_probability:
                 raise ConnectionResetError
             await self._transmit(way, len(data))
             await in_flight.put((self._loop.time() + self.delay_s, data))
 
-    async def _arrive(self, way: str, in_flight: _InFlight, writer: asyncio.StreamWriter) -> None:
+    async def _arrive(
+        self, way: str, in_flight: _InFlight, writer: asyncio.StreamWriter, flowing: asyncio.Event
+    ) -> None:
         """Take what is due off the link."""
         while True:
             due_s, data = await in_flight.get()
             await asyncio.sleep(due_s - self._loop.time())
-            await self._flowing.wait()
+            await flowing.wait()
             if not data:
                 writer.write_eof()
                 return
@@ -212,6 +228,12 @@ class FaultProxy:
         now_s = self._loop.time()
         self._free_at_s[way] = max(now_s, self._free_at_s[way]) + 8 * num_bytes / self.rate_bps
         await asyncio.sleep(self._free_at_s[way] - now_s)
+
+
+def _flowing() -> asyncio.Event:
+    gate = asyncio.Event()
+    gate.set()
+    return gate
 
 
 def _reset_on_close(writer: asyncio.StreamWriter) -> None:

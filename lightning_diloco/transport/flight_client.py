@@ -1,7 +1,9 @@
 """A learner's end of Arrow Flight; see `flight`.
 
 1. Constructing stores, the first call connects, and gRPC reconnects by itself after a failure, within 2 s of retrying.
-2. What went wrong is told apart: `AuthError` (token, certificate) needs a person, `TransportError` needs patience.
+2. A call that missed its deadline gives its TCP connection up: a path that swallows everything would keep it for a
+   minute, where a new one may get through at once.
+3. What went wrong is told apart: `AuthError` (token, certificate) needs a person, `TransportError` needs patience.
 """
 
 from __future__ import annotations
@@ -137,6 +139,8 @@ class FlightConnection:
             yield client, flight.FlightCallOptions(timeout=left_s, headers=self._headers)
         except (flight.FlightError, pa.ArrowException, OSError) as error:
             waited_s = time.monotonic() - began_s
+            if isinstance(error, flight.FlightTimedOutError):
+                self._forget(channel)
             self._recheck_pin(error, deadline_s - waited_s)
             raise self._translated(error, name, waited_s, deadline_s) from error
 
@@ -154,6 +158,11 @@ class FlightConnection:
                 f"the connection to {self._address.host_port} is closed; it must be open; make a new one"
             )
         return client
+
+    def _forget(self, channel: Channel) -> None:
+        """The next call makes a new connection; others that use this one end by their own deadlines."""
+        with self._lock:
+            self._clients.pop(channel, None)
 
     def _connected(self, timeout_s: float) -> flight.FlightClient:
         """A client with its own TCP connection, which it makes at its first call."""

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_diloco.transport.address import JoinAddress, read_join_file
+from lightning_diloco.transport.address import JoinAddress, read_join_file, split_host_port
+from lightning_diloco.transport.faults import FaultProxy
 from lightning_diloco.transport.flight import FlightConnection
 
 HERE = Path(__file__).parent
@@ -58,24 +60,39 @@ class Processes:
         self._running.append((name, process))
         return process
 
-    def syncer(self, expect: int | None = None) -> subprocess.Popen[bytes]:
+    def syncer(self, expect: int | None = None, **options: object) -> subprocess.Popen[bytes]:
         """Start it, and wait until it can be joined."""
         join = self.run_dir / "join"
         before = join.stat().st_mtime_ns if join.exists() else None
-        process = self.start("syncer", HERE / "syncer.py", self.run_dir, *([] if expect is None else [expect]))
+        given = json.dumps({"expect": expect, **options})
+        process = self.start("syncer", HERE / "syncer.py", self.run_dir, given)
         until(lambda: join.exists() and join.stat().st_mtime_ns != before, "the join file", self)
         return process
 
-    def learner(self, name: str) -> subprocess.Popen[bytes]:
-        join = read_join_file(self.run_dir / "join").join_string()
+    def learner(self, name: str, through: FaultProxy | None = None) -> subprocess.Popen[bytes]:
+        """Start it; `through` a bad network, if one is given, on which it soon gives a call up."""
+        address, patience = self.address, ()
+        if through is not None:
+            host, port = split_host_port(through.address)
+            address, patience = replace(address, host=host, port=port), ("--deadline-s", 1.0)
+        join = address.join_string()
         arguments = ("--out", self.root / f"{name}.json", "--until", self.stop_file, "--seed", sum(name.encode()))
-        return self.start(name, HERE / "learner.py", *arguments, DILOCO_JOIN=join, DILOCO_LEARNER=name)
+        return self.start(name, HERE / "learner.py", *arguments, *patience, DILOCO_JOIN=join, DILOCO_LEARNER=name)
 
     def alone(self, **changed: object) -> subprocess.Popen[bytes]:
         """A learner that nobody told of a run."""
         options = json.dumps({"sync_every": 12, "num_fragments": 4, "lease_s": 3.0, **changed})
         arguments = ("--out", self.root / "alone.json", "--until", self.stop_file, "--options", options)
         return self.start("alone", HERE / "learner.py", *arguments)
+
+    def trainer(self, name: str, *arguments: object, **env: str) -> subprocess.Popen[bytes]:
+        """A Trainer, alone unless DILOCO_JOIN leads somewhere; rank r writes <name>.<r>.json."""
+        (self.root / name).mkdir()
+        return self.start(name, HERE / "trainer.py", "--out", self.root / name / "held", *arguments, **env)
+
+    def ranks_held(self, name: str) -> list[dict[str, Any]]:
+        """What the ranks of a Trainer held at its end."""
+        return [json.loads(path.read_text()) for path in sorted((self.root / name).glob("held.*.json"))]
 
     def held(self, name: str) -> dict[str, Any]:
         """What a learner held at its end."""

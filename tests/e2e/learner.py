@@ -6,7 +6,9 @@ import argparse
 import json
 import logging
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.runtime.link import Link
 from lightning_diloco.runtime.model import ModelDescription
+from lightning_diloco.transport.flight import FlightConnection
 
 SHAPES = {"embedding": (64, 16), "hidden": (48, 32), "bias": (48,)}
 TOKENS = 7
@@ -27,14 +30,16 @@ def main() -> int:
     parser.add_argument("--until", type=Path, help="train until this file exists")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--options", default="{}", help="run options, JSON")
+    parser.add_argument("--deadline-s", type=float, default=10.0, help="of calls over the network")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     torch.manual_seed(given.seed)
     params = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
     target = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     config = LearnerConfig(drain_s=20.0)
-    link = Link(json.loads(given.options), config, given.out.parent)
-    steps = 0
+    connect = partial(FlightConnection, control_deadline_s=given.deadline_s)
+    link = Link(json.loads(given.options), config, given.out.parent, connect=connect)
+    steps, longest_s = 0, 0.0
     try:
         description = ModelDescription(SHAPES, frozenset({"embedding"}), {}, "tokens")
         link.start(description, lambda plan, run: CpuFragments(plan, params, run, config))
@@ -43,16 +48,21 @@ def main() -> int:
                 for name, param in params.items():
                     param.lerp_(target[name], 0.01)
             time.sleep(0.01)
+            began_s = time.monotonic()
             link.step(TOKENS, "tokens")
+            longest_s = max(longest_s, time.monotonic() - began_s)
             steps += 1
         is_last = link.finish()
         if is_last:
             link.report(0.5)
+        link.close()
         held = {
             "digests": [link.device.digest(p) for p in range(link.plan.num_fragments)],
             "landed": [f.landed for f in link._machine.fragments],
             "steps": steps,
             "is_last": is_last,
+            "longest_hook_s": longest_s,
+            "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("diloco")],
         }
         given.out.write_text(json.dumps(held))
     except DiLoCoError as error:

@@ -129,6 +129,22 @@ def test_freeze_accepts_and_holds_and_heal_lets_flow(proxy):
             assert [receive(peer, 5) for peer in (old, new)] == [b"later", b"later"]
 
 
+def test_hold_freezes_what_is_there_and_lets_new_connections_overtake_it(proxy):
+    with dial(proxy) as old:
+        assert exchange(old, b"hi") == b"hi"
+        proxy.hold()
+        old.sendall(b"first")
+        with dial(proxy) as new:
+            assert exchange(new, b"second") == b"second"
+            old.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                old.recv(1)
+            old.settimeout(5)
+            proxy.heal()
+            assert receive(old, 5) == b"first"
+            assert exchange(new, b"third") == b"third"
+
+
 def test_resets_happen_with_the_probability_given(proxy):
     proxy.reset_probability = 1.0
     with dial(proxy) as peer, pytest.raises(ConnectionError):
