@@ -36,7 +36,7 @@ NARROWER = {
     "core": "config errors",
 }
 LIBRARIES = {
-    "cli": "lightning rich yaml",
+    "cli": "lightning rich yaml packaging torch",
     "cli/chaos_picture.py": "matplotlib",
     "callbacks": "torch lightning wandb",
     "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock peft",

@@ -81,13 +81,13 @@ def call(arguments: argparse.Namespace) -> int:
     faults = draw(asked.kinds, _names(arguments), faults_per_hour=arguments.faults_per_hour, seed=arguments.seed)
     passed_on = arguments.passed_on if target.suffix == ".py" else [*asked.overrides(), *arguments.passed_on]
     with Meddler(faults, run_dir / chaos_story.FAULTS) as meddler:
-        plan = _plan(arguments, run_dir, run.learner_argv(target, passed_on), via=meddler.via)
+        plan = _plan(arguments, run_dir, run.learner_argv(target, passed_on, arguments.local), via=meddler.via)
         ended = _execute(plan, console, arguments, meddler)
     story = chaos_story.read(run_dir)
     report = {"exit_code": ended.exit_code, "seed": arguments.seed, **chaos_report.measure(story), **_replayed(run_dir)}
     if arguments.compare and ended.exit_code == 0:
         num_steps = chaos_report.steps_to_compare(story, arguments.local)
-        argv = run.learner_argv(target, [*arguments.passed_on, *asked.calm_overrides(num_steps)])
+        argv = run.learner_argv(target, [*arguments.passed_on, *asked.calm_overrides(num_steps)], arguments.local)
         calm = _execute(_plan(arguments, run.make_run_dir(run_dir / "calm", ""), argv), console, arguments)
         report.update(chaos_report.compared(report, calm.summary or {}))
     (run_dir / "chaos.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ def add_parser(verbs: Any) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Copy the files, all or none, and say where they are."""
-    source = recipes.resolve(arguments.recipe)
+    source = recipes.find_file(arguments.recipe)
     target: Path = arguments.path / source.name if arguments.path.is_dir() else arguments.path
     copies = {source: target, **{path: target.with_name(path.name) for path in recipes.modules_beside(source)}}
     if taken := [str(path) for path in copies.values() if path.exists()]:

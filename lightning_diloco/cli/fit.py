@@ -1,24 +1,43 @@
-"""One learner of a YAML recipe: `python -m lightning_diloco.cli.fit RECIPE.yaml [overrides]`.
+"""One learner of a YAML recipe: `python -m lightning_diloco.cli.fit [--local N] RECIPE.yaml [overrides]`.
 
 1. A recipe is a LightningCLI configuration of `fit`; overrides have LightningCLI's form (`--trainer.max_steps 60`).
 2. The strategy is ours unless recipe or overrides say otherwise.
 3. Lightning's root directory is RUN_DIR/learners/<id> under `diloco run`: two learners never share a path. Only an
    explicit override wins over it.
 4. Exit code 2: starting again would not help: the configuration, the model or the secret is wrong, or the id is taken.
+5. A language model that does not fit this machine, with N learners on it, is refused before anything is loaded.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning.pytorch.cli import LightningCLI
-
+from lightning_diloco.cli.room import check_room
 from lightning_diloco.errors import AuthError, ConfigError, FencedError, PlanMismatchError
-from lightning_diloco.hf.blueprint import make_importable
+from lightning_diloco.hf.recipe import RecipeCLI
+
+_HERE = "--local"
+
+
+class _Fit(RecipeCLI):
+    """Fits the recipe, if it fits the machine.
+
+    Args:
+        recipe: to fit.
+        num_here: learners on this machine.
+        args: of LightningCLI.
+    """
+
+    def __init__(self, recipe: Path, num_here: int, args: list[str]) -> None:
+        self._num_here = num_here
+        super().__init__(recipe, args=args, save_config_kwargs={"overwrite": True})
+
+    def before_instantiate_classes(self) -> None:
+        """Nothing is made yet."""
+        check_room(self._recipe, self.config["fit"], self._num_here)
 
 
 def cli_arguments(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
@@ -32,14 +51,10 @@ def cli_arguments(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
 def main() -> int:
     """Fit what the recipe describes; returns the exit code."""
     # sys.argv stays as it is: Lightning starts the other processes of a learner with it.
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
-    make_importable(Path(sys.argv[1]))
+    words = sys.argv[1:]
+    num_here, words = (int(words[1]), words[2:]) if words[0] == _HERE else (1, words)
     try:
-        LightningCLI(
-            args=cli_arguments(sys.argv[1:], os.environ),
-            trainer_defaults={"strategy": "decoupled_diloco"},
-            save_config_kwargs={"overwrite": True},
-        )
+        _Fit(Path(words[0]), num_here, cli_arguments(words, os.environ))
     except (ConfigError, PlanMismatchError, AuthError, FencedError) as error:
         print(f"diloco: {error}", file=sys.stderr)
         return 2

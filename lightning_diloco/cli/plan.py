@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
 def call(arguments: argparse.Namespace) -> int:
     """Print the plan; returns 0 if it fits, 1 if not."""
     from lightning_diloco.hf.blueprint import blueprint
+    from lightning_diloco.hf.recipe import parse
     from lightning_diloco.simulate.fixes import cheapest_fix
     from lightning_diloco.simulate.plan import forecast
 
@@ -76,9 +78,8 @@ def call(arguments: argparse.Namespace) -> int:
             f"{path} is a script: only a YAML recipe can be planned, because a script has to run to be read"
         )
     machines = _machines(path, arguments)
-    drawn = blueprint(path)
-    scenario = _scenario(drawn, machines)
-    found = forecast(scenario)
+    drawn = blueprint(parse(path))
+    found = forecast(scenario_of(drawn, machines))
     fix = cheapest_fix(found)
     if arguments.json:
         print(json.dumps(_figures(found, fix, drawn), indent=2))
@@ -92,21 +93,23 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def _machines(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options by name: the command line's, then the recipe's, then the defaults."""
+    """Options by name: the command line's, then the recipe's."""
     parser = argparse.ArgumentParser(prog=f"{path}, `{_MARK}`", allow_abbrev=False)
     _add_machines(parser)
     lines = path.read_text(encoding="utf-8").splitlines()
     words = [word for line in lines if line.startswith(_MARK) for word in shlex.split(line.removeprefix(_MARK))]
     of_recipe = {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    return {**_DEFAULTS, **of_recipe, **given}
+    return {**of_recipe, **given}
 
 
-def _scenario(drawn: Blueprint, machines: dict[str, Any]) -> Scenario:
+def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:
+    """A recipe on these machines, which are options by name."""
     from lightning_diloco.simulate.bandwidth import Machines
     from lightning_diloco.simulate.memory import Training
     from lightning_diloco.simulate.plan import Scenario
 
+    machines = {**_DEFAULTS, **machines}
     wanted = {name: machines[name] for name in _RUN_OPTIONS if name in machines}
     devices = machines.get("devices") or drawn.devices or 1
     shared = {field.name for field in dataclasses.fields(Training)} & {f.name for f in dataclasses.fields(drawn)}

@@ -3,6 +3,8 @@
 A recipe is a YAML file for LightningCLI or a Python script; its name is its path below `recipes/` without the suffix,
 its description the first comment line (YAML) or the first line of the docstring (script). A Python file whose classes a
 YAML beside it names is a part of that one.
+
+A recipe can say for which versions of this package it was written, `# lightning-diloco: ~=0.1`: others refuse it.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_diloco import __version__
 from lightning_diloco.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".py")
+_VERSIONS = r"^# lightning-diloco: *(.+?) *$"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,19 @@ def find(folders: Sequence[Path] | None = None) -> list[Recipe]:
 
 
 def resolve(target: str) -> Path:
-    """The file meant by a path or by the name of a recipe.
+    """The file meant by a path or by the name of a recipe, if it is for this version.
+
+    Raises:
+        ConfigError: there is no such file (the nearest names are given), or it is a recipe of another version.
+    """
+    path = find_file(target)
+    if found := re.search(_VERSIONS, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
+        _check_version(path, found[1])
+    return path
+
+
+def find_file(target: str) -> Path:
+    """The file meant by a path or by the name of a recipe, of whatever version.
 
     Raises:
         ConfigError: there is no such file; the nearest names are given.
@@ -68,6 +84,23 @@ def resolve(target: str) -> Path:
     if target in known:
         return known[target]
     raise ConfigError(_not_found(target, known))
+
+
+def _check_version(path: Path, versions: str) -> None:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        is_mine = SpecifierSet(versions).contains(__version__, prereleases=True)
+    except InvalidSpecifier as error:
+        raise ConfigError(
+            f"{path}: `# lightning-diloco: {versions}` names no versions; write them as for pip, such as ~=0.1"
+        ) from error
+    if not is_mine:
+        raise ConfigError(
+            f"{path} is a recipe for lightning-diloco {versions}, this is {__version__}; "
+            f"pip install 'lightning-diloco{versions}', or compare it with a recipe of this version (`diloco ls`) and "
+            "change its `# lightning-diloco:` line"
+        )
 
 
 def modules_beside(recipe: Path) -> list[Path]:

@@ -83,7 +83,7 @@ def call(arguments: argparse.Namespace) -> int:
     plan = Plan(
         run_dir=run_dir,
         syncer_argv=syncer_argv(run_dir, num_learners),
-        learner_argv=learner_argv(target, arguments.passed_on),
+        learner_argv=learner_argv(target, arguments.passed_on, num_learners),
         num_learners=num_learners,
         threads=arguments.threads,
         max_restarts=arguments.max_restarts,
@@ -133,8 +133,9 @@ def syncer_argv(run_dir: Path, num_learners: int) -> tuple[str, ...]:
     return (*module, "--run-dir", str(run_dir), "--expect", count, "--data-parts", count)
 
 
-def learner_argv(target: Path, passed_on: Sequence[str]) -> tuple[str, ...]:
-    """Command of each learner of a recipe or script."""
+def learner_argv(target: Path, passed_on: Sequence[str], num_learners: int) -> tuple[str, ...]:
+    """Command of each of so many learners of a recipe or script."""
     if target.suffix == ".py":
         return (sys.executable, str(target), *passed_on)
-    return (sys.executable, "-m", "lightning_diloco.cli.fit", str(target), *passed_on)
+    module = (sys.executable, "-m", "lightning_diloco.cli.fit")
+    return (*module, "--local", str(num_learners), str(target), *passed_on)

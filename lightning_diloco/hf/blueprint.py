@@ -1,36 +1,29 @@
 """A recipe's model without its weights: names, shapes and options, read in seconds on any machine.
 
-1. The recipe goes through LightningCLI's own parser, so a misspelt key is found here as it would be at the start.
+1. The recipe is parsed by `recipe.py`, that is, by LightningCLI.
 2. The model is built on the meta device: no memory, no accelerator, no network. Trainer and data are not made.
 3. What a run would take from the data, the vocabulary's size, comes from the options of the data.
-4. A recipe can name classes of modules that lie beside it: `class_path: video_dit.VideoDiT`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
-import inspect
 import math
-import re
-import sys
 import warnings
-from argparse import ArgumentError
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
 from lightning_diloco.config import Align, AnchorDevice, LearnerConfig, RunConfig
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.causal_lm import CausalLM
+from lightning_diloco.hf.recipe import class_of
 from lightning_diloco.strategy.decoupled import _final_class
 from lightning_diloco.strategy.model import embedding_names, trainable_parameters
 
@@ -86,62 +79,12 @@ class Blueprint:
         return sum(map(math.prod, self.shapes.values()))
 
 
-class _Parser(LightningCLI):
-    """Parses and stops."""
-
-    def instantiate_classes(self) -> None:
-        """Make nothing: the accelerator may not be here."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing."""
-
-
-def make_importable(recipe: Path) -> None:
-    """Let Python find modules beside the recipe, after everything that is installed."""
-    if (folder := str(recipe.resolve().parent)) not in sys.path:
-        sys.path.append(folder)
-
-
-def parse(recipe: Path, overrides: Sequence[str] = ()) -> Any:
-    """The recipe as LightningCLI understands it, a nested namespace.
+def blueprint(config: Any) -> Blueprint:
+    """What a parsed recipe says; its model is built on the meta device.
 
     Raises:
-        ConfigError: it is no configuration of LightningCLI; with what its parser said.
+        ConfigError: the size of its vocabulary is unknown, or the model has no parameters.
     """
-    make_importable(recipe)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the versions of its own libraries, and that sys.argv is not used
-        try:
-            return _Parser(
-                args=["fit", "--config", str(recipe), *overrides, "--seed_everything=false"],
-                save_config_callback=None,
-                seed_everything_default=False,
-                trainer_defaults={"strategy": "decoupled_diloco"},
-                parser_kwargs={"exit_on_error": False, "fit": {"exit_on_error": False}},
-            ).config["fit"]
-        except (ArgumentError, KeyError, TypeError, ValueError) as error:
-            what_to_do = _nearest(str(error)) or "correct the recipe, see recipes/tiny for a complete one"
-            raise ConfigError(f"{recipe}: {error}; {what_to_do}") from error
-
-
-def _nearest(problem: str) -> str | None:
-    """The accepted name that is most like the one the parser refused."""
-    refused, owner = re.search(r"ption '([\w.]+)'", problem), re.search(r"class_path '([\w.]+)'", problem)
-    if refused is None:
-        return None
-    target = L.Trainer if owner is None else _class_of({"class_path": owner[1]})
-    names = inspect.signature(target.__init__).parameters
-    near = difflib.get_close_matches(refused[1].rpartition(".")[2], names, n=1)
-    return f"did you mean {near[0]!r}?" if near else None
-
-
-def blueprint(recipe: Path, overrides: Sequence[str] = ()) -> Blueprint:
-    """Read a recipe and build its model on the meta device.
-
-    Raises:
-        ConfigError: it cannot be parsed, or the size of its vocabulary is unknown.
-    """
-    config = parse(recipe, overrides)
     module = _build(config)
     params = trainable_parameters(module)
     trainer, data = config["trainer"], _init_args(config.get("data"))
@@ -170,12 +113,17 @@ def blueprint(recipe: Path, overrides: Sequence[str] = ()) -> Blueprint:
     )
 
 
+def is_language_model(config: Any) -> bool:
+    """Whether a parsed recipe trains a `CausalLM`."""
+    return issubclass(class_of(config["model"]), CausalLM)
+
+
 def _build(config: Any) -> L.LightningModule:
     """The module of a parsed recipe, its parameters on the meta device."""
     section = config["model"]
     options = _init_args(section)
-    module_class = _class_of(section)
-    if issubclass(module_class, CausalLM):
+    module_class = class_of(section)
+    if is_language_model(config):
         options = _without_data(options, _init_args(config.get("data")))
     with torch.device("meta"):
         module = module_class(**options)
@@ -207,7 +155,7 @@ def instantiate(section: Any) -> Any:
     if section is None:
         return None
     parser = LightningArgumentParser()
-    owner = L.LightningModule if issubclass(_class_of(section), L.LightningModule) else L.LightningDataModule
+    owner = L.LightningModule if issubclass(class_of(section), L.LightningModule) else L.LightningDataModule
     parser.add_lightning_class_args(owner, "made", subclass_mode=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -223,12 +171,6 @@ def default_dtype(precision: object) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _class_of(section: Any) -> type:
-    module, _, name = str(section["class_path"]).rpartition(".")
-    found: type = getattr(importlib.import_module(module), name)
-    return found
 
 
 def _init_args(section: Any) -> dict[str, Any]:

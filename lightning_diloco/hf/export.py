@@ -28,7 +28,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as bars
 
 from lightning_diloco.errors import ConfigError, PlanMismatchError, StorageError
-from lightning_diloco.hf.blueprint import default_dtype, instantiate, parse
+from lightning_diloco.hf.blueprint import default_dtype, instantiate
+from lightning_diloco.hf.recipe import parse
 from lightning_diloco.protocol import SyncerState
 from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.durable import Durable

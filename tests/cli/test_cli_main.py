@@ -76,7 +76,7 @@ def test_run_starts_recipes_with_lightning_cli(project: Path, plans: list[Plan])
     assert main(line.split()) == 0
     (plan,) = plans
     assert plan.learner_argv == (
-        *(sys.executable, "-m", "lightning_diloco.cli.fit", str(project / "recipes/toy/one.yaml")),
+        *(sys.executable, "-m", "lightning_diloco.cli.fit", "--local", "3", str(project / "recipes/toy/one.yaml")),
         *("--trainer.max_steps", "60"),
     )
     assert plan.syncer_argv == (

@@ -99,6 +99,9 @@ def test_learners_this_version_cannot_start_are_warned_of(recipe: Path, capsys: 
         (("sync_every", "sync_evry"), "did you mean 'sync_every'?"),
         (("sync_every: 8", "sync_every: 2"), "at most sync_every=2"),
         (("BoringModel", "BoringModle"), "BoringModle"),
+        (("trainer:", "trainr:"), "did you mean 'trainer'?"),
+        (("# A model.", "# lightning-diloco: ~=0.9"), "is a recipe for lightning-diloco ~=0.9, this is"),
+        (("# A model.", "# lightning-diloco: soon"), "names no versions"),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_what_is_meant(

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from lightning_diloco.hf.blueprint import _class_of, make_importable, parse
+from lightning_diloco.hf.recipe import class_of, make_importable, parse
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "diffusion" / "video.yaml"
 
@@ -20,7 +20,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "diffusion" / "video.yaml"
 @pytest.fixture(scope="module")
 def video() -> ModuleType:
     make_importable(RECIPE)
-    return sys.modules[_class_of(parse(RECIPE)["model"]).__module__]
+    return sys.modules[class_of(parse(RECIPE)["model"]).__module__]
 
 
 def test_patches_are_the_clip_cut_up(video: ModuleType) -> None:
