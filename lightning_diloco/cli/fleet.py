@@ -4,7 +4,8 @@
 2. What a dead child left behind in its process group is killed before it is started again.
 3. Whatever happens to us, no child outlives us: leaving the `with` block ends them, and a leash does if we are killed.
 4. Exit code 0 is the end of a child's work, 2 a command line that is wrong (argparse, jsonargparse, Python and we
-   agree on it): neither is started again. Every other end is.
+   agree on it): neither is started again. Every other end is. 143 is that of a learner which SIGTERM asked to go, and
+   which left in good order: it is started again and nothing is held against it.
 
 Rules and bounds are our choice.
 """
@@ -27,6 +28,7 @@ Outcome = Literal["running", "finished", "gave up", "stopped"]
 
 _LEASH = str(Path(__file__).with_name("leash.py"))
 _USAGE_EXIT_CODE = 2
+_PREEMPTED_EXIT_CODE = 128 + signal.SIGTERM
 _POLL_S = 0.02
 _TAIL_BYTES = 1 << 16
 
@@ -120,6 +122,9 @@ class Fleet:
             self._give_up(
                 child, f"{name} ended with {how}: what it was asked to do is wrong, so it is not started again"
             )
+        elif code == _PREEMPTED_EXIT_CODE:
+            self._say(f"{name} was pre-empted (SIGTERM) and left; it is started again")
+            child.process = _spawn(child.command)
         elif child.num_restarts >= self._max_restarts:
             self._give_up(child, f"{name} died ({how}); restarts used up: {child.num_restarts} of {self._max_restarts}")
         else:

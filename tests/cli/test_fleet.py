@@ -90,6 +90,13 @@ def test_a_wrong_command_line_is_not_tried_again(tmp_path: Path) -> None:
     assert "    usage: ...\n" in said
 
 
+def test_a_learner_that_was_pre_empted_is_started_again_and_nothing_is_held_against_it(tmp_path: Path) -> None:
+    once = f"from pathlib import Path; p = Path({str(tmp_path / 'once')!r}); first = not p.exists(); p.touch(); "
+    harness = Harness(tmp_path, max_restarts=0)
+    said = harness.run(once + "raise SystemExit(143 if first else 0)")
+    assert said == "l0 was pre-empted (SIGTERM) and left; it is started again\nl0 finished"
+
+
 def test_what_a_dead_child_left_running_is_killed(tmp_path: Path) -> None:
     leaver = (
         f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-ISc', {SLEEP!r}]); "
