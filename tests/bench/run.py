@@ -1,6 +1,7 @@
 """All benchmarks, or those that are named, one after another: `python tests/bench/run.py [names] [--out DIR]`.
 
-exchange, straggler and participation want a quiet machine with two cores; quality is the same on any machine.
+exchange, straggler and participation want a quiet machine with two cores; quality is the same on any machine. soak and
+recoveries cost little and take their time: 35 and 6 minutes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("exchange", "straggler", "participation", "quality")
+NAMES = ("exchange", "straggler", "participation", "quality", "recoveries", "soak")
 
 
 def main() -> int:

@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lightning_diloco.cli.main import main as diloco
 from lightning_diloco.protocol import SyncerState, codec
 from lightning_diloco.protocol.ledger import Account
@@ -154,6 +156,7 @@ def main() -> int:
     journal = Journal(Path(given["journal"]), has_disk=given["fsync"])
     chance = random.Random(f"{given['seed']}/{journal.life}")
     run_dir = Path(options[options.index("--run-dir") + 1])
+    journal.write("started", process_s=psutil.Process().create_time())
     journal.cut_power(run_dir / "syncer" / "log", chance)
     if journal.life < given["num_kills"]:
         service_module.Durable = functools.partial(Durable, faults=Executioner(journal, chance))
