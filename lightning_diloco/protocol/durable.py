@@ -2,7 +2,7 @@
 
 1. `apply` is the only way it changes, live or at a restart; applying a record again changes nothing.
 2. `restore(saved)` and the records after it give the same state as all records from the first.
-3. What is not here (leases, open rounds, payloads, times) is learned anew from learners that report back.
+3. What is not here (who is alive, open rounds, payloads, times) is learned anew from learners that report back.
 
 Source: our choice; the rules are those of write-ahead logs.
 """
@@ -15,6 +15,7 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol import records
 from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.leases import LeaseTable
 from lightning_diloco.protocol.ledger import Account, Ledger
 from lightning_diloco.protocol.roster import Member, Roster
 from lightning_diloco.protocol.round import Counts
@@ -38,6 +39,7 @@ class DurableState:
         self.manifest: Json | None = None
         self.config = RunConfig()
         self.ledger = Ledger(0)
+        self.leases = LeaseTable(self._books)
         self.rounds = Rounds(self.config, 0, self.roster, self.ledger, heartbeat_s=heartbeat_s)
         self.num_joins = 0
         self.num_lapses = 0
@@ -47,6 +49,9 @@ class DurableState:
     def account(self, member: Member) -> Account:
         """The books of this session."""
         return self.ledger.account(member.learner, member.incarnation)
+
+    def _books(self, session: str) -> Account:
+        return self.account(self.roster[session])
 
     def apply(self, record: records.LogRecord) -> None:
         """Change durable state as this record says; the only way it changes."""
@@ -66,6 +71,7 @@ class DurableState:
             case records.CommitRecord():
                 if record.version > self.rounds.fragments[record.fragment].version:
                     self.rounds.apply_commit(record)
+                    self._follow(record)
             case records.Decided():
                 self.rounds.contributions.apply_decided(record)
             case records.Lapsed():
@@ -78,6 +84,13 @@ class DurableState:
                     self._apply_departed(record)
             case records.Regenerated():
                 self.rounds.generation = record.generation
+            case _:
+                self.leases.apply(record)
+
+    def _follow(self, commit: records.CommitRecord) -> None:
+        """What a commit, beyond its round, says about leases."""
+        for merge in commit.merges:
+            self.leases.follow(merge.session, merge.ready)
 
     def _apply_seeded(self, record: records.Seeded) -> None:
         if self.manifest is not None:
@@ -144,6 +157,7 @@ class DurableState:
             num_commits=self.rounds.counts.num_commits,
             num_contributors=self.rounds.counts.num_contributors,
             num_stepping=self.rounds.counts.num_stepping,
+            leases=self.leases.saved(),
         )
 
     def restore(self, saved: records.SavedState, now_s: float) -> None:
@@ -156,6 +170,7 @@ class DurableState:
             f.version = version
         for s in saved.sessions:
             self.roster.members[s.session] = _member(s, now_s)
+        self.leases = LeaseTable(self._books, saved.leases)
         self.num_joins, self.num_lapses = saved.num_joins, saved.num_lapses
         self.rounds.counts = Counts(saved.num_commits, 0, saved.num_contributors, saved.num_stepping)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_diloco.protocol.messages import FromLearner, FromSyncer, Mark, Ready, Reason
+from lightning_diloco.protocol.ranges import Piece
 
 # ------------------------------------------------------------------------------------------------------- to a learner
 
@@ -16,10 +17,12 @@ class StepDone:
     Args:
         step: inner steps completed by this process.
         tokens: the learner's token counter after it.
+        pieces: what of its batches was leased; nothing where data are not leased.
     """
 
     step: int
     tokens: int
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

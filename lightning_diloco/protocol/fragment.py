@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_diloco.protocol.events import Staged
+from lightning_diloco.protocol.lessee import Lessee
 from lightning_diloco.protocol.messages import Ready
 
 
@@ -95,8 +96,9 @@ class Fragment:
             and self.must_adopt is None
         )
 
-    def snapshot(self, p: int, step: int, tokens: int) -> Ready:
+    def snapshot(self, p: int, step: int, tokens: int, lessee: Lessee) -> Ready:
         """The fresh range becomes a contribution."""
+        spans, repeats = lessee.between(self.fresh_from, tokens)
         self.seq += 1
         ready = Ready(
             fragment=p,
@@ -106,6 +108,8 @@ class Fragment:
             start=self.fresh_from,
             stop=tokens,
             steps=step - self.fresh_step,
+            spans=spans,
+            repeats=repeats,
         )
         self.outstanding = Outstanding(ready)
         self.fresh_from, self.fresh_step, self.snapshot_step = tokens, step, step

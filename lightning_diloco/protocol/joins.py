@@ -21,14 +21,14 @@ from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import SyncerAction
 from lightning_diloco.protocol.codec import Json
-from lightning_diloco.protocol.durable import DurableState
+from lightning_diloco.protocol.leasing import Leasing
 from lightning_diloco.protocol.roster import Member
 
 START_HOLD_S = 60.0
 MAX_JOINING = 256
 
 
-class Joins(DurableState):
+class Joins(Leasing):
     """The joining half of the syncer.
 
     Args:
@@ -224,6 +224,7 @@ class Joins(DurableState):
             if self.rounds.is_committing(old):
                 return []  # it is asked again, and tried at every tick
             todo += self.rounds.drop_contributions(old) + self.rounds.remove(old, now_s)
+            todo += self._settle(old, gives_back=True)
             old.ended_s = now_s
         record = records.Activated(member.session, self.account(old).heard() if old else None)
         self.apply(record)

@@ -24,6 +24,7 @@ from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import LearnerAction
 from lightning_diloco.protocol.fragment import Fragment
+from lightning_diloco.protocol.lessee import Lessee
 
 ASK_AGAIN_S = 3.0
 ASK_AGAIN_IF_HELD_S = 30.0
@@ -72,6 +73,7 @@ class LearnerState:
         self._due = due
         self._min_period_steps = sync_every - overlap
         self._keeps_all = align == "carry"
+        self.lessee = Lessee(drops=align != "carry")
         self._heartbeat_s = heartbeat_s
         self._drain_s = drain_s
         self._next_heartbeat_s = float("-inf")
@@ -131,6 +133,7 @@ class LearnerState:
     # ------------------------------------------------------------------------------------------------- step boundary
 
     def _step_done(self, event: on.StepDone) -> list[LearnerAction]:
+        self.lessee.trained(event.pieces, self.tokens)
         self.step, self.tokens = event.step, event.tokens
         todo = self._boundary()
         p = self._due(event.step + 1)
@@ -171,7 +174,7 @@ class LearnerState:
             return [do.Say(f.outstanding.ready)]  # held, so ready in this round; the syncer may have forgotten
         if f.must_adopt or self.tokens <= f.fresh_from or self.step <= f.fresh_step:
             return [do.Say(msg.Decline(p, round_id))]
-        ready = f.snapshot(p, self.step, self.tokens)
+        ready = f.snapshot(p, self.step, self.tokens, self.lessee)
         return [do.Snapshot(ready), do.Say(ready)]
 
     # ----------------------------------------------------------------------------------------------- what is heard
@@ -184,6 +187,9 @@ class LearnerState:
                 return self._committed(message, now_s)
             case msg.FateIs():
                 return self._fate(message)
+            case msg.Leases():
+                self.lessee.hear(message)
+                return []
             case msg.Active():
                 return [a for announcement in message.announcements for a in self._announced(announcement, now_s)]
             case msg.Welcome():
@@ -264,6 +270,7 @@ class LearnerState:
         """The syncer has heard our hello; or its disk was rolled back, and everyone adopts in full."""
         todo: list[LearnerAction] = []
         generation = max(message.generations)
+        self.lessee.welcomed(is_anew=generation > self.generation)
         merged = message.merged or (0,) * len(self.fragments)
         for p, f in enumerate(self.fragments):
             f.announced, f.last_round = None, -1
@@ -331,16 +338,17 @@ class LearnerState:
         todo: list[LearnerAction] = []
         for p, f in enumerate(self.fragments):
             todo += self._fetch(p, f) + self._ask_fate(p, now_s)
+        todo += map(do.Say, self.lessee.ask(now_s, self.generation, self.tokens_per_s, wants=self.phase != "draining"))
         if now_s >= self._next_heartbeat_s:
             todo.append(self._heartbeat(now_s))
         return todo
 
     def _heartbeat(self, now_s: float) -> LearnerAction:
         self._next_heartbeat_s = now_s + self._heartbeat_s
-        return do.Say(msg.Heartbeat(self.phase, self.progress, self.step_s, self.tokens_per_s, self._finite_metrics()))
+        return do.Say(msg.Heartbeat(self.phase, self.progress, self.step_s, self.tokens_per_s, self._finite()))
 
-    def _finite_metrics(self) -> dict[str, float]:
-        """NaN cannot travel, and a diverged loss must not silence a learner."""
+    def _finite(self) -> dict[str, float]:
+        """Metrics: NaN cannot travel, and a diverged loss must not silence a learner."""
         return {name: value for name, value in self.metrics.items() if math.isfinite(value)}
 
     def _ask_fate(self, p: int, now_s: float, *, at_once: bool = False) -> list[LearnerAction]:
@@ -384,7 +392,9 @@ class LearnerState:
 
     def _leave(self) -> LearnerAction:
         assert self._leave_reason is not None
-        return do.Say(msg.Leave(self._leave_reason, self.progress, self.tokens_per_s, self._finite_metrics()))
+        return do.Say(
+            msg.Leave(self._leave_reason, self.progress, self.tokens_per_s, self._finite(), self.lessee.begun)
+        )
 
     def _book(self, cause: str, tokens: int) -> None:
         assert tokens >= 0, f"{tokens} tokens {cause}"

@@ -16,6 +16,7 @@ from typing import Literal
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import codec, plausible
 from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.ranges import Catalogue, Lease, Span
 
 Scalar = str | int | float | bool | None
 Fate = Literal["merged", "held", "unknown", "refused", "superseded"]
@@ -86,7 +87,12 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A snapshot was taken; its payload follows on the bulk connection."""
+    """A snapshot was taken; its payload follows on the bulk connection.
+
+    Args:
+        spans: the leases that any of these tokens were trained on.
+        repeats: ranges of the counter that were trained on samples without a lease.
+    """
 
     fragment: int
     seq: int
@@ -95,6 +101,8 @@ class Ready:
     start: int
     stop: int
     steps: int
+    spans: tuple[Span, ...] = ()
+    repeats: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -142,6 +150,27 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class AskRanges:
+    """Ask for data ahead of need, and say how far this learner is; repeated.
+
+    Args:
+        generation: the one that its tokens are of.
+        catalogue: of the data it reads.
+        wanted: so many more leases.
+        drops: its landing rule drops tokens.
+        begun: how far it is with the leases it trains on, or has trained on without hearing that they are done.
+        unread: its other leases.
+    """
+
+    generation: int
+    catalogue: Catalogue
+    wanted: int
+    drops: bool
+    begun: tuple[Span, ...]
+    unread: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AskFate:
     """What became of this contribution?"""
 
@@ -157,6 +186,7 @@ class Leave:
     progress: Progress
     tokens_per_s: float
     metrics: dict[str, float] = field(default_factory=dict)
+    begun: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,14 +282,29 @@ class FateIs:
 
 
 @dataclass(frozen=True, slots=True)
+class Leases:
+    """What to train on.
+
+    Args:
+        leases: those that the question did not name.
+        gone: those it named that are done, or somebody else's by now.
+    """
+
+    leases: tuple[Lease, ...]
+    gone: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveNoted:
     """Your leave is on record; the last one evaluates the final anchor."""
 
     is_last: bool
 
 
-FromLearner = Hello | SeedPlan | Confirm | Intent | Ready | Decline | Heartbeat | AskFate | Leave | Evaluated
-FromSyncer = SeedGrant | Welcome | Announce | Active | Rejected | Commit | FateIs | LeaveNoted
+FromLearner = (
+    Hello | SeedPlan | Confirm | Intent | Ready | Decline | Heartbeat | AskRanges | AskFate | Leave | Evaluated
+)
+FromSyncer = SeedGrant | Welcome | Announce | Active | Rejected | Commit | FateIs | Leases | LeaveNoted
 
 _KINDS: dict[str, type] = {
     kind.__name__: kind for union in (FromLearner, FromSyncer) for kind in typing.get_args(union)

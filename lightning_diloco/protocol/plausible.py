@@ -7,6 +7,7 @@
    and what is fresh.
 4. Texts and tables that are kept beyond the call are short: who says more than MAX_CHARS of itself, or of more than
    MAX_ENTRIES metrics, wants memory, not to be read.
+5. Tokens of a lease come from samples; a learner has at most MAX_LEASES of them, and data at most MAX_SOURCES sources.
 
 A peer that says otherwise is broken. A learner that lies within these bounds is outside of what this package protects
 against. Source: our choice.
@@ -18,6 +19,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from lightning_diloco.config import is_learner_id
+from lightning_diloco.protocol.ranges import Catalogue, Span
 
 MAX_COUNT = 2**53
 MAX_GENERATION = 2**31
@@ -25,6 +27,8 @@ MAX_STEP_S = 3600.0
 MAX_CHARS = 1000
 MAX_ENTRIES = 200
 MAX_PENDING = 2
+MAX_LEASES = 4096
+MAX_SOURCES = 1 << 20
 
 
 def objection(message: object) -> str | None:
@@ -36,7 +40,7 @@ def objection(message: object) -> str | None:
         for part in value if isinstance(value, tuple) else (value,):
             if dataclasses.is_dataclass(part) and (found := objection(part)):
                 return f"{field.name}: {found}"
-    return _book_problem(message)
+    return _lease_problem(message) or _book_problem(message)
 
 
 def _allowed(name: str, value: object) -> str | None:
@@ -49,7 +53,9 @@ def _allowed(name: str, value: object) -> str | None:
         return None if isinstance(value, float) and 0.0 <= value <= MAX_STEP_S else f"0..{MAX_STEP_S:g} s"
     if name == "tokens_per_s":
         return None if isinstance(value, float) and value >= 0.0 else "at least 0"
-    if name in ("where", "reason") and isinstance(value, str) and len(value) > MAX_CHARS:
+    if name in ("begun", "unread", "spans", "repeats") and isinstance(value, tuple) and len(value) > MAX_LEASES:
+        return f"at most {MAX_LEASES} of them"
+    if name in ("where", "reason", "digest") and isinstance(value, str) and len(value) > MAX_CHARS:
         return f"at most {MAX_CHARS} characters"
     if name in ("metrics", "discarded") and isinstance(value, dict) and not _is_short(value):
         return f"at most {MAX_ENTRIES} entries, with names of at most {MAX_CHARS} characters"
@@ -69,6 +75,18 @@ def _book_problem(message: object) -> str | None:
     counts = (*getattr(message, "landed", ()), *getattr(message, "discarded", {}).values())
     if bad := [count for count in counts if not _is_count(count, MAX_COUNT)]:
         return f"a count of {bad[0]}: must be 0..{MAX_COUNT - 1}"
+    return None
+
+
+def _lease_problem(message: object) -> str | None:
+    """Whether spans and data can be what they say."""
+    match message:
+        case Span(samples=samples, start=start, stop=stop) if start > stop or (start < stop and not samples):
+            return f"{samples} samples as tokens [{start}, {stop}): tokens must come from samples"
+        case Catalogue(num_sources=num) if not 1 <= num <= MAX_SOURCES:
+            return f"num_sources={num}: must be 1..{MAX_SOURCES}"
+        case Catalogue(num_ranges=0):
+            return "num_ranges=0: must be at least 1, or None"
     return None
 
 

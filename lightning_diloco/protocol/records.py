@@ -14,6 +14,7 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.ledger import Heard, SavedAccount
 from lightning_diloco.protocol.messages import Fate, Progress, Ready, Reason
+from lightning_diloco.protocol.ranges import EMPTY, Catalogue, Grant, SavedLeases
 from lightning_diloco.protocol.roster import State
 
 
@@ -121,6 +122,40 @@ class Regenerated:
     generation: int
 
 
+@dataclass(frozen=True, slots=True)
+class Catalogued:
+    """The data of the run are these."""
+
+    catalogue: Catalogue
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEnded:
+    """A source of unknown length has this many ranges."""
+
+    source: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RangesLeased:
+    """These ranges are this session's; its landing rule drops tokens, or not."""
+
+    session: str
+    grants: tuple[Grant, ...]
+    drops: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RangesSettled:
+    """Of what this session had leased, these are done, and these go back."""
+
+    session: str
+    done: tuple[int, ...]
+    back: tuple[int, ...]
+
+
+LeaseRecord = Catalogued | SourceEnded | RangesLeased | RangesSettled
 LogRecord = (
     Seeding
     | Seeded
@@ -133,6 +168,7 @@ LogRecord = (
     | Returned
     | Departed
     | Regenerated
+    | LeaseRecord
 )
 
 
@@ -171,6 +207,7 @@ class SavedState:
     num_commits: int
     num_contributors: int
     num_stepping: int
+    leases: SavedLeases = EMPTY
 
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(LogRecord)}

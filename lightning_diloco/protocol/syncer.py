@@ -2,8 +2,8 @@
 
 1. Durable state (`durable.py`) changes only by applying a record, live or at a restart. What is said because of it
    comes after the record.
-2. Joining lives in `joins.py`, rounds in `rounds.py`, contributions in `contributions.py`, token books in `ledger.py`.
-   This file hands events to them and joins their answers.
+2. Joining lives in `joins.py`, leases of data in `leasing.py`, rounds in `rounds.py`, contributions in
+   `contributions.py`, token books in `ledger.py`. This file hands events to them and joins their answers.
 3. Leaves and fences wait for a commit that is being written and names the leaver; both are repeated until answered.
 4. Whoever speaks of an older generation is welcomed to the present one; whoever holds what was never published here
    shows that the disk was rolled back, and a new generation begins.
@@ -70,7 +70,7 @@ class SyncerState(Joins):
             case on.Merged():
                 return self._merged(event, now_s)
             case on.Committed():
-                return self.rounds.committed(self._applying.pop(event.fragment), event.digest, now_s)
+                return self._committed(self._applying.pop(event.fragment), event.digest, now_s)
             case on.CommitFailed():
                 self._applying.pop(event.fragment, None)
                 return self.rounds.commit_failed(event.fragment, event.round, event.error, now_s)
@@ -101,6 +101,8 @@ class SyncerState(Joins):
         match message:
             case msg.Heartbeat():
                 return todo + self._heartbeat(member, message, now_s)
+            case msg.AskRanges():
+                return todo + self._ask_ranges(member, message)
             case msg.Intent() if self._is_fragment(message.fragment):
                 return todo + self.rounds.intent(member, message.fragment, message.step_s, now_s)
             case msg.Ready() if self._is_fragment(message.fragment):
@@ -134,7 +136,7 @@ class SyncerState(Joins):
             todo.append(do.Note("ledger", {"learner": member.learner, "progress": codec.dump(progress)}))
         if not member.takes_part(now_s, self.heartbeat_s):
             todo += self.rounds.remove(member, now_s)
-        return todo
+        return todo + self._settle(member)
 
     def _payload(self, event: on.PayloadReceived, now_s: float) -> list[SyncerAction]:
         member = self.roster.get(event.session)
@@ -167,6 +169,11 @@ class SyncerState(Joins):
                 self._applying[event.fragment] = cast("records.CommitRecord", records.decode(action.record))
         return todo
 
+    def _committed(self, commit: records.CommitRecord, digest: str, now_s: float) -> list[SyncerAction]:
+        todo = self.rounds.committed(commit, digest, now_s)
+        self._follow(commit)
+        return todo
+
     def applying(self, p: int) -> records.CommitRecord:
         """The commit of this fragment that is being written."""
         return self._applying[p]
@@ -182,7 +189,8 @@ class SyncerState(Joins):
         self.apply(record)
         todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Note("regenerated", codec.dump(record))]
         for member in self.roster.in_state("active"):
-            todo += self.rounds.drop_contributions(member) + self._invite(member)
+            todo += self.rounds.drop_contributions(member) + self._settle(member, gives_back=True)
+            todo += self._invite(member)
         return todo
 
     # ------------------------------------------------------------------------------------------------------- leaving
@@ -199,6 +207,8 @@ class SyncerState(Joins):
         member.hear(message.progress, "draining", now_s)
         member.tokens_per_s, member.metrics, member.ended_s = message.tokens_per_s, message.metrics, now_s
         todo = self.rounds.drop_contributions(member)
+        self.leases.hear(member.session, message.begun)
+        todo += self._settle(member, gives_back=True)
         record = records.Departed(member.session, message.reason, message.progress)
         self.apply(record)
         todo += self.rounds.remove(member, now_s)
@@ -235,10 +245,11 @@ class SyncerState(Joins):
         return todo + self.rounds.tick(now_s)
 
     def _lapse(self, member: Member, now_s: float) -> list[SyncerAction]:
+        todo = self._settle(member, gives_back=True)
         record = records.Lapsed(member.session, self.account(member).heard())
         self.apply(record)
         note = do.Note("lapse", {"learner": member.learner, "silent_s": round(now_s - member.heard_s, 3)})
-        return [do.Record(records.encode(record)), note, *self.rounds.remove(member, now_s)]
+        return [*todo, do.Record(records.encode(record)), note, *self.rounds.remove(member, now_s)]
 
     def resume(self, now_s: float) -> None:
         """Everything durable is restored: give every session a lease to report back in."""

@@ -3,6 +3,7 @@
 from lightning_diloco.simulate.crashes import CrashPoints
 from lightning_diloco.simulate.fleet import Fleet
 from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.reading import Data
 from lightning_diloco.simulate.settings import Network, Pace
 
-__all__ = ["CrashPoints", "Fleet", "Network", "Pace", "SimulatedLearner"]
+__all__ = ["CrashPoints", "Data", "Fleet", "Network", "Pace", "SimulatedLearner"]

@@ -325,8 +325,8 @@ class Fleet:
             return
         state.step_s = learner.pace.step_s
         state.tokens_per_s = learner.pace.tokens / learner.pace.step_s
-        learner.train(learner.pace.tokens)
-        self._learner_handles(learner, on.StepDone(state.step + 1, state.tokens + learner.pace.tokens))
+        tokens, pieces = state.tokens + learner.pace.tokens, learner.train(learner.pace.tokens)
+        self._learner_handles(learner, on.StepDone(state.step + 1, tokens, pieces))
         if learner.pace.num_steps is not None and state.step >= learner.pace.num_steps:
             self.finish(learner)
         else:

@@ -6,6 +6,7 @@
 4. An anchor is the sum of the tokens merged into it, and no token is merged twice.
 5. The books agree: the syncer's with each learner's, seen = merged + discarded + pending, and all with the log.
 6. What a restart finds on disk is the durable part of the live machine.
+7. Every range of the data is merged once per epoch (`exactly_once.py`).
 
 Nothing here uses the ledger's own arithmetic.
 """
@@ -13,10 +14,13 @@ Nothing here uses the ledger's own arithmetic.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
 from lightning_diloco.protocol import SyncerState, records
+from lightning_diloco.protocol.ranges import Holding, Span
+from lightning_diloco.simulate import exactly_once
 from lightning_diloco.simulate.process import SimulatedLearner
 
 if TYPE_CHECKING:
@@ -85,9 +89,11 @@ class Invariants:
         merges = self._merges()
         self._check_anchors(merges)
         self._check_books(merges)
+        if found := exactly_once.violation(self._fleet):
+            self._fail(found)
         for use_snapshot in (False, True):
-            found = self._fleet.disk.recovered(expect=None, now_s=self._fleet.now_s, use_snapshot=use_snapshot)
-            if (restarted := durable(found)) != (live := durable(self._fleet.syncer)):
+            again = self._fleet.disk.recovered(expect=None, now_s=self._fleet.now_s, use_snapshot=use_snapshot)
+            if (restarted := durable(again)) != (live := durable(self._fleet.syncer)):
                 differing = {key: (live[key], restarted[key]) for key in live if live[key] != restarted[key]}
                 self._fail(f"a restart (snapshot: {use_snapshot}) finds (live, restarted): {differing}")
 
@@ -141,6 +147,12 @@ class Invariants:
                     self._fail(f"{session} trained {trained} tokens, {found} are booked")
 
 
+def _ownership(holdings: tuple[Holding, ...]) -> tuple[Holding, ...]:
+    """Without how far holders are, which they say again."""
+    bare = (replace(holding, span=Span(holding.lease.number, 0, 0, 0)) for holding in holdings)
+    return tuple(sorted(bare, key=lambda holding: holding.lease.number))
+
+
 def durable(state: SyncerState) -> dict[str, object]:
     """What a restart must find again, as comparable values."""
     saved = state.saved()
@@ -153,5 +165,6 @@ def durable(state: SyncerState) -> dict[str, object]:
         "sessions": {s.session: s for s in saved.sessions},
         "counts": (saved.num_joins, saved.num_lapses, saved.num_commits, saved.num_contributors, saved.num_stepping),
         "merged": {who: account.merged for who, account in books.items()},
+        "leases": replace(saved.leases, held=_ownership(saved.leases.held), pool=_ownership(saved.leases.pool)),
         "closed": {who: (a.seen, a.declared, a.booked) for who, a in books.items() if who in ended and a.is_closed},
     }

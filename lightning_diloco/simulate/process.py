@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_diloco.protocol import LearnerState
+from lightning_diloco.protocol.ranges import Piece
+from lightning_diloco.simulate.reading import Reader
 from lightning_diloco.simulate.settings import Pace
 
 
@@ -38,6 +40,7 @@ class SimulatedLearner:
     session: str
     pace: Pace
     state: LearnerState | None = None
+    reader: Reader | None = None
     is_stepping: bool = False
     is_cut: bool = False
     is_dead: bool = False
@@ -60,8 +63,13 @@ class SimulatedLearner:
         """Dead, left, or stopped with an error."""
         return self.is_dead or self.is_last is not None or self.error is not None
 
-    def train(self, tokens: int) -> None:
+    def train(self, tokens: int) -> tuple[Piece, ...]:
         self.params = [param + tokens for param in self.params]
+        if self.pace.data is None or self.state is None:
+            return ()
+        if self.reader is None:
+            self.reader = Reader(self.pace.data)
+        return self.reader.read(self.state.lessee, tokens)
 
     def snapshot(self, p: int, seq: int) -> None:
         self.kept[p, seq] = self.params[p] - self.anchors[p]

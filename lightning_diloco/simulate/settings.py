@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_diloco.config import Align, RunConfig
 from lightning_diloco.protocol.codec import Json
+from lightning_diloco.simulate.reading import Data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class Pace:
         align: its landing rule.
         drain_s: how long it waits at its end.
         upload_factor: its uploads take this many times as long as others'.
+        data: what it leases and reads, a sample for each token; None: it has data of its own.
     """
 
     step_s: float = 1.0
@@ -50,6 +52,7 @@ class Pace:
     align: Align = "carry"
     drain_s: float = 60.0
     upload_factor: float = 1.0
+    data: Data | None = None
 
 
 def manifest(config: RunConfig) -> Json:

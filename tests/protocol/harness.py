@@ -11,6 +11,7 @@ from lightning_diloco.core.schedule import fragment_due
 from lightning_diloco.protocol import LearnerState, SyncerState, messages, records
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
+from lightning_diloco.protocol.ranges import Catalogue, Span
 
 T = TypeVar("T")
 
@@ -90,6 +91,14 @@ class Syncer:
         num = self.config.fragments_wanted
         progress = {"step": 4, "landed": (0,) * num, "pending": (((0, tokens),),) * num, **fields}
         return self.tell(session, messages.Heartbeat(phase, messages.Progress(tokens=tokens, **progress), 1.0, 25.0))
+
+    def ask_ranges(
+        self, session: str, *begun: Span, wanted: int = 0, unread: tuple[int, ...] = (), num_ranges: int | None = None
+    ) -> list[do.SyncerAction]:
+        """A question for leases of three sources."""
+        catalogue = Catalogue("text", 3, num_ranges)
+        asked = messages.AskRanges(self.state.rounds.generation, catalogue, wanted, False, begun, unread)
+        return self.tell(session, asked)
 
     def intent(self, session: str, p: int = 0) -> list[do.SyncerAction]:
         return self.tell(session, messages.Intent(p, 1.0))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_diloco.errors import CorruptLogError, CorruptMessageError
 from lightning_diloco.protocol import messages, records
+from lightning_diloco.protocol.ranges import Catalogue, Span
 
 SECONDS = st.floats(0.0, 3600.0)
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -23,8 +24,13 @@ PROGRESS = st.builds(
     pending=st.lists(st.lists(RANGES, max_size=2).map(tuple), max_size=3).map(tuple),
 )
 CONTRIBUTOR = st.builds(messages.Contributor, learner=NAMES)
+SPAN = st.builds(Span, samples=st.integers(1, 9), start=st.integers(0, 9), stop=st.integers(9, 99))
+CATALOGUE = st.builds(
+    Catalogue, digest=NAMES, num_sources=st.integers(1, 99), num_ranges=st.none() | st.integers(1, 99)
+)
 for kind, strategy in (
-    (int, COUNTS), (float, SECONDS), (messages.Progress, PROGRESS), (messages.Contributor, CONTRIBUTOR)
+    (int, COUNTS), (float, SECONDS), (messages.Progress, PROGRESS), (messages.Contributor, CONTRIBUTOR), (Span, SPAN),
+    (Catalogue, CATALOGUE),
 ):  # fmt: skip
     st.register_type_strategy(kind, strategy)
 

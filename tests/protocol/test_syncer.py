@@ -9,6 +9,7 @@ import pytest
 from lightning_diloco.protocol import SyncerState, codec, joins, messages, records
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import messages as msg
+from lightning_diloco.protocol.ranges import Span
 from lightning_diloco.simulate.invariants import durable
 from tests.protocol.harness import Syncer, confirm, members, of_kind, ready, said
 
@@ -252,6 +253,8 @@ def eventful(monkeypatch: pytest.MonkeyPatch) -> Syncer:
     syncer.now_s += 3.5
     syncer.join("b2", "b", incarnation=2)
     leave(syncer, "c", discarded={"refused": 100}, pending=((), ()), landed=(1, 0))
+    syncer.ask_ranges("a", wanted=2)
+    syncer.ask_ranges("a", Span(1, 0, 100, 100, is_whole=True, is_last=True), unread=(2,))
     syncer.beat("a", landed=(9, 0))
     return syncer
 

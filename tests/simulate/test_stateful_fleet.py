@@ -22,8 +22,11 @@ from hypothesis.stateful import (
 )
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.simulate import Fleet, Network, Pace, SimulatedLearner
+from lightning_diloco.simulate import Data, Fleet, Network, Pace, SimulatedLearner
 from tests.simulate import test_sabotage as sabotages
+
+TEXT = Data(sizes=(90,), range_size=8)
+STREAM = Data(sizes=(33, 0, 50), range_size=8, is_stream=True)
 
 
 class AnyHistory(RuleBasedStateMachine):
@@ -39,8 +42,12 @@ class AnyHistory(RuleBasedStateMachine):
         staleness=st.sampled_from([1, 4]),
         upload_s=st.sampled_from([0.1, 3.0]),
         loss=st.sampled_from([0.0, 0.2]),
+        data=st.sampled_from([TEXT, STREAM]),
     )
-    def begin(self, quorum: int, num_fragments: int, staleness: int, upload_s: float, loss: float) -> object:
+    def begin(
+        self, *, quorum: int, num_fragments: int, staleness: int, upload_s: float, loss: float, data: Data
+    ) -> object:
+        self.data = data
         config = RunConfig(
             sync_every=2 * num_fragments,
             num_fragments=num_fragments,
@@ -62,13 +69,14 @@ class AnyHistory(RuleBasedStateMachine):
 
     def start(self, step_s: float, tokens: int) -> SimulatedLearner:
         self.names += 1
-        return self.fleet.start(f"l{self.names}", Pace(step_s=step_s, tokens=tokens, jitter=0.1, drain_s=20.0))
+        pace = Pace(step_s=step_s, tokens=tokens, jitter=0.1, drain_s=20.0, data=self.data)
+        return self.fleet.start(f"l{self.names}", pace)
 
     @rule(target=there, old=consumes(there))
     def kill_and_restart(self, old: SimulatedLearner) -> SimulatedLearner:
         self.fleet.run_for(0.3)
         self.fleet.kill(old)
-        return self.fleet.start(old.name, Pace(step_s=0.4, tokens=3, starts_s=1.5, drain_s=20.0))
+        return self.fleet.start(old.name, Pace(step_s=0.4, tokens=3, starts_s=1.5, drain_s=20.0, data=self.data))
 
     @rule(target=away, learner=consumes(there))
     def cut(self, learner: SimulatedLearner) -> SimulatedLearner:

@@ -1,0 +1,268 @@
+"""Which ranges of the data are trained by whom: leased ahead, done when merged, given back when nobody can finish them.
+
+1. An epoch leases every range of every source once; the next epoch begins when none of this one is left to lease. What
+   was given back goes first.
+2. A range is done when every token trained on it is merged in every fragment. The ledger knows what is merged; a
+   learner says which tokens were trained on what.
+3. What is given back begins anew after its longest prefix that is merged in every fragment. Its former holder may take
+   it up again where it is; when somebody else takes it, the former holder's tokens after that prefix count as repeated
+   wherever they are, or will be, merged. So do tokens trained on what a learner has no lease for.
+4. A learner that loses tokens for good (refused, restored) gives back the ranges they belong to.
+5. Only records change the table, except for how far holders say they are, which they say again.
+
+Source: our choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from lightning_diloco.protocol import records
+from lightning_diloco.protocol.intervals import IntervalSet
+from lightning_diloco.protocol.ledger import Account
+from lightning_diloco.protocol.messages import Ready
+from lightning_diloco.protocol.ranges import EMPTY, Catalogue, Grant, Holding, Lease, SavedLeases, Span
+
+MAX_WANTED = 256
+_ENDLESS = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How much of a holding is merged in every fragment.
+
+    Args:
+        samples, through: the merged prefix, in samples, and the token after it.
+        is_done: nothing of the range is left to train or to merge.
+        is_stuck: a part of it can never be merged.
+    """
+
+    samples: int
+    through: int
+    is_done: bool
+    is_stuck: bool
+
+
+def standing(holding: Holding, account: Account) -> Standing:
+    """Compare what was trained on a lease with its holder's books."""
+    span = holding.span
+    through, is_stuck = span.stop, False
+    for p, merged in enumerate(account.merged):
+        missing = merged.missing(span.start, span.stop)
+        if not missing:
+            continue
+        waiting = [*account.unmerged(p), (account.seen, _ENDLESS)]
+        if holding.drops:
+            first = min((max(a, span.start) for a, b in waiting if a < span.stop and b > span.start), default=span.stop)
+        else:
+            first = missing[0][0]
+            num_waiting = sum(max(0, min(b, d) - max(a, c)) for a, b in missing for c, d in waiting)
+            is_stuck |= num_waiting < sum(b - a for a, b in missing)
+        through = min(through, first)
+    size = span.stop - span.start
+    samples = span.samples if through == span.stop else (through - span.start) * span.samples // size
+    through = through if through == span.stop else span.start + samples * size // span.samples
+    return Standing(samples, through, span.is_whole and through == span.stop, is_stuck)
+
+
+@dataclass(slots=True)
+class Cursor:
+    """Where the leasing of new ranges stands; sources are begun in order.
+
+    Args:
+        next: by source that was begun in this epoch, the first range nobody has leased.
+    """
+
+    epoch: int = 0
+    next: dict[int, int] = field(default_factory=dict)
+
+    def draw(self, catalogue: Catalogue, sizes: dict[int, int], preferred: int | None) -> tuple[int, int, int]:
+        """The next (epoch, source, index): of the preferred source, else of a new one, else where most is left."""
+        if preferred is None or not self._has_more(catalogue, sizes, preferred):
+            preferred = len(self.next)
+        if preferred >= catalogue.num_sources:
+            left = [source for source in self.next if self._has_more(catalogue, sizes, source)]
+            if not left:
+                self.epoch, self.next, left = self.epoch + 1, {}, [0]
+            preferred = min(left, key=lambda source: self.next.get(source, 0))
+        index = self.next.get(preferred, 0)
+        self.next[preferred] = index + 1
+        return self.epoch, preferred, index
+
+    def _has_more(self, catalogue: Catalogue, sizes: dict[int, int], source: int) -> bool:
+        size = sizes.get(source, catalogue.num_ranges)
+        return source in self.next and (size is None or self.next[source] < size)
+
+
+class LeaseTable:
+    """All leases of a run.
+
+    Args:
+        books: the account of a session.
+    """
+
+    def __init__(self, books: Callable[[str], Account], saved: SavedLeases = EMPTY) -> None:
+        self._books = books
+        self.catalogue = saved.catalogue
+        self.held = {holding.lease.number: holding for holding in saved.held}
+        self.pool = {holding.lease.number: holding for holding in saved.pool}
+        self.repeated = {session: IntervalSet(ranges) for session, ranges in saved.repeated}
+        self.num_done = saved.num_done
+        self._cursor = Cursor(saved.epoch, dict(saved.cursors))
+        self._sizes = dict(saved.sizes)
+        self._next_number = saved.next_number
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch of which anything was leased."""
+        return self._cursor.epoch
+
+    @property
+    def num_repeated(self) -> int:
+        """Token x fragment merged although somebody else trained, or trains, on the same samples in that epoch."""
+        return sum(
+            merged.overlap(start, stop)
+            for session, ranges in self.repeated.items()
+            for merged in self._books(session).merged
+            for start, stop in ranges
+        )
+
+    def held_by(self, session: str) -> list[Holding]:
+        """What this session has leased."""
+        return [holding for holding in self.held.values() if holding.session == session]
+
+    # ------------------------------------------------------------------------------------------------ what is decided
+
+    def settled(self, session: str, *, gives_back: bool) -> records.RangesSettled | None:
+        """What of this session's is done, and what goes back; None: nothing.
+
+        Args:
+            session: whose ledger changed.
+            gives_back: everything that is not done goes back: it lapsed, left, or was replaced.
+        """
+        account, done, back = self._books(session), [], []
+        for number, holding in [*self.held.items(), *self.pool.items()]:
+            if holding.session != session:
+                continue
+            stands = standing(holding, account)
+            if stands.is_done:
+                done.append(number)
+            elif number in self.held and (gives_back or stands.is_stuck):
+                back.append(number)
+        return records.RangesSettled(session, tuple(done), tuple(back)) if done or back else None
+
+    def grants(self, session: str, known: Iterable[int], wanted: int) -> tuple[Grant, ...]:
+        """Leases for this session: its own that it can take up again, and as many others as it wants."""
+        assert self.catalogue is not None
+        grants = [Grant(self.pool[number].lease, number) for number in known if self._can_take_up(session, number)]
+        again = {grant.taken for grant in grants}
+        free = sorted((h.lease.epoch, n) for n, h in self.pool.items() if n not in again)[: min(wanted, MAX_WANTED)]
+        numbers = iter(range(self._next_number, self._next_number + MAX_WANTED))
+        for _, taken in free:
+            holding = self.pool[taken]
+            stands = standing(holding, self._books(holding.session))
+            lease = replace(holding.lease, number=next(numbers), skip=holding.lease.skip + stands.samples)
+            grants.append(Grant(lease, taken, stands.through, holding.span.stop))
+        cursor = Cursor(self._cursor.epoch, dict(self._cursor.next))
+        newest = max(self.held_by(session), key=lambda h: h.lease.number, default=None)
+        source = newest.lease.source if newest is not None else None
+        for _ in range(min(wanted, MAX_WANTED) - len(free)):
+            epoch, source, index = cursor.draw(self.catalogue, self._sizes, source)
+            grants.append(Grant(Lease(next(numbers), epoch, source, index)))
+        return tuple(grants)
+
+    def _can_take_up(self, session: str, number: int) -> bool:
+        holding = self.pool.get(number)
+        return (
+            holding is not None and holding.session == session and not standing(holding, self._books(session)).is_stuck
+        )
+
+    def ends(self, spans: Iterable[Span]) -> list[records.SourceEnded]:
+        """Sources that end sooner than was known."""
+        found = []
+        for span in spans:
+            holding = self.held.get(span.number)
+            if span.is_last and holding is not None:
+                source, size = holding.lease.source, holding.lease.index + 1
+                if size < self._sizes.get(source, _ENDLESS):
+                    found.append(records.SourceEnded(source, size))
+        return found
+
+    # ------------------------------------------------------------------------------------------------- what is applied
+
+    def apply(self, record: records.LeaseRecord) -> None:
+        """Change the table as this record says; once more changes nothing."""
+        match record:
+            case records.Catalogued():
+                self.catalogue = record.catalogue
+            case records.SourceEnded():
+                self._sizes[record.source] = min(record.size, self._sizes.get(record.source, _ENDLESS))
+            case records.RangesLeased():
+                for grant in record.grants:
+                    self._lease(record.session, grant, record.drops)
+            case records.RangesSettled():
+                for number in record.done:
+                    found = self.held.pop(number, None) or self.pool.pop(number, None)
+                    self.num_done += found is not None
+                for number in record.back:
+                    if number in self.held:
+                        self.pool[number] = self.held.pop(number)
+
+    def _lease(self, session: str, grant: Grant, drops: bool) -> None:
+        lease, former = grant.lease, None if grant.taken is None else self.pool.pop(grant.taken, None)
+        if grant.taken == lease.number:
+            if former is not None:
+                self.held[lease.number] = former
+            return
+        if former is not None:
+            self._repeat(former.session, grant.lost_from, max(grant.lost_to, former.span.stop))
+        if lease.number < self._next_number:
+            return
+        self._next_number = lease.number + 1
+        self.held[lease.number] = Holding(lease, session, Span(lease.number, 0, 0, 0), drops)
+        if grant.taken is None:
+            if lease.epoch > self._cursor.epoch:
+                self._cursor = Cursor(lease.epoch)
+            self._cursor.next[lease.source] = lease.index + 1
+
+    def hear(self, session: str, spans: Iterable[Span]) -> None:
+        """How far this session says it is."""
+        for span in spans:
+            for table in (self.held, self.pool):
+                holding = table.get(span.number)
+                if holding is not None and holding.session == session:
+                    table[span.number] = replace(holding, span=max(span, holding.span, key=_extent))
+
+    def follow(self, session: str, ready: Ready) -> None:
+        """A contribution was merged: what was trained on a lease that is not the contributor's is repeated."""
+        self.hear(session, ready.spans)
+        for span in ready.spans:
+            holding = self.held.get(span.number) or self.pool.get(span.number)
+            if holding is None or holding.session != session:
+                self._repeat(session, max(span.start, ready.start), min(span.stop, ready.stop))
+        for start, stop in ready.repeats:
+            self._repeat(session, max(start, ready.start), min(stop, ready.stop))
+
+    def _repeat(self, session: str, start: int, stop: int) -> None:
+        ranges = self.repeated.setdefault(session, IntervalSet())
+        for gap in ranges.missing(start, stop):
+            ranges.add(*gap)
+
+    def saved(self) -> SavedLeases:
+        """Plain values, for snapshots; hand them to the constructor to get the same table."""
+        return SavedLeases(
+            catalogue=self.catalogue,
+            epoch=self._cursor.epoch,
+            next_number=self._next_number,
+            num_done=self.num_done,
+            cursors=tuple(sorted(self._cursor.next.items())),
+            sizes=tuple(sorted(self._sizes.items())),
+            held=tuple(self.held.values()),
+            pool=tuple(self.pool.values()),
+            repeated=tuple((session, tuple(ranges)) for session, ranges in self.repeated.items() if ranges.size),
+        )
+
+
+def _extent(span: Span) -> tuple[int, bool, bool]:
+    return span.samples, span.is_whole, span.is_last

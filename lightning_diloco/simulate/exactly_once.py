@@ -1,0 +1,99 @@
+"""Every range of samples is merged, once per epoch: counted from commits and from what learners really read.
+
+1. A range is done at most once. Of a range that is done, every sample is merged in every fragment; so is what a later
+   lease of it skips.
+2. A range that was leased and is not done is in the hands of a learner that is there, or waits to be leased again. No
+   range of an epoch that is over was left out.
+3. No sample is merged twice without being counted as repeated.
+
+Nothing here uses the lease table's own arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from lightning_diloco.protocol import records
+from lightning_diloco.protocol.ranges import Lease
+from lightning_diloco.simulate.reading import Data, Sample
+
+if TYPE_CHECKING:
+    from lightning_diloco.simulate.fleet import Fleet
+
+Range = tuple[int, int, int]
+
+
+def violation(fleet: Fleet) -> str | None:
+    """What is wrong, if anything; carry only, for other landing rules drop tokens by design."""
+    data = next((learner.pace.data for learner in fleet.learners.values() if learner.pace.data is not None), None)
+    if data is None or not all(learner.pace.align == "carry" for learner in fleet.learners.values()):
+        return None
+    counts = merged(fleet)
+    leased, done = _history(fleet)
+    if twice := [name for name, times in done.items() if times > 1]:
+        return f"ranges {twice} were done more than once"
+    for name in leased:
+        skipped = data.samples(*name)[: max(lease.skip for lease in leased[name])]
+        wanted = data.samples(*name) if name in done else skipped
+        for p, count in enumerate(counts):
+            if lost := [sample for sample in wanted if not count[sample]]:
+                return f"samples {lost} of range {name} were never merged in fragment {p}"
+    return _astray(fleet, leased, done) or _left_out(fleet, data, leased) or _uncounted(fleet, counts)
+
+
+def merged(fleet: Fleet) -> list[Counter[Sample]]:
+    """Per fragment, how often each sample was merged."""
+    counts: list[Counter[Sample]] = [Counter() for _ in fleet.disk.anchors]
+    for entry in fleet.disk.log:
+        if isinstance(entry.record, records.CommitRecord):
+            for merge in entry.record.merges:
+                reader = fleet.learners[merge.session].reader
+                tokens = reader.trained[merge.ready.start : merge.ready.stop] if reader else []
+                counts[entry.record.fragment].update(sample for sample in tokens if sample is not None)
+    return counts
+
+
+def _history(fleet: Fleet) -> tuple[dict[Range, list[Lease]], Counter[Range]]:
+    """All leases of each range, and how often it was done."""
+    leases: dict[int, Lease] = {}
+    leased: dict[Range, list[Lease]] = {}
+    done: Counter[Range] = Counter()
+    for entry in fleet.disk.log:
+        match entry.record:
+            case records.RangesLeased(grants=grants):
+                for grant in grants:
+                    leases[grant.lease.number] = grant.lease
+                    leased.setdefault(_name(grant.lease), []).append(grant.lease)
+            case records.RangesSettled(done=numbers):
+                done.update(_name(leases[number]) for number in numbers)
+    return leased, done
+
+
+def _astray(fleet: Fleet, leased: dict[Range, list[Lease]], done: Counter[Range]) -> str | None:
+    table, roster = fleet.syncer.leases, fleet.syncer.roster
+    there = {_name(h.lease) for h in table.held.values() if (m := roster.get(h.session)) is not None and m.is_live}
+    there |= {_name(holding.lease) for holding in table.pool.values()}
+    astray = leased.keys() - done.keys() - there
+    return f"ranges {sorted(astray)} are neither done nor leased nor waiting" if astray else None
+
+
+def _left_out(fleet: Fleet, data: Data, leased: dict[Range, list[Lease]]) -> str | None:
+    left_out = [
+        (epoch, source, index)
+        for epoch in range(fleet.syncer.leases.epoch)
+        for source, size in enumerate(data.sizes)
+        for index in range(-(-size // data.range_size))
+        if (epoch, source, index) not in leased
+    ]
+    return f"ranges {left_out} were never leased" if left_out else None
+
+
+def _uncounted(fleet: Fleet, counts: list[Counter[Sample]]) -> str | None:
+    num_repeated = sum(count.total() - len(count) for count in counts)
+    counted = fleet.syncer.leases.num_repeated
+    return f"{num_repeated} tokens were merged again, {counted} are counted" if num_repeated > counted else None
+
+
+def _name(lease: Lease) -> Range:
+    return lease.epoch, lease.source, lease.index

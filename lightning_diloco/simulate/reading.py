@@ -1,0 +1,81 @@
+"""The data of a simulated fleet, and how its learners read them: one sample is one token.
+
+Which sample every token of a counter was is kept, so that what is merged, and how often, can be counted without the
+lease table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_diloco.protocol.lessee import Lessee
+from lightning_diloco.protocol.ranges import Catalogue, Lease, Piece
+
+Sample = tuple[int, int, int]
+"""(epoch, source, number within the source)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """What there is to read.
+
+    Args:
+        sizes: samples of each source.
+        range_size: samples of a range.
+        is_stream: sizes are known only by reading to the end.
+    """
+
+    sizes: tuple[int, ...]
+    range_size: int
+    is_stream: bool = False
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """As learners call it; a data set of known length has one source."""
+        assert self.is_stream or len(self.sizes) == 1
+        num_ranges = None if self.is_stream else -(-self.sizes[0] // self.range_size)
+        return Catalogue(f"{self}", len(self.sizes), num_ranges)
+
+    def samples(self, epoch: int, source: int, index: int) -> list[Sample]:
+        """What is in a range; nothing beyond the end of the source."""
+        first = index * self.range_size
+        return [(epoch, source, k) for k in range(first, min(first + self.range_size, self.sizes[source]))]
+
+
+@dataclass(slots=True)
+class Reader:
+    """One process reads.
+
+    Args:
+        trained: by token of the counter, the sample; None: one that was read again for want of a lease.
+    """
+
+    data: Data
+    trained: list[Sample | None] = field(default_factory=list)
+    lease: Lease | None = None
+    left: list[Sample] = field(default_factory=list)
+
+    def read(self, lessee: Lessee, num_samples: int) -> tuple[Piece, ...]:
+        """One batch, in pieces."""
+        lessee.catalogue = self.data.catalogue
+        pieces, missing = [], num_samples
+        while missing:
+            if self.lease is None or not lessee.holds(self.lease.number):
+                self._begin(lessee.take())
+            if self.lease is None:
+                self.trained += [None] * missing
+                return (*pieces, Piece(None, missing, missing))
+            now, self.left = self.left[:missing], self.left[missing:]
+            self.trained += now
+            missing -= len(now)
+            index, source = self.lease.index, self.lease.source
+            is_last = (index + 1) * self.data.range_size > self.data.sizes[source]
+            pieces.append(Piece(self.lease.number, len(now), len(now), not self.left, is_last and not self.left))
+            if not self.left:
+                self.lease = None
+        return tuple(pieces)
+
+    def _begin(self, lease: Lease | None) -> None:
+        self.lease = lease
+        if lease is not None:
+            self.left = self.data.samples(lease.epoch, lease.source, lease.index)[lease.skip :]
