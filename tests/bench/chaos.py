@@ -1,0 +1,104 @@
+"""The tiny recipe under 85 faults per hour: what is lost, how soon what failed is back, and what it costs in loss.
+
+python -m tests.bench.chaos --out recipes/tiny/results/chaos.json
+
+1. The run is that of COMMAND, `diloco chaos` as anybody would type it; nobody touches it until it ends.
+2. Faults are counted from the log of what was done to the processes, not from the schedule.
+3. The loss is compared with a run without faults that merged as many tokens, under the same schedule.
+
+Source: our choice; the best published step efficiency under failures is 85 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.cli.fault_schedule import KINDS
+from lightning_diloco.cli.main import main as diloco
+from tests.bench import report
+
+FAULTS_PER_HOUR, MINUTES, SEED = 85, 20, 1
+COMMAND = (
+    f"chaos recipes/tiny/gpt.yaml --local 4 --faults-per-hour {FAULTS_PER_HOUR} --seed {SEED} --duration {MINUTES}m "
+    "--compare --no-table --trainer.max_steps 8000 --trainer.val_check_interval 1600"
+)
+STEP_EFFICIENCY, PARTICIPATION, EXCESS = 0.95, 0.90, 0.01
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, str]]:
+    """The report as a table of figures."""
+    worst = {kind: _worst(found, kind) for kind in KINDS}
+    figures = {
+        "faults applied": ", ".join(f"{kind} {found['num_faults_by_kind'].get(kind, 0)}" for kind in KINDS),
+        "step efficiency": f"{found['step_efficiency']:.1%}",
+        "availability": f"{found['availability']:.1%}",
+        "goodput": f"{found['goodput']:.1%}",
+        "participation": f"{found['participation']:.1%}",
+        "contributing again after, at the latest": ", ".join(f"{kind} {s:.1f} s" for kind, s in worst.items() if s),
+        "longest gap between steps": f"{max(found['longest_gap_s'].values()):.2f} s",
+        "median step": f"{max(found['median_step_s'].values()):.2f} s",
+        "inner steps": str(found["num_steps"]),
+        "loss of the final anchor": f"{found['eval_loss']:.4f}",
+        "the same without faults": f"{found['eval_loss_calm']:.4f}" if found.get("eval_loss_calm") else "",
+    }
+    return [{"run": name, "tiny, 4 learners": value} for name, value in figures.items()]
+
+
+def _worst(found: dict[str, Any], kind: str) -> float | None:
+    times = (line["recovery_s"] for line in found["recoveries"] if line["kind"] == kind)
+    return max((time_s for time_s in times if time_s is not None), default=None)
+
+
+def checks_of(found: dict[str, Any]) -> dict[str, bool]:
+    """What has to hold."""
+    counts = [found["num_faults_by_kind"].get(kind, 0) for kind in KINDS]
+    excess = found.get("eval_loss_excess")
+    said = "not comparable" if excess is None else f"{excess:+.2%}"
+    return {
+        "the run ended by itself, its ledger is exact, and it replays": (
+            found["exit_code"] == 0 and found["ledger_exact"] and found["replayed"] == "merges"
+        ),
+        f"{sum(counts)} faults were applied, {min(counts)} to {max(counts)} of each kind": (
+            max(counts) - min(counts) <= 1 + found["num_faults_skipped"]
+        ),
+        f"step efficiency {found['step_efficiency']:.1%}, at least {STEP_EFFICIENCY:.0%}": (
+            found["step_efficiency"] >= STEP_EFFICIENCY
+        ),
+        f"participation {found['participation']:.1%}, at least {PARTICIPATION:.0%}": (
+            found["participation"] >= PARTICIPATION
+        ),
+        f"loss at equal merged tokens {said}, at most {EXCESS:+.0%}": excess is not None and excess <= EXCESS,
+    }
+
+
+def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+    """Run, print, store; 1 if a bound is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, help="a run that has ended; default: run COMMAND now")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="diloco-chaos-") as folder:
+        run_dir = args.run_dir or Path(folder) / "run"
+        if args.run_dir is None:
+            words = COMMAND.split()
+            diloco([*words[:2], "--run-dir", str(run_dir), *words[2:]])
+        found = json.loads((run_dir / "chaos.json").read_text())
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(run_dir / "chaos.png", args.out.with_suffix(".png"))
+    rows, checks = rows_of(found), checks_of(found)
+    say(report.table(rows))
+    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    seen = {**report.circumstances(), "command": f"diloco {COMMAND}"}
+    report.store(args.out, {"circumstances": seen, "rows": rows, "checks": checks, "report": found})
+    return int(not all(checks.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
