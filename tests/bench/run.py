@@ -21,7 +21,9 @@ NAMES = (*SHORT, "recoveries", "soak", "chaos")
 def main() -> int:
     """Run them; 1 if any of them missed a bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: the first {len(SHORT)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: the first {len(SHORT)}"
+    )
     parser.add_argument("--out", type=Path, help="a folder for results, NAME.json each")
     args = parser.parse_args()
     if unknown := set(args.names) - set(NAMES):
