@@ -1,7 +1,8 @@
 """The environment variables that are read here. There are no others, and an explicit argument always wins.
 
 1. Each is read where and when it is used, never on import. A test compares `read_in` with the code.
-2. None is written: what a child process should see is handed to it.
+2. None is written: what a child process should see is handed to it. (Lightning hands its own environment to ranks it
+   starts: for that moment the learner's id is in it.)
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class Variable:
 VARIABLES = {
     "DILOCO_HOST": Variable("name under which learners reach this machine", ("runtime/syncer.py",)),
     "DILOCO_JOIN": Variable(
-        "join string of the run to take part in", ("cli/status.py", "runtime/link.py", "strategy/identity.py")
+        "join string of the run to take part in",
+        ("cli/status.py", "runtime/link.py", "strategy/identity.py", "strategy/ranks.py"),
     ),
     "DILOCO_LEARNER": Variable(
-        "id of this learner; default: one is made up", ("runtime/link.py", "strategy/identity.py")
+        "id of this learner; default: one is made up", ("runtime/link.py", "strategy/identity.py", "strategy/ranks.py")
     ),
     "DILOCO_RUN_DIR": Variable("run directory, in which this learner has a folder", ("strategy/paths.py",)),
     "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local_run.py",)),
@@ -39,5 +41,5 @@ VARIABLES = {
 }
 """Every variable by name."""
 
-WHOLE_IN = ("cli/fit.py", "cli/fleet.py", "runtime/embedded.py")
+WHOLE_IN = ("cli/fit.py", "cli/fleet.py", "runtime/embedded.py", "strategy/ranks.py")
 """Modules that take all of it: for the arguments of a learner, and for child processes."""

@@ -72,7 +72,15 @@ class Left:
     is_last: bool
 
 
-LearnerAction = Say | Snapshot | Upload | Fetch | Land | Forget | Fail | Left
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """All ranks of this learner will land and snapshot these fragments at the next boundary."""
+
+    land: tuple[int, ...]
+    snapshot: tuple[int, ...]
+
+
+LearnerAction = Promise | Say | Snapshot | Upload | Fetch | Land | Forget | Fail | Left
 
 # ------------------------------------------------------------------------------------------------------ by the syncer
 

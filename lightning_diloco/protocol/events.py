@@ -26,6 +26,11 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class StepBegins:
+    """Training thread of a learner with several ranks: what the next boundary does is to be promised now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Training thread, between steps: a boundary without a step (draining)."""
 
@@ -119,6 +124,7 @@ class Tick:
 
 LearnerEvent = (
     StepDone
+    | StepBegins
     | Pause
     | Evaluating
     | Finish

@@ -82,6 +82,11 @@ class Fragment:
             ranges.append((self.fresh_from, tokens))
         return tuple(ranges)
 
+    @property
+    def can_land(self) -> bool:
+        """Whether an update may land now: not while a delta is measured against the anchor it replaces."""
+        return self.staged is not None and (self.outstanding is None or self.outstanding.is_encoded)
+
     def wants_round(self, tokens: int) -> bool:
         """Whether there is something that only a round can bring on."""
         if self.must_adopt:

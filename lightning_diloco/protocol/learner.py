@@ -25,6 +25,7 @@ from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import LearnerAction
 from lightning_diloco.protocol.fragment import Fragment
 from lightning_diloco.protocol.lessee import Lessee
+from lightning_diloco.protocol.promise import Promises
 
 ASK_AGAIN_S = 3.0
 ASK_AGAIN_IF_HELD_S = 30.0
@@ -42,6 +43,7 @@ class LearnerState:
         align: landing rule; decides which tokens a landing drops.
         heartbeat_s: seconds between heartbeats.
         drain_s: how long `Finish` waits for the last contributions.
+        has_ranks: several ranks do together what `StepBegins` promised (promise.py).
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class LearnerState:
         align: Align = "carry",
         heartbeat_s: float = 1.0,
         drain_s: float = 60.0,
+        has_ranks: bool = False,
     ) -> None:
         self.learner = learner
         self.incarnation = incarnation
@@ -76,6 +79,7 @@ class LearnerState:
         self.lessee = Lessee(drops=align != "carry")
         self._heartbeat_s = heartbeat_s
         self._drain_s = drain_s
+        self._promises = Promises(has_ranks)
         self._next_heartbeat_s = float("-inf")
         self._leave_reason: msg.Reason | None = None
         self._drain_until_s = 0.0
@@ -90,9 +94,11 @@ class LearnerState:
             return []
         match event:
             case on.StepDone():
-                return self._step_done(event)
+                return self._step_done(event, now_s)
+            case on.StepBegins():
+                return [] if self._is_leaving else [self._promises.make(self.fragments)]
             case on.Pause():
-                return self._boundary() + self._drain(now_s)
+                return self._boundary(now_s) + self._drain(now_s)
             case on.Evaluating():
                 return self._set_evaluating(event.begins, now_s)
             case on.Finish():
@@ -132,26 +138,26 @@ class LearnerState:
 
     # ------------------------------------------------------------------------------------------------- step boundary
 
-    def _step_done(self, event: on.StepDone) -> list[LearnerAction]:
+    def _step_done(self, event: on.StepDone, now_s: float) -> list[LearnerAction]:
         self.lessee.trained(event.pieces, self.tokens)
         self.step, self.tokens = event.step, event.tokens
-        todo = self._boundary()
+        todo = self._boundary(now_s)
         p = self._due(event.step + 1)
         if p is not None:
             f = self.fragments[p]
             f.is_due |= event.step + 1 - f.snapshot_step >= self._min_period_steps
         return todo + [do.Say(msg.Intent(p, self.step_s)) for p, f in enumerate(self.fragments) if f.is_due]
 
-    def _boundary(self) -> list[LearnerAction]:
+    def _boundary(self, now_s: float) -> list[LearnerAction]:
         if self._is_leaving:
             return []
         todo: list[LearnerAction] = []
         for p, f in enumerate(self.fragments):
-            if f.staged and (f.outstanding is None or f.outstanding.is_encoded):
+            if f.staged and f.can_land and self._promises.allow_landing(p):
                 todo += self._land(p, f, f.staged)
             if f.announced is not None:
                 todo += self._answer(p, f, f.announced)
-        return todo
+        return todo + [action for message in self._promises.kept() for action in self._hear(message, now_s)]
 
     def _land(self, p: int, f: Fragment, staged: on.Staged) -> list[LearnerAction]:
         todo: list[LearnerAction] = [do.Land(p)]
@@ -167,8 +173,9 @@ class LearnerState:
         return todo + self._fetch(p, f)
 
     def _answer(self, p: int, f: Fragment, round_id: int) -> list[LearnerAction]:
-        if f.outstanding and f.outstanding.merged_at is not None:
-            return []  # an update that contains it is on its way; answer after it has landed
+        is_merged = f.outstanding is not None and f.outstanding.merged_at is not None
+        if is_merged or not self._promises.allow_snapshot(p):
+            return []  # an update that contains it is on its way, or others must know first: answer after that
         f.announced = None
         if f.outstanding:
             return [do.Say(f.outstanding.ready)]  # held, so ready in this round; the syncer may have forgotten
@@ -180,6 +187,8 @@ class LearnerState:
     # ----------------------------------------------------------------------------------------------- what is heard
 
     def _hear(self, message: msg.FromSyncer, now_s: float) -> list[LearnerAction]:
+        if self._promises.postpone(message):
+            return []
         match message:
             case msg.Announce():
                 return self._announced(message, now_s)
@@ -378,7 +387,7 @@ class LearnerState:
         self.phase = "draining"
         drain_s = self._drain_s if event.within_s is None else event.within_s
         self._drain_until_s = now_s + (drain_s if event.drain else 0.0)
-        return [self._heartbeat(now_s), *self._boundary(), *self._drain(now_s)]
+        return [self._heartbeat(now_s), *self._boundary(now_s), *self._drain(now_s)]
 
     def _drain(self, now_s: float) -> list[LearnerAction]:
         """Ask for rounds until everything is merged and landed, then leave."""

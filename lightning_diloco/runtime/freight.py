@@ -55,6 +55,7 @@ class Freight:
         crew: runs the three threads.
         handle: takes the machine's events.
         is_online: whether it is worth trying.
+        expect: told of values that will be adopted, before that is possible.
 
     Attributes:
         norm: of the last pseudo-gradient.
@@ -73,6 +74,7 @@ class Freight:
         handle: Callable[[events.LearnerEvent], object],
         is_online: Callable[[], bool],
     ) -> None:
+        expect: Callable[[int, Tensor], object] = lambda p, values: None,
         self._connection = connection
         self._session = session
         self._device = device
@@ -82,6 +84,7 @@ class Freight:
         self._handle = handle
         self._is_online = is_online
         self._kept: dict[tuple[int, int], _Kept] = {}
+        self._expect = expect
         self._staged: dict[int, tuple[Any, Tensor | None]] = {}
         self._work, self._up, self._down = (Jobs(crew, name) for name in ("worker", "uploads", "downloads"))
         self.norm = self.relative_error = 0.0
@@ -193,6 +196,8 @@ class Freight:
             log.warning("an update of fragment %d is not usable, it is fetched again: %s", p, error)
             self._handle(events.FetchFailed(p))
             return
+            if wanted.adopt and update.full is not None:
+                self._expect(p, update.full)
         self._staged[p] = staged
         seq = None if mine is None else header["merged_seq"]
         is_full = update.full is not None

@@ -68,7 +68,7 @@ class Joined:
     device: FragmentDevice[Any, Any]
     cursor: int
 
-    def machine(self, learner: str, own: LearnerConfig) -> LearnerState:
+    def machine(self, learner: str, own: LearnerConfig, *, has_ranks: bool = False) -> LearnerState:
         """The protocol machine of this learner, which may step."""
         return LearnerState(
             learner=learner,
@@ -80,6 +80,7 @@ class Joined:
             overlap=self.config.overlap,
             align=own.align,
             drain_s=own.drain_s,
+            has_ranks=has_ranks,
         )
 
 

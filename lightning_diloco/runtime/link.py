@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lightning_diloco import errors
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.digest import digest
@@ -58,6 +60,8 @@ class Link:
     """
 
     def __init__(
+    _has_ranks = False
+
         self,
         run_options: dict[str, Any],
         learner: LearnerConfig,
@@ -112,7 +116,7 @@ class Link:
         self.is_late = any(joined.welcome.versions)  # the run had come somewhere before this process joined
         unit = joined.welcome.manifest["token_unit"]
         self._unit = None if unit is None else str(unit)
-        self._state = joined.machine(self.learner_id, self._learner)
+        self._state = joined.machine(self.learner_id, self._learner, has_ranks=self._has_ranks)
         with self._changed:  # nothing is handled before all of it is there
             self._line = Line(
                 self._connection,
@@ -121,7 +125,7 @@ class Link:
                 self._crew,
                 hear=lambda message: self._handle(events.FromTheSyncer(message)),
                 reconnect=self._reconnect,
-                tick=lambda: self._handle(events.Tick()),
+                tick=self._tick,
             )
             self._freight = Freight(
                 self._connection,
@@ -133,6 +137,7 @@ class Link:
                 handle=self._handle,
                 is_online=lambda: self._line.is_online,
             )
+                expect=self._expect,
             self._handle(events.FromTheSyncer(joined.active))
 
     @property
@@ -343,6 +348,12 @@ class Link:
     # --------------------------------------------------------------------------------------------------------- helpers
 
     def _address(self) -> JoinAddress:
+    def _tick(self) -> None:
+        self._handle(events.Tick())
+
+    def _expect(self, p: int, values: Tensor) -> None:
+        """These values will be adopted at a boundary; only other ranks need to know."""
+
         text = self._learner.join or os.environ.get("DILOCO_JOIN")
         if text:
             return JoinAddress.parse(text)

@@ -15,15 +15,17 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
 from lightning_diloco.config import Align, AnchorDevice, Evaluate, Merge, Wire
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.hooks import DiLoCoHooks
+from lightning_diloco.strategy.inner import become, check_devices
+from lightning_diloco.strategy.inner import problems as inner_problems
 from lightning_diloco.strategy.options import resolve
 from lightning_diloco.strategy.paths import OwnPathsFirst
-
-_INNER = ("auto",)
 
 
 class DecoupledDiLoCoStrategy(DiLoCoHooks):
@@ -33,7 +35,8 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
     default when the run is new; an explicit run option must agree with the run. Nothing is opened before `fit`.
 
     Args:
-        inner: what trains inside this learner; "auto" takes what fits the Trainer's devices.
+        inner: what trains inside this learner: one of Lightning's strategies, such as `DDPStrategy(...)`; "auto" takes
+            what fits the Trainer's devices.
         sync_every: H, inner steps between two exchanges of the same fragment, >= 1. Default 24.
         num_fragments: P, 1..sync_every. Default min(24, sync_every), or fewer where the model has fewer slices.
         overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Default 2.
@@ -64,7 +67,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
 
     def __init__(
         self,
-        inner: Literal["auto"] = "auto",
+        inner: Literal["auto"] | Strategy = "auto",
         *,
         sync_every: int | None = None,
         num_fragments: int | None = None,
@@ -91,16 +94,28 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "inner", "unknown", "__class__")}
         super().__init__()
-        self._run_options, self._learner = resolve(options, unknown, inner, _INNER)
+        self._run_options, self._learner = resolve(options, unknown, inner_problems(inner))
         self._token_count_fn = token_count_fn
-        self.parallel_devices: list[torch.device] | None = None  # Lightning fills these two in
+        self._is_bound = isinstance(inner, Strategy)
+        if isinstance(inner, Strategy):
+            become(self, inner)
+            return
+        self.parallel_devices: list[torch.device] | None = None  # Lightning fills these in
+        self.cluster_environment: ClusterEnvironment | None = None
         self.num_nodes = 1
 
     def _configure_launcher(self) -> None:
-        self.__class__ = _final_class(self.parallel_devices or [], self.num_nodes)
-        self._bind()
+        if self._is_bound:
+            check_devices(self, self.parallel_devices or [])
+        else:
+            self.__class__ = _final_class(self.parallel_devices or [], self.num_nodes)
+            self._bind()
         super()._configure_launcher()
-        self._launcher = self._launcher or OwnPathsFirst(self._separate_paths, self._sigterm_came)
+        self._launcher = self._own_launcher()
+
+    def _own_launcher(self) -> _Launcher:
+        """Starts what Lightning's would, in paths of this learner's own."""
+        return OwnPathsFirst(self._separate_paths, self._sigterm_came)
 
     def _bind(self) -> None:
         """Initialize the inner strategy with what Lightning has set so far."""
@@ -125,7 +140,9 @@ class SingleDeviceDiLoCo(DecoupledDiLoCoStrategy, SingleDeviceStrategy):
 _FINAL_CLASSES: dict[tuple[str, bool], type[DecoupledDiLoCoStrategy] | str] = {
     ("cpu", False): SingleDeviceDiLoCo,
     ("cuda", False): SingleDeviceDiLoCo,
-    ("xla", False): "SingleDeviceXLADiLoCo",  # in xla.py, which imports this module
+    ("cpu", True): "DDPDiLoCo",  # these are in modules that import this one
+    ("cuda", True): "DDPDiLoCo",
+    ("xla", False): "SingleDeviceXLADiLoCo",
     ("xla", True): "SpmdXLADiLoCo",
 }
 
@@ -141,8 +158,8 @@ def _final_class(devices: list[torch.device], num_nodes: int) -> type[DecoupledD
             "process per device, each a learner of its own"
         )
     if isinstance(final, str):
-        from lightning_diloco.strategy import xla
+        from lightning_diloco.strategy import ddp, xla
 
-        final = getattr(xla, final)
+        final = getattr(xla if types == ["xla"] else ddp, final)
         assert isinstance(final, type)
     return final

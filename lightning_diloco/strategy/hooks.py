@@ -105,15 +105,13 @@ class DiLoCoHooks(Strategy):
             self._join()
 
     def _join(self) -> None:
-        from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
-
         self._preemption = Preemption(self._learner.preemption_s)
         assert self.lightning_module is not None
         self._params = trainable_parameters(self.lightning_module)
         self._aliases = aliases(self.lightning_module)
         self._counter = TokenCounter(self._token_count_fn)
         self._stepped, self._tuner_checkpoint = False, None
-        self._link = Link(self._run_options, self._learner, self._root_dir)
+        self._link = self._make_link()
         self._link.start(describe(self.lightning_module, self._counter.unit), self._make_device)
         self._heal()
         self._reload_train_data()
@@ -135,6 +133,11 @@ class DiLoCoHooks(Strategy):
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice:
         self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
         return self._device
+
+    def _make_link(self) -> Link:
+        from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
+
+        return Link(self._run_options, self._learner, self._root_dir)
 
     def _reload_train_data(self) -> None:
         """Forget a loader that was made before the learner's part was known; the fit loop makes it again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_diloco.config import LearnerConfig, RunConfig
@@ -19,15 +19,14 @@ _LEARNER_NAMES = frozenset(field.name for field in dataclasses.fields(LearnerCon
 
 
 def resolve(
-    options: Mapping[str, Any], unknown: Mapping[str, Any], inner: object, inner_allowed: tuple[str, ...]
+    options: Mapping[str, Any], unknown: Mapping[str, Any], inner_problems: Sequence[str]
 ) -> tuple[dict[str, Any], LearnerConfig]:
     """Check everything the user passed, together.
 
     Args:
         options: known options by name; None is unset.
         unknown: options nobody knows.
-        inner: the inner strategy asked for.
-        inner_allowed: names of inner strategies.
+        inner_problems: what speaks against the inner strategy.
 
     Returns:
         The explicit run options, and what the learner decides for itself.
@@ -38,9 +37,7 @@ def resolve(
     explicit = {name: value for name, value in options.items() if value is not None}
     run = {name: explicit[name] for name in explicit if name in _RUN_NAMES}
     learner = LearnerConfig(**{name: explicit[name] for name in explicit if name in _LEARNER_NAMES})
-    problems = [_unknown(name, options) for name in unknown]
-    if inner not in inner_allowed:
-        problems.append(f"inner={inner!r}: must be one of {', '.join(map(repr, inner_allowed))}")
+    problems = [_unknown(name, options) for name in unknown] + list(inner_problems)
     if (count_fn := explicit.get("token_count_fn")) is not None and not callable(count_fn):
         problems.append(f"token_count_fn={count_fn!r}: must be a function from a batch to its number of tokens")
     problems += RunConfig.with_defaults(run).problems() + learner.problems()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,8 +16,13 @@ def main() -> int:
         listen = syncer.read_join_file(run_dir / "join").host_port
     syncer.is_loopback = lambda host: False
     options = {"sync_every": 12, "num_fragments": 4, "block_size": 16, "lease_s": 3.0}
-    expect = int(sys.argv[2]) if len(sys.argv) > 2 else None
-    return syncer.serve(syncer.SyncerOptions(run_dir=run_dir, listen=listen, expect=expect, run_options=options))
+    given = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    expect, reseed = given.pop("expect", None), given.pop("reseed", False)
+    return syncer.serve(
+        syncer.SyncerOptions(
+            run_dir=run_dir, listen=listen, expect=expect, reseed=reseed, run_options={**options, **given}
+        )
+    )
 
 
 if __name__ == "__main__":

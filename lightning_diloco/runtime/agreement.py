@@ -1,0 +1,46 @@
+"""What the ranks of a learner know of each other when a step ends: sums over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """One rank's part of it, or the sum.
+
+    Args:
+        tokens: of this step.
+        num_failed: ranks that met an error.
+        is_over: rank 0 says that there are no more boundaries.
+        is_last: rank 0 says that nobody else is in the run.
+        land, snapshot: rank 0 says what is done at this boundary, by fragment.
+    """
+
+    tokens: int = 0
+    num_failed: int = 0
+    is_over: bool = False
+    is_last: bool = False
+    land: tuple[int, ...] = ()
+    snapshot: tuple[int, ...] = ()
+
+    def numbers(self, num_fragments: int) -> list[int]:
+        """As integers that can be summed."""
+        flags = [int(p in marked) for marked in (self.land, self.snapshot) for p in range(num_fragments)]
+        return [self.tokens, self.num_failed, int(self.is_over), int(self.is_last), *flags]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Agreement:
+        """The inverse of `numbers`."""
+        tokens, num_failed, is_over, is_last, *flags = numbers
+        half = len(flags) // 2
+        land, snapshot = (tuple(p for p, flag in enumerate(part) if flag) for part in (flags[:half], flags[half:]))
+        return cls(
+            tokens=tokens,
+            num_failed=num_failed,
+            is_over=bool(is_over),
+            is_last=bool(is_last),
+            land=land,
+            snapshot=snapshot,
+        )

@@ -1,0 +1,180 @@
+"""Any other rank of a learner: no syncer, no protocol; it stages what rank 0 hands on, and lands when all do."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.errors import DiLoCoError, JoinError
+from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.codec import Json
+from lightning_diloco.runtime.agreement import Agreement
+from lightning_diloco.runtime.joining import MakeDevice
+from lightning_diloco.runtime.manifest import plan_of
+from lightning_diloco.runtime.model import ModelDescription
+from lightning_diloco.runtime.ranks import Ranks
+from lightning_diloco.runtime.relay import unpacked
+from lightning_diloco.runtime.standing import Standing
+from lightning_diloco.runtime.threads import Crew, compute_alone
+
+log = logging.getLogger(__name__)
+
+THREADS_S = 3.0
+
+
+class FollowerLink:
+    """What a strategy sees of a run at a rank that is not 0: the methods of `Link`.
+
+    Args:
+        ranks: of this learner.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._crew = Crew(self._fail)
+        self._error: BaseException | None = None
+        self._staged: dict[int, Any] = {}
+        self._adopted: dict[int, Tensor] = {}
+
+    def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
+        """Do what rank 0 says until it has joined.
+
+        Raises:
+            JoinError: it could not.
+        """
+        while self._follow(make_device) != "go":
+            pass
+        self._crew.start("follower", self._follow_on)
+        self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
+
+    # -------------------------------------------------------------------------------------------------------- training
+
+    def begin_step(self, tokens: int) -> None:
+        """See `LeaderLink.begin_step`."""
+        agreement = Agreement(tokens=tokens, num_failed=int(self._error is not None))
+        self._ranks.begin(agreement.numbers(self.plan.num_fragments))
+
+    def step(self, tokens: int, unit: str) -> None:
+        """Land what was promised."""
+        self._boundary()
+
+    def skip_step(self) -> None:
+        """See `LeaderLink.skip_step`."""
+        self._ranks.end()
+
+    def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
+        """Land what still comes, until rank 0 has left; returns whether it was the last."""
+        while True:
+            self.begin_step(0)
+            agreed = self._boundary()
+            if agreed.is_over:
+                return agreed.is_last
+
+    def _boundary(self) -> Agreement:
+        agreed = Agreement.of(self._ranks.end())
+        if self._error is not None:
+            raise self._error
+        if agreed.num_failed:
+            raise DiLoCoError("another rank of this learner has stopped; its own output says why; start it again")
+        for p in agreed.land:
+            if p in self._adopted:
+                self.device.adopt(p, self._adopted.pop(p))
+            else:
+                self.device.land(p, self._staged.pop(p))
+        return agreed
+
+    def set_evaluating(self, evaluating: bool) -> None:
+        """Rank 0 says so for all."""
+
+    def set_loss(self, loss: float) -> None:
+        """Rank 0 says its own."""
+
+    def set_eval_loss(self, loss: float) -> None:
+        """Rank 0 says its own."""
+
+    def held_up(self, for_s: float) -> None:
+        """Rank 0 counts its own."""
+
+    def report(self, eval_loss: float | None, reason: str | None = None) -> None:
+        """Rank 0 does."""
+
+    def standing(self) -> Standing:
+        """Nobody looks at the bar of this rank."""
+        return Standing(versions=(0, 0), staleness_versions=0, in_flight=(), num_learners=None, offline_s=None)
+
+    def metrics(self) -> dict[str, float]:
+        """Rank 0 logs."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of the threads; one that still waits for rank 0 ends with the process."""
+        if self._crew.stopping.is_set():
+            return
+        self._crew.stopping.set()
+        if running := self._crew.join(THREADS_S):
+            log.warning("still waiting for rank 0, and left alone: %s", ", ".join(running))
+
+    # -------------------------------------------------------------------------------------------------------- commands
+
+    def _follow_on(self) -> None:
+        compute_alone()
+        try:
+            while self._follow() != "end":
+                pass
+        except RuntimeError as error:  # rank 0 is gone; what it had said is told by the pulse
+            if not self._crew.stopping.is_set():
+                raise DiLoCoError(f"rank 0 of this learner is gone ({error}); start the learner again") from error
+
+    def _follow(self, make_device: MakeDevice | None = None) -> str:
+        """Do one thing that rank 0 says; returns its name."""
+        command, payload = self._ranks.listen()
+        try:
+            self._do(command, payload, make_device)
+        except BaseException:
+            self._ranks.answer(False)
+            raise
+        self._ranks.answer(True)
+        if command["do"] == "fail":
+            raise JoinError(f"rank 0 of this learner could not join: {command['why']}")
+        return str(command["do"])
+
+    def _do(self, command: Json, payload: Tensor, make_device: MakeDevice | None) -> None:
+        p = command.get("fragment", -1)
+        match command["do"]:
+            case "plan":
+                assert make_device is not None
+                self.plan, self.config = plan_of(command)
+                self.device = make_device(self.plan, self.config)
+            case "adopt":
+                self.device.adopt(p, payload.view(torch.float32))
+            case "expect":
+                self._adopted[p] = payload.view(torch.float32)
+            case "stage":
+                self._staged[p] = self.device.stage(p, unpacked(command, payload))
+            case "go":
+                self.learner_id, self.run, self.incarnation = command["learner"], command["run"], command["incarnation"]
+                self.is_late = command["is_late"]
+                self.data_part = None if command["data_part"] is None else tuple(command["data_part"])
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first error for the training thread."""
+        if self._error is None and not self._crew.stopping.is_set():
+            self._error = error
+            log.error("this rank stops: %s", error)
+
+    plan: FragmentPlan
+    config: RunConfig
+    device: FragmentDevice[Any, Any]
+    learner_id: str
+    run: str
+    incarnation: int
+    is_late: bool
+    data_part: tuple[int, int] | None = None
+    own_run_dir = None

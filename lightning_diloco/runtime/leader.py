@@ -1,0 +1,151 @@
+"""Rank 0 of a learner with several ranks: it alone talks to the syncer, and says what all of them do.
+
+1. Whatever lands or is snapshotted was promised when the step began, and is done by all ranks when it ends.
+2. Outside of steps, before training and after it, ranks wait for each other; within steps nobody waits.
+3. While a rank does not answer, this learner is silent: it lapses like one that is gone, and returns with that rank.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.protocol import actions, events, messages
+from lightning_diloco.runtime.agreement import Agreement
+from lightning_diloco.runtime.joining import MakeDevice
+from lightning_diloco.runtime.line import TICK_S
+from lightning_diloco.runtime.link import Link
+from lightning_diloco.runtime.model import ModelDescription
+from lightning_diloco.runtime.ranks import Ranks
+from lightning_diloco.runtime.relay import Relay
+
+SILENT_S = 5.0
+_NOTHING = actions.Promise((), ())
+
+
+class LeaderLink(Link):
+    """A learner's part in a run, for all its ranks; see `Link` for the other arguments.
+
+    Args:
+        ranks: of this learner, this being rank 0.
+    """
+
+    _has_ranks = True
+
+    def __init__(self, *args: Any, ranks: Ranks, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._ranks = ranks
+        self._promise = _NOTHING
+        self._skipped_tokens = 0
+        self._ends_together = False
+
+    def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
+        """See `Link.start`; the other ranks start, or fail, with this one."""
+        try:
+            super().start(model, partial(self._relayed, model, make_device))
+        except BaseException as error:
+            self._ranks.tell({"do": "fail", "why": str(error)})
+            raise
+        known = {"run": self.run, "incarnation": self.incarnation, "is_late": self.is_late}
+        self._ranks.tell({"do": "go", "learner": self.learner_id, "data_part": self.data_part, **known})
+        self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
+
+    def _relayed(
+        self, model: ModelDescription, make_device: MakeDevice, plan: FragmentPlan, config: RunConfig
+    ) -> FragmentDevice[Any, Any]:
+        self._ranks.tell(
+            {
+                "do": "plan",
+                "config": config.to_dict(),
+                "shapes": {name: list(shape) for name, shape in plan.shapes.items()},
+                "mean_names": sorted(plan.mean_names),
+            }
+        )
+        self._relay = Relay(make_device(plan, config), self._ranks)
+        return self._relay
+
+    # -------------------------------------------------------------------------------------------------------- training
+
+    def begin_step(self, tokens: int) -> None:
+        """All batches of a step are known: tell the others what its end will bring."""
+        entered_s = time.perf_counter()
+        self._begin(tokens)
+        self._watch.stall_s += time.perf_counter() - entered_s
+
+    def step(self, tokens: int, unit: str) -> None:
+        """See `Link.step`; `tokens` come on top of those that `begin_step` told of."""
+        entered_s = time.perf_counter()
+        agreed = self._agreed()
+        self._watch.stall_s += time.perf_counter() - entered_s
+        tokens, self._skipped_tokens = tokens + agreed.tokens + self._skipped_tokens, 0
+        super().step(tokens, unit)
+
+    def skip_step(self) -> None:
+        """What began turned out to be no step; its tokens count in the next one."""
+        self._skipped_tokens += self._agreed().tokens
+
+    def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
+        """See `Link.finish`."""
+        self._ends_together = True
+        try:
+            is_last = super().finish(reason, within_s)
+        except BaseException:
+            self._begin(is_over=True, num_failed=1)
+            self._ranks.end()
+            raise
+        finally:
+            self._ends_together = False
+        self._begin(is_over=True, is_last=is_last, land=tuple(self._relay.landed) if is_last else (), snapshot=())
+        self._agreed()
+        self._ranks.tell({"do": "end"})
+        return is_last
+
+    def _wait_for_leave(self, within_s: float) -> None:
+        """As ever, but what lands meanwhile lands everywhere."""
+        if not self._ends_together:
+            return super()._wait_for_leave(within_s)
+        until_s = time.monotonic() + within_s
+        while self._left is None and self._error is None and time.monotonic() < until_s:
+            self._begin()
+            self._agreed()
+            self._handle(events.Pause())
+            with self._changed:
+                self._changed.wait(TICK_S)
+        self._relay.landed.clear()
+        self._line.hurry()
+        return None
+
+    # --------------------------------------------------------------------------------------------------------- helpers
+
+    def _begin(self, tokens: int = 0, **said: Any) -> None:
+        with self._changed:
+            self._promise = _NOTHING
+            self._handle(events.StepBegins())
+        promised = {"land": self._promise.land, "snapshot": self._promise.snapshot, "num_failed": int(self._has_failed)}
+        self._ranks.begin(Agreement(tokens=tokens, **{**promised, **said}).numbers(self.plan.num_fragments))
+
+    def _agreed(self) -> Agreement:
+        agreed = Agreement.of(self._ranks.end())
+        self._relay.landed.clear()
+        if agreed.num_failed and not self._has_failed:
+            raise DiLoCoError("another rank of this learner has stopped; its own output says why; start it again")
+        return agreed
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._error is not None
+
+    def _do(self, action: actions.LearnerAction) -> int:
+        if isinstance(action, actions.Promise):
+            self._promise = action
+            return 0
+        return super()._do(action)
+
+    def _tick(self) -> None:
+        if self._ranks.silent_s < SILENT_S:
+            super()._tick()

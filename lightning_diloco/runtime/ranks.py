@@ -1,0 +1,163 @@
+"""The ranks of one learner: what they tell each other, on CPU groups of their own, beside the ones that train.
+
+1. `begin` and `end` are called by the training threads: one asynchronous sum per step. Rank 0 says what it promises,
+   everybody its tokens; all know all of it when the step ends, and nobody has waited for more than the step itself.
+2. `tell` is called on rank 0 and `listen` on the others, by one thread beside training: commands and their bytes, in
+   order, answered when they are done.
+3. A pulse says that all ranks live. A rank that is stopped stops it: then this learner says nothing to the syncer
+   either, and lapses there. A rank that is gone is an error.
+4. The groups outlive any pause in training: nothing here ends because it was quiet for long.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_diloco.errors import ConfigError, DiLoCoError
+from lightning_diloco.runtime.threads import Crew
+
+PULSE_S = 1.0
+_FOREVER = timedelta(days=30)
+_DONE, _FAILED = 1, 0
+
+
+class Ranks:
+    """One rank's view of its learner; made by all ranks at the same time, with torch.distributed initialized.
+
+    Attributes:
+        rank, size: in the learner.
+        num_begun: steps agreed on so far; the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.num_begun = 0
+        self._steps, self._commands, self._pulses = (dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(3))
+        self._telling = threading.Lock()
+        self._begun: tuple[dist.Work, Tensor] | None = None
+        self._beat_s = time.monotonic()
+
+    # ----------------------------------------------------------------------------------------------- training threads
+
+    def compare(self, settings: Mapping[str, object]) -> None:
+        """Before anything else: all ranks must have been configured alike.
+
+        Raises:
+            ConfigError: on all ranks, naming each setting that differs.
+        """
+        found = [json.loads(text) for text in self._all_texts(json.dumps(settings, sort_keys=True, default=repr))]
+        problems = [
+            f"{name}={found[0].get(name)!r} on rank 0, but {other.get(name)!r} on rank {rank}: all ranks of a learner "
+            "must have the same settings; start them with the same script and environment"
+            for rank, other in enumerate(found)
+            for name in sorted(found[0].keys() | other.keys())
+            if found[0].get(name) != other.get(name)
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def begin(self, numbers: Sequence[int]) -> None:
+        """Start the sum of these over all ranks; does not wait."""
+        sums = torch.tensor(numbers, dtype=torch.int64)
+        work = dist.all_reduce(sums, group=self._steps, async_op=True)
+        assert work is not None and self._begun is None
+        self._begun, self.num_begun = (work, sums), self.num_begun + 1
+
+    def end(self) -> list[int]:
+        """The sums; they are there as soon as all ranks have begun."""
+        assert self._begun is not None, "begin() comes first"
+        (work, sums), self._begun = self._begun, None
+        work.wait()
+        return [int(number) for number in sums.tolist()]
+
+    # -------------------------------------------------------------------------------------------------------- commands
+
+    def tell(self, command: Mapping[str, Any], payload: Tensor | None = None) -> None:
+        """Rank 0: have all others do this, and wait until they have.
+
+        Args:
+            command: plain values.
+            payload: 1-D uint8 on the host.
+
+        Raises:
+            DiLoCoError: one of them failed; it says why itself.
+        """
+        with self._telling:
+            head = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
+            body = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+            dist.broadcast(torch.tensor([head.numel(), body.numel()]), 0, group=self._commands)
+            for part in (head, body):
+                if part.numel():
+                    dist.broadcast(part, 0, group=self._commands)
+            self._all_done(_DONE)
+
+    def listen(self) -> tuple[dict[str, Any], Tensor]:
+        """Another rank: the next command and its payload; `answer` must follow."""
+        sizes = torch.empty(2, dtype=torch.int64)
+        dist.broadcast(sizes, 0, group=self._commands)
+        parts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        for part in parts:
+            if part.numel():
+                dist.broadcast(part, 0, group=self._commands)
+        return json.loads(parts[0].numpy().tobytes()), parts[1]
+
+    def answer(self, done: bool) -> None:
+        """Another rank: the command that was heard last is done, or failed.
+
+        Raises:
+            DiLoCoError: it failed elsewhere.
+        """
+        self._all_done(_DONE if done else _FAILED)
+
+    def _all_done(self, mine: int) -> None:
+        done = torch.tensor([mine])
+        dist.all_reduce(done, dist.ReduceOp.MIN, group=self._commands)
+        if mine and not int(done):
+            raise DiLoCoError("a rank of this learner could not follow rank 0; its own output says why; start again")
+
+    def _all_texts(self, text: str) -> list[str]:
+        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        size = torch.tensor([mine.numel()])
+        sizes = [torch.empty_like(size) for _ in range(self.size)]
+        dist.all_gather(sizes, size, group=self._commands)
+        longest = max(map(int, sizes))
+        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
+        texts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(texts, padded, group=self._commands)
+        return [bytes(text[: int(size)].tolist()).decode() for text, size in zip(texts, sizes, strict=True)]
+
+    # ----------------------------------------------------------------------------------------------------------- pulse
+
+    @property
+    def silent_s(self) -> float:
+        """For how long not all ranks have been heard."""
+        return max(0.0, time.monotonic() - self._beat_s - PULSE_S)
+
+    def pulse(self, crew: Crew) -> None:
+        """Beat until one rank's crew stops.
+
+        Raises:
+            DiLoCoError: a rank is gone.
+        """
+        is_last = torch.zeros(1, dtype=torch.int64)
+        while not int(is_last):
+            is_last.fill_(crew.stopping.wait(PULSE_S))
+            try:
+                dist.all_reduce(is_last, group=self._pulses)
+            except RuntimeError as error:
+                if not crew.stopping.is_set():
+                    raise DiLoCoError(
+                        f"a rank of this learner is gone ({error}); a learner trains with all of its {self.size} "
+                        "ranks; start it again"
+                    ) from error
+                return
+            self._beat_s = time.monotonic()

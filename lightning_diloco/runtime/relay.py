@@ -1,0 +1,92 @@
+"""The device of rank 0: what it stages, all ranks stage, before anybody is told that it is staged.
+
+1. Each rank holds whole parameters and anchors, equal to those of rank 0. Rank 0 alone measures and encodes.
+2. Updates go to the others as they came, with the contribution that is part of them: each rank adds alike.
+3. Landings and snapshots are local. When they are made, `Agreement` says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.devices.base import Encoded, FragmentDevice, Update
+from lightning_diloco.protocol.codec import Json
+from lightning_diloco.runtime.ranks import Ranks
+
+
+class Relay:
+    """A `FragmentDevice` in front of another one.
+
+    Args:
+        own: of this rank.
+        ranks: of this learner.
+
+    Attributes:
+        landed: fragments that have landed since this was cleared last.
+    """
+
+    def __init__(self, own: FragmentDevice[Any, Any], ranks: Ranks) -> None:
+        self._own, self._ranks = own, ranks
+        self._expected: set[int] = set()
+        self.landed: list[int] = []
+        self.local_values, self.anchor, self.digest = own.local_values, own.anchor, own.digest
+        self.show_anchor, self.show_local = own.show_anchor, own.show_local
+
+    # --- training thread -----------------------------------------------------------------------------------------
+
+    def adopt(self, fragment: int, values: Tensor) -> None:
+        """See `FragmentDevice.adopt`; waits for the others unless they expect it."""
+        if fragment in self._expected:
+            self._expected.remove(fragment)
+            self.landed.append(fragment)
+        else:
+            self._ranks.tell({"do": "adopt", "fragment": fragment}, values.view(torch.uint8))
+        self._own.adopt(fragment, values)
+
+    def snapshot(self, fragment: int) -> Any:
+        """See `FragmentDevice.snapshot`."""
+        return self._own.snapshot(fragment)
+
+    def land(self, fragment: int, staged: Any) -> None:
+        """See `FragmentDevice.land`."""
+        self._own.land(fragment, staged)
+        self.landed.append(fragment)
+
+    # --- link thread ---------------------------------------------------------------------------------------------
+
+    def encode(self, snapshot: Any) -> Encoded:
+        """See `FragmentDevice.encode`."""
+        return self._own.encode(snapshot)
+
+    def expect(self, fragment: int, values: Tensor) -> None:
+        """See `FragmentDevice.expect`."""
+        self._ranks.tell({"do": "expect", "fragment": fragment}, values.view(torch.uint8))
+        self._expected.add(fragment)
+
+    def stage(self, fragment: int, update: Update) -> Any:
+        """See `FragmentDevice.stage`; what cannot be used goes to nobody."""
+        staged = self._own.stage(fragment, update)
+        self._ranks.tell(*packed(fragment, update))
+        return staged
+
+
+def packed(fragment: int, update: Update) -> tuple[Json, Tensor]:
+    """The command to stage this update, and its payload."""
+    parts = [*update.chain]
+    parts += [] if update.sent is None else [update.sent]
+    parts += [] if update.full is None else [update.full.view(torch.uint8)]
+    sizes = [part.numel() for part in parts]
+    kinds: Json = {"has_sent": update.sent is not None, "has_full": update.full is not None}
+    payload = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return {"do": "stage", "fragment": fragment, "sizes": sizes, **kinds}, payload
+
+
+def unpacked(command: Json, payload: Tensor) -> Update:
+    """The inverse of `packed`."""
+    parts = list(torch.split(payload, command["sizes"])) if command["sizes"] else []
+    full = parts.pop().clone().view(torch.float32) if command["has_full"] else None
+    sent = parts.pop() if command["has_sent"] else None
+    return Update(full, tuple(parts), sent)

@@ -1,0 +1,191 @@
+"""A learner with several processes: what its hooks do besides, and how its processes are started.
+
+1. Rank 0 talks to the syncer (`LeaderLink`), the others follow it (`FollowerLink`); both have the methods of a link.
+2. A step begins for them when its last batch is known, and ends where the hooks say. What they tell each other travels
+   while the step computes.
+3. Training data is split over ranks and learners by the same rule as over learners: learners of any layout read
+   different samples.
+4. All ranks of a learner have one id, hence one folder. Who starts them hands it on; who is started otherwise
+   (torchrun, SLURM) is told it by DILOCO_LEARNER.
+5. The checkpoints from which single processes go on do not hold the state of several: there are none here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
+
+if TYPE_CHECKING:
+    from lightning_diloco.runtime.follower import FollowerLink
+    from lightning_diloco.runtime.leader import LeaderLink
+
+
+class RanksHooks(DecoupledDiLoCoStrategy):
+    """Mixin: put it before one of Lightning's strategies with several processes."""
+
+    _link: LeaderLink | FollowerLink | None
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    def _own_launcher(self) -> _Launcher:
+        if isinstance(self._launcher, _MultiProcessingLauncher):
+            return _Processes(self, self._launcher._start_method)
+        return _Scripts(self)
+
+    def _separate_paths(self, trainer: pl.Trainer) -> None:
+        is_named = self._learner.learner or os.environ.get("DILOCO_LEARNER")
+        joins = self._learner.join or os.environ.get("DILOCO_JOIN")
+        if joins and not is_named and self._is_started_by_others:
+            raise ConfigError(
+                f"{self.world_size} processes, started by {type(self.cluster_environment).__name__}, join a run as one "
+                "learner without a name: all of them must know the same; set DILOCO_LEARNER for all, or learner="
+            )
+        super()._separate_paths(trainer)
+
+    @property
+    def _is_started_by_others(self) -> bool:
+        assert self.cluster_environment is not None
+        return self.cluster_environment.creates_processes_externally and self.world_size > 1
+
+    def _make_link(self) -> LeaderLink | FollowerLink:
+        from lightning_diloco.runtime.follower import FollowerLink
+        from lightning_diloco.runtime.leader import LeaderLink
+        from lightning_diloco.runtime.ranks import Ranks
+
+        ranks = Ranks()
+        own = {name: value for name, value in asdict(self._learner).items() if name not in ("join", "learner")}
+        ranks.compare({**self._run_options, **own, "token_count_fn": self._token_count_fn is not None})
+        self._learner = replace(self._learner, checkpoint_every=0)
+        if ranks.rank == 0:
+            return LeaderLink(self._run_options, self._learner, self._root_dir, ranks=ranks)
+        return FollowerLink(ranks)
+
+    # --- data ----------------------------------------------------------------------------------------------------
+
+    @property
+    def data_part(self) -> tuple[int, int] | None:
+        """(part, parts) of the training data that this rank reads; None: Lightning splits it over the ranks."""
+        if (of_learner := super().data_part) is None:
+            return None
+        (part, parts), within = of_learner, super().distributed_sampler_kwargs
+        return part + parts * within["rank"], parts * within["num_replicas"]
+
+    def barrier(self, name: str | None = None) -> None:
+        """See `DiLoCoHooks.barrier`; where the data is split here, Lightning must not split it before."""
+        super().barrier(name)
+        if self._splits_here:
+            self._use_distributed_sampler = self._connector.use_distributed_sampler
+            self._connector.use_distributed_sampler = False
+        elif hasattr(self, "_use_distributed_sampler"):
+            self._connector.use_distributed_sampler = self.__dict__.pop("_use_distributed_sampler")
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """See `DiLoCoHooks.process_dataloader`."""
+        if not self._splits_here:
+            return super().process_dataloader(dataloader)
+        self._connector.use_distributed_sampler = self._use_distributed_sampler
+        try:
+            return super().process_dataloader(dataloader)
+        finally:
+            self._connector.use_distributed_sampler = False
+
+    @property
+    def _splits_here(self) -> bool:
+        return self._preparing_train_loader and self.data_part is not None
+
+    @property
+    def _connector(self) -> Any:
+        return self._trainer._accelerator_connector
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See `DiLoCoHooks.optimizer_step`."""
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._begin_inner_step()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See `DiLoCoHooks.training_step`; whether it steps is known at its end."""
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        self._begin_inner_step()
+        begun, self._ended = self._exchanging, False
+        output = super().training_step(*args, **kwargs)
+        if begun and not self._ended:
+            assert self._link is not None
+            self._link.skip_step()
+        return output
+
+    def _begin_inner_step(self) -> None:
+        if self._exchanging:
+            assert self._link is not None
+            self._link.begin_step(self._counter.take()[0])
+
+    def _end_inner_step(self, output: Any = None) -> None:
+        super()._end_inner_step(output)
+        self._ended = True
+
+
+class _Scripts(_SubprocessScriptLauncher):
+    """Starts the script once more for each rank, after the paths of the learner were separated."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        if trainer is not None:
+            self._strategy._separate_paths(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _call_children_scripts(self) -> None:
+        with _handed_on(self._strategy._learner.learner):
+            super()._call_children_scripts()
+
+    def kill(self, signum: int) -> None:
+        """Lightning tells us that this process was asked to end."""
+        self._strategy._sigterm_came()
+        super().kill(signum)
+
+
+class _Processes(_MultiProcessingLauncher):
+    """Starts a function in a process for each rank, after the paths of the learner were separated."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        if trainer is not None:
+            self._strategy._separate_paths(trainer)  # type: ignore[attr-defined]
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+@contextmanager
+def _handed_on(learner: str | None) -> Iterator[None]:
+    """Processes that are started meanwhile find this learner id in their environment."""
+    before = os.environ.get("DILOCO_LEARNER")
+    if learner is not None:
+        os.environ["DILOCO_LEARNER"] = learner
+    try:
+        yield
+    finally:
+        if learner is not None and before is None:
+            del os.environ["DILOCO_LEARNER"]

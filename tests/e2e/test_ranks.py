@@ -1,0 +1,92 @@
+"""Learners with several processes: two ranks with gloo, real Trainers, a real syncer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.e2e.conftest import HERE, Processes, until
+
+pytestmark = pytest.mark.slow
+
+PACED = ("--paced", "--options", json.dumps({"wire": "fp32"}))
+NUM_STEPS, NUM_BATCH = 24, 8
+BOTH = {"one": "stepping", "two": "stepping"}
+
+
+def furthest(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest difference of any parameter."""
+    pairs = [(torch.tensor(values), torch.tensor(other["params"][name])) for name, values in one["params"].items()]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def summary(processes: Processes, name: str) -> dict[str, Any]:
+    (path,) = (processes.root / name).glob("diloco/*/summary.json")
+    return json.loads(path.read_text())
+
+
+def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> None:
+    """Batches are the same in all, and what is exchanged when: only the layout differs."""
+    several = ("--devices", 2)
+    layouts = {"one": (), "scripts": several, "spawned": (*several, "--inner", "spawn", "--steps", NUM_STEPS - 1)}
+    running = {name: processes.trainer(name, *PACED, *layout) for name, layout in layouts.items()}
+    assert [processes.end(process) for process in running.values()] == [0] * 3
+
+    (one,) = processes.ranks_held("one")
+    ranks, (spawned,) = processes.ranks_held("scripts"), processes.ranks_held("spawned")
+    assert [rank["strategy"] for rank in (*ranks, spawned)] == ["DDPDiLoCo"] * 3
+    assert all(furthest(one, rank) < 1e-6 for rank in ranks)
+    assert furthest(one, spawned) > 1e-4  # one step less makes a difference
+    assert [len(rank["seen"]) for rank in ranks] == [NUM_STEPS * NUM_BATCH // 2] * 2
+    for name, steps in {"scripts": NUM_STEPS, "spawned": NUM_STEPS - 1}.items():
+        found = summary(processes, name)
+        assert (found["status"], found["joins"], found["ledger_exact"]) == ("finished", 1, True)
+        assert found["tokens_seen"] == found["tokens_merged"] == steps * NUM_BATCH * len(found["versions"])
+    assert summary(processes, "scripts")["rounds"] == summary(processes, "one")["rounds"]
+
+
+def rank_pids(processes: Processes, name: str) -> dict[int, int]:
+    found = re.findall(r"rank (\d+) is process (\d+)", (processes.root / f"{name}.log").read_text())
+    return {int(rank): int(pid) for rank, pid in found}
+
+
+def phases(processes: Processes) -> dict[str, str]:
+    return {learner["id"]: learner["phase"] for learner in processes.status()["learners"]}
+
+
+def test_learners_of_different_layouts_share_a_run_and_fail_alone(processes: Processes) -> None:
+    processes.syncer(data_parts=2)
+    join = processes.address.join_string()
+    options = ("--options", json.dumps({"sync_every": None, "num_fragments": None, "overlap": None}))
+    slow = ("--pause-s", 0.02, *options)
+    one = processes.trainer("one", *slow, "--steps", 100_000, DILOCO_JOIN=join, DILOCO_LEARNER="one")
+    script = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    (processes.root / "two").mkdir()
+    two = processes.start(
+        "two", *script, HERE / "trainer.py", "--out", processes.root / "two" / "held", "--devices", 2, *slow,
+        "--steps", 100_000, DILOCO_JOIN=join, DILOCO_LEARNER="two",
+    )  # fmt: skip
+    until(lambda: processes.run_dir.exists() and phases(processes) == BOTH, "both", processes)
+    processes.until_commits(8)
+
+    pid = until(lambda: rank_pids(processes, "two"), "ranks", processes)[1]
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: phases(processes)["two"] == "lapsed", "the lapse of a learner with a stopped rank", processes)
+    assert phases(processes)["one"] == "stepping"
+    processes.until_commits(8)
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: phases(processes)["two"] == "stepping", "its return", processes)
+    processes.until_commits(8)
+
+    os.kill(pid, signal.SIGKILL)
+    assert processes.end(two) != 0
+    assert not [p for p in rank_pids(processes, "two").values() if psutil.pid_exists(p)]
+    processes.until_commits(8)
+    assert one.poll() is None

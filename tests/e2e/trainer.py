@@ -1,0 +1,129 @@
+"""A learner as a Trainer, in one process or several. Each rank writes what it held at the end to OUT.<rank>.json.
+
+With --paced, a step begins only when everything of the last one has landed: then what is exchanged when does not depend
+on the clock, and runs can be compared number by number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_diloco import DecoupledDiLoCoStrategy
+
+INNER = {"auto": lambda: "auto", "spawn": lambda: DDPStrategy(start_method="spawn")}
+NUM_SAMPLES, WIDTH = 384, 8
+PACE_S = 20.0
+
+
+class Regression(L.LightningModule):
+    """Two layers; every batch says which samples it holds."""
+
+    def __init__(self, num_batch: int, shuffles: bool) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 33), nn.Tanh(), nn.Linear(33, 3))
+        self.num_batch, self.shuffles, self.seen = num_batch, shuffles, list[int]()
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        index, x, y = batch
+        self.seen += index.tolist()
+        return nn.functional.mse_loss(self.layers(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def configure_model(self) -> None:
+        if (mesh := getattr(self.trainer.strategy, "device_mesh", None)) is not None:
+            from torch.distributed.fsdp import fully_shard
+
+            for layer in (self.layers[0], self.layers[2], self):
+                fully_shard(layer, mesh=mesh["data_parallel"])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        x = torch.randn(NUM_SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
+        data = TensorDataset(torch.arange(NUM_SAMPLES), x, torch.sin(3 * x[:, :3]))
+        world = self.trainer.world_size
+        if self.shuffles:
+            return DataLoader(data, batch_size=self.num_batch // world, shuffle=True)
+        sampler = DistributedSampler(data, num_replicas=world, rank=self.trainer.global_rank, shuffle=False)
+        return DataLoader(data, batch_size=self.num_batch // world, sampler=sampler)
+
+
+class Pace(Callback):
+    """Rank 0 waits after each batch: until nothing is under way, or for some time."""
+
+    def __init__(self, pause_s: float | None) -> None:
+        self._pause_s = pause_s
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            time.sleep(self._pause_s) if self._pause_s is not None else self._wait(trainer.strategy._link)
+
+    def _wait(self, link: Any) -> None:
+        until_s = time.monotonic() + PACE_S
+        while not all(
+            not f.is_due and not f.is_fetching and (f.staged or (f.outstanding is None and f.offered == f.landed))
+            for f in link._machine.fragments
+        ):
+            assert time.monotonic() < until_s, [str(f) for f in link._machine.fragments]
+            time.sleep(0.001)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--inner", choices=INNER, default="auto")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--options", default="{}", help="of the strategy, JSON")
+    parser.add_argument("--paced", action="store_true")
+    parser.add_argument("--pause-s", type=float, default=0.0)
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s")
+    print("rank", os.environ.get("LOCAL_RANK", "0"), "is process", os.getpid(), flush=True)
+    options = {"sync_every": 4, "num_fragments": 2, "overlap": 1, **json.loads(given.options)}
+    strategy = DecoupledDiLoCoStrategy(INNER[given.inner](), **options)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=given.devices,
+        strategy=strategy,
+        max_steps=given.steps,
+        callbacks=Pace(None if given.paced else given.pause_s),
+        default_root_dir=given.out.parent,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Regression(num_batch=8, shuffles=not given.paced)
+    trainer.fit(model)
+    held = {
+        "strategy": type(strategy).__name__,
+        "params": {name: _whole(p).flatten().tolist() for name, p in model.named_parameters()},
+        "seen": model.seen,
+        "steps": trainer.global_step,
+    }
+    Path(f"{given.out}.{trainer.global_rank}.json").write_text(json.dumps(held))
+
+
+def _whole(param: torch.Tensor) -> torch.Tensor:
+    param = param.detach()
+    return param.full_tensor() if hasattr(param, "full_tensor") else param
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""What rank 0 tells the others: updates travel whole, agreements are sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_diloco.devices.base import Update
+from lightning_diloco.runtime.agreement import Agreement
+from lightning_diloco.runtime.relay import packed, unpacked
+
+BYTES = torch.arange(12, dtype=torch.uint8)
+VALUES = torch.linspace(-1, 1, 7)
+
+
+@pytest.mark.parametrize("full", [None, VALUES])
+@pytest.mark.parametrize("chain", [(), (BYTES[:5],), (BYTES[:5], BYTES[5:9])])
+@pytest.mark.parametrize("sent", [None, BYTES[2:]])
+def test_an_update_travels_unchanged(full, chain, sent):
+    command, payload = packed(3, Update(full, chain, sent))
+    found = unpacked(command, payload.clone())
+    assert command["fragment"] == 3
+    assert len(found.chain) == len(chain)
+    pairs = [(found.full, full), (found.sent, sent), *zip(found.chain, chain, strict=True)]
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
+
+
+def test_an_agreement_is_the_sum_over_ranks():
+    leader = Agreement(tokens=5, is_last=True, land=(0, 2), snapshot=(1,))
+    follower = Agreement(tokens=7, num_failed=1)
+    sums = [a + b for a, b in zip(leader.numbers(3), follower.numbers(3), strict=True)]
+    assert Agreement.of(sums) == Agreement(tokens=12, num_failed=1, is_last=True, land=(0, 2), snapshot=(1,))
