@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from tests.bench import exchange, participation, quality, report, soak
+from tests.bench import chaos, exchange, participation, quality, report, soak, survivors
 from tests.bench.processes import Measured
 from tests.bench.tiny import Tiny
 
@@ -105,3 +105,33 @@ def test_memory_that_grows_is_told_from_memory_that_varies(slope_bps: float, is_
     times_s = [2.0 * k for k in range(600)]
     values = [3e8 + slope_bps * t + chance.gauss(0.0, 2e6) for t in times_s]
     assert soak.trend(times_s, values).is_flat is is_flat
+
+
+@pytest.mark.parametrize(("longest_ms", "holds"), [(70.0, True), (130.0, False)])
+def test_a_step_that_a_fault_made_longer_is_seen(longest_ms: float, holds: bool) -> None:
+    calm, faulty = ({"faults": said, "exit code": 0} for said in ("none", "kill 1"))
+    rows = [{**calm, "longest [ms]": 70.0}, {**faulty, "longest [ms]": longest_ms}, {**calm, "longest [ms]": 60.0}]
+    assert [*survivors.checks_of(rows).values()] == [holds, True]
+
+
+CHAOS = {
+    "exit_code": 0, "ledger_exact": True, "replayed": "merges", "step_efficiency": 0.95, "participation": 0.9,
+    "num_faults_by_kind": {"kill": 5, "stop": 6, "cut": 5, "slow": 6, "syncer": 6}, "num_faults_skipped": 0,
+    "eval_loss_excess": 0.01,
+}  # fmt: skip
+
+
+def test_a_chaos_run_within_its_bounds_passes() -> None:
+    assert all(chaos.checks_of(CHAOS).values())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"exit_code": 1}, {"ledger_exact": False}, {"replayed": None}, {"step_efficiency": 0.94},
+        {"participation": 0.89}, {"eval_loss_excess": 0.011}, {"eval_loss_excess": None},
+        {"num_faults_by_kind": {"kill": 3, "stop": 6, "cut": 5, "slow": 6, "syncer": 6}},
+    ],
+)  # fmt: skip
+def test_a_chaos_run_beyond_a_bound_fails(changed: dict[str, object]) -> None:
+    assert list(chaos.checks_of({**CHAOS, **changed}).values()).count(False) == 1

@@ -1,0 +1,103 @@
+"""What learners notice when another one is killed, stopped or cut off, or when the syncer is killed: nothing.
+
+python -m tests.bench.survivors --out tests/bench/results/survivors.json
+
+1. Three learners, asleep in each step. Faults of every kind hit the third one and the syncer, none hits the others.
+2. Every step of the others is timed by the step clock. The yardstick is the same run without faults, before and after.
+3. The longest step may be at most 50 ms longer. It is as long as the machine's longest hiccup, so the machine must be
+   quiet; the 99.9th percentile stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_diloco.cli import chaos_story
+from lightning_diloco.cli import run as cli_run
+from lightning_diloco.cli.display import Screen
+from lightning_diloco.cli.fault_schedule import KINDS, draw
+from lightning_diloco.cli.interruption import Interruption
+from lightning_diloco.cli.local_run import Plan, execute
+from lightning_diloco.cli.meddler import Meddler
+from tests.bench import report
+
+ROOT = Path(__file__).parents[2]
+SURVIVORS, VICTIM = ("l0", "l1"), "l2"
+STEP_S = 0.05
+FAULTS_PER_HOUR = 500
+TOLERANCE_S = 0.05
+
+
+def run(seconds: float, seed: int | None) -> dict[str, Any]:
+    """One run in figures; a seed draws faults, None: there are none."""
+    with tempfile.TemporaryDirectory(prefix="diloco-survivors-") as name, contextlib.ExitStack() as stack:
+        run_dir, until_s = Path(name), time.time() + seconds
+        kinds = draw(KINDS, [VICTIM], faults_per_hour=FAULTS_PER_HOUR, seed=seed or 0)
+        meddler = stack.enter_context(Meddler(iter(()) if seed is None else kinds, run_dir / chaos_story.FAULTS))
+        options = ["--until-s", f"{until_s:.1f}", "--step-s", str(STEP_S)]
+        plan = Plan(
+            run_dir=run_dir,
+            syncer_argv=cli_run.syncer_argv(run_dir, len(SURVIVORS) + 1),
+            learner_argv=(sys.executable, "-m", "tests.bench.idle_learner", *options),
+            num_learners=len(SURVIVORS) + 1,
+            threads=1,
+            max_restarts=100,
+            via=meddler.via,
+        )
+        interruption = stack.enter_context(Interruption())
+        screen = stack.enter_context(Screen(Console(), live=False, period_s=30.0))
+        ended = execute(plan, screen, interruption, meddle=meddler)
+        story = chaos_story.read(run_dir)
+    gaps = sorted(gap for name in SURVIVORS for gap in story.learners[name].gaps())
+    return {
+        "faults": ", ".join(f"{kind} {n}" for kind, n in Counter(f["kind"] for f in story.faults).items()) or "none",
+        "steps of the others": len(gaps),
+        "p50 [ms]": 1e3 * report.quantile(gaps, 0.5),
+        "p99.9 [ms]": 1e3 * report.quantile(gaps, 0.999),
+        "longest [ms]": 1e3 * gaps[-1],
+        "exit code": ended.exit_code,
+    }
+
+
+def checks_of(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    """What has to hold of runs without, with, and without faults."""
+    *_, faulty = sorted(rows, key=lambda row: row["faults"] != "none")
+    longer_ms = faulty["longest [ms]"] - max(row["longest [ms]"] for row in rows if row is not faulty)
+    return {
+        f"the longest step is {longer_ms:+.0f} ms longer, at most {1e3 * TOLERANCE_S:+.0f} ms": (
+            longer_ms <= 1e3 * TOLERANCE_S
+        ),
+        "all runs ended by themselves": not any(row["exit code"] for row in rows),
+    }
+
+
+def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+    """Run, print, store; 1 if the others noticed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120.0, help="of each of the three runs")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    os.environ["PYTHONPATH"] = str(ROOT)  # for the learners
+    seeds = {"without faults": None, "with faults": args.seed, "without faults again": None}
+    rows = [{"run": name, **run(args.seconds, seed)} for name, seed in seeds.items()]
+    checks = checks_of(rows)
+    say(report.table(rows))
+    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": checks})
+    return int(not all(checks.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
