@@ -23,7 +23,7 @@ _BEFORE = {
     "waiting": "waiting for learners",
     "seeding": "the first learner's parameters become the anchors",
 }
-_NUM_ROUNDS_LIVE = 4
+_NUM_WAITS_LIVE = 4
 _REDRAW_S = 0.25
 _LARGE_NATS = 20.0
 _UNITS = (("G", 1e9), ("M", 1e6), ("k", 1e3))
@@ -68,14 +68,14 @@ class Screen:
         self._next_s = self._clock() + self._period_s
         silence = f"no answer from the syncer: {problem}"
         if self._live:
-            view = status_view(status, num_rounds=_NUM_ROUNDS_LIVE) if status else Text(silence)
+            view = status_view(status, num_waits=_NUM_WAITS_LIVE) if status else Text(silence)
             self._live.update(view, refresh=True)
         else:
             self.say("\n".join(status_lines(status)) if status else silence)
 
 
-def status_view(status: Status, *, num_rounds: int | None = None) -> Group:
-    """The state as a table of learners, a line on the run, and one line per open round (at most num_rounds)."""
+def status_view(status: Status, *, num_waits: int | None = None) -> Group:
+    """The state as a table of learners, a line on the run, and one line per wait (at most num_waits)."""
     table = Table("learner", "phase", title=Text(f"run {status['run']}"), title_justify="left")
     for heading in ("step", "loss", "tokens/s", "staleness", "last contribution"):
         table.add_column(heading, justify="right")
@@ -89,11 +89,9 @@ def status_view(status: Status, *, num_rounds: int | None = None) -> Group:
             str(learner["staleness_versions"]),
             _ago(learner["last_contribution_s_ago"]),
         )
-    rounds = list(round_lines(status))
-    left_out = (
-        [] if num_rounds is None or len(rounds) <= num_rounds else [f"and {len(rounds) - num_rounds} more rounds"]
-    )
-    return Group(table, *map(Text, (run_line(status), *rounds[:num_rounds], *left_out)))
+    waits = list(wait_lines(status))
+    left_out = [] if num_waits is None or len(waits) <= num_waits else [f"and {len(waits) - num_waits} more waits"]
+    return Group(table, *map(Text, (run_line(status), *waits[:num_waits], *left_out)))
 
 
 def status_lines(status: Status) -> list[str]:
@@ -121,16 +119,14 @@ def run_line(status: Status) -> str:
     )
 
 
-def round_lines(status: Status) -> Iterator[str]:
-    """For each open round: whom it waits for, since when, until when, and what happens then."""
-    for opened in status["rounds"]:
-        waiting = ", ".join(opened["waiting_for"]) or "nobody"
-        until = "" if opened["closes_in_s"] is None else f" for at most {opened['closes_in_s']:.1f} s more"
-        yield (
-            f"fragment {opened['fragment']}, round {opened['round']}: waiting for {waiting} since "
-            f"{opened['opened_s_ago']:.1f} s{until}; ready: {', '.join(opened['ready']) or 'nobody'} "
-            f"(quorum {opened['quorum']}); then: {opened['then']}"
-        )
+def wait_lines(status: Status) -> Iterator[str]:
+    """Whom the run waits for, since when, until when, and what happens then; one line for each wait."""
+    if not status["waits"]:
+        yield "waiting for nobody"
+    for wait in status["waits"]:
+        since = "" if wait["since_s"] is None else f" since {wait['since_s']:.1f} s"
+        until = "" if wait["until_s"] is None else f", for at most {wait['until_s']:.1f} s more"
+        yield f"{wait['what']}: waiting for {', '.join(wait['for']) or 'nobody'}{since}{until}; then: {wait['then']}"
 
 
 def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:

@@ -42,7 +42,7 @@ class Joins(Leasing):
         self._seeder: str | None = None
         self._pending_manifest: Json | None = None
         self._has_started = expect is None
-        self._first_confirmed_s: float | None = None
+        self.first_confirmed_s: float | None = None
         self._contenders = admission.Contenders()
         self._outlived: int | None = None
 
@@ -195,12 +195,24 @@ class Joins(Leasing):
                 note = do.Note("rejected", {"learner": member.learner, "text": rejected.text})
                 return [do.Send(member.session, rejected), note]
             member.state = "confirmed"
-            if self._first_confirmed_s is None:
-                self._first_confirmed_s = now_s
+            if self.first_confirmed_s is None:
+                self.first_confirmed_s = now_s
         if not self._may_start(now_s):
             return []
         waiting = [m for m in self.roster.in_state("confirmed") if m is not member]
         return [a for m in [member, *waiting] for a in self._activate(m, now_s)]
+
+    @property
+    def seeder(self) -> Member | None:
+        """Who holds the seed lease."""
+        return self.roster.get(self._seeder) if self._seeder else None
+
+    @property
+    def num_awaited(self) -> int:
+        """Learners that the first step still waits for."""
+        if self._has_started or self.expect is None:
+            return 0
+        return max(0, self.expect - len(self.roster.in_state("confirmed", "active", "left")))
 
     @property
     def seed_grant(self) -> tuple[str, int] | None:
@@ -210,7 +222,7 @@ class Joins(Leasing):
     def _may_start(self, now_s: float) -> bool:
         if not self._has_started:
             num_ready = len(self.roster.in_state("confirmed", "active", "left"))
-            waited_s = now_s - (now_s if self._first_confirmed_s is None else self._first_confirmed_s)
+            waited_s = now_s - (now_s if self.first_confirmed_s is None else self.first_confirmed_s)
             self._has_started = num_ready >= (self.expect or 0) or waited_s >= START_HOLD_S
         return self._has_started
 
@@ -245,7 +257,7 @@ class Joins(Leasing):
         return not is_coming and not self.roster.live()
 
     def _pass_on_seed_lease(self, now_s: float) -> list[SyncerAction]:
-        seeder = self.roster.get(self._seeder) if self._seeder else None
+        seeder = self.seeder
         if self.manifest is not None or seeder is None or now_s - seeder.heard_s <= self.config.lease_s:
             return []
         others = [m for m in self.roster.in_state("joining") if now_s - m.heard_s <= self.config.lease_s]

@@ -163,7 +163,7 @@ class Rounds:
         if has_quorum and r.quorum_s is None:
             r.quorum_s = now_s
             self.quorum_s.add(now_s - r.opened_s)
-        if missing and not (has_quorum and now_s >= r.until_s and now_s >= self._waits_for_owed_until_s(r, missing)):
+        if missing and not (has_quorum and now_s >= r.until_s and now_s >= self.waits_for_owed_until_s(r, missing)):
             return []
         if not ready:
             return self._abort(p, f, "nobody had anything to contribute")
@@ -173,7 +173,8 @@ class Rounds:
         r.until_s = now_s + self._transfer_deadline_s(r)
         return self._try_merge(p, now_s)
 
-    def _waits_for_owed_until_s(self, r: Round, missing: set[str]) -> float:
+    def waits_for_owed_until_s(self, r: Round, missing: set[str]) -> float:
+        """Until when a round waits for those it owes that; its opening where it owes nothing."""
         step_s = max((self.roster[s].step_s for s in r.owed & missing), default=None)
         return r.opened_s if step_s is None else r.opened_s + WAIT_FOR_OWED_STEPS * max(r.opener_step_s, step_s)
 

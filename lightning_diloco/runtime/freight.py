@@ -60,6 +60,7 @@ class Freight:
     Attributes:
         norm: of the last pseudo-gradient.
         relative_error: of its encoding.
+        bytes_up, bytes_down: payloads so far.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Freight:
         self._staged: dict[int, tuple[Any, Tensor | None]] = {}
         self._work, self._up, self._down = (Jobs(crew, name) for name in ("worker", "uploads", "downloads"))
         self.norm = self.relative_error = 0.0
+        self.bytes_up = self.bytes_down = 0
 
     # ------------------------------------------------------------------------------- called while the machine is locked
 
@@ -156,6 +158,7 @@ class Freight:
                 header: Json = {"what": "contribution", "session": self._session, "ready": codec.dump(ready)}
                 header |= {"error": kept.error}
                 self._connection.put(Bulk(header, bytes_of(kept.payload)), deadline_s=BULK_S)
+                self.bytes_up += kept.payload.numel()
                 self._handle(events.Uploaded(ready.fragment, ready.seq))
                 return
         except DiLoCoError as error:
@@ -181,7 +184,9 @@ class Freight:
 
     def _get(self, p: int, *, have: int | None, generation: int) -> Bulk:
         asked: Json = {"session": self._session, "fragment": p, "generation": generation, "have": have}
-        return self._connection.get(asked, deadline_s=BULK_S)
+        bulk = self._connection.get(asked, deadline_s=BULK_S)
+        self.bytes_down += bulk.payload.nbytes
+        return bulk
 
     def _stage(self, wanted: actions.Fetch, bulk: Bulk) -> None:
         p, header = wanted.fragment, bulk.header

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import cast
 
 from lightning_diloco.errors import RemoteError
-from lightning_diloco.protocol import messages
+from lightning_diloco.protocol import codec, messages
+from lightning_diloco.runtime.board import News
 from lightning_diloco.runtime.outbox import RESET
 from lightning_diloco.runtime.threads import Crew
 from lightning_diloco.transport.base import Connection
@@ -42,6 +43,9 @@ class Line:
         hear: called with each message, in order.
         reconnect: called with the number of the new connection; says hello.
         tick: called about every TICK_S.
+
+    Attributes:
+        news: what the syncer told last of the run.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Line:
         self._offline_s = 0.0
         self._num_connections = 1
         self._poll_s = POLL_S
+        self.news = News()
         crew.start("sender", self._send_loop)
         crew.start("listener", self._listen_loop)
 
@@ -74,10 +79,15 @@ class Line:
         return self._offline_since_s is None
 
     @property
+    def outage_s(self) -> float | None:
+        """For how long the syncer has been out of reach; None: it answers."""
+        since_s = self._offline_since_s
+        return None if since_s is None else time.monotonic() - since_s
+
+    @property
     def offline_s(self) -> float:
         """Time without a syncer, up to now."""
-        since_s = self._offline_since_s
-        return self._offline_s + (0.0 if since_s is None else time.monotonic() - since_s)
+        return self._offline_s + (self.outage_s or 0.0)
 
     def say(self, message: messages.FromLearner) -> None:
         """Send this in its turn; never waits."""
@@ -120,7 +130,8 @@ class Line:
         return batch
 
     def _send(self, batch: list[messages.FromLearner]) -> None:
-        self._connection.send(self._session, [messages.encode(message) for message in batch])
+        answer = self._connection.send(self._session, [messages.encode(message) for message in batch])
+        self.news = codec.load(News, answer)
 
     # ------------------------------------------------------------------------------------------------------- listener
 

@@ -35,7 +35,8 @@ from lightning_diloco.runtime.joining import Joining, MakeDevice, where
 from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.naming import own_name
-from lightning_diloco.runtime.report import EXCHANGE_P95, LOSS, STALL
+from lightning_diloco.runtime.report import EVAL_LOSS, EXCHANGE_P95, LOSS, STALL
+from lightning_diloco.runtime.standing import Standing, standing
 from lightning_diloco.runtime.stopwatch import Stopwatch
 from lightning_diloco.runtime.threads import Crew
 from lightning_diloco.transport.address import JoinAddress
@@ -80,7 +81,7 @@ class Link:
         self._watch = Stopwatch()
         self._tokens = 0
         self._unit: str | None = None
-        self._loss: float | None = None
+        self._losses: dict[str, float] = {}
         self._left: actions.Left | None = None
         self._has_verdict = False
         self._embedded: EmbeddedSyncer | None = None
@@ -190,12 +191,18 @@ class Link:
 
     def set_loss(self, loss: float) -> None:
         """What people see beside this learner."""
-        self._loss = loss
+        self._losses[LOSS] = loss
+
+    def set_eval_loss(self, loss: float) -> None:
+        """What this learner found when it validated the anchor."""
+        self._losses[EVAL_LOSS] = loss
 
     def metrics(self) -> dict[str, float]:
         """What goes to loggers, by name."""
         with self._changed:
             staleness_versions = self._machine.staleness_versions
+        news = self._line.news
+        told = {"fleet_tokens": news.fleet_tokens, "fleet/learners": news.num_learners, "diloco/cosine": news.cosine}
         return {
             STALL: self._watch.stall_s,
             EXCHANGE_P95: self._watch.exchange_p95_s,
@@ -204,9 +211,17 @@ class Link:
             "diloco/pseudo_gradient_norm": self._freight.norm,
             "diloco/quantization_error": self._freight.relative_error,
             "diloco/offline_s": self._line.offline_s,
+            "diloco/bytes_up": float(self._freight.bytes_up),
+            "diloco/bytes_down": float(self._freight.bytes_down),
             "perf/tokens_per_s": self._watch.tokens_per_s,
             "perf/step_s": self._watch.step_s,
+            **{name: float(value) for name, value in told.items() if value is not None},
         }
+
+    def standing(self) -> Standing:
+        """Where this learner stands, for its progress bar."""
+        with self._changed:
+            return standing(self._machine, self._line)
 
     # --------------------------------------------------------------------------------------------------------- the end
 
@@ -375,8 +390,7 @@ class Link:
             )
 
     def _reported(self) -> dict[str, float]:
-        reported = {STALL: self._watch.stall_s, EXCHANGE_P95: self._watch.exchange_p95_s}
-        return reported if self._loss is None else {**reported, LOSS: self._loss}
+        return {STALL: self._watch.stall_s, EXCHANGE_P95: self._watch.exchange_p95_s, **self._losses}
 
 
 def _signed(message: messages.FromLearner) -> messages.FromLearner:

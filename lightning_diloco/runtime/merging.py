@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_diloco.core.merge import contribution_weight
+from lightning_diloco.core.merge import MergeReport, contribution_weight
 from lightning_diloco.errors import NonFiniteError, StorageError
 from lightning_diloco.protocol import actions, events
 from lightning_diloco.runtime.anchors import Anchor, AnchorStore, bytes_of
@@ -44,7 +44,8 @@ class Installable:
 
     event: events.Committed
     anchor: Anchor
-    norms: tuple[float, ...]
+    sessions: tuple[str, ...]
+    report: MergeReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,16 @@ class _Gradient:
     weights: tuple[float, ...]
     max_norm: float
     values: Tensor
-    norms: tuple[float, ...]
+    report: MergeReport
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        return tuple(c.session for c in self.job.action.contributions)
 
     def recorded(self, record: Json) -> Recorded:
         return Recorded(
             record=record,
-            sessions=tuple(c.session for c in self.job.action.contributions),
+            sessions=self.sessions,
             weights=self.weights,
             max_norm=self.max_norm,
             payloads=self.job.payloads,
@@ -89,7 +94,7 @@ class Merger:
         weights = tuple(contribution_weight(c.ready.tokens, c.ready.steps) for c in contributions)
         max_norm = self._max_norm(p)
         values_P, found = store.merge(p, job.payloads, weights, max_norm=max_norm)
-        gradient = _Gradient(job, weights, max_norm, values_P, found.norms)
+        gradient = _Gradient(job, weights, max_norm, values_P, found)
         clipped = tuple(c.session for c, norm in zip(contributions, found.norms, strict=True) if norm > max_norm)
         merged = events.Merged(p, job.action.round, clipped)
         if not torch.isfinite(values_P).all():
@@ -112,7 +117,8 @@ class Merger:
         except StorageError as error:
             self._disk_failed(str(error))
             return [events.CommitFailed(p, job.round, str(error))]
-        return [Installable(events.Committed(p, job.round, anchor.digest), anchor, gradient.norms)]
+        made = events.Committed(p, job.round, anchor.digest)
+        return [Installable(made, anchor, gradient.sessions, gradient.report)]
 
     def learn(self, p: int, norms: Sequence[float]) -> None:
         """What was committed is usual."""
@@ -128,7 +134,7 @@ class Merger:
 
 
 def _refuse_longest(gradient: _Gradient, problem: str) -> events.PayloadReceived:
-    norms, contributions = gradient.norms, gradient.job.action.contributions
+    norms, contributions = gradient.report.norms, gradient.job.action.contributions
     longest = contributions[max(range(len(norms)), key=norms.__getitem__)]
     text = f"norm {max(norms):.3g}, the longest of {len(norms)}: {problem}"
     return events.PayloadReceived(longest.session, longest.ready, text)

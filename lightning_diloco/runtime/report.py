@@ -5,15 +5,15 @@ Every figure is defined once: here, in `ledger.py` (tokens) and in `stopwatch.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_diloco.protocol import SyncerState
 from lightning_diloco.protocol.roster import Member
-from lightning_diloco.protocol.round import FragmentRounds, Round
+from lightning_diloco.runtime import waiting
 from lightning_diloco.transport.base import Json
 
-STALL, EXCHANGE_P95, LOSS = "diloco/stall_s", "diloco/exchange_p95_s", "loss"
+STALL, EXCHANGE_P95, LOSS, EVAL_LOSS = "diloco/stall_s", "diloco/exchange_p95_s", "loss", "eval_loss"
 
 
 def summary(state: SyncerState, *, status: str, wall_s: float, now_s: float, bytes_up: int, bytes_down: int) -> Json:
@@ -51,21 +51,21 @@ def summary(state: SyncerState, *, status: str, wall_s: float, now_s: float, byt
 
 
 def status(
-    state: SyncerState, *, disk_error: str | None, uptime_s: float, now_s: float, bytes_up: int, bytes_down: int
+    state: SyncerState, *, disk: tuple[str, float] | None, uptime_s: float, now_s: float, bytes_up: int, bytes_down: int
 ) -> Json:
-    """The run as it is now; `disk_error` says why nothing is committed, if that is so."""
+    """The run as it is now; `disk` says why nothing is committed, and since when, if that is so."""
     totals = state.ledger.totals()
+    rounds = [_round(state, p, now_s) for p, f in enumerate(state.rounds.fragments) if f.round is not None]
     return {
         "run": state.run,
-        "state": "suspended" if disk_error is not None else _stage(state),
-        "reason": disk_error,
+        "state": "suspended" if disk is not None else _stage(state),
+        "reason": None if disk is None else disk[0],
         "uptime_s": uptime_s,
         "config": state.config.to_dict(),
         "learners": [_learner(state, m, now_s) for m in _present(state)],
         "versions": [f.version for f in state.rounds.fragments],
-        "rounds": [
-            _round(state, p, f, f.round, now_s) for p, f in enumerate(state.rounds.fragments) if f.round is not None
-        ],
+        "rounds": rounds,
+        "waits": waiting.waits(state, rounds, disk=disk, now_s=now_s),
         "num_commits": state.rounds.counts.num_commits,
         "effective_quorum": max(1, min(state.config.quorum, len(state.roster.electorate(now_s, state.heartbeat_s)))),
         "participation": state.rounds.counts.participation,
@@ -156,32 +156,25 @@ def _learner(state: SyncerState, m: Member, now_s: float) -> dict[str, Any]:
     }
 
 
-def _round(state: SyncerState, p: int, f: FragmentRounds, r: Round, now_s: float) -> dict[str, Any]:
-    ready = sorted(f.held)
-    waiting = sorted(r.electorate - set(ready)) if r.stage == "collecting" else _without_payload(f, r.members)
-    then = {
-        "collecting": "the round closes with whoever is ready",
-        "transferring": "whoever is late is held for the next round",
-        "merging": "the merged gradient is committed",
-        "committing": "the new version is offered to everyone",
-        "suspended": "the commit is tried again",
-    }[r.stage]
+def _round(state: SyncerState, p: int, now_s: float) -> Json:
+    f = state.rounds.fragments[p]
+    r = f.round
+    assert r is not None
+    whom, closes_in_s, then = waiting.end_of_stage(state, p, now_s)
     return {
         "fragment": p,
         "round": r.number,
         "stage": r.stage,
         "opened_s_ago": now_s - r.opened_s,
-        "ready": _names(state, ready),
-        "waiting_for": _names(state, waiting),
+        "ready": _names(state, sorted(f.held)),
+        "waiting_for": _names(state, whom),
         "quorum": state.rounds.effective_quorum(r),
-        "closes_in_s": max(0.0, r.until_s - now_s) if r.stage in ("collecting", "transferring", "suspended") else None,
+        "closes_in_s": closes_in_s,
         "then": then,
     }
 
 
-def _without_payload(f: FragmentRounds, members: Iterable[str]) -> list[str]:
-    return [s for s in members if s in f.held and not f.held[s].has_payload]
-
-
-def _names(state: SyncerState, sessions: Iterable[str]) -> list[str]:
-    return [state.roster[session].learner for session in sessions]
+def _names(state: SyncerState, awaited: Iterable[str]) -> list[str]:
+    """Learners of these sessions; what is not a session is a thing, and has its own name."""
+    members: Mapping[str, Member] = state.roster.members
+    return [members[name].learner if name in members else name for name in awaited]

@@ -25,7 +25,7 @@ from typing import Any, cast
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import NonFiniteError, PlanMismatchError, StorageError, TransportError
 from lightning_diloco.protocol import SyncerState, actions, codec, events, messages, records
-from lightning_diloco.runtime import report
+from lightning_diloco.runtime.board import Board
 from lightning_diloco.runtime.bulk import BulkDesk
 from lightning_diloco.runtime.durable import Durable, seeded_store
 from lightning_diloco.runtime.ending import Ending
@@ -81,7 +81,6 @@ class SyncerService:
     def __init__(self, options: SyncerOptions, *, run: str, durable: Durable | None = None) -> None:
         RunConfig.from_dict(options.run_options)
         self._options = options
-        self._started_s = time.monotonic()
         self._ending = Ending(expect=options.expect, embedded_by=options.embedded_by)
         self._durable = durable or Durable(options.run_dir)
         self._recorder = None
@@ -89,20 +88,19 @@ class SyncerService:
             self._recorder = Recorder(options.run_dir / "syncer" / "contributions")
         self.state = SyncerState(run=run, options=dict(options.run_options), expect=options.expect)
         self._store = self._durable.restore(self.state, time.monotonic())
-        self._merger = Merger(self._durable, self._recorder, self._disk_failed)
+        self._desk = BulkDesk()
+        self._desk.remember_merged(self.state.roster)
+        self._board = Board(self.state, self._desk)
+        self._merger = Merger(self._durable, self._recorder, self._board.disk_failed)
         self._outbox = Outbox()
         self._events: queue.SimpleQueue[events.SyncerEvent | Installable | None] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
-        self._desk = BulkDesk()
-        self._desk.remember_merged(self.state.roster)
         self._seed: actions.StoreSeed | None = None
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
-        self._disk_error: str | None = None
         self._transferred_s: dict[str, float] = {}
         self._num_applying = 0
         self._held_back: list[actions.Apply] = []
-        self._looking = threading.Lock()
         self._ended = threading.Event()
         self._is_stopping = False
         self.error: BaseException | None = None
@@ -140,22 +138,13 @@ class SyncerService:
         is_finished = self.state.is_finished and somebody_finished and self.error is None
         self.state.finish()
         status = "finished" if is_finished else "interrupted"
-        summary = report.summary(self.state, status=status, **self._figures(wall="wall_s"))
+        summary = self._board.summary(status)
         try:
             write_whole(self._options.run_dir / "summary.json", _json(summary))
             self._durable.close()
         except StorageError as error:
             log.error("the end of the run is not on disk: %s", error)
         return summary
-
-    def _figures(self, *, wall: str) -> dict[str, Any]:
-        now_s = time.monotonic()
-        return {
-            wall: now_s - self._started_s,
-            "now_s": now_s,
-            "bytes_up": self._desk.bytes_up,
-            "bytes_down": self._desk.bytes_down,
-        }
 
     def _guarded(self, run_thread: Any) -> None:
         """A thread that fails ends the process with its error: nothing runs on half."""
@@ -169,12 +158,12 @@ class SyncerService:
     # -------------------------------------------------------------------------------------------- called by transport
 
     def on_send(self, session: str, messages_: Sequence[Json]) -> Json:
-        """Queue control messages for the machine."""
+        """Queue control messages for the machine; the answer is the news."""
         self._check_open()
         decoded = [messages.decode(message, messages.FromLearner) for message in messages_]
         for message in decoded:
             self._events.put(events.FromALearner(session, cast("messages.FromLearner", message)))
-        return {}
+        return codec.dump(self._board.news(session))
 
     def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         """Hand out waiting messages."""
@@ -193,9 +182,7 @@ class SyncerService:
             if self._store is None:  # a run that has its start values needs no others
                 self._desk.take_seed(session, bulk, self.state.seed_grant)
         else:
-            is_known = self.state.roster.get(session) is not None
-            taken = self._desk.take_contribution(session, bulk, self._store, self.state.config, is_known=is_known)
-            self._events.put(taken)
+            self._events.put(self._desk.take_contribution(session, bulk, self._store, self.state))
         return {}
 
     def on_get(self, header: Json) -> Bulk:
@@ -204,11 +191,7 @@ class SyncerService:
 
     def on_status(self) -> Json:
         """The run as people see it."""
-        with self._looking:
-            return self._status()
-
-    def _status(self) -> Json:
-        return report.status(self.state, disk_error=self._disk_error, **self._figures(wall="uptime_s"))
+        return self._board.status()
 
     def _enter(self, header: Json) -> str:
         """Bulk moves: its session is alive."""
@@ -249,6 +232,7 @@ class SyncerService:
                 for session, heard_s in self._transferred_s.copy().items():
                     self.state.roster.heard(session, heard_s)
                 self._handle(events.Tick(), now_s)
+                self._board.refresh()
                 self._note_progress(now_s)
                 self._store_seed()
                 if self._ending.has_come(self.state, now_s):
@@ -256,11 +240,11 @@ class SyncerService:
 
     def _note_progress(self, now_s: float) -> None:
         if self.state.manifest is not None and now_s >= self._next_progress_s:
-            self._next_progress_s = now_s + pause_s(now_s - self._started_s)
-            self._durable.note(PROGRESS, **progress(self._status()))
+            self._next_progress_s = now_s + pause_s(self._board.age_s())
+            self._durable.note(PROGRESS, **progress(self._board.status()))
 
     def _handle(self, event: events.SyncerEvent, now_s: float) -> None:
-        with self._looking:
+        with self._board.looking:
             todo = self.state.handle(event, now_s)
         self._do(todo)
 
@@ -273,21 +257,11 @@ class SyncerService:
                 self._carry_out(self._todo[0])
             except StorageError as error:
                 self._retry_s = time.monotonic() + RETRY_S
-                self._disk_failed(str(error))
+                self._board.disk_failed(str(error))
                 return
             self._todo.popleft()
         if not self._todo:
             self._snapshot_if_quiet()
-
-    def _disk_failed(self, error: str) -> None:
-        if self._disk_error is None:
-            log.error("nothing is committed until the disk takes it, learners train on: %s", error)
-        self._disk_error = error
-
-    def _disk_works(self) -> None:
-        if self._disk_error is not None:
-            log.warning("the disk takes what is written again")
-        self._disk_error = None
 
     def _comes_again(self, action: actions.SyncerAction) -> bool:
         """Whether this need not wait for the disk: what is repeated until answered would pile up."""
@@ -302,7 +276,7 @@ class SyncerService:
         match action:
             case actions.Record():
                 self._durable.write(action.values)
-                self._disk_works()
+                self._board.disk_works()
                 if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
                     self._store.regenerate(self.state.rounds.generation)
             case actions.Send():
@@ -318,6 +292,7 @@ class SyncerService:
             case actions.Note():
                 log.info("%s %s", action.event, action.fields)
                 self._durable.note(action.event, **action.fields)
+                self._board.noted(action.event, action.fields)
 
     def _snapshot_if_quiet(self) -> None:
         """Begin a snapshot if one is due, which needs a moment without commits; else let commits begin."""
@@ -335,12 +310,15 @@ class SyncerService:
 
     def _install(self, made: Installable, now_s: float) -> None:
         assert self._store is not None
-        p = made.event.fragment
-        self._desk.note_merged(self.state.applying(p))
+        p, record, found = made.event.fragment, self.state.applying(made.event.fragment), made.report
+        self._desk.note_merged(record)
         self._store.install(p, made.anchor)
-        self._merger.learn(p, made.norms)
+        self._merger.learn(p, found.norms)
+        self._board.merged(made.sessions, found.cosines)
+        lengths = {"merged_norm": found.merged_norm, "norms": found.norms, "cosines": found.cosines}
+        self._durable.note("outer", fragment=p, version=record.version, **lengths)
         self._num_applying -= 1
-        self._disk_works()
+        self._board.disk_works()
         self._handle(made.event, now_s)
 
     # --------------------------------------------------------------------------------------------------------- start
@@ -361,10 +339,10 @@ class SyncerService:
             self._durable.store_seed(codec.dump(self.state.saved()), action.manifest, store)
             self._store, digests = store, store.digests()
             self._desk.drop_seed()
-            self._disk_works()
+            self._board.disk_works()
         except StorageError as problem:
             self._retry_s = time.monotonic() + RETRY_S
-            self._disk_failed(str(problem))
+            self._board.disk_failed(str(problem))
             error = str(problem)  # the values stay; the seeder asks again
         except (NonFiniteError, PlanMismatchError) as problem:
             error = str(problem)

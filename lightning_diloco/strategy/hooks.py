@@ -39,10 +39,11 @@ from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.strategy.data import fork_random_state, in_own_order, is_at, split
 from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.identity import learner_id
-from lightning_diloco.strategy.losses import train_loss, validate_final
+from lightning_diloco.strategy.losses import train_loss, val_loss, validate_final
 from lightning_diloco.strategy.model import aliases, describe, named_values, trainable_parameters
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
+from lightning_diloco.strategy.progress import ProgressFields
 from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class DiLoCoHooks(Strategy):
     _token_count_fn: TokenCountFn | None
     _link: Link | None = None
     _device: FragmentDevice | None = None
+    _progress: ProgressFields | None = None
     _healing: Healing | None = None
     _preemption: Preemption | None = None
     _tuner_checkpoint: str | None = None
@@ -114,6 +116,8 @@ class DiLoCoHooks(Strategy):
         self._link = self._make_link()
         self._link.start(describe(self.lightning_module, self._counter.unit), self._make_device)
         self._heal()
+        if (bar := self._trainer.progress_bar_callback) is not None:
+            self._progress = ProgressFields(bar, self._link.standing)
         self._reload_train_data()
 
     def _heal(self) -> None:
@@ -175,6 +179,8 @@ class DiLoCoHooks(Strategy):
 
     def _let_go(self) -> Link | None:
         """From here on the module is an ordinary one; the link is the caller's to close."""
+        if self._progress is not None:
+            self._progress.remove()
         if self._healing is not None:
             self._healing.close()
         if self._preemption is not None:
@@ -305,6 +311,9 @@ class DiLoCoHooks(Strategy):
         """Back to the local parameters."""
         if self._exchanging and not self._trainer.sanity_checking:
             self._set_evaluating(False)
+            assert self._link is not None
+            if self._learner.evaluate == "anchor" and (loss := val_loss(self._trainer)) is not None:
+                self._link.set_eval_loss(loss)
         super().on_validation_end()
 
     def _set_evaluating(self, evaluating: bool) -> None:

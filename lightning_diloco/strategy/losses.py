@@ -41,6 +41,12 @@ def train_loss(trainer: pl.Trainer, output: object) -> float | None:
     return loss if loss is not None and math.isfinite(loss) else None
 
 
+def val_loss(trainer: pl.Trainer) -> float | None:
+    """The loss of the validation just done; None if it cannot be told, or is not finite."""
+    loss = _named_loss(trainer.callback_metrics, _VAL_NAMES)
+    return loss if loss is not None and math.isfinite(loss) else None
+
+
 def validate_final(trainer: pl.Trainer) -> tuple[float | None, str | None]:
     """Validate the parameters as they are now, at the end of a fit.
 

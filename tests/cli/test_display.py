@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_diloco.cli.display import Screen, round_lines, status_lines, status_view, summary_view
+from lightning_diloco.cli.display import Screen, status_lines, status_view, summary_view, wait_lines
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -25,16 +25,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "last_heard_s_ago": 0.1,
     }
     joining = {**learner, "id": "l1", "phase": "joining", "metrics": {}, "tokens_per_s": None, "step": 0}
-    opened = {
-        "fragment": 3,
-        "round": 17,
-        "opened_s_ago": 1.25,
-        "ready": ["l0"],
-        "waiting_for": ["l1"],
-        "quorum": 1,
-        "closes_in_s": 0.4,
-        "then": "merge l0",
-    }
+    wait = {"what": "fragment 3, round 17", "for": ["l1"], "since_s": 1.25, "until_s": 0.4, "then": "merge l0"}
     return {
         "run": "gpt",
         "state": "open",
@@ -43,7 +34,8 @@ def status(**changes: Any) -> dict[str, Any]:
         "config": {},
         "learners": [learner, {**joining, "last_contribution_s_ago": None}],
         "versions": [4, 5, 4],
-        "rounds": [opened],
+        "rounds": [],
+        "waits": [wait],
         "num_commits": 13,
         "effective_quorum": 1,
         "participation": 0.975,
@@ -92,23 +84,24 @@ def test_the_reason_of_a_suspended_run_is_shown() -> None:
     )
 
 
-def test_a_round_says_whom_it_waits_for_since_when_until_when_and_what_then() -> None:
-    assert list(round_lines(status())) == [
-        "fragment 3, round 17: waiting for l1 since 1.2 s for at most 0.4 s more; ready: l0 (quorum 1); then: merge l0"
-    ]
+def test_a_wait_says_for_whom_since_when_until_when_and_what_then() -> None:
+    line = "fragment 3, round 17: waiting for l1 since 1.2 s, for at most 0.4 s more; then: merge l0"
+    assert list(wait_lines(status())) == [line]
 
 
-def test_a_round_without_a_deadline_names_none() -> None:
-    opened = {**status()["rounds"][0], "closes_in_s": None}
-    (line,) = round_lines(status(rounds=[opened]))
-    assert "waiting for l1 since 1.2 s; ready" in line
+def test_a_wait_without_a_beginning_or_an_end_names_none() -> None:
+    (line,) = wait_lines(status(waits=[{**status()["waits"][0], "since_s": None, "until_s": None}]))
+    assert line == "fragment 3, round 17: waiting for l1; then: merge l0"
 
 
-def test_only_a_few_rounds_are_drawn_live() -> None:
-    opened = status()["rounds"] * 24
-    text = drawn(status_view(status(rounds=opened), num_rounds=2))
+def test_a_run_that_waits_for_nobody_says_so() -> None:
+    assert list(wait_lines(status(waits=[]))) == ["waiting for nobody"]
+
+
+def test_only_a_few_waits_are_drawn_live() -> None:
+    text = drawn(status_view(status(waits=status()["waits"] * 24), num_waits=2))
     assert text.count("fragment 3") == 2
-    assert "and 22 more rounds" in text
+    assert "and 22 more waits" in text
 
 
 def test_names_are_never_taken_for_markup() -> None:

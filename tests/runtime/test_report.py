@@ -20,7 +20,7 @@ def run_of(*members: Member) -> SyncerState:
 
 
 def rows(state: SyncerState) -> list[tuple[str, int, str]]:
-    status = report.status(state, disk_error=None, uptime_s=10.0, **FIGURES)
+    status = report.status(state, disk=None, uptime_s=10.0, **FIGURES)
     return [(row["id"], row["incarnation"], row["phase"]) for row in status["learners"]]
 
 
@@ -33,7 +33,7 @@ def test_successor_that_is_joining_has_a_line_beside_the_one_it_will_replace() -
 
 
 def test_disk_that_takes_nothing_is_the_first_thing_said() -> None:
-    status = report.status(run_of(), disk_error="no space left", uptime_s=1.0, **FIGURES)
+    status = report.status(run_of(), disk=("no space left", 4.0), uptime_s=1.0, **FIGURES)
     assert (status["state"], status["reason"]) == ("suspended", "no space left")
 
 

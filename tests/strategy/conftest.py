@@ -19,7 +19,9 @@ from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice, Update
 from lightning_diloco.runtime.model import ModelDescription
+from lightning_diloco.runtime.standing import Standing
 
+STANDING = Standing((3, 4), 1, (2,), 2, None)
 VOCABULARY, LENGTH, NUM_SAMPLES = 11, 6, 24
 
 # Lightning tells small CPU runs about their size; none of this is about us.
@@ -52,6 +54,7 @@ class Scenario:
     start_error: Exception | None = None
     step_error: Exception | None = None
     run_values: float | None = None  # the run exists: its anchors hold this value everywhere
+    standing: Standing = STANDING
     incarnation: int = 1
     is_late: bool = False  # the run has come somewhere before this learner joins
     is_last: bool = False  # nobody else is in the run when this learner leaves
@@ -76,6 +79,7 @@ class RecordingLink:
         self.events: list[str] = []
         self.steps: list[tuple[int, str]] = []
         self.losses: list[float] = []
+        self.eval_losses: list[float] = []
         self.reports: list[tuple[float | None, str | None]] = []
         self.scenario.made.append(self)
 
@@ -112,6 +116,12 @@ class RecordingLink:
 
     def set_loss(self, loss: float) -> None:
         self.losses.append(loss)
+
+    def set_eval_loss(self, loss: float) -> None:
+        self.eval_losses.append(loss)
+
+    def standing(self) -> Standing:
+        return self.scenario.standing
 
     def held_up(self, for_s: float) -> None:
         self.events.append("held up")

@@ -1,0 +1,115 @@
+"""What a syncer can tell at any moment: its status for people, and the short news that learners get with every answer.
+
+1. Everything here is looked at from transport threads. The machine is read only under `looking`; the news is made anew
+   by the loop thread and replaced as a whole.
+2. `recent` keeps the last events that people may want to know, with the time and a number that grows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lightning_diloco.protocol import SyncerState
+from lightning_diloco.runtime import report
+from lightning_diloco.runtime.bulk import BulkDesk
+from lightning_diloco.transport.base import Json
+
+log = logging.getLogger(__name__)
+
+NUM_RECENT = 100
+_TOLD = ("seeded", "join", "leave", "lapse", "return", "rejected", "suspended", "resumed", "regenerated", "evaluated")
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a learner hears of the run with every answer of the syncer.
+
+    Args:
+        num_learners: that take part now.
+        fleet_tokens: seen by all learners so far; the x-axis of every curve.
+        cosine: between this learner's last merged contribution and the outer gradient it became part of.
+    """
+
+    num_learners: int | None = None
+    fleet_tokens: float | None = None
+    cosine: float | None = None
+
+
+class Board:
+    """The public face of one syncer.
+
+    Args:
+        state: the machine.
+        desk: counts bytes.
+    """
+
+    def __init__(self, state: SyncerState, desk: BulkDesk) -> None:
+        self._state = state
+        self._desk = desk
+        self._started_s = time.monotonic()
+        self._disk: tuple[str, float] | None = None
+        self._numbers = itertools.count()
+        self._recent: deque[Json] = deque(maxlen=NUM_RECENT)
+        self._cosines: dict[str, float] = {}
+        self._news = News()
+        self.looking = threading.Lock()
+
+    # ------------------------------------------------------------------------------------------------------- is told
+
+    def refresh(self) -> None:
+        """Loop thread, often: make the news anew."""
+        totals = self._state.ledger.totals()
+        tokens = totals.seen / max(1, self._state.ledger.num_fragments)
+        self._news = News(len(self._state.roster.live()), tokens)
+
+    def noted(self, event: str, fields: Mapping[str, object]) -> None:
+        """Something happened; what people may want to know is kept for a while."""
+        if event in _TOLD:
+            self._recent.append({"number": next(self._numbers), "t": time.time(), "event": event, **fields})
+
+    def merged(self, sessions: tuple[str, ...], cosines: tuple[float, ...]) -> None:
+        """A commit was made of these contributions."""
+        self._cosines.update(zip(sessions, cosines, strict=True))
+
+    def disk_failed(self, error: str) -> None:
+        """The disk did not take something."""
+        if self._disk is None:
+            log.error("nothing is committed until the disk takes it, learners train on: %s", error)
+            self.noted("suspended", {"reason": error})
+        self._disk = (error, time.monotonic() if self._disk is None else self._disk[1])
+
+    def disk_works(self) -> None:
+        """The disk took something."""
+        if self._disk is not None:
+            log.warning("the disk takes what is written again")
+            self.noted("resumed", {})
+        self._disk = None
+
+    # --------------------------------------------------------------------------------------------------------- tells
+
+    def age_s(self) -> float:
+        """Since this process began."""
+        return time.monotonic() - self._started_s
+
+    def news(self, session: str) -> News:
+        """The news for this session."""
+        return replace(self._news, cosine=self._cosines.get(session))
+
+    def status(self) -> Json:
+        """The run as people see it."""
+        with self.looking:
+            status = report.status(self._state, disk=self._disk, uptime_s=self.age_s(), **self._figures())
+        return {**status, "recent": list(self._recent)}
+
+    def summary(self, status: str) -> Json:
+        """The run as it ends."""
+        return report.summary(self._state, status=status, wall_s=self.age_s(), **self._figures())
+
+    def _figures(self) -> Json:
+        return {"now_s": time.monotonic(), "bytes_up": self._desk.bytes_up, "bytes_down": self._desk.bytes_down}
