@@ -74,8 +74,8 @@ class Freight:
         crew: Crew,
         handle: Callable[[events.LearnerEvent], object],
         is_online: Callable[[], bool],
-    ) -> None:
         expect: Callable[[int, Tensor], object] = lambda p, values: None,
+    ) -> None:
         self._connection = connection
         self._session = session
         self._device = device
@@ -84,8 +84,8 @@ class Freight:
         self._crew = crew
         self._handle = handle
         self._is_online = is_online
-        self._kept: dict[tuple[int, int], _Kept] = {}
         self._expect = expect
+        self._kept: dict[tuple[int, int], _Kept] = {}
         self._staged: dict[int, tuple[Any, Tensor | None]] = {}
         self._work, self._up, self._down = (Jobs(crew, name) for name in ("worker", "uploads", "downloads"))
         self.norm = self.relative_error = 0.0
@@ -196,13 +196,13 @@ class Freight:
             update = self._update(p, bulk, None if mine is None else mine.payload)
             if wanted.adopt and update.full is None:
                 raise CorruptMessageError(f"fragment {p} was asked for in full; updates came; nothing of it was used")
+            if wanted.adopt and update.full is not None:
+                self._expect(p, update.full)
             staged = (None, update.full) if wanted.adopt else (self._device.stage(p, update), None)
         except CorruptMessageError as error:
             log.warning("an update of fragment %d is not usable, it is fetched again: %s", p, error)
             self._handle(events.FetchFailed(p))
             return
-            if wanted.adopt and update.full is not None:
-                self._expect(p, update.full)
         self._staged[p] = staged
         seq = None if mine is None else header["merged_seq"]
         is_full = update.full is not None

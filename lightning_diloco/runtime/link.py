@@ -60,9 +60,9 @@ class Link:
         connect: makes the connection.
     """
 
-    def __init__(
     _has_ranks = False
 
+    def __init__(
         self,
         run_options: dict[str, Any],
         learner: LearnerConfig,
@@ -137,8 +137,8 @@ class Link:
                 crew=self._crew,
                 handle=self._handle,
                 is_online=lambda: self._line.is_online,
-            )
                 expect=self._expect,
+            )
             self._handle(events.FromTheSyncer(joined.active))
 
     @property
@@ -348,6 +348,12 @@ class Link:
             generation, version = f.generation, f.landed
         return messages.Mark(generation, version, digest(anchor_P))
 
+    def _tick(self) -> None:
+        self._handle(events.Tick())
+
+    def _expect(self, p: int, values: Tensor) -> None:
+        """These values will be adopted at a boundary; only other ranks need to know."""
+
     def _fail(self, error: BaseException) -> None:
         """Keep the first error for the training thread."""
         with self._changed:
@@ -363,12 +369,6 @@ class Link:
     # --------------------------------------------------------------------------------------------------------- helpers
 
     def _address(self) -> JoinAddress:
-    def _tick(self) -> None:
-        self._handle(events.Tick())
-
-    def _expect(self, p: int, values: Tensor) -> None:
-        """These values will be adopted at a boundary; only other ranks need to know."""
-
         text = self._learner.join or os.environ.get("DILOCO_JOIN")
         if text:
             return JoinAddress.parse(text)

@@ -134,14 +134,14 @@ class DiLoCoHooks(Strategy):
         )
         self._healing.heal(warm_up_steps=link.config.sync_every if link.is_late else 0)
 
-    def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice:
-        self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
-        return self._device
-
     def _make_link(self) -> Link:
         from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
 
         return Link(self._run_options, self._learner, self._root_dir)
+
+    def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice:
+        self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
+        return self._device
 
     def _reload_train_data(self) -> None:
         """Forget a loader that was made before the learner's part was known; the fit loop makes it again."""
