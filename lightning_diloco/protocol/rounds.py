@@ -72,6 +72,8 @@ class Rounds:
         return []
 
     def ready(self, member: Member, ready: msg.Ready, now_s: float) -> list[SyncerAction]:
+        if self._is_being_written(member, ready.fragment):
+            return []  # whatever it says of it now, its fate is on its way to disk
         return self.contributions.accept(member, ready, now_s) + self._try_close(ready.fragment, now_s)
 
     def decline(self, member: Member, p: int, number: int, now_s: float) -> list[SyncerAction]:
@@ -83,6 +85,8 @@ class Rounds:
 
     def payload(self, member: Member, ready: msg.Ready, error: str | None, now_s: float) -> list[SyncerAction]:
         p, held = ready.fragment, self.fragments[ready.fragment].held
+        if self._is_being_written(member, p):
+            return []
         had_it = member.session in held and held[member.session].has_payload
         todo = self.contributions.receive(member, ready, error, now_s)
         if not had_it and member.session in held and held[member.session].has_payload:
@@ -110,6 +114,10 @@ class Rounds:
         """Whether a commit (that names this session) is being written right now."""
         writing = [f.round for f in self.fragments if f.round is not None and f.round.stage == "committing"]
         return any(member is None or member.session in r.members for r in writing)
+
+    def _is_being_written(self, member: Member, p: int) -> bool:
+        r = self.fragments[p].round
+        return r is not None and r.stage == "committing" and member.session in r.members
 
     def announcements(self, session: str) -> list[msg.Announce]:
         """Open rounds that this session may still join."""

@@ -148,6 +148,14 @@ class SyncerState(Joins):
             return [*todo, do.DropPayload(member.session, event.ready.fragment, event.ready.seq), *self._invite(member)]
         return todo + self.rounds.payload(member, event.ready, event.error, now_s)
 
+    def may_merge(self, session: str, ready: msg.Ready) -> bool:
+        """Whether its payload is worth keeping until the machine has heard of it; any thread may ask."""
+        member = self.roster.get(session)
+        if member is None or member.state != "active" or ready.generation != self.rounds.generation:
+            return False
+        decided = member.fates.get(ready.fragment)
+        return decided is None or ready.seq > decided[0]
+
     def _is_whole(self, progress: msg.Progress) -> bool:
         return len(progress.landed) == len(progress.pending) == len(self.rounds.fragments)
 

@@ -3,7 +3,7 @@
 1. Transport threads call this. A payload that is not what it should be becomes an event with an error, not an
    exception: the machine refuses it, and tells.
 2. At most one payload per session and fragment is kept, from its arrival to the machine's word that it is not needed;
-   and of start values those of the one lease that was granted.
+   what comes again after it was decided is not kept. Of start values, those of the one lease that was granted.
 3. A reply says which contribution of the asker is part of it, as of the version it carries.
 """
 
@@ -15,10 +15,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lightning_diloco.config import RunConfig
 from lightning_diloco.core.quantize import Decoder, check_fragment, wire_nbytes
 from lightning_diloco.errors import CorruptMessageError
-from lightning_diloco.protocol import actions, events, messages
+from lightning_diloco.protocol import SyncerState, actions, events, messages
 from lightning_diloco.protocol.records import CommitRecord
 from lightning_diloco.protocol.roster import Roster
 from lightning_diloco.runtime.anchors import AnchorStore, tensor_of
@@ -45,10 +44,10 @@ class BulkDesk:
     # -------------------------------------------------------------------------------------------- called by transport
 
     def take_contribution(
-        self, session: str, bulk: Bulk, store: AnchorStore | None, config: RunConfig, *, is_known: bool = True
+        self, session: str, bulk: Bulk, store: AnchorStore | None, state: SyncerState
     ) -> events.PayloadReceived:
-        """Keep a contribution's payload, if its session is known; returns what the machine is to be told."""
-        payload = self._received(bulk)
+        """Keep a contribution's payload, if it may be merged; returns what the machine is to be told."""
+        payload, config = self._received(bulk), state.config
         ready = _described(bulk.header)
         if store is None or not 0 <= ready.fragment < len(store.layouts):
             raise CorruptMessageError(f"a contribution to fragment {ready.fragment}; the run has no such fragment yet")
@@ -64,8 +63,9 @@ class BulkDesk:
             Decoder(payload, layout.padded_numel, config.wire, config.block_size)  # all that a merge will insist on
         except (ValueError, CorruptMessageError) as error:
             return events.PayloadReceived(session, ready, str(error))
-        if is_known:
-            self._keep(session, ready, payload)
+        if not state.may_merge(session, ready):
+            return events.PayloadReceived(session, ready, "decided before, or not of a process that takes part now")
+        self._keep(session, ready, payload)
         return events.PayloadReceived(session, ready)
 
     def _keep(self, session: str, ready: messages.Ready, payload: Tensor) -> None:

@@ -177,6 +177,21 @@ def test_one_payload_per_session_and_fragment_is_kept(target: Target) -> None:
     assert len(desk._payloads) == 0
 
 
+def test_a_payload_that_comes_again_after_its_fate_is_not_kept(target: Target) -> None:
+    """Else the next one of its sender would have to wait for the syncer to say so once more."""
+    target.honest.train()
+    sent = [said for said in target.honest.said if isinstance(said, Bulk)]
+    handle = target.service.state.handle
+    with pytest.MonkeyPatch.context() as busy:
+        is_free = threading.Event()
+        busy.setattr(target.service.state, "handle", lambda *event: is_free.wait() and handle(*event))
+        for bulk in sent:
+            target.honest.connection.put(bulk, deadline_s=5.0)
+        assert target.service._desk._payloads == {}
+        is_free.set()
+    target.check()
+
+
 def test_calls_are_refused_while_too_much_waits_for_the_syncer(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     most = service.MAX_WAITING
     monkeypatch.setattr(service, "MAX_WAITING", 500)

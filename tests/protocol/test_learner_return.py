@@ -1,0 +1,157 @@
+"""The learner's machine in trouble, on its return, and at its end. Fragment 0 is due at step 2, 1 at step 4."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol import events as on
+from lightning_diloco.protocol import messages as msg
+from tests.protocol.harness import Learner, of_kind
+
+
+@pytest.fixture
+def learner() -> Learner:
+    return Learner()
+
+
+def welcome(generation: int = 0, version: int = 0, merged: tuple[int, ...] = (0, 0)) -> msg.Welcome:
+    return msg.Welcome(1, "r", {}, (generation,) * 2, (version,) * 2, 0, merged)
+
+
+# ------------------------------------------------------------------------------------------------- trouble and return
+
+
+def test_a_reconnect_says_what_is_known_and_asks_for_every_fate(learner: Learner) -> None:
+    learner.snapshot()
+    learner.handle(on.UploadFailed(0, 1))
+    known = (msg.Mark(0, 0, "x"), msg.Mark(0, 0, "y"))
+    learner.handle(on.Reconnected(2, known))
+    assert (learner.says[0].known, learner.says[0].connection) == (known, 2)
+
+    learner.hear(welcome())
+    assert msg.AskFate(0, 1) in learner.says
+
+
+def test_a_new_generation_books_lost_merges_and_drops_what_is_outstanding(learner: Learner) -> None:
+    learner.snapshot()
+    learner.commit(0, 1, seq=1)
+    learner.land(0, 1, seq=1)  # 10 tokens of fragment 0 are merged and landed
+    learner.snapshot(1, 2)
+    assert learner.books() == (60, 60)
+
+    learner.hear(welcome(generation=1, version=0))
+    assert [f.fragment for f in of_kind(learner.actions, do.Fetch)] == [0, 1]
+    assert all(f.adopt for f in of_kind(learner.actions, do.Fetch))
+    assert learner.state.discarded == {"restored": 10 + 30}
+    assert learner.state.progress.landed == (0, 0)
+    assert learner.books() == (60, 60)
+
+    for p in (0, 1):
+        learner.land(p, 0, is_full=True)
+    assert learner.books() == (100, 100)
+    assert learner.state.progress.pending == (((40, 50),), ())
+
+
+def test_what_survived_the_roll_back_is_not_booked_as_lost(learner: Learner) -> None:
+    learner.snapshot()
+    learner.hear(welcome(generation=1, version=1, merged=(10, 0)))  # the outstanding contribution is in version 1
+
+    assert learner.state.discarded == {}
+    assert learner.books() == (20, 20)
+
+
+def test_messages_of_an_older_generation_are_passed_over(learner: Learner) -> None:
+    learner.hear(welcome(generation=1))
+    learner.hear(msg.Commit(0, 0, 9, ()))
+    assert learner.state.fragments[0].offered == 0
+
+    learner.handle(on.Staged(0, 0, 9, None, True))
+    assert of_kind(learner.step(), do.Land) == []
+
+
+def test_being_fenced_stops_the_learner(learner: Learner) -> None:
+    assert learner.hear(msg.Rejected("fenced", "replaced")) == [do.Fail("FencedError", "replaced")]
+
+
+def test_a_seed_grant_that_comes_late_changes_nothing(learner: Learner) -> None:
+    assert learner.hear(msg.SeedGrant(1, 1, "r", {})) == []
+
+
+def test_a_loss_that_is_not_finite_does_not_silence_the_heartbeat(learner: Learner) -> None:
+    learner.state.metrics = {"loss": float("nan"), "stall_s": 0.5}
+    learner.handle(on.Tick())
+
+    assert learner.says[0].metrics == {"stall_s": 0.5}
+
+
+# ----------------------------------------------------------------------------------------------------------- the end
+
+
+def test_a_drainer_asks_for_what_is_left_and_leaves_when_it_has_landed(learner: Learner) -> None:
+    learner.step()
+    learner.handle(on.Finish("finished"))
+    assert learner.says[1:] == [msg.Intent(0, 0.0), msg.Intent(1, 0.0)]
+
+    for p in (0, 1):
+        learner.hear(msg.Announce(p, 1 + p))
+    readies = of_kind(learner.handle(on.Pause()), do.Snapshot)
+    for p in (0, 1):
+        learner.handle(on.Encoded(p, 1))
+        learner.commit(p, 1, seq=1)
+        learner.handle(on.Staged(p, 0, 1, 1))
+    assert [r.ready.tokens for r in readies] == [10, 10]
+
+    learner.handle(on.Pause())
+    (leave,) = [m for m in learner.says if isinstance(m, msg.Leave)]
+    assert leave.progress.pending == ((), ())
+    assert learner.handle(on.Tick()) == [do.Say(leave)]
+    assert learner.hear(msg.LeaveNoted(True)) == [do.Left(True)]
+    assert learner.handle(on.Tick()) == []
+
+
+def test_a_drainer_waits_for_its_update_without_asking_for_rounds(learner: Learner) -> None:
+    learner.step()
+    learner.snapshot(0)
+    learner.snapshot(1, 2)
+    learner.commit(0, 1, seq=1)
+    learner.commit(1, 1, seq=1)
+    learner.handle(on.Finish("finished"))
+    learner.handle(on.Pause())
+
+    assert [m for m in learner.says if isinstance(m, msg.Intent)] == []
+
+
+def test_a_drain_that_takes_too_long_ends_with_honest_books() -> None:
+    learner = Learner(drain_s=5.0)
+    learner.step()
+    learner.handle(on.Finish("preempted"))
+    learner.handle(on.Pause(), after_s=6.0)
+
+    (leave,) = learner.says
+    assert (leave.reason, leave.progress.pending) == ("preempted", (((0, 10),), ((0, 10),)))
+
+
+def test_nothing_is_snapshotted_or_landed_after_the_leave_was_said() -> None:
+    learner = Learner(drain_s=0.0)
+    learner.step()
+    learner.handle(on.Finish("failed", drain=False))
+    learner.hear(msg.Announce(0, 1))
+    learner.commit(1, 1)
+    learner.handle(on.Staged(1, 0, 1, None))
+
+    assert learner.handle(on.Pause()) == []
+
+
+@pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
+def test_the_books_balance_after_every_event(align: str) -> None:
+    learner = Learner(align=align)
+    for version in range(1, 8):
+        learner.snapshot(0, version)
+        assert learner.books()[0] == learner.books()[1]
+        seq = learner.state.fragments[0].seq if version % 2 else None
+        learner.commit(0, version, seq=seq)
+        learner.land(0, version, seq)
+        if seq is None:
+            learner.hear(msg.FateIs(0, learner.state.fragments[0].seq, "superseded"))
+        assert learner.books()[0] == learner.books()[1]
