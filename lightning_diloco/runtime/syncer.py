@@ -15,6 +15,7 @@ import socket
 import threading
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.runtime.heaps import keep_few_heaps
 from lightning_diloco.runtime.service import SyncerOptions, SyncerService
 from lightning_diloco.transport.address import (
     JoinAddress,
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 def serve(options: SyncerOptions) -> int:
     """Serve a run until it is over, or until SIGTERM or SIGINT; returns the exit code."""
+    keep_few_heaps()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     options.run_dir.mkdir(parents=True, exist_ok=True)
     address, identity = _address_and_identity(options)
