@@ -135,3 +135,10 @@ def test_a_chaos_run_within_its_bounds_passes() -> None:
 )  # fmt: skip
 def test_a_chaos_run_beyond_a_bound_fails(changed: dict[str, object]) -> None:
     assert list(chaos.checks_of({**CHAOS, **changed}).values()).count(False) == 1
+
+
+@pytest.mark.parametrize(("at_the_end", "grew"), [((15, 16), "-"), ((17, 17), "threads")])
+def test_threads_that_pile_up_are_told_from_one_that_comes_and_goes(at_the_end: tuple[int, int], grew: str) -> None:
+    before = [(2.0 * k, 1 << 28, 15 + k % 2, 21) for k in range(290)]
+    samples = before + [(2.0 * k, 1 << 28, at_the_end[k % 2], 21) for k in range(290, 310)]
+    assert soak._row("a run", samples)["grew"] == grew
