@@ -25,9 +25,13 @@ class Table:
 
 
 def _rows(found: Results) -> str:
-    checks = [f"- {'holds' if holds else '**fails**'}: {what}" for what, holds in found.get("checks", {}).items()]
     columns = ["run", *(name for name in found["rows"][0] if name != "run")]
-    return report.table(found["rows"], columns) + ("\n\n" + "\n".join(checks) if checks else "")
+    return "\n\n".join(filter(None, (report.table(found["rows"], columns), _checks(found))))
+
+
+def _checks(found: Results) -> str:
+    checks = found.get("checks", {})
+    return "\n".join(f"- {'holds' if holds else '**fails**'}: {what}" for what, holds in checks.items())
 
 
 def _losses(found: Results) -> str:
@@ -53,9 +57,10 @@ def rendered() -> dict[str, str]:
 
 
 def _origin(seen: dict[str, str]) -> str:
+    load = f" (load average {seen['load']})" if "load" in seen else ""
     return (
-        f"{seen['date']}, commit {seen['commit']}, {seen['machine']}, Python {seen['python']}, torch {seen['torch']}; "
-        "made by `python -m tests.bench.render` from stored results."
+        f"{seen['date']}, commit {seen['commit']}, {seen['machine']}{load}, Python {seen['python']}, "
+        f"torch {seen['torch']}; made by `python -m tests.bench.render` from stored results."
     )
 
 

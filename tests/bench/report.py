@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import statistics
@@ -22,12 +23,13 @@ Row = dict[str, Any]
 
 
 def circumstances() -> dict[str, str]:
-    """What a number depends on: machine, versions, commit and day."""
+    """What a number depends on: machine and what else it did, versions, commit and day."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": found.stdout.strip(),
         "machine": f"{_processor()}, {torch.get_num_threads()} thread(s)",
+        "load": f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
