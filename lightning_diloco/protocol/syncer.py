@@ -48,7 +48,6 @@ class SyncerState(Joins):
         self.eval_loss: float | None = None
         self.eval_reason: str | None = "no learner has evaluated the final anchor"
         self.has_verdict = False
-        self.was_restored = False
         self._applying: dict[int, records.CommitRecord] = {}
 
     # ------------------------------------------------------------------------------------------------------ dispatch
@@ -261,9 +260,7 @@ class SyncerState(Joins):
 
     def resume(self, now_s: float) -> None:
         """Everything durable is restored: give every session a lease to report back in."""
-        self._now_s, self.was_restored = now_s, True
+        self._now_s = now_s
         self._has_started = self._has_started or bool(self.roster.in_state("active", "left"))
         for member in self.roster.members.values():
             member.heard_s = member.stepped_s = now_s
-            if member.state == "active":
-                member.active_s = now_s if member.active_s is None else member.active_s

@@ -22,9 +22,10 @@ from lightning_diloco.protocol import SyncerState, codec, records
 from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.files import Buffer, Faults, no_faults
 from lightning_diloco.runtime.manifest import plan_of
+from lightning_diloco.runtime.past import recall
 from lightning_diloco.runtime.redo_log import RedoLog
 from lightning_diloco.runtime.snapshots import SnapshotStore
-from lightning_diloco.runtime.tape import Tape
+from lightning_diloco.runtime.tape import Tape, read_tape
 from lightning_diloco.transport.base import Json
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Durable:
             elif isinstance(change, records.Regenerated) and store is not None:
                 store.regenerate(change.generation)
         self.tape.truncate_after(self.log.last_lsn)
+        recall(state.roster, read_tape(self.tape.path), now_s=now_s, unix_s=time.time())
         if state.manifest is None or store is None:
             return None  # a seed that was stored but never recorded is stored again
         state.set_digests(store.digests())

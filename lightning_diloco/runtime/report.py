@@ -87,10 +87,11 @@ def goodput(state: SyncerState, now_s: float) -> float | None:
     """Tokens merged, divided by what the planned learners would have trained undisturbed.
 
     A learner's planned time runs from its first start to its announced leave, downtime included; its undisturbed rate
-    is the median it measured itself. None before anything was measured, and after a restart of the syncer: its clock
-    began anew, so it does not know when learners began (`diloco chaos` measures it from the learners' side).
+    is the median it measured itself. None before anything was measured, and where the tape does not know of a learner
+    when it began (`past.py`).
     """
-    if state.was_restored:
+    accounts = state.ledger.accounts
+    if any(m.active_s is None and (m.learner, m.incarnation) in accounts for m in _took_part(state)):
         return None
     capacity = 0.0
     by_learner: dict[str, list[Member]] = {}

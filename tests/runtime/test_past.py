@@ -1,0 +1,69 @@
+"""A syncer that is started again knows from the tape when its learners began, and so what the run's goodput is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.protocol.roster import Member, Roster
+from lightning_diloco.runtime import report
+from lightning_diloco.runtime.past import recall
+from lightning_diloco.transport.base import Json
+from tests.runtime.fleet import Fleet
+
+
+def rates(**tokens_per_s: float) -> list[Json]:
+    return [{"id": name, "tokens_per_s": rate} for name, rate in tokens_per_s.items()]
+
+
+TAPE: list[Json] = [
+    {"t": 100.0, "event": "join", "learner": "l0", "incarnation": 1},
+    {"t": 101.0, "event": "join", "learner": "l1", "incarnation": 1},
+    {"t": 104.0, "event": "progress", "learners": rates(l0=7.0, l1=0.0)},
+    {"t": 105.0, "event": "join", "learner": "l0", "incarnation": 2},
+    {"t": 106.0, "event": "progress", "learners": rates(l0=9.0, l1=3.0)},
+    {"t": 107.0, "event": "leave", "learner": "l1"},
+    {"t": 108.0, "event": "commit", "learners": ["l0"]},
+]
+
+
+def test_times_and_rates_come_back_by_this_process_s_clock() -> None:
+    roster = Roster()
+    roster.members = {
+        "a": Member("a", "l0", 1, 0, state="fenced"),
+        "b": Member("b", "l0", 2, 0, state="active"),
+        "c": Member("c", "l1", 1, 1, state="left"),
+        "d": Member("d", "l2", 1, 2, state="active"),
+    }
+    recall(roster, TAPE, now_s=30.0, unix_s=110.0)
+    found = {key: (m.active_s, m.ended_s, m.tokens_per_s) for key, m in roster.members.items()}
+    assert found == {
+        "a": (20.0, 25.0, 7.0),
+        "b": (25.0, None, 9.0),
+        "c": (21.0, 27.0, 3.0),
+        "d": (None, None, 0.0),
+    }
+
+
+def test_goodput_spans_a_restart_of_the_syncer(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("a").go()
+        fleet.until_commits(6)
+        began_s = next(m.active_s for m in fleet.service.state.roster.members.values())
+        fleet.restart()
+        (member,) = fleet.service.state.roster.members.values()
+        assert member.active_s == pytest.approx(began_s, abs=0.1)
+        fleet.until_commits(6)
+        learner.enough().done()
+        assert 0.0 < fleet.stop()["goodput"] < 1.5
+
+
+def test_goodput_is_unknown_if_the_tape_is_gone(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("a").go()
+        fleet.until_commits(3)
+        (tmp_path / "tape" / "events.jsonl").rename(tmp_path / "elsewhere")
+        fleet.restart()
+        assert report.goodput(fleet.service.state, 1.0) is None
+        learner.enough().done()
