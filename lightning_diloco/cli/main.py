@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_diloco.cli import chaos, cp, export, ls, plan, plot, replay, run, status, syncer
+from lightning_diloco.cli import chaos, cp, export, ls, plan, plot, replay, run, snapshot, status, syncer
 from lightning_diloco.errors import DiLoCoError, StorageError
 
 _EXAMPLE = "example:\n  diloco run recipes/tiny/gpt.yaml --local 2"
@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of `diloco` with one sub-parser per verb."""
     parser = _Parser(prog="diloco", description="Decoupled DiLoCo for PyTorch Lightning.", epilog=_EXAMPLE)
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for verb in (run, chaos, replay, plan, plot, export, syncer, status, ls, cp):
+    for verb in (run, chaos, replay, snapshot, plan, plot, export, syncer, status, ls, cp):
         verb.add_parser(verbs)
     return parser
 

@@ -20,7 +20,7 @@ from lightning_diloco.errors import ConfigError
 _EXAMPLE = """examples:
   diloco run recipes/tiny/gpt.yaml --local 2 --trainer.max_steps 60
   diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"""
-VALUED = ("--local", "--run-dir", "--max-restarts", "--threads")
+VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")
 
 
@@ -37,6 +37,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("target", metavar="RECIPE|SCRIPT", help="a YAML recipe (see `diloco ls`) or a Python script")
     parser.add_argument("--local", type=int, metavar="N", help="number of learners")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<name>-<UTC time>")
+    parser.add_argument("--from", type=Path, dest="origin", metavar="DIR", help="go on from a `diloco snapshot`")
     parser.add_argument("--max-restarts", type=int, default=3, metavar="R", help="of each process (default: 3)")
     parser.add_argument("--threads", type=int, metavar="T", help="of each learner (default: cores / N)")
     parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
@@ -80,6 +81,10 @@ def call(arguments: argparse.Namespace) -> int:
     target = recipes.resolve(arguments.target)
     num_learners = arguments.local
     run_dir = make_run_dir(arguments.run_dir, target.stem)
+    if arguments.origin is not None:
+        from lightning_diloco.runtime.run_snapshot import begin_from
+
+        begin_from(arguments.origin, run_dir)
     plan = Plan(
         run_dir=run_dir,
         syncer_argv=syncer_argv(run_dir, num_learners),

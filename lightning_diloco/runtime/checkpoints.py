@@ -1,11 +1,13 @@
 """The checkpoints of a run's learners: where a process that died finds its optimizer again, and a new one a peer's.
 
     <store>/<learner>/<unix ms>-<step>-<digest>.safetensors     the last NUM_KEPT of each learner
+    <store>/wanted                                              a marker: each learner is asked for one
 
 1. A checkpoint is one safetensors file: tensors, and the plain rest as JSON in its header (`tree.py`). Nothing is
    pickled.
 2. Its name holds the digest of its bytes and is given last, so what has the name is whole; a reader checks it anyhow.
 3. A store is a local folder or any URL that fsspec knows. A local file is durable before it has its name.
+4. A learner that sees a marker takes a checkpoint soon, and names the marker in it and in all later ones.
 
 Source: our choice.
 """
@@ -37,6 +39,7 @@ from lightning_diloco.runtime.tree import Packed, Tree, pack, unpack
 NUM_KEPT = 2
 FORMAT = 1
 _NAME = re.compile(r"(\d{14})-(\d{9})-([0-9a-f]{32})\.safetensors")
+_WANTED = "wanted"
 _READ_BYTES = 1 << 20
 
 
@@ -49,6 +52,7 @@ class Checkpoint:
         process: a nonce of the process that wrote it.
         step: optimizer steps of the trainer so far.
         state: tensors and plain values.
+        marker: the last marker that was seen before it was taken.
     """
 
     run: str
@@ -57,6 +61,7 @@ class Checkpoint:
     process: str
     step: int
     state: Tree
+    marker: str | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -85,12 +90,15 @@ class CheckpointStore:
 
     Args:
         url: a folder, or a URL of any file system that fsspec knows; made when it is first written to.
+
+    Attributes:
+        is_local: whether it is a folder here.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._fs, self._root = url_to_fs(url)
-        self._is_local = isinstance(self._fs, LocalFileSystem)
+        self.is_local = isinstance(self._fs, LocalFileSystem)
 
     def write(self, checkpoint: Checkpoint) -> Entry:
         """Keep this one, and remove the learner's oldest.
@@ -104,7 +112,7 @@ class CheckpointStore:
         """
         tensors: dict[str, Tensor] = {}
         about = {"format": FORMAT, "run": checkpoint.run, "learner": checkpoint.learner, "step": checkpoint.step}
-        about |= {"incarnation": checkpoint.incarnation, "process": checkpoint.process}
+        about |= {"incarnation": checkpoint.incarnation, "process": checkpoint.process, "marker": checkpoint.marker}
         header = json.dumps({**about, "state": pack(checkpoint.state, tensors)})
         before = self.entries(checkpoint.learner)
         with self._telling("write a checkpoint to"), self._scratch(checkpoint.learner) as scratch:
@@ -128,7 +136,8 @@ class CheckpointStore:
             try:
                 with safe_open(path, framework="pt") as file:
                     about = json.loads((file.metadata() or {})["diloco"])
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                    # Copies: an optimizer that goes on from them must not hang on a file that is removed some day.
+                    tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
                 return _checkpoint(about, tensors)
             except (SafetensorError, KeyError, TypeError, ValueError) as error:
                 raise _damaged(self._path(entry), f"is not one ({type(error).__name__}: {error})") from error
@@ -140,7 +149,25 @@ class CheckpointStore:
 
     def learners(self) -> list[str]:
         """Who has a folder here, in order; raises `StorageError`."""
-        return sorted(self._names())
+        return sorted(name for name in self._names() if name != _WANTED)
+
+    def ask(self, marker: str | None) -> None:
+        """Ask every learner for a checkpoint that names this marker; None: nobody is asked any more."""
+        with self._telling("leave a marker in"):
+            if marker is None:
+                self._fs.rm_file(f"{self._root}/{_WANTED}")
+            else:
+                self._fs.makedirs(self._root, exist_ok=True)
+                self._fs.pipe_file(f"{self._root}/{_WANTED}", marker.encode())
+
+    def asked(self) -> str | None:
+        """The marker, if there is one."""
+        with self._telling("look for a marker in"):
+            try:
+                found: bytes = self._fs.cat_file(f"{self._root}/{_WANTED}")
+            except FileNotFoundError:
+                return None
+            return found.decode() or None
 
     def _names(self, *below: str) -> list[str]:
         with self._telling("list the checkpoints in"):
@@ -156,7 +183,7 @@ class CheckpointStore:
     @contextlib.contextmanager
     def _scratch(self, learner: str) -> Iterator[Path]:
         """A local file to fill; for a local store beside its final place, so that it can be renamed."""
-        folder = Path(self._root) / learner if self._is_local else None
+        folder = Path(self._root) / learner if self.is_local else None
         if folder is not None:
             make_directory(folder)
         number, name = tempfile.mkstemp(".partial", dir=folder)
@@ -167,7 +194,7 @@ class CheckpointStore:
             Path(name).unlink(missing_ok=True)
 
     def _publish(self, scratch: Path, target: str) -> None:
-        if not self._is_local:
+        if not self.is_local:
             self._fs.put_file(str(scratch), target)
             return
         with scratch.open("rb") as file:
@@ -177,7 +204,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _local_copy(self, path: str) -> Iterator[Path]:
-        if self._is_local:
+        if self.is_local:
             yield Path(path)
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -210,6 +237,7 @@ def _checkpoint(about: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint
         process=about["process"],
         step=about["step"],
         state=unpack(state, tensors),
+        marker=about["marker"],
     )
 
 

@@ -8,11 +8,13 @@
 3. A new process takes its learner's newest checkpoint. If there is none that fits, the newest of a peer, without what
    is the peer's own. If there is none either, it begins with a warm-up (`warm_up.py`), unless the run begins with it.
 4. What is damaged or does not fit is passed over, and said. A user's own `ckpt_path` wins over all of it.
-5. A process never goes on from what it wrote itself: a second fit of one script is a new one.
+5. Who wants a snapshot of the whole run leaves a marker in the store; the next boundary answers it with a checkpoint.
+6. A process never goes on from what it wrote itself: a second fit of one script is a new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,6 +29,7 @@ from lightning_diloco.runtime.checkpoints import Checkpoint, CheckpointStore, En
 from lightning_diloco.runtime.threads import Crew, Jobs
 from lightning_diloco.runtime.tree import UnstorableError
 from lightning_diloco.strategy import training_state
+from lightning_diloco.strategy.data import START, Position
 from lightning_diloco.strategy.training_state import State
 from lightning_diloco.strategy.warm_up import WarmUp
 
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+LOOK_S, LOOK_FAR_S = 1.0, 15.0
 PROCESS = uuid.uuid4().hex
 
 
@@ -80,9 +84,12 @@ class Healing:
         self._owner = owner
         self._store = store
         self._every_steps = every_steps
-        self._healed: _Found | None = None
+        self._begins: Position | None = None
         self._pending: _Found | None = None
         self._steps_since = 0
+        self._is_after_step = False
+        self._asked: str | None = None
+        self._answered: str | None = None
         self._told: set[str] = set()
         self._callbacks_left_out: set[str] = set()
         self._error: BaseException | None = None
@@ -100,6 +107,8 @@ class Healing:
         Args:
             warm_up_steps: of the optimizer, if there is none; 0 where the run begins with this learner.
         """
+        if self._store is not None:
+            self._crew.start("markers", self._watch_for_markers)
         if self._trainer.ckpt_path is not None:
             log.info("this learner goes on from ckpt_path=%s", self._trainer.ckpt_path)
             return
@@ -112,21 +121,22 @@ class Healing:
                 )
             return
         training_state.give(self._trainer, found.state, is_own=found.is_own)
-        self._healed = self._pending = found
+        self._begins = training_state.position(found.state)
+        self._pending = found
         whose = "its own" if found.is_own else f"peer {found.entry.learner}'s"
         log.warning("learner %s goes on from %s checkpoint of step %d", self._owner.learner, whose, found.entry.step)
 
     @property
-    def position(self) -> tuple[int, int]:
+    def position(self) -> Position:
         """(epoch, batches of it that were trained with) where this fit begins."""
-        return training_state.position(self._healed.state) if self._healed else (0, 0)
+        return self._begins or START
 
     def data_is_ready(self, *, is_at_position: bool) -> None:
         """The training data was loaded, and begins at `position` or not."""
-        if self._healed and is_at_position:
+        if self._begins and is_at_position:
             # Lightning cannot know it, and warns of the opposite.
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
-        elif self._healed:
+        elif self._begins:
             log.warning("the training data has no position of its own: its epoch begins anew")
 
     def _candidates(self) -> Iterator[_Found]:
@@ -181,7 +191,9 @@ class Healing:
         if self._pending is not None:
             training_state.begin(self._trainer, self._pending.state, is_own=self._pending.is_own)
             self._pending = None
-        if self._store is None or self._steps_since < self._every_steps or not self._written.is_set():
+        is_after_step, self._is_after_step = self._is_after_step, False
+        is_wanted = self._steps_since >= self._every_steps or self._asked != self._answered
+        if self._store is None or not (is_wanted and is_after_step and self._written.is_set()):
             return 0.0
         began_s = time.perf_counter()
         self.take()
@@ -190,6 +202,7 @@ class Healing:
     def step_done(self) -> None:
         """An inner step is done."""
         self._steps_since += 1
+        self._is_after_step = True  # between two batches whose gradients are added up there is nothing to take
         self.warm_up.step_done()
 
     def wait(self, within_s: float) -> bool:
@@ -213,7 +226,8 @@ class Healing:
         for sentence in sentences:
             log.warning("checkpoints do not hold the state of a callback: %s", sentence)
         owner, step = self._owner, self._trainer.global_step
-        checkpoint = Checkpoint(owner.run, owner.learner, owner.incarnation, PROCESS, step, state)
+        self._answered = self._asked
+        checkpoint = Checkpoint(owner.run, owner.learner, owner.incarnation, PROCESS, step, state, self._answered)
         self._steps_since = 0
         self._written = written = threading.Event()
         if self._jobs is None:
@@ -229,6 +243,13 @@ class Healing:
                 log.warning("no checkpoint was written, training goes on: %s", error)
             self._told.add(reason)
         written.set()
+
+    def _watch_for_markers(self) -> None:
+        """Look for somebody who wants a snapshot of the whole run."""
+        assert self._store is not None
+        while not self._crew.stopping.wait(LOOK_S if self._store.is_local else LOOK_FAR_S):
+            with contextlib.suppress(StorageError):  # writing will tell
+                self._asked = self._store.asked() or self._asked
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

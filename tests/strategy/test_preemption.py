@@ -1,4 +1,4 @@
-"""SIGTERM: the learner leaves in good order, its checkpoint is there, and the process is gone in time whatever hangs."""
+"""SIGTERM: the learner leaves in good order with a checkpoint, and the process is gone in time whatever hangs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import queue
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.cli import fleet
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.strategy import healing, hooks
 from lightning_diloco.strategy.preemption import EXIT_CODE, RESERVE_S, Preemption
@@ -117,4 +117,7 @@ def test_the_time_left_counts_from_the_first_signal():
     first_s = preemption.left_s
     preemption.notice()
     assert preemption.left_s <= first_s < 60.0 - RESERVE_S
-    assert Path(__file__).exists()
+
+
+def test_the_exit_code_is_the_one_that_is_started_again():
+    assert EXIT_CODE == fleet._PREEMPTED_EXIT_CODE == 143

@@ -1,0 +1,52 @@
+"""`diloco snapshot`: a consistent snapshot of a whole run, while it trains; `diloco run --from` goes on from it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_EXAMPLE = """examples:
+  diloco snapshot runs/mine --to snapshots/monday
+  diloco run recipes/tiny/gpt.yaml --local 2 --from snapshots/monday"""
+_TRAINING = ("stepping", "evaluating", "stalled")
+
+
+def add_parser(verbs: Any) -> None:
+    """Add this verb."""
+    about = "keep a whole run as it is now, while it trains: syncer and learners"
+    parser = verbs.add_parser("snapshot", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory; its syncer must be running")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new directory, as secret as RUN_DIR")
+    parser.add_argument(
+        "--checkpoints", metavar="URL", help="where learners keep theirs (default: RUN_DIR/checkpoints)"
+    )
+    parser.add_argument("--within", type=float, default=60.0, metavar="S", help="seconds to wait for learners (60)")
+    parser.set_defaults(call=call)
+
+
+def call(arguments: argparse.Namespace) -> int:
+    """Take it and say what it holds."""
+    from lightning_diloco.cli.feed import asking
+    from lightning_diloco.runtime.checkpoints import CheckpointStore
+    from lightning_diloco.runtime.run_snapshot import take
+    from lightning_diloco.transport.address import read_join_file
+
+    run_dir, to = arguments.run_dir.resolve(), arguments.to.resolve()
+    address = read_join_file(run_dir / "join")
+    store = CheckpointStore(
+        f"{arguments.checkpoints.rstrip('/')}/{address.run}" if arguments.checkpoints else str(run_dir / "checkpoints")
+    )
+    with asking(address) as fetch:
+
+        def stepping() -> Iterable[str]:
+            return [learner["id"] for learner in fetch()["learners"] if learner["phase"] in _TRAINING]
+
+        found = take(run_dir, to, store, stepping, within_s=arguments.within)
+    print(f"snapshot of run {found.run} in {to}")
+    print(f"anchors: versions {min(found.versions)}..{max(found.versions)}, the log up to record {found.lsn}")
+    print(f"checkpoints: {json.dumps(found.steps)} (steps by learner)")
+    print(f"ledger: {found.tokens_merged} token-fragments merged, {found.tokens_pending} on their way, exact")
+    return 0
