@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 
 LAYERS = (
-    "cli > __init__ > callbacks | hf | plots | simulate > strategy > runtime > devices | transport > protocol | core"
+    "cli > __init__ > live | tracking | hf | plots | simulate > strategy > runtime > devices | transport > protocol | core"
     " > config | environment > errors"
 )
 NARROWER = {
@@ -38,7 +38,8 @@ NARROWER = {
 LIBRARIES = {
     "cli": "lightning rich yaml packaging torch",
     "cli/chaos_picture.py": "matplotlib",
-    "callbacks": "torch lightning wandb",
+    "live": "prometheus_client",
+    "tracking": "torch lightning wandb",
     "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock peft",
     "plots": "matplotlib",
     "strategy": "torch lightning numpy",

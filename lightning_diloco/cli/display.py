@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,6 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_diloco.cli.feed import Status
+
+if TYPE_CHECKING:
+    from lightning_diloco.live.watch import Watch
 
 _BEFORE = {
     "waiting": "waiting for learners",
@@ -37,12 +40,20 @@ class Screen:
         live: redraw one table; else print lines.
         period_s: pause between two sets of lines.
         clock: seconds, monotonic.
+        watch: of the live page; is told all that is shown here. None: there is no page.
     """
 
     def __init__(
-        self, console: Console, *, live: bool, period_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console,
+        *,
+        live: bool,
+        period_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+        watch: Watch | None = None,
     ) -> None:
         self._console = console
+        self._watch = watch
         self._live = Live(console=console, auto_refresh=False) if live else None
         self._period_s = _REDRAW_S if live else period_s
         self._clock = clock
@@ -59,10 +70,17 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print lines that stay."""
+        if self._watch is not None:
+            self._watch.said(text)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
     def show(self, status: Status | None, problem: str | None = None) -> None:
         """Show the state, unless it was shown a moment ago; without one, say what the problem is."""
+        if self._watch is not None:
+            self._watch.saw(status, problem)
         if self._clock() < self._next_s or (status is None and problem is None):
             return
         self._next_s = self._clock() + self._period_s
@@ -71,7 +89,7 @@ class Screen:
             view = status_view(status, num_waits=_NUM_WAITS_LIVE) if status else Text(silence)
             self._live.update(view, refresh=True)
         else:
-            self.say("\n".join(status_lines(status)) if status else silence)
+            self._print("\n".join(status_lines(status)) if status else silence)
 
 
 def status_view(status: Status, *, num_waits: int | None = None) -> Group:

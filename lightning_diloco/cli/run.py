@@ -10,11 +10,13 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_diloco.cli import recipes
+from lightning_diloco.cli import page, recipes
 from lightning_diloco.errors import ConfigError
 
 _EXAMPLE = """examples:
@@ -22,6 +24,7 @@ _EXAMPLE = """examples:
   diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"""
 VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")
+_VALUED, _FLAGS = (*VALUED, "--page"), (*FLAGS, "--no-page")
 
 
 def add_parser(verbs: Any) -> None:
@@ -41,11 +44,13 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--max-restarts", type=int, default=3, metavar="R", help="of each process (default: 3)")
     parser.add_argument("--threads", type=int, metavar="T", help="of each learner (default: cores / N)")
     parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
+    parser.add_argument("--page", default=page.LISTEN, metavar="HOST:PORT", help=page.HELP)
+    parser.add_argument("--no-page", action="store_true", help="serve no live page")
     parser.set_defaults(call=call)
 
 
 def split(
-    words: Sequence[str], valued: Sequence[str] = VALUED, flags: Sequence[str] = FLAGS
+    words: Sequence[str], valued: Sequence[str] = _VALUED, flags: Sequence[str] = _FLAGS
 ) -> tuple[list[str], list[str]]:
     """Divide a command line `VERB ...` into what is ours and what is passed on.
 
@@ -95,10 +100,15 @@ def call(arguments: argparse.Namespace) -> int:
     )
     console = Console()
     live = console.is_terminal and not arguments.no_table
+    say = partial(console.print, soft_wrap=True, highlight=False, markup=False)
+    show_page = nullcontext() if arguments.no_page else page.served(run_dir, arguments.page, say)
     with Interruption() as interruption:
-        with Screen(console, live=live) as screen:
-            screen.say(f"run directory: {run_dir}  (each process logs to log.txt in its folder there)")
-            ended = execute(plan, screen, interruption)
+        with show_page as watch:
+            with Screen(console, live=live, watch=watch) as screen:
+                screen.say(f"run directory: {run_dir}  (each process logs to log.txt in its folder there)")
+                ended = execute(plan, screen, interruption)
+            if watch is not None and ended.summary is not None:
+                watch.ended(ended.summary)
         console.print(summary_view(ended.summary, run_dir) if ended.summary else f"no summary; files: {run_dir}")
     return ended.exit_code
 

@@ -10,10 +10,13 @@ import argparse
 import dataclasses
 import json
 import os
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_diloco.cli import page
 from lightning_diloco.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
@@ -33,6 +36,9 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the JSON that the syncer sent")
     parser.add_argument("--watch", action="store_true", help="again every second, until the run is finished")
+    parser.add_argument(
+        "--serve", nargs="?", const=page.LISTEN, metavar="HOST:PORT", help=f"the live page: {page.HELP}"
+    )
     parser.set_defaults(call=call)
 
 
@@ -44,6 +50,8 @@ def call(arguments: argparse.Namespace) -> int:
     from lightning_diloco.cli.feed import asking
 
     console, run_dir = Console(), Path(arguments.target)
+    if arguments.serve is not None:
+        return _serve(arguments, run_dir)
     show = _print_json if arguments.json else lambda status: console.print(status_view(status))
     show_end = _print_json if arguments.json else lambda summary: console.print(summary_view(summary, run_dir))
     if summary := finished(run_dir):
@@ -60,6 +68,19 @@ def call(arguments: argparse.Namespace) -> int:
                     raise
                 show_end(summary)
                 break
+    return 0
+
+
+def _serve(arguments: argparse.Namespace, run_dir: Path) -> int:
+    """Serve the live page until Ctrl-C, of a finished run, too."""
+    from lightning_diloco.cli.feed import StatusFeed, asking
+
+    with page.served(run_dir, arguments.serve, partial(print, flush=True)) as watch:
+        if (summary := finished(run_dir)) is not None:
+            watch.ended(summary)
+            threading.Event().wait()
+        with asking(address(arguments)) as fetch, StatusFeed(fetch, period_s=_WATCH_S) as feed:
+            page.follow(watch, feed, partial(finished, run_dir))
     return 0
 
 

@@ -6,6 +6,7 @@ them to draw, a long one a few megabytes a month and learner.
 
 from __future__ import annotations
 
+from lightning_diloco.runtime.report import EVAL_LOSS, LOSS
 from lightning_diloco.transport.base import Json
 
 EVENT = "progress"
@@ -23,7 +24,10 @@ def pause_s(age_s: float) -> float:
 def progress(status: Json) -> Json:
     """The fields of a note, from what `report.status` says."""
     learners = [
-        {**{name: learner[name] for name in _OF_LEARNER}, "loss": learner["metrics"].get("loss")}
+        {
+            **{name: learner[name] for name in _OF_LEARNER},
+            **{name: learner["metrics"].get(name) for name in (LOSS, EVAL_LOSS)},
+        }
         for learner in status["learners"]
     ]
     return {**{name: status[name] for name in _OF_RUN}, "learners": learners}

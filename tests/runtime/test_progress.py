@@ -21,7 +21,7 @@ def test_a_note_holds_what_pictures_need_and_no_more() -> None:
     assert note.keys() == {"fleet_tokens", "goodput", "participation", "bytes_up", "bytes_down", "learners"}
     assert note["learners"] == [
         {"id": "l0", "phase": "stepping", "step": 7, "tokens": 70, "tokens_per_s": 10.0, "staleness_versions": 1,
-         "loss": 2.5}
+         "loss": 2.5, "eval_loss": None}
     ]  # fmt: skip
 
 

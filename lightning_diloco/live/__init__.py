@@ -1,0 +1,1 @@
+"""A run on one page that updates by itself, and as Prometheus metrics."""

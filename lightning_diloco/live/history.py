@@ -1,0 +1,93 @@
+"""What has been seen of a run so far: its curves and its events, within fixed bounds.
+
+1. A curve keeps MAX_ROWS rows at most. Full, it drops every other one and takes half as many from then on: a run of any
+   length stays whole, at the resolution of a page.
+2. The past comes from the tape where there is one; from then on, from the syncer's answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning_diloco.transport.base import Json
+
+MAX_ROWS, MAX_EVENTS = 360, 200
+_MIN_PAUSE_S = 0.5
+
+
+class Curves:
+    """One row for each moment that is kept: time, tokens, goodput, bytes, and the losses by learner."""
+
+    def __init__(self) -> None:
+        self.rows: list[Json] = []
+        self._pause_s = _MIN_PAUSE_S
+
+    def add(self, t: float, status: Mapping[str, Any]) -> None:
+        """Take what a status, or a progress note of the tape, says at this time, in unix seconds."""
+        if self.rows and t - self.rows[-1]["t"] < self._pause_s:
+            return
+        losses = {learner["id"]: _losses(learner) for learner in status["learners"]}
+        figures = {name: status[name] for name in ("fleet_tokens", "goodput", "bytes_up", "bytes_down")}
+        self.rows.append({"t": round(t, 2), **figures, "losses": losses})
+        if len(self.rows) == MAX_ROWS:
+            del self.rows[1:-1:2]
+            self._pause_s = (self.rows[-1]["t"] - self.rows[0]["t"]) / len(self.rows)
+
+
+class Events:
+    """The last things that happened, each in a sentence with a level: "good", "info", "warn" or "bad"."""
+
+    def __init__(self) -> None:
+        self.latest: deque[Json] = deque(maxlen=MAX_EVENTS)
+        self._known_until = 0.0
+
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Take events of the tape or of a status; those that are known already, or of no interest, are passed over."""
+        for line in lines:
+            if line["t"] > self._known_until and (told := sentence(line)) is not None:
+                self._known_until = line["t"]
+                self.latest.append({"t": line["t"], "level": told[0], "text": told[1]})
+
+    def say(self, t: float, text: str) -> None:
+        """Take something that was said about the run's processes; of several lines, the first."""
+        first = text.partition("\n")[0]
+        level = "bad" if " died " in first or "gave up" in first or "restarts used up" in first else "info"
+        self.latest.append({"t": t, "level": level, "text": first})
+
+
+def sentence(event: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Level and text of an event; None for what is not told."""
+    who = event.get("learner", "")
+    match event["event"]:
+        case "seeded":
+            return "good", "the first learner's parameters became the anchors"
+        case "join":
+            again = f" again, as incarnation {event['incarnation']}" if event["incarnation"] > 1 else ""
+            return "good", f"{who} joined{again}"
+        case "leave":
+            return ("info" if event["reason"] == "finished" else "warn"), f"{who} left: {event['reason']}"
+        case "lapse":
+            return "bad", f"{who} lapsed after {event['silent_s']:.1f} s of silence; the others train on"
+        case "return":
+            return "good", f"{who} is back"
+        case "rejected":
+            return "warn", f"{who} was turned away: {event['text']}"
+        case "suspended":
+            return "bad", f"commits are suspended: {event['reason']}"
+        case "resumed":
+            return "good", "the disk takes commits again"
+        case "regenerated":
+            return "warn", "the syncer's disk was rolled back; learners adopt the anchors anew"
+        case "evaluated" if event["eval_loss"] is not None:
+            return "good", f"the final anchor's loss is {event['eval_loss']:.4f}"
+        case "evaluated":
+            return "warn", f"the final anchor has no loss: {event['reason']}"
+    return None
+
+
+def _losses(learner: Mapping[str, Any]) -> list[float | None]:
+    """Training loss, and that of the anchor if this learner validated it."""
+    told = learner.get("metrics", learner)
+    return [told.get("loss"), told.get("eval_loss")]

@@ -1,0 +1,178 @@
+"""Serves the page: `/`, what it shows as `/state.json`, and `/metrics` for Prometheus.
+
+1. On loopback the page is open to this machine, and only to requests that name it: a web site that has its own name
+   point here learns nothing.
+2. Elsewhere there is TLS and a token, or there is an error. The token comes in the link (`?token=`) and moves into a
+   cookie at once, or comes as `Authorization: Bearer`.
+3. Nothing can be changed through the page: there is nothing but GET.
+4. The page is one answer without anything from outside; its headers forbid the browser to load more.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hmac
+import json
+import logging
+import secrets
+import ssl
+import threading
+import time
+from functools import cache
+from http import HTTPStatus
+from http.cookies import SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from types import TracebackType
+from typing import cast
+from urllib.parse import parse_qs, urlsplit
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.live import metrics
+from lightning_diloco.live.watch import Watch
+from lightning_diloco.transport.address import is_loopback, split_host_port
+from lightning_diloco.transport.identity import ServerIdentity
+
+log = logging.getLogger(__name__)
+
+COOKIE = "diloco"
+_LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_RECENTLY_S = 3.0
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class PageServer:
+    """The page of one run, from entering the `with` block to leaving it.
+
+    Args:
+        watch: what is shown.
+        listen: host:port; port 0 for any.
+        identity_dir: where the certificate is kept that is shown off loopback.
+        linger_s: how long leaving the block waits for a browser that is looking to fetch the end.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+
+    def __init__(self, watch: Watch, listen: str, *, identity_dir: Path, linger_s: float = 0.0) -> None:
+        host, port = split_host_port(listen)
+        self._linger_s = linger_s
+        self.token = None if is_loopback(host) else secrets.token_urlsafe(24)
+        try:
+            self._server = _Server((host, port), watch, self.token)
+        except OSError as error:
+            raise ConfigError(
+                f"{listen}: the page cannot be served there ({error.strerror}); an address of this machine with a free "
+                "port is needed, such as 127.0.0.1:0"
+            ) from error
+        if self.token is not None:
+            ServerIdentity.load_or_create(identity_dir)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(identity_dir / "identity.pem")
+            # The handshake is left to each connection's own thread: a silent caller holds up nobody.
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        scheme, query = ("http", "") if self.token is None else ("https", f"?token={self.token}")
+        self.url = f"{scheme}://{host}:{self._server.server_port}/{query}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="diloco-page", daemon=True)
+
+    def __enter__(self) -> PageServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        left_s = time.monotonic()
+        while kind is None and self._server.was_read_within(left_s) and time.monotonic() < left_s + self._linger_s:
+            time.sleep(0.05)
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], watch: Watch, token: str | None) -> None:
+        self.watch, self.token = watch, token
+        self.read_s = 0.0
+        super().__init__(address, _Handler)
+
+    def was_read_within(self, left_s: float) -> bool:
+        """Whether somebody is looking who has not fetched the state since this moment."""
+        return left_s - _RECENTLY_S < self.read_s < left_s
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.debug("a caller of the page went away", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 30.0
+
+    @property
+    def _page(self) -> _Server:
+        return cast("_Server", self.server)
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        given = parse_qs(asked.query).get("token", [""])[0]
+        if not self._is_allowed(given):
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open the link with ?token=, as it was printed\n")
+        elif given and self._page.token is not None:
+            keep = f"{COOKIE}={given}; Path=/; HttpOnly; Secure; SameSite=Strict"
+            self._answer(HTTPStatus.SEE_OTHER, "text/plain", b"", {"Location": asked.path, "Set-Cookie": keep})
+        elif asked.path == "/":
+            self._answer(HTTPStatus.OK, "text/html; charset=utf-8", page())
+        elif asked.path == "/state.json":
+            self._answer(HTTPStatus.OK, "application/json", json.dumps(_finite(self._page.watch.state())).encode())
+            self._page.read_s = time.monotonic()
+        elif asked.path == "/metrics":
+            self._answer(HTTPStatus.OK, metrics.CONTENT_TYPE, metrics.exposition(self._page.watch.status))
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there are /, /state.json and /metrics\n")
+
+    def _is_allowed(self, given: str) -> bool:
+        if (token := self._page.token) is None:
+            return self.headers.get("Host", "").rpartition(":")[0] in _LOCAL_NAMES
+        cookie = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
+        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        shown = (given, bearer, cookie.value if cookie else "")
+        return any(hmac.compare_digest(one.encode(), token.encode()) for one in shown)
+
+    def _answer(self, status: HTTPStatus, kind: str, body: bytes, headers: dict[str, str] | None = None) -> None:
+        if len(body) > 1400 and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body, headers = gzip.compress(body, 1), {**(headers or {}), "Content-Encoding": "gzip"}
+        self.send_response(status)
+        for name, value in {**_HEADERS, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *words: object) -> None:
+        log.debug(format, *words)
+
+
+@cache
+def page() -> bytes:
+    """The page with its style and its script inside."""
+    here = files(__package__)
+    html, style, script = ((here / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+    return html.replace("/* style */", style).replace("/* script */", script).encode()
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN and no infinity; the page shows them as unknown."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

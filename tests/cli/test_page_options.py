@@ -1,0 +1,47 @@
+"""The live page on the command line: who is told of it, and where it may be."""
+
+from __future__ import annotations
+
+import io
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lightning_diloco.cli import page, run
+from lightning_diloco.cli.display import Screen
+from lightning_diloco.errors import ConfigError
+from tests.live.told import status
+
+
+def test_the_page_shows_what_the_screen_was_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    with page.served(tmp_path, page.LISTEN, said.append) as watch:
+        screen = Screen(Console(file=io.StringIO()), live=False, watch=watch)
+        screen.say("l1 died (exit code 1); restart 1 of 3")
+        screen.show(status(10))
+        url = said[0].split()[2]
+        with urllib.request.urlopen(f"{url}state.json", timeout=10) as answer:
+            state = json.load(answer)
+    assert url.startswith("http://127.0.0.1:")
+    assert state["status"]["num_commits"] == 1
+    assert [event["level"] for event in state["events"]] == ["bad"]
+
+
+def test_status_lines_are_no_events(tmp_path: Path) -> None:
+    with page.served(tmp_path, page.LISTEN, lambda text: None) as watch:
+        screen = Screen(Console(file=io.StringIO()), live=False, watch=watch, clock=iter([0.0, 9.0, 9.0]).__next__)
+        screen.show(status(10))
+        assert watch.state()["events"] == []
+
+
+def test_options_of_the_page_are_ours_and_not_the_recipes() -> None:
+    words = ["run", "r.yaml", "--local", "2", "--page", "127.0.0.1:8080", "--no-page", "--trainer.max_steps", "6"]
+    assert run.split(words) == (words[:7], words[7:])
+
+
+def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), page.served(tmp_path, "8080", lambda text: None):
+        pass

@@ -1,0 +1,109 @@
+"""The page in a real browser: what people read on it, that it updates by itself, and that a silence is shown.
+
+Skipped where no Chromium is installed (Debian: `apt-get install chromium`); everything else about the page is tested
+without one.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.live.server import PageServer
+from lightning_diloco.live.watch import Watch
+from tests.live.told import START, learner, status
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
+]
+
+
+class Answering(Watch):
+    """Before each answer to the page, something happens in the run."""
+
+    def __init__(self, *happenings: Callable[[Watch], None]) -> None:
+        super().__init__("folder", clock=lambda: START + 60.0)
+        self._happenings = list(happenings)
+
+    def state(self) -> dict[str, object]:
+        if self._happenings:
+            self._happenings.pop(0)(self)
+        return super().state()
+
+
+@pytest.fixture
+def rendered(tmp_path: Path) -> Callable[..., str]:
+    """The page after its script has run for a while: the browser's own time, which passes at once when it is idle."""
+
+    def render(watch: Watch) -> str:
+        with PageServer(watch, "127.0.0.1:0", identity_dir=tmp_path) as server:
+            options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+            options += ["--window-size=1200,900", "--virtual-time-budget=5000", "--dump-dom"]
+            done = subprocess.run(
+                [str(BROWSER), *options, server.url], check=True, capture_output=True, text=True, timeout=120
+            )
+        return done.stdout.partition("</style>")[2].partition("<script>")[0]
+
+    return render
+
+
+def text_of(html: str) -> str:
+    return " ".join(re.sub(r"<[^>]*>", " ", html).split())
+
+
+def test_the_page_shows_the_run_and_updates_by_itself(rendered: Callable[..., str]) -> None:
+    odd = learner("<b>odd</b>", 7, loss=2.345)
+    lapse = {"t": START + 50, "event": "lapse", "learner": "l1", "silent_s": 15.0}
+    html = rendered(
+        Answering(
+            lambda watch: watch.saw(status(10)),
+            lambda watch: watch.saw(status(20, odd, learner("l1", 6, phase="lapsed"), recent=[lapse])),
+        )
+    )
+    text = text_of(html)
+    for part in ("gpt-20261120-abc123", "training", "1 of 2 learners", "97.0 % participation", "93.0 % goodput"):
+        assert part in text
+    for part in ("l1 for 0.4 s, at most 1.2 s more", "fragment 1, round 9, collecting; then: the round closes"):
+        assert part in text
+    assert "l1 lapsed after 15.0 s of silence" in text
+    assert "2.345" in text
+    assert "&lt;b&gt;odd&lt;/b&gt;" in html  # a name is text, whatever it looks like
+
+
+def test_curves_are_drawn_of_what_was_seen(rendered: Callable[..., str]) -> None:
+    watch = Watch("folder", clock=iter(range(int(START), int(START) + 500)).__next__)
+    for step in range(1, 30):
+        watch.saw(status(step, learner("l0", step, loss=5.0 - step / 10), learner("l1", step, loss=5.1, eval_loss=4.5)))
+    html = rendered(watch)
+    loss = html.partition('id="loss"')[2].partition("</svg>")[0]
+    assert loss.count("<path") == 3  # both learners and the anchor
+    assert html.partition('id="bandwidth"')[2].partition("</svg>")[0].count("<path") == 2
+
+
+def test_a_silent_syncer_is_shown_as_such(rendered: Callable[..., str]) -> None:
+    watch = Answering(lambda watch: watch.saw(status(10)), lambda watch: watch.saw(None, "connection refused"))
+    html = rendered(watch)
+    assert "no answer The syncer has not answered for 0.0 s; learners train on" in text_of(html)
+    assert "connection refused" in html
+    assert 'class="stale"' in html
+
+
+def test_the_end_is_shown_with_the_loss_of_the_final_anchor(rendered: Callable[..., str]) -> None:
+    summary = {**status(100), "status": "finished", "wall_s": 125.0, "eval_loss": 3.21, "rounds": 12}
+    html = rendered(Answering(lambda watch: watch.saw(status(10)), lambda watch: watch.ended(summary)))
+    assert "finished The run is over after 2 min 5 s. The final anchor's loss is 3.2100." in text_of(html)
+
+
+def test_a_page_whose_server_is_gone_says_so(rendered: Callable[..., str]) -> None:
+    def gone(watch: Watch) -> None:
+        raise ConnectionError
+
+    text = text_of(rendered(Answering(lambda watch: watch.saw(status(10)), *[gone] * 20)))
+    assert "page gone What served this page has ended" in text
