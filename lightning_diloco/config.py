@@ -132,8 +132,8 @@ class LearnerConfig:
         blend_alpha: weight of the local value under "blend", 0..1.
         error_feedback: keep what quantization lost for the next contribution.
         evaluate: validate the "anchor" (the run's model) or the "local" parameters.
-        anchor_device: where an XLA learner keeps its anchors, 4 bytes per parameter: beside the parameters ("device",
-            fastest) or in "host" memory.
+        anchor_device: where anchors lie, 4 bytes per parameter: beside the parameters ("device", fastest) or in "host"
+            memory, each brought just in time (XLA). On CPU both are the same; CUDA has no "host".
         join: join string of a run; None: DILOCO_JOIN, else an embedded syncer.
         learner: learner id; None: DILOCO_LEARNER, else the host name and a slot.
         drain_s: how long to wait at the end for the last contributions to be merged.

@@ -79,15 +79,41 @@ def _quantize_blocks(x_BS: Tensor, packed: Tensor, scales_B: Tensor, work: Tenso
         torch.abs(x_BS, out=work_BS)
     else:
         work_BS.copy_(x_BS).abs_()
-    scales_B.copy_(_round_up(work_BS.amax(1).div_(127 if is_int8 else 7)))
-    divisor_B = scales_B.float()
-    torch.div(x_BS, divisor_B.masked_fill_(divisor_B == 0, torch.inf).unsqueeze(1), out=work_BS)
+    scales_B.copy_(scales_for(work_BS.amax(1), 8 if is_int8 else 4))
+    torch.div(x_BS, divisor_for(scales_B).unsqueeze(1), out=work_BS)
     work_BS.round_()
     if is_int8:
         packed.view_as(x_BS).copy_(work_BS)
     else:
-        low_BS, high_BS = rounded.view_as(x_BS).copy_(work_BS).chunk(2, dim=1)
-        torch.bitwise_or(low_BS & 15, high_BS << 4, out=packed.view_as(low_BS))
+        pack(rounded.view_as(x_BS).copy_(work_BS), out=packed.view(len(x_BS), -1))
+
+
+def scales_for(amax_B: Tensor, bits: Bits) -> Tensor:
+    """The scales of blocks by their greatest magnitudes, which are overwritten (rules 2 and 3)."""
+    return _round_up(amax_B.div_(127 if bits == 8 else 7))
+
+
+def divisor_for(scales_B: Tensor) -> Tensor:
+    """What values are divided by, as float32: nothing but zero comes of a block without a scale."""
+    divisor_B = scales_B.float()
+    return divisor_B.masked_fill_(divisor_B == 0, torch.inf)
+
+
+def pack(q: Tensor, out: Tensor | None = None) -> Tensor:
+    """4-bit integers, two in a byte (rule 4).
+
+    Args:
+        q: int8 [..., block size].
+        out: int8 [..., block size / 2], overwritten; None: a new one.
+    """
+    low, high = q.chunk(2, dim=-1)
+    return torch.bitwise_or(low & 15, high << 4, out=out)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack`: the first and the second half of each block."""
+    # Shifts of int8 restore the sign. On some devices a shift to the right divides towards zero: nothing may be lost.
+    return packed << 4 >> 4, (packed & -16) >> 4
 
 
 def _round_up(scale_B: Tensor) -> Tensor:
@@ -128,7 +154,6 @@ def _dequantize_blocks(packed: Tensor, scales_B: Tensor, out_BS: Tensor) -> None
     if packed.numel() == out_BS.numel():
         out_BS.copy_(packed.view_as(out_BS))
     else:
-        low_BS, high_BS = out_BS.chunk(2, dim=1)
-        low_BS.copy_((packed << 4 >> 4).view_as(low_BS))  # shifts of int8 are arithmetic: they restore the sign
-        high_BS.copy_((packed >> 4).view_as(high_BS))
+        for out, half in zip(out_BS.chunk(2, dim=1), unpack(packed.view(len(out_BS), -1)), strict=True):
+            out.copy_(half)
     out_BS.mul_(scales_B.float().unsqueeze(1))

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.dense import DenseFragments
+from lightning_diloco.errors import ConfigError
 
 
 class CudaFragments(DenseFragments):
@@ -27,6 +28,11 @@ class CudaFragments(DenseFragments):
     def __init__(
         self, plan: FragmentPlan, params: Mapping[str, Tensor], config: RunConfig, learner: LearnerConfig
     ) -> None:
+        if learner.anchor_device == "host":
+            raise ConfigError(
+                "anchor_device='host' on CUDA: must be 'device' there, only XLA learners keep anchors in host memory; "
+                "leave it out, and count four bytes of GPU memory per parameter"
+            )
         self._progress: torch.cuda.Event | None = None
         super().__init__(plan, params, config, learner)
         self._stream = torch.cuda.Stream(self._device)

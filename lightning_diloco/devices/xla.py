@@ -5,7 +5,7 @@
 3. A graph must not depend on where in a parameter its rows lie: where they start is data (`rows_of`, `with_rows`), or
    every fragment would be compiled anew.
 4. With several devices (SPMD) `.cpu()` would gather a sharded tensor on the device, by a graph of its own. Any thread
-   may read its `local_shards` instead.
+   may `fetch` it instead, shard by shard.
 5. A cast to bfloat16 and back is taken out by the compiler of some devices unless a barrier stands between.
 
 Source: measured with torch_xla 2.9 on PJRT CPU; rule 5: `xla_allow_excess_precision`.
@@ -38,9 +38,35 @@ def sync() -> None:
     torch_xla.sync()
 
 
-def upload(*tensors: Tensor) -> list[Tensor]:
-    """Host tensors on the device, in buffers of their own; nothing is traced. Any thread."""
-    return list(xm.send_cpu_data_to_device(list(tensors), torch_xla.device()))
+def upload(*tensors: Tensor, dim: int | None = None) -> list[Tensor]:
+    """Host tensors on the device, in buffers of their own; nothing is traced. Any thread.
+
+    Args:
+        tensors: on the host.
+        dim: with several devices, the dimension along which each gets its own part only; None: all of it.
+    """
+    if not is_mesh():
+        return list(xm.send_cpu_data_to_device(list(tensors), torch_xla.device()))
+    layouts = [spmd.ShardingSpec(_mesh(), _partition(tensor, dim)) for tensor in tensors]
+    return [
+        xm.send_cpu_data_to_device([tensor], torch_xla.device(), input_sharding=layout)[0]
+        for tensor, layout in zip(tensors, layouts, strict=True)
+    ]
+
+
+def fetch(tensor: Tensor) -> Tensor:
+    """A copy on the host; of several devices each sends its own part. Any thread, see rules 2 and 4."""
+    if not is_mesh():
+        return tensor.cpu()
+    out = torch.empty(tensor.shape, dtype=tensor.dtype)
+    xm.wait_device_ops()
+    (shards,) = torch_xla._XLAC._get_local_shards([tensor])
+    (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
+    for (values, _), (_, place) in zip(shards, places, strict=True):
+        if place is Ellipsis:
+            return out.copy_(values)
+        out[tuple(place)] = values[tuple(slice(part.stop - part.start) for part in place)]
+    return out
 
 
 def use_mesh() -> int:
@@ -63,6 +89,11 @@ def use_mesh() -> int:
     return int(xr.global_runtime_device_count())
 
 
+def num_mesh_devices() -> int:
+    """Devices over which one program computes."""
+    return int(xr.global_runtime_device_count()) if is_mesh() else 1
+
+
 def is_mesh() -> bool:
     """Whether one program computes over all devices."""
     return bool(xr.is_spmd())
@@ -78,35 +109,11 @@ def shard(tensor: Tensor, dim: int | None) -> None:
 
 def sharded_dim(tensor: Tensor) -> int | None:
     """Along which dimension a tensor is laid out; None: whole on every device."""
+    if not is_mesh():
+        return None
     tiles = re.search(r"devices=\[([\d,]+)\]", torch_xla._XLAC._get_xla_sharding_spec(tensor))
     sizes = [int(size) for size in tiles[1].split(",")] if tiles else []
     return next((dim for dim, size in enumerate(sizes[: tensor.dim()]) if size > 1), None)
-
-
-def upload_sharded(tensor: Tensor, dim: int | None) -> Tensor:
-    """`upload`, laid out along a dimension; each device gets its own part only. Any thread."""
-    layout = spmd.ShardingSpec(_mesh(), _partition(tensor, dim))
-    return xm.send_cpu_data_to_device([tensor], torch_xla.device(), input_sharding=layout)[0]
-
-
-def local_shards(tensor: Tensor, out: Tensor) -> Tensor:
-    """Copy a sharded tensor to the host, part by part. Any thread; see rule 2.
-
-    Args:
-        tensor: any shape.
-        out: of that shape, on the host, overwritten.
-
-    Returns:
-        out.
-    """
-    xm.wait_device_ops()
-    (shards,) = torch_xla._XLAC._get_local_shards([tensor])
-    (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
-    for (values, _), (_, place) in zip(shards, places, strict=True):
-        if place is Ellipsis:
-            return out.copy_(values)
-        out[tuple(place)] = values[tuple(slice(part.stop - part.start) for part in place)].to(out.dtype)
-    return out
 
 
 def cast_and_back(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,17 +9,26 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch.plugins import HalfPrecision, Precision, XLAPrecision
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
 from lightning_diloco.strategy.xla_accelerator import check_environment
+
+if TYPE_CHECKING:
+    from lightning_diloco.devices.xla_fragments import XlaFragments
 
 
 class XLAHalfPrecision(HalfPrecision, XLAPrecision):
@@ -47,7 +56,12 @@ def xla_precision(plugin: Precision | None) -> XLAPrecision:
 
 
 class XLAHooks(DecoupledDiLoCoStrategy):
-    """Mixin: ends graphs (rule 1)."""
+    """Mixin: ends graphs (rule 1), and says what anchors take."""
+
+    def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
+        device = super()._make_device(plan, config)
+        rank_zero_info(cast("XlaFragments", device).memory())
+        return device
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """End the graph of a micro-batch that does not step."""
@@ -106,11 +120,12 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
 
     Attributes:
         sharding_rules: (regular expression, dimension) pairs; the first that is found in a parameter's name counts. A
-            parameter that no rule names is laid out along its largest dimension that the number of devices divides, or
-            else whole on every device.
+            parameter that no rule names is laid out along the largest dimension that the number of devices divides; the
+            first only if no other can be: parameters are exchanged in slices of rows, and each device then has its part
+            of every slice. Where no dimension can be divided, it is whole on every device.
     """
 
-    # By columns: rows of a table are exchanged in slices, and a token's row is then found on all devices at once.
+    # A token's row is then found on all devices at once.
     sharding_rules: tuple[tuple[str, int], ...] = ((r"(embed_tokens|wte|embedding|lm_head)\b.*weight$", 1),)
 
     def _bind(self) -> None:
@@ -144,8 +159,8 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
                     f"{name} of shape {shape} is to be laid out along dimension {dim} by the rule {pattern!r}: that "
                     f"dimension must exist and be a multiple of the {count} devices; change sharding_rules"
                 )
-        divided = [(size, -dim) for dim, size in enumerate(shape) if size % count == 0]
-        return -max(divided)[1] if divided else None
+        divided = [(dim > 0, size, -dim) for dim, size in enumerate(shape) if size % count == 0]
+        return -max(divided)[2] if divided else None
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Each device gets its part of the samples; where they do not divide, the last parts are padded."""
@@ -156,3 +171,32 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
             if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.device.type == "xla":
                 xla.shard(tensor, 0)
         return batch
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On the host: what checkpoints are made of must not gather shards on a device, by a new graph each time."""
+        return _fetched(super().optimizer_state(optimizer))
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """On the host, see `optimizer_state`."""
+        return _fetched(super().lightning_module_state_dict())
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """State that lies along with its parameter is laid out like it."""
+        from lightning_diloco.devices import xla
+
+        super().load_optimizer_state_dict(checkpoint)
+        for optimizer in self.optimizers:
+            for param, state in optimizer.state.items():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.shape == param.shape and value.device.type == "xla":
+                        xla.shard(value, xla.sharded_dim(param))
+
+
+def _fetched(state: dict[str, Any]) -> dict[str, Any]:
+    from lightning_diloco.devices import xla
+
+    def fetch(leaf: Any) -> Any:
+        is_there = isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
+        return xla.fetch(leaf.detach()) if is_there else leaf
+
+    return tree_map(fetch, state)  # type: ignore[no-any-return]

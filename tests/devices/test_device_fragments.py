@@ -13,6 +13,7 @@ from lightning_diloco.core.quantize import decode, encode
 from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import Encoded, Update
 from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.devices.cuda import CudaFragments
 from lightning_diloco.devices.dense import DenseFragments
 from lightning_diloco.errors import ConfigError, CorruptMessageError, NonFiniteError
 
@@ -26,19 +27,27 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 class Rig:
     """A device with random parameters, and what a syncer would publish."""
 
-    def __init__(self, dtype=torch.float32, where="cpu", num_fragments=3, **learner):
-        self.generator = torch.Generator().manual_seed(1)
+    shapes, max_slice_numel = SHAPES, 64
+
+    def __init__(self, dtype=torch.float32, where="cpu", num_fragments=3, wire="int8", **learner):
+        self.generator, self.wire = torch.Generator().manual_seed(1), wire
         self.params = {
-            name: torch.nn.Parameter(self.random(shape).to(dtype).to(where)) for name, shape in SHAPES.items()
+            name: torch.nn.Parameter(self.random(shape).to(dtype).to(where)) for name, shape in self.shapes.items()
         }
         self.params["conv"].data = self.params["conv"].data.contiguous(memory_format=torch.channels_last)
-        self.plan = FragmentPlan.balanced(SHAPES, num_fragments=num_fragments, max_slice_numel=64)
-        config = RunConfig(block_size=BLOCK, num_fragments=num_fragments)
+        self.lay_out()
+        self.plan = FragmentPlan.balanced(
+            self.shapes, num_fragments=num_fragments, max_slice_numel=self.max_slice_numel
+        )
+        config = RunConfig(block_size=BLOCK, num_fragments=num_fragments, wire=wire)
         self.device: DenseFragments = device_for(torch.device(where))(
             self.plan, self.params, config, LearnerConfig(**learner)
         )
         for p in self.fragments:
             self.device.adopt(p, self.device.local_values(p))
+
+    def lay_out(self):
+        """Parameters lie where they are."""
 
     @property
     def fragments(self):
@@ -56,14 +65,14 @@ class Rig:
         return self.plan.layout(p, BLOCK).padded_numel
 
     def decoded(self, p, payload):
-        return decode(payload, numel=self.numel(p), wire="int8", block_size=BLOCK)
+        return decode(payload, numel=self.numel(p), wire=self.wire, block_size=BLOCK)
 
     def published(self, p, scale=0.1):
         """A random encoded update; padding is zero, as it always is."""
         update = torch.zeros(self.numel(p))
         for entry in self.plan.layout(p, BLOCK).entries:
             entry.of(update).copy_(self.random(entry.numel, scale))
-        return encode(update, wire="int8", block_size=BLOCK, name="update")
+        return encode(update, wire=self.wire, block_size=BLOCK, name="update")
 
     def contribute(self, p) -> Encoded:
         return self.device.encode(self.device.snapshot(p))
@@ -311,6 +320,12 @@ def test_every_spare_buffer_is_used_by_one_only():
 def test_device_without_a_class_is_refused():
     with pytest.raises(ConfigError, match="device meta: must be of type cpu, cuda or xla"):
         device_for(torch.device("meta"))
+
+
+def test_anchors_in_host_memory_are_refused_on_cuda():
+    rig = Rig()
+    with pytest.raises(ConfigError, match="anchor_device='host' on CUDA: must be 'device' there"):
+        CudaFragments(rig.plan, rig.params, RunConfig(), LearnerConfig(anchor_device="host"))
 
 
 @pytest.mark.gpu

@@ -9,9 +9,12 @@ import threading
 import pytest
 import torch
 
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import encode
 from lightning_diloco.devices import xla
 from lightning_diloco.devices.base import Update
+from lightning_diloco.devices.xla_fragments import XlaFragments
 from lightning_diloco.errors import CorruptMessageError, NonFiniteError
 from tests.devices.test_device_fragments import Rig
 
@@ -59,6 +62,21 @@ def test_xla_equals_cpu_over_a_random_sequence(dtype, align, anchor_device):
         assert cpu.device.digest(p) == device.device.digest(p)
     for p in cpu.fragments:
         assert torch.allclose(cpu.local(p), device.local(p), rtol=epsilon, atol=epsilon)
+
+
+@pytest.mark.parametrize("wire", ["int4", "bf16", "fp32"])
+def test_every_precision_of_the_wire_lands_as_on_cpu(wire):
+    cpu, device = Rig(wire=wire), xla_rig(wire=wire)
+    for p in cpu.fragments:
+        update = cpu.published(p)
+        device.published(p)
+        for rig in (cpu, device):
+            train(rig)
+            payload = rig.contribute(p).payload
+            assert rig.decoded(p, payload).any()
+            rig.receive(p, update, sent=payload)
+        assert cpu.device.digest(p) == device.device.digest(p)
+        assert torch.allclose(cpu.local(p), device.local(p), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,3 +216,22 @@ def test_second_thread_exchanges_while_the_first_trains(anchor_device):
         in_flight.discard(landed)
         mirror.receive(landed, update)
     assert [rig.device.digest(p) for p in rig.fragments] == [mirror.device.digest(p) for p in rig.fragments]
+
+
+def memory(dim=None, **learner):
+    """What the run says of a model of 4 MiB in 4 fragments."""
+    weight = torch.nn.Parameter(torch.zeros(1024, 1024).to("xla"))
+    if dim is not None:
+        xla.shard(weight, dim)
+    plan = FragmentPlan.balanced({"weight": (1024, 1024)}, num_fragments=4, max_slice_numel=1 << 20)
+    return XlaFragments(plan, {"weight": weight}, RunConfig(num_fragments=4), LearnerConfig(**learner)).memory()
+
+
+def test_memory_of_each_placement_is_stated():
+    anchors = "anchors take 4.0 MiB of each of 1 device(s) as 'device', 4.0 MiB of host memory as 'host'"
+    assert memory() == (
+        f"anchor_device='device': {anchors}; residuals take 0.0 MiB of each device, an exchange up to 3.0 MiB"
+    )
+    assert memory(anchor_device="host", align="overwrite") == (
+        f"anchor_device='host': {anchors}; residuals take 4.0 MiB of each device, an exchange up to 3.0 MiB"
+    )

@@ -76,7 +76,9 @@ def trainer_for(root: Path, max_steps: int, **options: object) -> L.Trainer:
     from lightning_diloco import DecoupledDiLoCoStrategy
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    strategy = DecoupledDiLoCoStrategy(sync_every=4, num_fragments=4, **options.pop("strategy", {}))
+    strategy = options.pop("strategy", {})
+    if isinstance(strategy, dict):
+        strategy = DecoupledDiLoCoStrategy(sync_every=4, num_fragments=4, **strategy)
     defaults = {"accelerator": "xla", "devices": 1, "enable_checkpointing": False, "check_val_every_n_epoch": None}
     return L.Trainer(
         **{"default_root_dir": root, "strategy": strategy, "max_steps": max_steps, **quiet, **defaults, **options}
@@ -90,12 +92,13 @@ def model() -> Line:
 
 
 @pytest.mark.parametrize("anchor_device", ["device", "host"])
-def test_fit_learns_and_compiles_nothing_after_the_first_rounds(model, tmp_path, anchor_device):
+def test_fit_learns_and_compiles_nothing_after_the_first_rounds(model, tmp_path, anchor_device, caplog):
     trainer = trainer_for(tmp_path, 300, val_check_interval=100, strategy={"anchor_device": anchor_device})
     trainer.fit(model, loader(), loader())
     assert type(trainer.strategy) is SingleDeviceXLADiLoCo
     assert model.val_losses[-1] < 0.5 * model.val_losses[0]
     assert model.compilations[-1] == model.compilations[180]
+    assert f"anchor_device='{anchor_device}': anchors take 0.0 MiB of each of 1 device(s)" in caplog.text
     assert model.rates[99] == pytest.approx(1e-2 * (1 - 100 / 400))
     assert next(model.parameters()).device.type == "cpu"
 

@@ -1,0 +1,104 @@
+"""Fragments on XLA devices, encoded as on the wire: integers on the devices, bytes on the host.
+
+1. Integers are computed where the elements are: one byte per element, and one scale per unit, cross to the host.
+2. A block that several devices share has one scale. The greatest magnitudes of its units, one number for each unit, are
+   gathered for it; where units are whole blocks, nothing is.
+3. int4 is packed on the devices where units are whole blocks, else on the host.
+
+Shapes: _P flat padded fragment on the host, _NL devices x elements, _NS devices x units, _NSU devices x units x
+elements of a unit, _B blocks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import Wire
+from lightning_diloco.core.blocks import Bits, divisor_for, pack, packed_nbytes, scales_for, unpack
+from lightning_diloco.devices.xla import fetch, upload
+from lightning_diloco.devices.xla_layout import XlaLayout
+
+Parts = tuple[Tensor, ...]  # on the devices: integers and scales, or floats
+
+_BITS: dict[Wire, Bits] = {"int8": 8, "int4": 4}
+_FLOATS: dict[Wire, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class XlaCodec:
+    """Encodes and decodes one fragment.
+
+    Args:
+        layout: of the fragment.
+        wire: precision.
+    """
+
+    def __init__(self, layout: XlaLayout, wire: Wire) -> None:
+        self._layout, self._wire = layout, wire
+        self._bits = _BITS.get(wire)
+        self._unit, self._size = layout.unit, layout.block_size
+        self._is_packed = self._bits == 4 and self._unit == self._size
+        self._shared_blocks = None if self._unit == self._size else self._upload_shared_blocks()
+
+    def _upload_shared_blocks(self) -> tuple[Tensor, Tensor]:
+        """int32 [B, units of a block], the units of each block, and [N, S], the block of each unit."""
+        layout, per_block = self._layout, self._size // self._unit
+        num_units = layout.num_devices * layout.row_numel // self._unit
+        numbers = torch.arange(1, num_units + 1, dtype=torch.int32).view(layout.num_devices, -1)
+        units = layout.to_wire(numbers, self._unit).view(-1, per_block)
+        units = torch.where(units == 0, units[:, :1], units) - 1  # padding is no unit: its block's first counts again
+        blocks = torch.arange(len(units), dtype=torch.int32).repeat_interleave(per_block)
+        return upload(units)[0], upload(layout.from_wire(blocks, self._unit), dim=0)[0]
+
+    # --- graphs: training thread ---------------------------------------------------------------------------------
+
+    def encoded(self, x_NL: Tensor) -> Parts:
+        """Encode; a unit that holds NaN or Inf gets a scale that is NaN."""
+        if self._bits is None:
+            return (self._layout.shared(x_NL.to(_FLOATS[self._wire], copy=True)),)
+        x_NSU = x_NL.view(len(x_NL), -1, self._unit)
+        amax_NS = x_NSU.abs().amax(2)
+        if self._shared_blocks is not None:
+            units_of, block_of = self._shared_blocks
+            amax_NS = amax_NS.view(-1)[units_of].amax(1)[block_of]
+        scales_NS = scales_for(amax_NS, self._bits)
+        q_NSU = (x_NSU / divisor_for(scales_NS).unsqueeze(2)).round().to(torch.int8)
+        q_NSU = pack(q_NSU) if self._is_packed else q_NSU
+        # The maximum of some devices passes over NaN, so that the scale would not tell.
+        scales_NS = torch.where(torch.isfinite(x_NSU).all(2), scales_NS, torch.nan)
+        return self._layout.shared(q_NSU.view(len(x_NL), -1)), self._layout.shared(scales_NS)
+
+    def decoded(self, parts: Parts) -> Tensor:
+        """Decode, as float32 [N, L]."""
+        if self._bits is None:
+            return parts[0].float()
+        q, scales_NS = parts
+        q_NSU = q.view(*scales_NS.shape, -1)
+        q_NSU = torch.cat(unpack(q_NSU), dim=2) if self._is_packed else q_NSU
+        return (q_NSU * scales_NS.float().unsqueeze(2)).view(len(q), -1)
+
+    # --- link thread ---------------------------------------------------------------------------------------------
+
+    def payload(self, parts: Parts) -> Tensor:
+        """The bytes for the wire."""
+        if self._bits is None:
+            return self._layout.to_wire(fetch(parts[0])).view(torch.uint8)
+        q, scales = parts
+        q = self._layout.to_wire(fetch(q), 2 if self._is_packed else 1)
+        if self._bits == 4 and not self._is_packed:
+            q = pack(q.view(-1, self._size)).view(-1)
+        scales_B = self._layout.to_wire(fetch(scales), self._unit).view(-1, self._size // self._unit).amax(1)
+        return torch.cat((q.view(torch.uint8), scales_B.view(torch.uint8)))
+
+    def upload(self, payload: Tensor) -> Parts:
+        """Checked bytes of the wire, to be decoded on the devices."""
+        if self._bits is None:
+            values = payload.clone().view(_FLOATS[self._wire])
+            return tuple(upload(self._layout.from_wire(values), dim=0))
+        split = packed_nbytes(self._layout.padded_numel, self._bits, self._size)
+        q, scales_B = payload[:split].view(torch.int8), payload[split:].clone().view(torch.bfloat16)
+        if self._bits == 4 and not self._is_packed:
+            q = torch.cat(unpack(q.view(len(scales_B), -1)), dim=1).view(-1)
+        q = self._layout.from_wire(q, 2 if self._is_packed else 1)
+        scales = self._layout.from_wire(scales_B.repeat_interleave(self._size // self._unit), self._unit)
+        return tuple(upload(q, scales, dim=0))

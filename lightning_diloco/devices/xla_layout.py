@@ -1,0 +1,163 @@
+"""In which order the elements of a fragment lie on XLA devices.
+
+1. A fragment is one tensor [N, L]: row n holds what device n has of all slices, one after another. Slices lie in the
+   shards of their parameters, so a device makes its row of what it has: no element is gathered. On one device (N = 1)
+   the order is that of the wire.
+2. On each device a slice is some runs, each as long as its shard is contiguous in the slice. Runs that end inside of a
+   quantization block cut the row into units shorter than a block; of these, the maxima meet (see xla_codec.py).
+3. A slice that the devices cannot share so is shared by blocks, each device taking some of them, and its parameter is
+   gathered for it: one that is whole on every device or cut along its sharded rows, or of few elements, or whose units
+   would be tiny. The default sharding leaves no large ones.
+4. The order is turned into that of the wire, and back, on the host.
+
+Shapes: _P flat padded fragment on the host, _NL devices x elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_diloco.core.fragments import Entry, FragmentLayout
+from lightning_diloco.devices.xla import num_mesh_devices, shard, sharded_dim
+
+_FEW_ELEMENTS = 1 << 16
+_SMALLEST_UNIT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One slice in the devices' order.
+
+    Args:
+        entry: the slice in the order of the wire.
+        num_runs: how many runs each device has.
+        run: elements of a run.
+        is_local: whether a device has its runs in its own shard of the parameter.
+    """
+
+    entry: Entry
+    num_runs: int
+    run: int
+    is_local: bool
+
+    @property
+    def width(self) -> int:
+        """Elements on each device."""
+        return self.num_runs * self.run
+
+
+class XlaLayout:
+    """The order of one fragment.
+
+    Args:
+        layout: the order of the wire.
+        params: live parameters, sharded or not.
+        block_size: elements that share a quantization scale.
+
+    Attributes:
+        parts: of the fragment, in the order of the wire.
+        num_devices: N.
+        row_numel: L, a multiple of the unit.
+        unit: elements that lie on one device next to each other and in one block; divides the block size.
+        padded_numel: P.
+        block_size: of the wire.
+    """
+
+    def __init__(self, layout: FragmentLayout, params: Mapping[str, Tensor], block_size: int) -> None:
+        self.num_devices = num_mesh_devices()
+        self.parts = [self._part(entry, params[entry.slice.name], block_size) for entry in layout.entries]
+        self.row_numel = sum(part.width for part in self.parts)
+        self.unit = gcd(block_size, *(part.run for part in self.parts))
+        self.padded_numel, self.block_size = layout.padded_numel, block_size
+
+    def _part(self, entry: Entry, param: Tensor, block_size: int) -> Part:
+        dim, count = sharded_dim(param), self.num_devices
+        is_cut_along = dim == 0 and tuple(param.shape) != entry.shape
+        if dim is not None and not is_cut_along and entry.shape[dim] % count == 0:
+            num_runs = prod(entry.shape[:dim])
+            run = entry.numel // (num_runs * count)
+            unit = gcd(run, block_size)
+            if unit == block_size or (unit >= _SMALLEST_UNIT and entry.numel > _FEW_ELEMENTS):
+                return Part(entry, num_runs, run, is_local=True)
+        return Part(entry, 1, -(-entry.numel // (count * block_size)) * block_size, is_local=False)
+
+    # --- host ----------------------------------------------------------------------------------------------------
+
+    def from_wire(self, values: Tensor, per_value: int = 1) -> Tensor:
+        """The devices' order of a host vector.
+
+        Args:
+            values: [P / per_value], each for so many elements next to each other.
+            per_value: divides the unit.
+
+        Returns:
+            [N, L / per_value]; on one device a view of `values`.
+        """
+        if self.num_devices == 1:
+            return values.view(1, -1)
+        out = values.new_zeros(self.num_devices, self.row_numel // per_value)
+        for columns, elements, (num_runs, run) in self._places(per_value):
+            missing = num_runs * self.num_devices * run - (elements.stop - elements.start)
+            runs = pad(values[elements], (0, missing)).view(num_runs, self.num_devices, run)
+            out[:, columns].view(self.num_devices, num_runs, run).copy_(runs.transpose(0, 1))
+        return out
+
+    def to_wire(self, rows_NL: Tensor, per_value: int = 1) -> Tensor:
+        """The inverse of `from_wire`; padding is zero."""
+        if self.num_devices == 1:
+            return rows_NL.view(-1)
+        out = rows_NL.new_zeros(self.padded_numel // per_value)
+        for columns, elements, (num_runs, run) in self._places(per_value):
+            runs = rows_NL[:, columns].view(self.num_devices, num_runs, run).transpose(0, 1).reshape(-1)
+            out[elements] = runs[: elements.stop - elements.start]
+        return out
+
+    def _places(self, per_value: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
+        """Columns, elements on the wire, and (runs, length of a run) of each part, all in values."""
+        start = 0
+        for part in self.parts:
+            size, offset = self.block_size, part.entry.offset
+            numel = min(-(-part.entry.numel // size) * size, part.width * self.num_devices)
+            columns, elements = (start, start + part.width), (offset, offset + numel)
+            yield (
+                slice(*(bound // per_value for bound in columns)),
+                slice(*(bound // per_value for bound in elements)),
+                (part.num_runs, part.run // per_value),
+            )
+            start += part.width
+
+    # --- graphs: training thread ---------------------------------------------------------------------------------
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """[N, L] of the parts, [N, width] each."""
+        return self.shared(torch.cat(list(parts), dim=1))
+
+    def split(self, x_NL: Tensor) -> Sequence[Tensor]:
+        """The inverse of `joined`."""
+        return torch.split(x_NL, [part.width for part in self.parts], dim=1)
+
+    def part_of(self, part: Part, rows: Tensor) -> Tensor:
+        """A slice in the devices' order, [N, width]."""
+        count = self.num_devices
+        if part.is_local:
+            return rows.reshape(part.num_runs, count, part.run).transpose(0, 1).reshape(count, part.width)
+        return pad(rows.reshape(-1), (0, count * part.width - part.entry.numel)).view(count, part.width)
+
+    def rows_of(self, part: Part, values: Tensor) -> Tensor:
+        """The inverse of `part_of`."""
+        if part.is_local:
+            runs = values.reshape(self.num_devices, part.num_runs, part.run)
+            return runs.transpose(0, 1).reshape(part.entry.shape)
+        return values.reshape(-1)[: part.entry.numel].view(part.entry.shape)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """A tensor that was just computed, each device keeping its part along dimension 0."""
+        if self.num_devices > 1:
+            shard(x, 0)
+        return x

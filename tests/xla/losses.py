@@ -1,0 +1,35 @@
+"""The losses of 20 steps over some XLA devices, without a link, as JSON: python -m tests.xla.losses NUM_DEVICES."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.xla.test_xla_trainer import Line, loader, trainer_for
+
+
+class Noting(Line):
+    """Notes every loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert loss is not None
+        self.losses.append(loss.detach())
+        return loss
+
+
+if __name__ == "__main__":
+    torch.manual_seed(5)
+    model = Noting()
+    with tempfile.TemporaryDirectory() as root:
+        trainer_for(Path(root), 20, devices=int(sys.argv[1]), fast_dev_run=20).fit(model, loader(), loader())
+    kind = type(model.trainer.strategy).__name__
+    print(json.dumps({"strategy": kind, "losses": [float(loss) for loss in model.losses]}))

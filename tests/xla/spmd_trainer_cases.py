@@ -1,0 +1,96 @@
+"""A Trainer over four virtual devices in one process; test_xla_spmd.py starts it."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+import torch_xla.runtime as xr
+from lightning.fabric.accelerators import XLAAccelerator
+from lightning.pytorch import accelerators
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_diloco.devices import xla
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy.paths import OwnPathsFirst
+from lightning_diloco.strategy.xla import SpmdXLADiLoCo
+from tests.xla.stress import train_through_adversity
+from tests.xla.test_xla_trainer import Line, loader, trainer_for
+
+pytestmark = [pytest.mark.xla, pytest.mark.filterwarnings("ignore")]
+
+NUM_DEVICES = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mesh():
+    assert xla.use_mesh() == NUM_DEVICES
+
+
+class Look(Callback):
+    """Notes along which dimension parameters and moments lie."""
+
+    def __init__(self) -> None:
+        self.dims: dict[str, list[int | None]] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Line, *_: object) -> None:
+        state = trainer.optimizers[0].state
+        for name, param in module.named_parameters():
+            tensors = (param, state[param]["exp_avg"], state[param]["exp_avg_sq"])
+            self.dims[name] = [xla.sharded_dim(tensor) for tensor in tensors]
+
+
+def test_fit_shards_parameters_and_optimizer_alike_learns_and_resumes(tmp_path):
+    """Checkpoints are written on the way, by Lightning and by the learner; none of them costs a graph."""
+    torch.manual_seed(5)
+    model, look = Line(), Look()
+    saving = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=90, save_top_k=-1, filename="{step}")
+    options = {"devices": NUM_DEVICES, "enable_checkpointing": True}
+    trainer = trainer_for(tmp_path, 300, callbacks=[look, saving], val_check_interval=100, **options)
+    trainer.fit(model, loader(), loader())
+    assert type(trainer.strategy) is SpmdXLADiLoCo
+    assert look.dims == {
+        "layers.0.weight": [1] * 3,
+        "layers.0.bias": [0] * 3,
+        "layers.2.weight": [1] * 3,
+        "layers.2.bias": [0] * 3,
+    }
+    assert model.val_losses[-1] < 0.5 * model.val_losses[0]
+    assert model.compilations[-1] == model.compilations[181]
+
+    again, look = Line(), Look()
+    trainer = trainer_for(tmp_path / "again", 275, callbacks=[look], limit_val_batches=0, **options)
+    trainer.fit(again, loader(), ckpt_path=tmp_path / "saved" / "step=270.ckpt")
+    assert len(again.compilations) == 5
+    assert all(len(set(dims)) == 1 for dims in look.dims.values())
+
+
+def test_rule_that_does_not_divide_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(SpmdXLADiLoCo, "sharding_rules", ((r"2\.bias", 1),))
+    trainer = trainer_for(tmp_path, 1, devices=NUM_DEVICES, fast_dev_run=1)
+    with pytest.raises(ConfigError, match=r"layers\.2\.bias of shape \(4,\) is to be laid out along dimension 1"):
+        trainer.fit(Line(), loader())
+
+
+def test_300_exchanges_over_a_bad_link_leave_the_published_anchors(tmp_path):
+    train_through_adversity(tmp_path, devices=NUM_DEVICES)
+
+
+def test_several_tpu_chips_of_a_host_are_one_learner_over_a_mesh(tmp_path, monkeypatch):
+    """Only their number is made up: the bare name takes all chips as one process."""
+    monkeypatch.setattr(accelerators.XLAAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr(XLAAccelerator, "auto_device_count", staticmethod(lambda: NUM_DEVICES))
+    options = {"accelerator": "tpu", "devices": "auto", "fast_dev_run": 3}
+    trainer = trainer_for(tmp_path, 3, strategy="decoupled_diloco", **options)
+    assert type(trainer.strategy) is SpmdXLADiLoCo
+    assert (trainer.world_size, len(trainer.strategy.parallel_devices)) == (1, NUM_DEVICES)
+    assert type(trainer.strategy.launcher) is OwnPathsFirst  # no process is started
+    model = Line()
+    trainer.fit(model, loader(), loader())
+    assert len(model.compilations) == 3
+
+
+def test_mesh_over_several_hosts_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(xr, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="2 hosts take part in this mesh: a learner can have the devices of one host"):
+        trainer_for(tmp_path, 1, devices=NUM_DEVICES)
