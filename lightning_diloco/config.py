@@ -137,6 +137,7 @@ class LearnerConfig:
         join: join string of a run; None: DILOCO_JOIN, else an embedded syncer.
         learner: learner id; None: DILOCO_LEARNER, else the host name and a slot.
         drain_s: how long to wait at the end for the last contributions to be merged.
+        max_fleet_tokens: end the whole run when all learners together have seen so many; None: do not.
         checkpoint_every: inner steps between two checkpoints from which this learner, started again, goes on; 0: none.
         checkpoint_store: folder or fsspec URL of the checkpoints of all learners; None: in the run directory.
         preemption_s: how long after SIGTERM the process has ended, its leave and a checkpoint included.
@@ -150,6 +151,7 @@ class LearnerConfig:
     join: str | None = None
     learner: str | None = None
     drain_s: float = 60.0
+    max_fleet_tokens: int | None = None
     checkpoint_every: int = 100
     checkpoint_store: str | None = None
     preemption_s: float = 20.0
@@ -162,6 +164,7 @@ class LearnerConfig:
         found.choice("anchor_device", AnchorDevice)
         found.number("blend_alpha", at_least=0.0, at_most=1.0)
         found.number("drain_s", at_least=0.0)
+        found.integer("max_fleet_tokens", 1, optional=True)
         found.integer("checkpoint_every", 0)
         found.number("preemption_s", above=0.0)
         if not isinstance(self.error_feedback, bool):

@@ -44,6 +44,7 @@ class DurableState:
         self.num_joins = 0
         self.num_lapses = 0
         self.num_inexact = 0
+        self.stopped: str | None = None
         self._lease = 0
 
     def account(self, member: Member) -> Account:
@@ -84,6 +85,8 @@ class DurableState:
                     self._apply_departed(record)
             case records.Regenerated():
                 self.rounds.generation = record.generation
+            case records.Stopped():
+                self.stopped = self.stopped or record.reason
             case _:
                 self.leases.apply(record)
 
@@ -158,6 +161,7 @@ class DurableState:
             num_contributors=self.rounds.counts.num_contributors,
             num_stepping=self.rounds.counts.num_stepping,
             leases=self.leases.saved(),
+            stopped=self.stopped,
         )
 
     def restore(self, saved: records.SavedState, now_s: float) -> None:
@@ -171,7 +175,7 @@ class DurableState:
         for s in saved.sessions:
             self.roster.members[s.session] = _member(s, now_s)
         self.leases = LeaseTable(self._books, saved.leases)
-        self.num_joins, self.num_lapses = saved.num_joins, saved.num_lapses
+        self.num_joins, self.num_lapses, self.stopped = saved.num_joins, saved.num_lapses, saved.stopped
         self.rounds.counts = Counts(saved.num_commits, 0, saved.num_contributors, saved.num_stepping)
 
 

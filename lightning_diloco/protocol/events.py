@@ -43,6 +43,13 @@ class Evaluating:
 
 
 @dataclass(frozen=True, slots=True)
+class StopRun:
+    """Training thread: the whole run is to end."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Training thread: no more steps will come; drain and leave. With drain False, leave at once.
 
@@ -127,6 +134,7 @@ LearnerEvent = (
     | StepBegins
     | Pause
     | Evaluating
+    | StopRun
     | Finish
     | FromTheSyncer
     | Reconnected

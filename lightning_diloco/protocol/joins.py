@@ -227,7 +227,8 @@ class Joins(Leasing):
         return self._has_started
 
     def _activate(self, member: Member, now_s: float) -> list[SyncerAction]:
-        active = do.Send(member.session, msg.Active(tuple(self.rounds.announcements(member.session))))
+        announcements = tuple(self.rounds.announcements(member.session))
+        active = do.Send(member.session, msg.Active(announcements, self._run_is(member)))
         if member.state != "confirmed":
             return [active] if member.state == "active" else []
         replaced, old = self.roster.older(member), self.roster.active(member.learner)
@@ -243,6 +244,9 @@ class Joins(Leasing):
         member.active_s = member.stepped_s = now_s
         note = do.Note("join", {"learner": member.learner, "incarnation": member.incarnation, "where": member.where})
         return [*todo, do.Record(records.encode(record)), note, active, *map(self._fenced, replaced)]
+
+    def _run_is(self, member: Member) -> msg.RunIs:
+        return msg.RunIs(self.ledger.seen_by_others(self.account(member)), self.stopped)
 
     def _was_rolled_back(self, known: tuple[msg.Mark, ...]) -> bool:
         fragments = self.rounds.fragments

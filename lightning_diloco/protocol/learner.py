@@ -73,6 +73,9 @@ class LearnerState:
         self.tokens_per_s = 0.0
         self.metrics: dict[str, float] = {}
         self.num_refusals = 0
+        self.others_tokens = 0
+        self.stopped: str | None = None
+        self._stop_reason: str | None = None
         self._due = due
         self._min_period_steps = sync_every - overlap
         self._keeps_all = align == "carry"
@@ -101,6 +104,9 @@ class LearnerState:
                 return self._boundary(now_s) + self._drain(now_s)
             case on.Evaluating():
                 return self._set_evaluating(event.begins, now_s)
+            case on.StopRun():
+                self._stop_reason = event.reason
+                return [self._heartbeat(now_s)]
             case on.Finish():
                 return self._finish(event, now_s)
             case on.FromTheSyncer():
@@ -130,6 +136,11 @@ class LearnerState:
             discarded=dict(self.discarded),
             generation=self.generation,
         )
+
+    @property
+    def fleet_tokens(self) -> int:
+        """Tokens that all learners have seen: its own exactly, those of others as of the last word from the syncer."""
+        return self.others_tokens + self.tokens
 
     @property
     def staleness_versions(self) -> int:
@@ -199,7 +210,10 @@ class LearnerState:
             case msg.Leases():
                 self.lessee.hear(message)
                 return []
+            case msg.RunIs():
+                return self._note_run(message)
             case msg.Active():
+                self._note_run(message.run)
                 return [a for announcement in message.announcements for a in self._announced(announcement, now_s)]
             case msg.Welcome():
                 return self._welcome_back(message, now_s)
@@ -210,6 +224,11 @@ class LearnerState:
                 return [do.Fail("FencedError" if message.error == "fenced" else "JoinError", message.text)]
             case msg.SeedGrant():
                 return []  # said before this process took part
+
+    def _note_run(self, run: msg.RunIs) -> list[LearnerAction]:
+        self.others_tokens = max(self.others_tokens, run.others_tokens)
+        self.stopped = self.stopped or run.stopped
+        return []
 
     def _announced(self, message: msg.Announce, now_s: float) -> list[LearnerAction]:
         p, f = message.fragment, self.fragments[message.fragment]
@@ -354,7 +373,8 @@ class LearnerState:
 
     def _heartbeat(self, now_s: float) -> LearnerAction:
         self._next_heartbeat_s = now_s + self._heartbeat_s
-        return do.Say(msg.Heartbeat(self.phase, self.progress, self.step_s, self.tokens_per_s, self._finite()))
+        said = (self.phase, self.progress, self.step_s, self.tokens_per_s, self._finite())
+        return do.Say(msg.Heartbeat(*said, stop=self._stop_reason))
 
     def _finite(self) -> dict[str, float]:
         """Metrics: NaN cannot travel, and a diverged loss must not silence a learner."""
@@ -401,9 +421,8 @@ class LearnerState:
 
     def _leave(self) -> LearnerAction:
         assert self._leave_reason is not None
-        return do.Say(
-            msg.Leave(self._leave_reason, self.progress, self.tokens_per_s, self._finite(), self.lessee.begun)
-        )
+        said = (self._leave_reason, self.progress, self.tokens_per_s, self._finite(), self.lessee.begun)
+        return do.Say(msg.Leave(*said, stop=self._stop_reason))
 
     def _book(self, cause: str, tokens: int) -> None:
         assert tokens >= 0, f"{tokens} tokens {cause}"

@@ -172,6 +172,10 @@ class Ledger:
             self.accounts[key] = Account(learner, incarnation, [IntervalSet() for _ in num], [[] for _ in num])
         return self.accounts[key]
 
+    def seen_by_others(self, account: Account) -> int:
+        """Tokens in all accounts but this one."""
+        return sum(other.seen for other in self.accounts.values()) - account.seen
+
     def totals(self) -> Totals:
         """Sums over all accounts."""
         totals = Totals()

@@ -140,13 +140,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Still here; sent about once a second."""
+    """Still here; sent about once a second. `stop` says why the whole run should end, if it should."""
 
     phase: Phase
     progress: Progress
     step_s: float
     tokens_per_s: float
     metrics: dict[str, float] = field(default_factory=dict)
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +181,14 @@ class AskFate:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This process takes part no longer; repeated until acknowledged."""
+    """This process takes part no longer; repeated until acknowledged. `stop` is as in a heartbeat."""
 
     reason: Reason
     progress: Progress
     tokens_per_s: float
     metrics: dict[str, float] = field(default_factory=dict)
     begun: tuple[Span, ...] = ()
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +239,24 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
+class RunIs:
+    """Where the whole run stands; answers every heartbeat.
+
+    Args:
+        others_tokens: seen by everybody else so far, and by earlier processes of this learner.
+        stopped: why the run is over, if it is: drain and leave.
+    """
+
+    others_tokens: int
+    stopped: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Active:
     """You take part; step on."""
 
     announcements: tuple[Announce, ...]
+    run: RunIs = RunIs(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +320,7 @@ class LeaveNoted:
 FromLearner = (
     Hello | SeedPlan | Confirm | Intent | Ready | Decline | Heartbeat | AskRanges | AskFate | Leave | Evaluated
 )
-FromSyncer = SeedGrant | Welcome | Announce | Active | Rejected | Commit | FateIs | Leases | LeaveNoted
+FromSyncer = SeedGrant | Welcome | Announce | Active | RunIs | Rejected | Commit | FateIs | Leases | LeaveNoted
 
 _KINDS: dict[str, type] = {
     kind.__name__: kind for union in (FromLearner, FromSyncer) for kind in typing.get_args(union)

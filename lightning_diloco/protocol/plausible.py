@@ -55,7 +55,7 @@ def _allowed(name: str, value: object) -> str | None:
         return None if isinstance(value, float) and value >= 0.0 else "at least 0"
     if name in ("begun", "unread", "spans", "repeats") and isinstance(value, tuple) and len(value) > MAX_LEASES:
         return f"at most {MAX_LEASES} of them"
-    if name in ("where", "reason", "digest") and isinstance(value, str) and len(value) > MAX_CHARS:
+    if name in ("where", "reason", "digest", "stop", "stopped") and isinstance(value, str) and len(value) > MAX_CHARS:
         return f"at most {MAX_CHARS} characters"
     if name in ("metrics", "discarded") and isinstance(value, dict) and not _is_short(value):
         return f"at most {MAX_ENTRIES} entries, with names of at most {MAX_CHARS} characters"

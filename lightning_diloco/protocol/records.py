@@ -156,6 +156,15 @@ class RangesSettled:
 
 
 LeaseRecord = Catalogued | SourceEnded | RangesLeased | RangesSettled
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A learner ended the run, for everybody."""
+
+    reason: str
+
+
 LogRecord = (
     Seeding
     | Seeded
@@ -168,6 +177,7 @@ LogRecord = (
     | Returned
     | Departed
     | Regenerated
+    | Stopped
     | LeaseRecord
 )
 
@@ -208,6 +218,7 @@ class SavedState:
     num_contributors: int
     num_stepping: int
     leases: SavedLeases = EMPTY
+    stopped: str | None = None
 
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(LogRecord)}

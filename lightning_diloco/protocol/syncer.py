@@ -126,7 +126,7 @@ class SyncerState(Joins):
         member.hear(progress, message.phase, now_s)
         member.step_s, member.tokens_per_s, member.metrics = message.step_s, message.tokens_per_s, message.metrics
         account = self.account(member)
-        todo: list[SyncerAction] = []
+        todo = self._stop(member, message.stop)
         if self._is_out_of_step(progress):
             account.seen = max(account.seen, progress.tokens)
             todo += self._invite(member)
@@ -135,7 +135,16 @@ class SyncerState(Joins):
             todo.append(do.Note("ledger", {"learner": member.learner, "progress": codec.dump(progress)}))
         if not member.takes_part(now_s, self.heartbeat_s):
             todo += self.rounds.remove(member, now_s)
-        return todo + self._settle(member)
+        return [*todo, *self._settle(member), do.Send(member.session, self._run_is(member))]
+
+    def _stop(self, member: Member, reason: str | None) -> list[SyncerAction]:
+        """End the run if this learner asks for it; everybody hears of it with their next heartbeat."""
+        if reason is None or self.stopped is not None:
+            return []
+        record = records.Stopped(reason)
+        self.apply(record)
+        note = do.Note("stopped", {"learner": member.learner, "reason": reason})
+        return [do.Record(records.encode(record)), note]
 
     def _payload(self, event: on.PayloadReceived, now_s: float) -> list[SyncerAction]:
         member = self.roster.get(event.session)
@@ -213,7 +222,7 @@ class SyncerState(Joins):
             return self._invite(member)
         member.hear(message.progress, "draining", now_s)
         member.tokens_per_s, member.metrics, member.ended_s = message.tokens_per_s, message.metrics, now_s
-        todo = self.rounds.drop_contributions(member)
+        todo = self._stop(member, message.stop) + self.rounds.drop_contributions(member)
         self.leases.hear(member.session, message.begun)
         todo += self._settle(member, gives_back=True)
         record = records.Departed(member.session, message.reason, message.progress)

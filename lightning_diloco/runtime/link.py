@@ -154,6 +154,20 @@ class Link:
             return None
         return (self._slot % parts, parts)
 
+    @property
+    def fleet_tokens(self) -> int:
+        """Tokens that all learners of the run have seen, as far as is known here."""
+        return self._machine.fleet_tokens
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the whole run is over, if it is."""
+        return self._machine.stopped
+
+    def stop_run(self, reason: str) -> None:
+        """Tell everybody to end."""
+        self._handle(events.StopRun(reason))
+
     # -------------------------------------------------------------------------------------------------------- training
 
     def step(self, tokens: int, unit: str) -> None:

@@ -24,6 +24,7 @@ def summary(state: SyncerState, *, status: str, wall_s: float, now_s: float, byt
     return {
         "run": state.run,
         "status": status,
+        "stopped": state.stopped,
         "wall_s": round(wall_s, 3),
         "fleet_tokens": totals.seen / num_fragments,
         "tokens_seen": totals.seen,

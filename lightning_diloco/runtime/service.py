@@ -267,7 +267,7 @@ class SyncerService:
         """Whether this need not wait for the disk: what is repeated until answered would pile up."""
         match action:
             case actions.Send():
-                return isinstance(action.message, messages.Announce) or action in self._todo
+                return isinstance(action.message, (messages.Announce, messages.RunIs)) or action in self._todo
             case actions.Note():
                 return action.event == "abort"
         return False

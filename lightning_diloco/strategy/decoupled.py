@@ -55,6 +55,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         learner: learner id. Default: DILOCO_LEARNER, else from the host name.
         token_count_fn: number of tokens of a host batch. Default: attention mask, input_ids, or samples.
         evaluate: validate the "anchor" (default) or the "local" parameters.
+        max_fleet_tokens: end the whole run when all learners together have seen so many tokens. Default: no.
         anchor_device: XLA: anchors beside the parameters ("device", default) or in "host" memory.
         checkpoint_every: inner steps between two checkpoints from which this learner, started again, goes on:
             optimizer, schedules, random numbers and position. 0: none. Default 100.
@@ -87,6 +88,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         token_count_fn: Callable[[Any], int] | None = None,
         evaluate: Evaluate | None = None,
         anchor_device: AnchorDevice | None = None,
+        max_fleet_tokens: int | None = None,
         checkpoint_every: int | None = None,
         checkpoint_store: str | None = None,
         preemption_s: float | None = None,

@@ -44,6 +44,8 @@ from lightning_diloco.strategy.model import aliases, describe, named_values, tra
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
+from lightning_diloco.strategy.schedules import refresh_schedules
+from lightning_diloco.strategy.stopping import Stopping
 from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class DiLoCoHooks(Strategy):
     _progress: ProgressFields | None = None
     _healing: Healing | None = None
     _preemption: Preemption | None = None
+    _stopping: Stopping | None = None
     _tuner_checkpoint: str | None = None
     _preparing_train_loader = False
     _stepped = False
@@ -78,6 +81,11 @@ class DiLoCoHooks(Strategy):
     def data_part(self) -> tuple[int, int] | None:
         """(part, parts) of the training data that this learner reads; None: all of it."""
         return self._link.data_part if self._link else None
+
+    @property
+    def fleet_tokens(self) -> int:
+        """Tokens (or samples) that all learners of the run have seen; 0 before it is joined, and at ranks but 0."""
+        return self._link.fleet_tokens if self._link is not None and self.is_global_zero else 0
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -116,6 +124,9 @@ class DiLoCoHooks(Strategy):
         self._link = self._make_link()
         self._link.start(describe(self.lightning_module, self._counter.unit), self._make_device)
         self._heal()
+        self._stopping = Stopping(self._trainer, self._learner.max_fleet_tokens)
+        self._stopping.heed(self._link)
+        refresh_schedules(self._trainer)
         if (bar := self._trainer.progress_bar_callback) is not None:
             self._progress = ProgressFields(bar, self._link.standing)
         self._reload_train_data()
@@ -166,6 +177,8 @@ class DiLoCoHooks(Strategy):
 
     def _leave(self, *, validates: bool) -> None:
         assert self._link is not None
+        if self._stopping is not None and self._stopping.reason is not None and self.is_global_zero:
+            self._link.stop_run(self._stopping.reason)
         is_last = self._link.finish()
         if self._device is not None:
             self._device.show_anchor()  # for good
@@ -295,6 +308,8 @@ class DiLoCoHooks(Strategy):
         if reads_loss and (loss := train_loss(self._trainer, output)) is not None:
             self._link.set_loss(loss)
         self._link.step(*self._counter.take())
+        assert self._stopping is not None
+        self._stopping.heed(self._link)
         if self._trainer.loggers and connector.should_update_logs:
             # With the step of the user's own metrics; given explicitly, none of them is changed or flushed.
             connector.log_metrics(self._link.metrics(), step=self._trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -306,11 +321,15 @@ class DiLoCoHooks(Strategy):
         super().on_validation_start()
         if self._exchanging and not self._trainer.sanity_checking:
             self._set_evaluating(True)
+            assert self._stopping is not None
+            self._stopping.validation_starts()
 
     def on_validation_end(self) -> None:
         """Back to the local parameters."""
         if self._exchanging and not self._trainer.sanity_checking:
             self._set_evaluating(False)
+            if self._learner.evaluate == "anchor" and self._stopping is not None:
+                self._stopping.anchor_was_validated()
             assert self._link is not None
             if self._learner.evaluate == "anchor" and (loss := val_loss(self._trainer)) is not None:
                 self._link.set_eval_loss(loss)

@@ -87,10 +87,19 @@ class Syncer:
         self.hello(session, learner)
         return self.tell(session, confirm(incarnation))
 
-    def beat(self, session: str, *, tokens: int = 100, phase: messages.Phase = "stepping", **fields: Any) -> list[Any]:
+    def beat(
+        self,
+        session: str,
+        *,
+        tokens: int = 100,
+        phase: messages.Phase = "stepping",
+        stop: str | None = None,
+        **fields: Any,
+    ) -> list[Any]:
         num = self.config.fragments_wanted
         progress = {"step": 4, "landed": (0,) * num, "pending": (((0, tokens),),) * num, **fields}
-        return self.tell(session, messages.Heartbeat(phase, messages.Progress(tokens=tokens, **progress), 1.0, 25.0))
+        books = messages.Progress(tokens=tokens, **progress)
+        return self.tell(session, messages.Heartbeat(phase, books, 1.0, 25.0, stop=stop))
 
     def ask_ranges(
         self, session: str, *begun: Span, wanted: int = 0, unread: tuple[int, ...] = (), num_ranges: int | None = None

@@ -200,7 +200,7 @@ def test_a_contribution_of_an_older_generation_is_answered_by_a_welcome(syncer: 
     hello_again(syncer, "a", (0, 5, "x"), (0, 0, "start"))
 
     for actions in (syncer.tell("b", ready()), syncer.payload("b", ready()), syncer.beat("b"), leave(syncer, "b")):
-        (welcome,) = said(actions, "b")
+        (welcome,) = said(actions, "b", msg.Welcome)
         assert welcome.generations == (1, 1)
     assert syncer.state.rounds.fragments[0].held == {}
     assert syncer.state.roster["b"].state == "active"
@@ -255,6 +255,7 @@ def eventful(monkeypatch: pytest.MonkeyPatch) -> Syncer:
     leave(syncer, "c", discarded={"refused": 100}, pending=((), ()), landed=(1, 0))
     syncer.ask_ranges("a", wanted=2)
     syncer.ask_ranges("a", Span(1, 0, 100, 100, is_whole=True, is_last=True), unread=(2,))
+    syncer.beat("a", landed=(1, 0), pending=((), ((0, 100),)), stop="enough")
     syncer.beat("a", landed=(9, 0))
     return syncer
 

@@ -58,6 +58,8 @@ class Scenario:
     incarnation: int = 1
     is_late: bool = False  # the run has come somewhere before this learner joins
     is_last: bool = False  # nobody else is in the run when this learner leaves
+    others_tokens: int = 0
+    stopped_after: int | None = None  # the run is over when this learner has made so many steps
     made: list[RecordingLink] = field(default_factory=list)
 
     @property
@@ -104,6 +106,18 @@ class RecordingLink:
                 p, values if self.scenario.run_values is None else torch.full_like(values, self.scenario.run_values)
             )
         self.data_part = self.scenario.data_part
+
+    @property
+    def fleet_tokens(self) -> int:
+        return self.scenario.others_tokens + sum(tokens for tokens, _ in self.steps)
+
+    @property
+    def stopped(self) -> str | None:
+        after = self.scenario.stopped_after
+        return "enough" if after is not None and len(self.steps) >= after else None
+
+    def stop_run(self, reason: str) -> None:
+        self.events.append(f"stop the run: {reason}")
 
     def step(self, tokens: int, unit: str) -> None:
         self.events.append("step")
