@@ -75,6 +75,10 @@ class Contributions:
                 todo.append(do.DropPayload(member.session, p, held.contribution.ready.seq))
         return todo
 
+    def has_unmerged(self, member: Member, p: int) -> bool:
+        """Whether this session has told of tokens that are in no commit."""
+        return bool(self._ledger.account(member.learner, member.incarnation).unmerged(p))
+
     def supersede(self, p: int, max_staleness_versions: int) -> list[SyncerAction]:
         """Decide what has become too old for the round that opens."""
         f = self._fragments[p]

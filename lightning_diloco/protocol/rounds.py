@@ -63,6 +63,8 @@ class Rounds:
     def intent(self, member: Member, p: int, step_s: float, now_s: float) -> list[SyncerAction]:
         f = self.fragments[p]
         member.heard_stepping(step_s, now_s)
+        if member.phase == "draining" and not self.contributions.has_unmerged(member, p):
+            return []  # it asked before it heard that its last tokens are merged
         if f.round is None:
             return self._open(p, f, step_s, now_s)
         if f.round.stage == "collecting":

@@ -42,7 +42,7 @@ class EmbeddedSyncer:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, "-m", "lightning_diloco.cli.main", "syncer"]
         argv += ["--run-dir", str(run_dir), "--embedded-by", str(os.getpid())]
-        with log_path.open("ab") as log:
+        with open(log_path, "ab", opener=_private) as log:
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
             )
@@ -75,6 +75,10 @@ class EmbeddedSyncer:
                 self._process.wait(END_S)
         if self._process.poll() is None:
             _outliving.append(self._process)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _environment() -> dict[str, str]:

@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--options", default="{}", help="run options, JSON")
     parser.add_argument("--deadline-s", type=float, default=10.0, help="of calls over the network")
     given = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(levelname)s %(message)s")
     torch.manual_seed(given.seed)
     params = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
     target = {name: torch.randn(shape) for name, shape in SHAPES.items()}

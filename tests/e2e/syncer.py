@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from lightning_diloco.runtime import syncer
 
 
 def main() -> int:
+    logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(levelname)s %(message)s")
     run_dir = Path(sys.argv[1])
     listen = "127.0.0.1:0"
     if (run_dir / "join").exists():

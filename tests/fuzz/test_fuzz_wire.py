@@ -1,17 +1,20 @@
 """Raw Flight calls against a live server: wrong tokens, odd bytes, torn and lying streams. None is used, none hurts.
 
-Examples are fewer than for messages: each is a call over a socket.
+Examples are fewer than for messages: each is a call over a socket. 300 with the slow suite, in this process; 5,000 with
+`-m fuzz`, against a syncer that is a process of its own, so that its memory can be watched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -20,12 +23,14 @@ from pyarrow import flight
 
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
 from lightning_diloco.transport.frames import SCHEMA
+from tests.e2e.conftest import Processes, until
 from tests.fuzz.strategies import control_messages, json_objects, plain_ready
-from tests.fuzz.target import Target
+from tests.fuzz.target import NUM_FRAGMENTS, OPTIONS, Honest, Target
 
 TOKEN = "a-token-nobody-should-see"
 CALL_S = 5.0
 LIMIT_BYTES = 1 << 16
+MAX_GROWTH_BYTES = 32 << 20
 
 odd_json = st.sampled_from(
     [b"", b"{", b"[]", b"null", b'{"a":NaN}', b'{"a":1e999}', b'{"session":"\\ud800"}', b"\xff\xfe", b"[" * 100_000,
@@ -89,6 +94,13 @@ class Intruder:
 
 
 @pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tmp_path)
+    yield made
+    made.kill_all()
+
+
+@pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Target, FlightServer]]:
     target = Target(tmp_path)
     server = FlightServer(
@@ -99,12 +111,9 @@ def served(tmp_path: Path) -> Iterator[tuple[Target, FlightServer]]:
     target.service.stop()
 
 
-@pytest.mark.parametrize(
-    "num_calls", [pytest.param(300, marks=pytest.mark.slow), pytest.param(5_000, marks=pytest.mark.fuzz)]
-)
-def test_odd_calls_are_refused_and_disturb_nobody(served: tuple[Target, FlightServer], num_calls: int) -> None:
-    target, server = served
-    intruder, stranger = Intruder(server.address, TOKEN), Intruder(server.address, "wrong")
+def make_calls(address: str, token: str, num_calls: int, after_each: Callable[[], None]) -> None:
+    """Each call once with the token, and once with another."""
+    intruder, stranger = Intruder(address, token), Intruder(address, "wrong")
     calls = st.tuples(st.just("act"), actions) | st.tuples(st.just("get"), st.tuples(tickets))
     calls |= st.tuples(st.just("put"), streams())
 
@@ -116,12 +125,53 @@ def test_odd_calls_are_refused_and_disturb_nobody(served: tuple[Target, FlightSe
             getattr(intruder, how)(*arguments)
         with pytest.raises(flight.FlightUnauthenticatedError):
             getattr(stranger, how)(*arguments)
-        assert target.reported == []
+        after_each()
 
     run()
     for client in (intruder, stranger):
         client.close()
+
+
+@pytest.mark.slow
+def test_odd_calls_are_refused_and_disturb_nobody(served: tuple[Target, FlightServer]) -> None:
+    target, server = served
+
+    def check() -> None:
+        assert target.reported == []
+
+    make_calls(server.address, TOKEN, 300, check)
     target.check()
     connection = FlightConnection(server.join_address("run"))
     assert connection.status()["learners"]
     connection.close()
+
+
+@pytest.mark.fuzz
+def test_thousands_of_odd_calls_neither_end_nor_bloat_a_syncer_process(processes: Processes) -> None:
+    options = [word for name, value in OPTIONS.items() for word in ("--" + name.replace("_", "-"), value)]
+    syncer = processes.start(
+        "syncer", "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", processes.run_dir, *options
+    )
+    until((processes.run_dir / "join").exists, "the join file", processes)
+    address = processes.address
+    honest = Honest(FlightConnection(address))
+    honest.join()
+    count = itertools.count(1)
+
+    def train_now_and_then() -> None:
+        if next(count) % 100 == 0:
+            honest.train()
+
+    make_calls(address.host_port, address.token, 500, train_now_and_then)
+    memory = psutil.Process(syncer.pid).memory_info
+    warm_bytes = memory().rss
+    make_calls(address.host_port, address.token, 5_000, train_now_and_then)
+    assert memory().rss - warm_bytes < MAX_GROWTH_BYTES
+    assert "Traceback" not in processes.logs()
+    assert honest.connection.status()["ledger"]["merged"] == honest.tokens * NUM_FRAGMENTS > 0
+    honest.leave()
+    syncer.terminate()
+    assert processes.end(syncer) == 0
+    summary = processes.summary()
+    assert summary["ledger_exact"]
+    assert summary["tokens_merged"] == honest.tokens * NUM_FRAGMENTS

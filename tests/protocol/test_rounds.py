@@ -62,6 +62,16 @@ def test_a_draining_learner_is_waited_for_though_it_does_not_step(syncer: Syncer
     assert syncer.round().electorate == {"a", "b"}
 
 
+@pytest.mark.parametrize(("tokens", "opens"), [(100, False), (120, True)])
+def test_a_drainer_opens_a_round_only_for_tokens_that_are_not_merged(syncer: Syncer, tokens: int, opens: bool) -> None:
+    """It asks at every boundary, and again before it has heard of the commit."""
+    syncer.full_round(0, a=ready())
+    syncer.beat("a", tokens=tokens, phase="draining")
+
+    assert bool(said(syncer.intent("a"), "b", msg.Announce)) == opens
+    assert said(syncer.intent("a", 1), "b", msg.Announce), "nothing of the other fragment was merged"
+
+
 def test_an_unanswered_announcement_is_repeated() -> None:
     syncer = Syncer("a", "b", grace=60.0)
     syncer.intent("a")

@@ -116,6 +116,18 @@ def test_without_faults_every_token_is_in_the_anchor_at_the_end(num_learners: in
     assert [x.is_last for x in fleet.learners.values()].count(True) == 1
 
 
+def test_the_end_of_a_run_adds_no_rounds_for_questions_that_crossed_their_answers() -> None:
+    fleet = Fleet(RunConfig(), network=Network(latency_s=0.3, upload_s=0.2, download_s=0.2))
+    for i in range(4):
+        fleet.start(f"l{i}", Pace(step_s=1.0 + 0.02 * i, jitter=0.05, num_steps=100))
+    fleet.run_to_the_end(limit_s=200.0)
+    fleet.invariants.audit()
+
+    assert fleet.syncer.rounds.counts.num_aborted == 0
+    assert fleet.participation > 0.98, fleet.participation
+    assert dict(fleet.syncer.ledger.totals().discarded) == {}
+
+
 def test_a_learner_whose_uploads_are_slow_is_merged_within_a_bounded_number_of_rounds() -> None:
     fleet = Fleet(
         RunConfig(sync_every=2, num_fragments=1, overlap=1, max_staleness_versions=1),
