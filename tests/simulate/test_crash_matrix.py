@@ -83,6 +83,25 @@ def test_a_syncer_killed_at_any_boundary_loses_nothing(block: int) -> None:
         assert len(life([("", nth)]).hit) == 1
 
 
+@pytest.mark.parametrize("name", ["Record Regenerated", "Note", "Send Welcome", "DropPayload"])
+def test_a_syncer_killed_while_it_begins_a_new_generation_begins_it_again(name: str) -> None:
+    """Its disk was rolled back, so learners know more than it does."""
+    fleet = Fleet(RunConfig(sync_every=4, num_fragments=2, overlap=1), network=Network(latency_s=0.05, upload_s=0.4))
+    learners = [fleet.start(f"l{i}", Pace(step_s=1.0 + i, tokens=3 + i, num_steps=40)) for i in range(2)]
+    fleet.run_until(20.3)
+    fleet.restart_syncer(lose=4)
+    fleet.crashes.arm(name, 1)
+    fleet.run_to_the_end(limit_s=200.0)
+    fleet.run_for(fleet.config.lease_s + 1.0)
+    fleet.invariants.audit()
+    fleet.syncer.finish()
+    totals = fleet.syncer.ledger.totals()
+    assert fleet.crashes.hit == [name]
+    assert [x.is_last for x in learners].count(None) == 0
+    assert (totals.is_exact, totals.pending, set(totals.discarded)) == (True, 0, {"restored"})
+    assert fleet.syncer.rounds.generation == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("soon", [1, 2, 5, 9])
 def test_a_syncer_killed_again_soon_after_its_restart_loses_nothing(soon: int) -> None:
