@@ -2,7 +2,7 @@
 
 1. Files are looked for before any work begins; what is missing is named.
 2. A corpus knows its fingerprint without being loaded: for files their content and order, wherever they lie.
-3. Every corpus loads as a dataset with one column, `text`, one row per document.
+3. Every corpus loads as a dataset with one column, `text`, one row per document; as a stream, too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
 from lightning_diloco.errors import ConfigError
@@ -27,6 +28,8 @@ STDLIB_PACKAGES = (
     "urllib", "xml",
 )  # fmt: skip
 _READ_BYTES = 1 << 20
+
+AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +56,20 @@ class FileCorpus:
 
     def load(self, scratch_dir: Path) -> Dataset:
         """The documents; the dataset lives in scratch_dir and must not outlive it."""
-        names = [str(file) for file in self.files]
-        options = {"sample_by": "document"} if self._builder == TEXT else {}
-        loaded = load_dataset(self._builder, data_files=names, split="train", cache_dir=str(scratch_dir), **options)
-        return _text_only(loaded, self.text_column, where=names[0])
+        return _text_only(self._loaded(cache_dir=str(scratch_dir)), self.text_column, where=str(self.files[0]))
+
+    def stream_name(self) -> str:
+        """Names what `stream` returns without reading it: the files, by name and size."""
+        return repr((self._builder, self.text_column, [(file.name, file.stat().st_size) for file in self.files]))
+
+    def stream(self) -> IterableDataset:
+        """The documents as they are read; every file is a shard."""
+        return _text_only(self._loaded(streaming=True), self.text_column, where=str(self.files[0]))
+
+    def _loaded(self, **options: object) -> Dataset | IterableDataset:
+        if self._builder == TEXT:
+            options["sample_by"] = "document"
+        return load_dataset(self._builder, data_files=[str(file) for file in self.files], split="train", **options)
 
     @property
     def _builder(self) -> str:
@@ -87,9 +100,17 @@ class HubCorpus:
         """The documents, out of the cache of `datasets`; scratch_dir is not used."""
         return self._loaded()
 
-    def _loaded(self) -> Dataset:
+    def stream_name(self) -> str:
+        """Names what `stream` returns."""
+        return repr((self.path, self.subset, self.split, self.text_column))
+
+    def stream(self) -> IterableDataset:
+        """The documents as they are read."""
+        return self._loaded(streaming=True)
+
+    def _loaded(self, **options: object) -> Dataset | IterableDataset:
         try:
-            loaded = load_dataset(self.path, self.subset, split=self.split)
+            loaded = load_dataset(self.path, self.subset, split=self.split, **options)
         except (DatasetNotFoundError, ConnectionError) as error:
             raise ConfigError(
                 f"dataset path={self.path!r} was not found or not reached ({error}); path must be a hub name or a "
@@ -148,10 +169,11 @@ def _builder_of(file: Path) -> str:
     return BUILDERS.get(file.suffix.lower(), TEXT)
 
 
-def _text_only(dataset: Dataset, column: str, *, where: str) -> Dataset:
-    if column not in dataset.column_names:
-        raise ConfigError(
-            f"text_column={column!r} is not in {where}; it has {', '.join(dataset.column_names)}; set one of these"
-        )
+def _text_only(dataset: AnyDataset, column: str, *, where: str) -> AnyDataset:
+    names = dataset.column_names
+    if names is None:  # of a stream that does not say before its first row
+        names = list(next(iter(dataset), {}))
+    if column not in names:
+        raise ConfigError(f"text_column={column!r} is not in {where}; it has {', '.join(names)}; set one of these")
     selected = dataset.select_columns(column)
     return selected if column == TEXT else selected.rename_column(column, TEXT)

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.corpus import TEXT, Corpus
 
-TRAIN, VALIDATION, TOKENIZER = "train", "validation", "tokenizer"
+TRAIN, VALIDATION, TOKENIZER, HELD_OUT = "train", "validation", "tokenizer", "held_out.json"
 FEATURES = Features({"input_ids": List(Value("int32"))})
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTE_TOKENS = 256 + 1  # every byte, and the end of text
@@ -85,7 +85,7 @@ def prepare(directory: Path, corpus: Corpus, options: PackingOptions) -> None:
 
 def _write(directory: Path, documents: Dataset, options: PackingOptions, scratch: Path) -> None:
     documents = _capped(documents, options.max_bytes)
-    sides = _split(documents, options.val_fraction, options.seed)
+    sides, held_out = _split(documents, options.val_fraction, options.seed)
     tokenizer = _tokenizer(sides[TRAIN], options)
     tokenizer.save_pretrained(str(directory / TOKENIZER))
     packed = DatasetDict()
@@ -98,6 +98,7 @@ def _write(directory: Path, documents: Dataset, options: PackingOptions, scratch
             fingerprint=f"{directory.stem}-{name}",
         )
     packed.save_to_disk(str(directory))
+    (directory / HELD_OUT).write_text(json.dumps(asdict(held_out)))
 
 
 def _capped(documents: Dataset, max_bytes: int | None) -> Dataset:
@@ -107,9 +108,34 @@ def _capped(documents: Dataset, max_bytes: int | None) -> Dataset:
     return documents.select(range(sum(1 for _ in itertools.takewhile(lambda end: end <= max_bytes, ends))))
 
 
-def _split(documents: Dataset, val_fraction: float, seed: int) -> dict[str, Dataset]:
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Documents that are not for training: `text in held_out`.
+
+    Args:
+        seed: of the split.
+        last: highest hash of a held-out document, in hex.
+    """
+
+    seed: int
+    last: str
+
+    def __contains__(self, text: str) -> bool:
+        return _hash(text, self.seed) <= bytes.fromhex(self.last)
+
+    @classmethod
+    def read(cls, directory: Path) -> HeldOut:
+        """What was held out when this folder was prepared."""
+        return cls(**json.loads((directory / HELD_OUT).read_text()))
+
+
+def _hash(text: str, seed: int) -> bytes:
+    return hashlib.blake2b(text.encode(), key=str(seed).encode()).digest()
+
+
+def _split(documents: Dataset, val_fraction: float, seed: int) -> tuple[dict[str, Dataset], HeldOut]:
     """Hold out the documents with the lowest seeded hashes, at least one."""
-    hashes = [hashlib.blake2b(row[TEXT].encode(), key=str(seed).encode()).digest() for row in documents]
+    hashes = [_hash(row[TEXT], seed) for row in documents]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
         raise ConfigError(
@@ -118,10 +144,11 @@ def _split(documents: Dataset, val_fraction: float, seed: int) -> dict[str, Data
         )
     num_held_out = min(max(1, round(val_fraction * len(distinct))), len(distinct) - 1)
     last = distinct[num_held_out - 1]
-    return {
+    sides = {
         TRAIN: documents.select([row for row, value in enumerate(hashes) if value > last]),
         VALIDATION: documents.select([row for row, value in enumerate(hashes) if value <= last]),
     }
+    return sides, HeldOut(seed, last.hex())
 
 
 def _tokenizer(documents: Dataset, options: PackingOptions) -> PreTrainedTokenizerBase:
@@ -152,11 +179,17 @@ def _train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizer
 
 
 def _sequences(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Iterator[dict[str, list[int]]]:
+    batches = (batch[TEXT] for batch in documents.iter(_DOCUMENTS_PER_BATCH))
+    return ({"input_ids": ids} for ids in pack(batches, tokenizer, seq_len))
+
+
+def pack(batches: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Iterator[list[int]]:
+    """Rule 3, for documents that come in batches."""
     pending: list[int] = []
-    for batch in documents.iter(_DOCUMENTS_PER_BATCH):
-        for ids in tokenizer(batch[TEXT], add_special_tokens=False, verbose=False)["input_ids"]:
+    for batch in batches:
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
             pending += [*ids, tokenizer.eos_token_id]
         num_full = len(pending) // seq_len * seq_len
         for start in range(0, num_full, seq_len):
-            yield {"input_ids": pending[start : start + seq_len]}
+            yield pending[start : start + seq_len]
         pending = pending[num_full:]

@@ -1,14 +1,20 @@
 """Packed text for language models as a LightningDataModule.
 
 1. The constructor checks options and stores; files are looked at in `prepare_data`, before any work.
-2. Loaders are ordinary ones over everything: splitting them over learners and ranks is the strategy's task.
+2. In a run of several learners the training text is leased: the run's lease table says which ranges this one reads, so
+   that learners may come and go. `leases=False`, and any other strategy, gives an ordinary loader over everything,
+   whose splitting is the strategy's task.
+3. With `streaming=True` only the head of the text is prepared, for the tokenizer and for validation. The rest is read
+   as it comes; where that is not leased, checkpoints hold its position.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -18,16 +24,22 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.hf import packed_ranges, stream
 from lightning_diloco.hf.corpus import TEXT, Corpus, HubCorpus, find_files, standard_library
+from lightning_diloco.hf.packed_ranges import PackedRanges
 from lightning_diloco.hf.packing import (
     NUM_BYTE_TOKENS,
     TOKENIZER,
     TRAIN,
     VALIDATION,
+    HeldOut,
     PackingOptions,
     prepare,
     prepared_dir,
 )
+from lightning_diloco.hf.stream import StreamedRanges, StreamHead
+from lightning_diloco.strategy.own_order import START, OwnOrder, Position
+from lightning_diloco.strategy.ranges import RangeLoader, Ranges
 
 
 class TextData(L.LightningDataModule):
@@ -49,9 +61,13 @@ class TextData(L.LightningDataModule):
         seq_len: tokens per sequence, >= 2.
         batch_size: sequences per batch, >= 1.
         val_fraction: part of the documents that is held out, above 0 and below 1; at least one document.
-        max_bytes: read documents in order up to this many bytes of text; None: all.
+        max_bytes: read documents in order up to this many bytes of text; None: all. With `streaming`: of the head;
+            None: 16 MiB.
         seed: of the split, and of the shuffling where no distributed sampler is put in.
-        num_workers: loader processes, >= 0.
+        num_workers: loader processes, >= 0; what is leased or streamed is read by a thread instead.
+        streaming: read the training text as it comes and store nothing of it, for texts too large to prepare.
+        leases: lease ranges of the training text from a run.
+        range_size: sequences, or with `streaming` documents, that are leased together, >= 1; None: 128, or 1024.
         cache_dir: None: `lightning_diloco` in $XDG_CACHE_HOME, else in ~/.cache.
 
     Raises:
@@ -74,6 +90,9 @@ class TextData(L.LightningDataModule):
         max_bytes: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
+        streaming: bool = False,
+        leases: bool = True,
+        range_size: int | None = None,
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
@@ -82,6 +101,9 @@ class TextData(L.LightningDataModule):
             raise ConfigError(problems)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self._sequences: DatasetDict | None = None
+        self._position: Position = START
+        self._own_order: OwnOrder | None = None
+        self._own_loader: RangeLoader | None = None
 
     def prepare_data(self) -> None:
         """Tokenize and pack, unless that has been done; safe while other processes do the same.
@@ -89,7 +111,7 @@ class TextData(L.LightningDataModule):
         Raises:
             ConfigError: files are missing, or hold too little text.
         """
-        prepare(self._directory, self._corpus, self._options)
+        prepare(self._directory, self._prepared_corpus, self._options)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the tokens and the tokenizer."""
@@ -98,14 +120,47 @@ class TextData(L.LightningDataModule):
         self.tokenizer = AutoTokenizer.from_pretrained(self._directory / TOKENIZER)
         self._sequences = load_from_disk(str(self._directory)).with_format("torch")
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def train_dataloader(self) -> Iterable[dict[str, Tensor]]:
         """All training sequences, shuffled; full batches only."""
-        generator = torch.Generator().manual_seed(self.hparams.seed)
-        return self._loader(TRAIN, shuffle=True, drop_last=True, generator=generator)
+        hparams = self.hparams
+        batches = {"batch_size": hparams.batch_size, "collate": _batch}
+        generator = torch.Generator().manual_seed(hparams.seed)
+        loader = None if hparams.streaming else self._loader(TRAIN, shuffle=True, drop_last=True, generator=generator)
+        lease = getattr(self._strategy, "lease", None)
+        if hparams.leases and lease is not None:
+            leased = lease(self._ranges, num_batches=None if loader is None else len(loader), **batches)
+            if leased is not None:
+                self._own_order = self._own_loader = None
+                return leased
+        if loader is None:
+            part, parts = self._reader
+            num_sources = self._ranges.catalogue.num_sources
+            self._own_order = OwnOrder(num_sources, part=part, parts=parts, position=self._position)
+            self._own_loader = loader = RangeLoader(self._ranges, self._own_order, **batches)
+        return loader
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """All held-out sequences, in order; the last batch may be smaller."""
         return self._loader(VALIDATION, shuffle=False)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """A batch of a stream is trained: its position moves on."""
+        if self._own_loader is not None and self.trainer is not None and self.trainer.training:
+            self._own_loader.trained(0)
+        return super().on_before_batch_transfer(batch, dataloader_idx)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of a stream that is not leased."""
+        return {} if self._own_order is None else {"position": dict(self._own_order.position)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there; a lease table, where there is one, overrides it."""
+        self._position = state_dict.get("position", START)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """End the thread that reads a stream."""
+        if self._own_loader is not None:
+            self._own_loader.close()
 
     def _loader(self, split: str, **options: object) -> DataLoader[dict[str, Tensor]]:
         hparams, sequences = self.hparams, self._sequences[split]
@@ -133,14 +188,50 @@ class TextData(L.LightningDataModule):
             return find_files(hparams.files, text_column=hparams.text_column)
         return standard_library()
 
+    @property
+    def _prepared_corpus(self) -> Corpus | StreamHead:
+        return StreamHead(self._corpus, self._options.max_bytes) if self.hparams.streaming else self._corpus
+
+    @cached_property
+    def _ranges(self) -> Ranges:
+        """The training text, to be read by ranges."""
+        hparams = self.hparams
+        options = {"digest": self._directory.name, "seed": hparams.seed}
+        if not hparams.streaming:
+            return PackedRanges(
+                self._sequences[TRAIN], range_size=hparams.range_size or packed_ranges.RANGE_SIZE, **options
+            )
+        return StreamedRanges(
+            self._corpus.stream(),
+            tokenizer=self.tokenizer,
+            held_out=HeldOut.read(self._directory),
+            seq_len=hparams.seq_len,
+            range_size=hparams.range_size or stream.RANGE_SIZE,
+            **options,
+        )
+
+    @property
+    def _strategy(self) -> Any:
+        return None if self.trainer is None else self.trainer.strategy
+
+    @property
+    def _reader(self) -> tuple[int, int]:
+        """Which reader of a stream this process is, and of how many."""
+        part, parts = getattr(self._strategy, "data_part", None) or (0, 1)
+        ranks, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
+        return part * ranks + rank, parts * ranks
+
     @cached_property
     def _options(self) -> PackingOptions:
         names = ("tokenizer", "vocab_size", "seq_len", "val_fraction", "max_bytes", "seed")
-        return PackingOptions(**{name: self.hparams[name] for name in names})
+        options = {name: self.hparams[name] for name in names}
+        if self.hparams.streaming and options["max_bytes"] is None:
+            options["max_bytes"] = stream.HEAD_BYTES
+        return PackingOptions(**options)
 
     @cached_property
     def _directory(self) -> Path:
-        return prepared_dir(_cache_dir(self.hparams.cache_dir), self._corpus, self._options)
+        return prepared_dir(_cache_dir(self.hparams.cache_dir), self._prepared_corpus, self._options)
 
     def _problems(self) -> list[str]:
         """One sentence for each bad option."""
@@ -148,8 +239,7 @@ class TextData(L.LightningDataModule):
         minima = {"seq_len": 2, "batch_size": 1, "num_workers": 0}
         if hparams.tokenizer is None:
             minima["vocab_size"] = NUM_BYTE_TOKENS
-        if hparams.max_bytes is not None:
-            minima["max_bytes"] = 1
+        minima |= {name: 1 for name in ("max_bytes", "range_size") if hparams[name] is not None}
         found = [
             f"{name}={hparams[name]!r}: must be at least {minimum}"
             for name, minimum in minima.items()
@@ -166,6 +256,10 @@ def _cache_dir(chosen: str | None) -> Path:
     if chosen is not None:
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_diloco" / "text"
+
+
+def _batch(rows: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": rows, "labels": rows.clone()}
 
 
 def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:

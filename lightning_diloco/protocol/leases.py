@@ -8,13 +8,17 @@
    it up again where it is; when somebody else takes it, the former holder's tokens after that prefix count as repeated
    wherever they are, or will be, merged. So do tokens trained on what a learner has no lease for.
 4. A learner that loses tokens for good (refused, restored) gives back the ranges they belong to.
-5. Only records change the table, except for how far holders say they are, which they say again.
+5. Of a source whose end nobody knows, at most MAX_UNPROVEN ranges are leased that nobody has read from.
+6. No number is used twice, even if the disk forgets some: after a restart they go on far above.
+7. Only records change the table, except for how far holders say they are, which they say again.
 
 Source: our choice.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +29,8 @@ from lightning_diloco.protocol.messages import Ready
 from lightning_diloco.protocol.ranges import EMPTY, Catalogue, Grant, Holding, Lease, SavedLeases, Span
 
 MAX_WANTED = 256
+MAX_UNPROVEN = 8
+RESTART_GAP = 1 << 20
 _ENDLESS = 2**62
 
 
@@ -77,22 +83,40 @@ class Cursor:
     epoch: int = 0
     next: dict[int, int] = field(default_factory=dict)
 
-    def draw(self, catalogue: Catalogue, sizes: dict[int, int], preferred: int | None) -> tuple[int, int, int]:
-        """The next (epoch, source, index): of the preferred source, else of a new one, else where most is left."""
-        if preferred is None or not self._has_more(catalogue, sizes, preferred):
+    def draw(
+        self, catalogue: Catalogue, sizes: dict[int, int], unproven: Counter[int], preferred: int | None
+    ) -> tuple[int, int, int] | None:
+        """The next (epoch, source, index): of the preferred source, else of a new one, else where most is left.
+
+        Args:
+            sizes: of the sources whose end is known.
+            unproven: leases of each source that nobody has read from.
+            preferred: where the asker is reading.
+
+        Returns:
+            None: first somebody has to find out where sources end.
+        """
+
+        def has_more(source: int) -> bool:
+            size = sizes.get(source, catalogue.num_ranges)
+            return size is None or self.next[source] < size
+
+        def may_lease(source: int) -> bool:
+            is_known = catalogue.num_ranges is not None or source in sizes
+            return source in self.next and has_more(source) and (is_known or unproven[source] < MAX_UNPROVEN)
+
+        if preferred is None or not may_lease(preferred):
             preferred = len(self.next)
         if preferred >= catalogue.num_sources:
-            left = [source for source in self.next if self._has_more(catalogue, sizes, source)]
+            left = [source for source in self.next if has_more(source)]
             if not left:
-                self.epoch, self.next, left = self.epoch + 1, {}, [0]
-            preferred = min(left, key=lambda source: self.next.get(source, 0))
+                self.epoch, self.next, left = self.epoch + 1, {0: 0}, [0]
+            preferred = min(filter(may_lease, left), key=self.next.__getitem__, default=None)
+        if preferred is None:
+            return None
         index = self.next.get(preferred, 0)
         self.next[preferred] = index + 1
         return self.epoch, preferred, index
-
-    def _has_more(self, catalogue: Catalogue, sizes: dict[int, int], source: int) -> bool:
-        size = sizes.get(source, catalogue.num_ranges)
-        return source in self.next and (size is None or self.next[source] < size)
 
 
 class LeaseTable:
@@ -112,6 +136,7 @@ class LeaseTable:
         self._cursor = Cursor(saved.epoch, dict(saved.cursors))
         self._sizes = dict(saved.sizes)
         self._next_number = saved.next_number
+        self._gap = 0
 
     @property
     def epoch(self) -> int:
@@ -158,7 +183,7 @@ class LeaseTable:
         grants = [Grant(self.pool[number].lease, number) for number in known if self._can_take_up(session, number)]
         again = {grant.taken for grant in grants}
         free = sorted((h.lease.epoch, n) for n, h in self.pool.items() if n not in again)[: min(wanted, MAX_WANTED)]
-        numbers = iter(range(self._next_number, self._next_number + MAX_WANTED))
+        numbers = itertools.count(self._next_number + self._gap)
         for _, taken in free:
             holding = self.pool[taken]
             stands = standing(holding, self._books(holding.session))
@@ -167,10 +192,19 @@ class LeaseTable:
         cursor = Cursor(self._cursor.epoch, dict(self._cursor.next))
         newest = max(self.held_by(session), key=lambda h: h.lease.number, default=None)
         source = newest.lease.source if newest is not None else None
+        unproven = Counter(h.lease.source for h in self.held.values() if not h.span.samples)
         for _ in range(min(wanted, MAX_WANTED) - len(free)):
-            epoch, source, index = cursor.draw(self.catalogue, self._sizes, source)
-            grants.append(Grant(Lease(next(numbers), epoch, source, index)))
+            drawn = cursor.draw(self.catalogue, self._sizes, unproven, source)
+            if drawn is None:
+                break
+            source = drawn[1]
+            unproven[source] += 1
+            grants.append(Grant(Lease(next(numbers), *drawn)))
         return tuple(grants)
+
+    def resume(self) -> None:
+        """The syncer was restarted (rule 6)."""
+        self._gap = RESTART_GAP
 
     def _can_take_up(self, session: str, number: int) -> bool:
         holding = self.pool.get(number)
@@ -219,7 +253,7 @@ class LeaseTable:
             self._repeat(former.session, grant.lost_from, max(grant.lost_to, former.span.stop))
         if lease.number < self._next_number:
             return
-        self._next_number = lease.number + 1
+        self._next_number, self._gap = lease.number + 1, 0
         self.held[lease.number] = Holding(lease, session, Span(lease.number, 0, 0, 0), drops)
         if grant.taken is None:
             if lease.epoch > self._cursor.epoch:

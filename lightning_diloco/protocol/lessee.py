@@ -5,7 +5,7 @@
    wherever they are merged.
 3. A contribution names the leases its tokens are of. What the syncer no longer knows as this learner's becomes a
    repeat: if it is done, no token of it will be sent again.
-4. Leases come in the order of their numbers; a number that was seen is not taken twice.
+4. Leases come in the order of their numbers; a number that was seen is not taken twice. Older epochs are read first.
 
 Source: our choice.
 """
@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from lightning_diloco.protocol.messages import AskRanges, Leases
 from lightning_diloco.protocol.ranges import Catalogue, Lease, Piece, Span
 
 AHEAD_S = 30.0
-MIN_AHEAD, MAX_AHEAD = 2, 128
+MIN_AHEAD, MAX_AHEAD = 4, 128
 ASK_AGAIN_S = 1.0
 REPORT_S = 5.0
 
@@ -44,6 +45,7 @@ class Lessee:
         self._highest = 0
         self._range_tokens = 0
         self._asked_s = float("-inf")
+        self._waits_for_answer = False
 
     # ---------------------------------------------------------------------------------------------- training thread
 
@@ -58,6 +60,16 @@ class Lessee:
     def holds(self, number: int) -> bool:
         """Whether a lease that was taken is still this learner's."""
         return number in self._spans
+
+    def ended(self, lease: Lease) -> None:
+        """The source ends with this range, or before it: nothing is in those after it."""
+        beyond = [it for it in self._unread if (it.epoch, it.source) == (lease.epoch, lease.source)]
+        beyond = [it for it in beyond if it.index > lease.index]
+        self._unread = deque(it for it in self._unread if it not in beyond)
+        self._spans |= {it.number: Span(it.number, 0, 0, 0, is_whole=True, is_last=True) for it in beyond}
+        if (span := self._spans.get(lease.number)) is not None:
+            self._spans[span.number] = replace(span, is_last=True)
+        self._asked_s = float("-inf")
 
     def trained(self, pieces: Iterable[Piece], at: int) -> None:
         """A step is done.
@@ -79,10 +91,10 @@ class Lessee:
                 start=span.start if span.samples else start,
                 stop=at,
                 is_whole=piece.is_whole,
-                is_last=piece.is_last,
+                is_last=span.is_last or piece.is_last,
             )
             if piece.is_whole:
-                self._range_tokens = max(1, at - self._spans[span.number].start)
+                self._range_tokens = max(self._range_tokens, at - self._spans[span.number].start)
 
     def between(self, start: int, stop: int) -> tuple[tuple[Span, ...], Ranges]:
         """What these tokens of the counter were trained on: spans of leases, and repeats."""
@@ -100,14 +112,19 @@ class Lessee:
         """What there is to ask, if anything; whether it wants more is the caller's to say."""
         if self.catalogue is None:
             return []
-        wanted = self._ahead(tokens_per_s) - len(self._unread) if wants else 0
-        may_be_done = any(span.is_whole for span in self._spans.values())
-        pause_s = ASK_AGAIN_S if wanted > 0 else REPORT_S if may_be_done else math.inf
-        if now_s - self._asked_s < pause_s:
+        ahead = self._ahead(tokens_per_s)
+        wanted = ahead - len(self._unread) if wants else 0
+        is_low = 4 * wanted >= ahead and not self._waits_for_answer
+        if not is_low and now_s - self._asked_s < self._pause_s(wanted):
             return []
-        self._asked_s = now_s
+        self._asked_s, self._waits_for_answer = now_s, True
         unread = tuple(lease.number for lease in self._unread)
         return [AskRanges(generation, self.catalogue, max(0, wanted), self._drops, self.begun, unread)]
+
+    def _pause_s(self, wanted: int) -> float:
+        if wanted > 0:
+            return ASK_AGAIN_S
+        return REPORT_S if any(span.is_whole for span in self._spans.values()) else math.inf
 
     def _ahead(self, tokens_per_s: float) -> int:
         if not self._range_tokens:
@@ -116,13 +133,14 @@ class Lessee:
 
     def hear(self, message: Leases) -> None:
         """The syncer's answer."""
+        self._waits_for_answer = False
         gone = set(message.gone)
         self._unread = deque(lease for lease in self._unread if lease.number not in gone)
         for number in gone & self._spans.keys():
             span = self._spans.pop(number)
             self._repeat(span.start, span.stop)
         fresh = sorted((lease for lease in message.leases if lease.number > self._highest), key=lambda it: it.number)
-        self._unread += fresh
+        self._unread = deque(sorted([*self._unread, *fresh], key=lambda lease: lease.epoch))
         if fresh:
             self._highest = fresh[-1].number
 

@@ -29,9 +29,11 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import ConfigError, DiLoCoError
 from lightning_diloco.protocol import LearnerState, actions, events, messages
+from lightning_diloco.protocol.ranges import Catalogue
 from lightning_diloco.runtime.embedded import EmbeddedSyncer
 from lightning_diloco.runtime.freight import Freight
 from lightning_diloco.runtime.joining import Joining, MakeDevice, where
+from lightning_diloco.runtime.leased import LeaseDesk
 from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.naming import own_name
@@ -87,6 +89,7 @@ class Link:
         self._embedded: EmbeddedSyncer | None = None
         self._connection: Connection | None = None
         self._state: LearnerState | None = None
+        self._desk: LeaseDesk | None = None
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
         """Join: block until this learner has seeded the run or adopted its anchors, and may step.
@@ -168,6 +171,11 @@ class Link:
         """Tell everybody to end."""
         self._handle(events.StopRun(reason))
 
+    def lease(self, catalogue: Catalogue) -> LeaseDesk:
+        """Read the data that the run leases, from now on."""
+        self._desk = LeaseDesk(self._machine.lessee, self._changed, catalogue, self._raise_error)
+        return self._desk
+
     # -------------------------------------------------------------------------------------------------------- training
 
     def step(self, tokens: int, unit: str) -> None:
@@ -189,7 +197,8 @@ class Link:
         with self._changed:
             state.step_s, state.tokens_per_s = self._watch.step_s, self._watch.tokens_per_s
             state.metrics = self._reported()
-            num_exchanges = self._handle(events.StepDone(state.step + 1, self._tokens))
+            pieces = self._desk.collect() if self._desk else ()
+            num_exchanges = self._handle(events.StepDone(state.step + 1, self._tokens, pieces))
         self._watch.left(entered_s, time.perf_counter(), num_exchanges=num_exchanges)
 
     def set_evaluating(self, evaluating: bool) -> None:
@@ -227,6 +236,7 @@ class Link:
             "diloco/offline_s": self._line.offline_s,
             "diloco/bytes_up": float(self._freight.bytes_up),
             "diloco/bytes_down": float(self._freight.bytes_down),
+            "diloco/tokens_repeated": float(self._machine.lessee.num_repeated),
             "perf/tokens_per_s": self._watch.tokens_per_s,
             "perf/step_s": self._watch.step_s,
             **{name: float(value) for name, value in told.items() if value is not None},

@@ -39,6 +39,7 @@ from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.strategy.data import fork_random_state, in_own_order, is_at, split
 from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.identity import learner_id
+from lightning_diloco.strategy.leasing import LeasesData
 from lightning_diloco.strategy.losses import train_loss, val_loss, validate_final
 from lightning_diloco.strategy.model import aliases, describe, named_values, trainable_parameters
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
@@ -61,7 +62,7 @@ CHECKPOINT_VERSION = 1
 _TUNER_CHECKPOINTS = (".lr_find_", ".scale_batch_size_")
 
 
-class DiLoCoHooks(Strategy):
+class DiLoCoHooks(LeasesData, Strategy):
     """Mixin: put it before one of Lightning's strategies."""
 
     _run_options: dict[str, Any]
@@ -158,7 +159,7 @@ class DiLoCoHooks(Strategy):
         """Forget a loader that was made before the learner's part was known; the fit loop makes it again."""
         assert self._healing is not None
         part, parts = self.data_part or (0, 1)
-        is_whole = parts == 1 and not any(self._healing.position)
+        is_whole = parts == 1 and not any(self._healing.position) and not self._wanted_leases
         if is_whole or self._trainer.fit_loop._combined_loader is None:
             return
         self._trainer.fit_loop._combined_loader = None
@@ -199,6 +200,7 @@ class DiLoCoHooks(Strategy):
         if self._preemption is not None:
             self._preemption.close()
         link, self._link, self._device, self._tuner_checkpoint = self._link, None, None, None
+        self._close_leased()
         self._healing = self._preemption = None
         return link
 
@@ -250,6 +252,9 @@ class DiLoCoHooks(Strategy):
         if self._link is None or self._healing is None or not wanted:
             return dataloader
         begins = self._healing.position
+        if dataloader is self._leased:
+            self._healing.data_is_ready(is_at_position=True)  # by the lease table, whatever a checkpoint says
+            return dataloader
         found = (
             split(dataloader, part, parts, begins)
             if parts > 1
@@ -267,8 +272,8 @@ class DiLoCoHooks(Strategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Count the tokens of training batches while they are still on the host."""
-        if self._exchanging and self._trainer.training:
-            self._counter.add(batch)
+        if self._trainer.training:
+            self._note_leased(self._counter.add(batch) if self._exchanging else None)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def optimizer_step(

@@ -31,8 +31,8 @@ class TokenCounter:
         self._tokens = 0
         self.unit: TokenUnit | None = "tokens" if count_fn else None
 
-    def add(self, batch: Any) -> None:
-        """Count one host batch.
+    def add(self, batch: Any) -> int:
+        """Count one host batch; returns its tokens.
 
         Raises:
             ConfigError: its size cannot be told, or it counts in another unit than the batches before.
@@ -46,6 +46,7 @@ class TokenCounter:
             )
         self.unit = unit
         self._tokens += tokens
+        return tokens
 
     def take(self) -> tuple[int, TokenUnit]:
         """What was counted since the last call, and its unit.

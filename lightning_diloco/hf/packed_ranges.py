@@ -1,0 +1,43 @@
+"""Packed sequences of known number, to be read by ranges: every epoch has an order of its own, the same everywhere."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from lightning_diloco.protocol.ranges import Catalogue, Lease
+
+RANGE_SIZE = 128
+
+
+class PackedRanges:
+    """Ranges of sequences.
+
+    Args:
+        sequences: with the column `input_ids`, in torch's format.
+        digest: of what they are.
+        seed: of the orders.
+        range_size: sequences of a range.
+    """
+
+    def __init__(self, sequences: Dataset, *, digest: str, seed: int, range_size: int = RANGE_SIZE) -> None:
+        self._sequences = sequences
+        self._seed = seed
+        self._range_size = range_size
+        self._order = lru_cache(maxsize=2)(self._draw)
+        self.catalogue = Catalogue(f"{digest}/{range_size}/{seed}", 1, -(-len(sequences) // range_size))
+
+    def read(self, lease: Lease) -> tuple[Tensor, bool]:
+        """Sequences (n, seq_len), int64."""
+        first = lease.index * self._range_size
+        rows = self._order(lease.epoch)[first + lease.skip : first + self._range_size]
+        if not len(rows):
+            return torch.empty((0, len(self._sequences[0]["input_ids"])), dtype=torch.int64), False
+        return self._sequences[rows.tolist()]["input_ids"], False
+
+    def _draw(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
+        return torch.randperm(len(self._sequences), generator=generator)

@@ -1,0 +1,112 @@
+"""Text that is read as it comes, and never stored: the shards of a data set, each a sequence of blocks of documents.
+
+1. A range is a block of documents of one shard, tokenized, joined by the end-of-sequence token, and cut into full
+   sequences; what is left at its end is dropped. So what a range holds depends on nothing but the range.
+2. Documents that a prepared head of the stream (packing.py) holds out for validation, wherever they come again, and
+   others like them, are left out.
+3. Shards are ordered anew in every epoch, and so are the sequences within a range.
+4. A shard is read on from where it was left; a block further back has it opened again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_diloco.hf.corpus import TEXT, Corpus
+from lightning_diloco.hf.packing import HeldOut, pack
+from lightning_diloco.protocol.ranges import Catalogue, Lease
+
+RANGE_SIZE = 1024
+HEAD_BYTES = 16 << 20
+_MAX_OPEN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StreamHead:
+    """The beginning of a stream as a corpus: for the tokenizer and for validation.
+
+    Args:
+        corpus: whose stream it is.
+        max_bytes: of text.
+    """
+
+    corpus: Corpus
+    max_bytes: int
+
+    def fingerprint(self) -> str:
+        """Names the stream, without reading it."""
+        return f"stream:{self.corpus.stream_name()}"
+
+    def load(self, scratch_dir: object) -> Dataset:
+        """Its documents, up to so many bytes."""
+        texts, left = [], self.max_bytes
+        for row in self.corpus.stream():
+            left -= len(row[TEXT].encode())
+            if left < 0:
+                break
+            texts.append(row[TEXT])
+        return Dataset.from_dict({TEXT: texts})
+
+
+class StreamedRanges:
+    """Ranges of a stream.
+
+    Args:
+        documents: with the column `text`.
+        tokenizer: with an end-of-sequence token.
+        held_out: which documents are not for training.
+        digest: of what is read.
+        seq_len: tokens per sequence.
+        seed: of the orders.
+        range_size: documents of a range.
+    """
+
+    def __init__(
+        self,
+        documents: IterableDataset,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        held_out: HeldOut,
+        digest: str,
+        seq_len: int,
+        seed: int,
+        range_size: int = RANGE_SIZE,
+    ) -> None:
+        self._documents, self._tokenizer, self._held_out = documents, tokenizer, held_out
+        self._seq_len, self._seed, self._range_size = seq_len, seed, range_size
+        self._open: OrderedDict[int, tuple[int, Iterator[dict[str, str]]]] = OrderedDict()
+        self.catalogue = Catalogue(f"{digest}/{range_size}/{seed}", documents.num_shards, None)
+
+    def read(self, lease: Lease) -> tuple[Tensor, bool]:
+        """Sequences (n, seq_len), int64; the shard ends where fewer documents come than were asked for."""
+        shards = self._permutation(self.catalogue.num_sources, lease.epoch)
+        texts = self._block(int(shards[lease.source]), lease.index * self._range_size)
+        wanted = [text for text in texts if text not in self._held_out]
+        sequences = list(pack([wanted] if wanted else [], self._tokenizer, self._seq_len))
+        rows = torch.tensor(sequences, dtype=torch.int64).reshape(len(sequences), self._seq_len)
+        order = self._permutation(len(rows), lease.epoch, lease.source, lease.index)
+        return rows[order][lease.skip :], len(texts) < self._range_size
+
+    def _block(self, shard: int, first: int) -> list[str]:
+        at, documents = self._open.pop(shard, (0, None))
+        if documents is None or at > first:
+            at, documents = 0, iter(self._documents.shard(self.catalogue.num_sources, shard))
+        texts = [row[TEXT] for row in itertools.islice(documents, first - at, first - at + self._range_size)]
+        self._open[shard] = (first + self._range_size, documents)
+        if len(self._open) > _MAX_OPEN:
+            self._open.popitem(last=False)
+        return texts
+
+    def _permutation(self, size: int, *where: int) -> Tensor:
+        seed = 0
+        for number in (self._seed, *where):
+            seed = (seed * 1_000_003 + number + 1) % 2**63
+        return torch.randperm(size, generator=torch.Generator().manual_seed(seed))

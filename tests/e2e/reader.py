@@ -1,0 +1,69 @@
+"""A learner as a process that leases its data: a toy model, the real link. Notes the samples of every step it makes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from lightning_diloco.config import LearnerConfig
+from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.protocol.ranges import Catalogue, Lease
+from lightning_diloco.runtime.link import Link
+from lightning_diloco.runtime.model import ModelDescription
+from lightning_diloco.strategy.ranges import RangeLoader
+
+SHAPES = {"hidden": (48, 32), "bias": (48,)}
+SIZES, RANGE_SIZE, BATCH_SIZE = (500, 130), 24, 5
+
+
+class Numbers:
+    """Two sources, whose ends nobody is told; a sample is its epoch, its source and its number."""
+
+    catalogue = Catalogue("numbers", len(SIZES), None)
+
+    def read(self, lease: Lease) -> tuple[torch.Tensor, bool]:
+        numbers = torch.arange(SIZES[lease.source])[lease.index * RANGE_SIZE :][:RANGE_SIZE]
+        where = torch.tensor([lease.epoch, lease.source]).expand(len(numbers), 2)
+        return torch.cat([where, numbers[:, None]], 1)[lease.skip :], len(numbers) < RANGE_SIZE
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True, help="one line for each step")
+    parser.add_argument("--until", type=Path, required=True, help="train until this file exists")
+    given = parser.parse_args()
+    params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    config = LearnerConfig(drain_s=20.0)
+    link = Link({}, config, given.out.parent)
+    link.start(
+        ModelDescription(SHAPES, frozenset(), {}, "samples"), lambda plan, run: CpuFragments(plan, params, run, config)
+    )
+    loader = RangeLoader(Numbers(), link.lease(Numbers.catalogue), batch_size=BATCH_SIZE, collate=torch.Tensor.tolist)
+    try:
+        with given.out.open("a") as out:
+            for batch in loader:
+                with torch.no_grad():
+                    for param in params.values():
+                        param.add_(0.01)
+                time.sleep(0.01)
+                loader.trained(len(batch))
+                # Before it can be merged: what is merged is never unknown.
+                print(json.dumps({"session": link._session, "samples": batch}), file=out, flush=True)
+                link.step(len(batch), "samples")
+                if given.until.exists():
+                    break
+        if link.finish():
+            link.report(0.5)
+    finally:
+        loader.close()
+        link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Data leased to processes that come, go and are killed: counted from what each of them read, and from the redo log."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.protocol import records
+from lightning_diloco.runtime.redo_log import RedoLog
+from lightning_diloco.transport.address import read_join_file
+from tests.e2e.conftest import HERE, Processes, until
+from tests.e2e.reader import RANGE_SIZE, SIZES
+
+pytestmark = pytest.mark.slow
+
+NUM_FRAGMENTS = 4
+Sample = tuple[int, ...]
+Range = tuple[int, int, int]
+
+
+def start(processes: Processes, name: str):  # type: ignore[no-untyped-def]
+    join = read_join_file(processes.run_dir / "join").join_string()
+    arguments = ("--out", processes.root / f"{name}.steps", "--until", processes.root / f"stop-{name}")
+    return processes.start(name, HERE / "reader.py", *arguments, DILOCO_JOIN=join, DILOCO_LEARNER=name)
+
+
+def read(root: Path) -> dict[str, list[Sample]]:
+    """By session, the sample of each token of its counter."""
+    found: dict[str, list[Sample]] = {}
+    for path in root.glob("*.steps"):
+        for line in path.read_text().splitlines():
+            step = json.loads(line)
+            found.setdefault(step["session"], []).extend(map(tuple, step["samples"]))
+    return found
+
+
+def history(run_dir: Path, to: Path) -> list[records.LogRecord]:
+    shutil.copytree(run_dir / "syncer" / "log", to)
+    log = RedoLog(to)
+    found = [records.decode(record.header) for record in log.records(log.first_lsn)]
+    log.close()
+    return found
+
+
+def merged(log: list[records.LogRecord], trained: dict[str, list[Sample]]) -> list[Counter[Sample]]:
+    counts: list[Counter[Sample]] = [Counter() for _ in range(NUM_FRAGMENTS)]
+    for record in log:
+        if isinstance(record, records.CommitRecord):
+            for merge in record.merges:
+                counts[record.fragment].update(trained[merge.session][merge.ready.start : merge.ready.stop])
+    return counts
+
+
+def names(log: list[records.LogRecord]) -> dict[int, Range]:
+    """By number of the lease."""
+    leases = [grant.lease for record in log if isinstance(record, records.RangesLeased) for grant in record.grants]
+    return {lease.number: (lease.epoch, lease.source, lease.index) for lease in leases}
+
+
+def leased(log: list[records.LogRecord]) -> set[Range]:
+    return set(names(log).values())
+
+
+def done(log: list[records.LogRecord]) -> Counter[Range]:
+    settled = [record for record in log if isinstance(record, records.RangesSettled)]
+    return Counter(names(log)[number] for record in settled for number in record.done)
+
+
+@pytest.mark.chaos
+def test_one_learner_then_three_then_one_with_a_kill_every_sample_is_merged_once_per_epoch(
+    processes: Processes,
+) -> None:
+    syncer = processes.syncer()
+    stays = start(processes, "stays")
+    processes.until_commits(8)
+    others = {name: start(processes, name) for name in ("leaves", "dies")}
+    until(lambda: sum(m["phase"] == "stepping" for m in processes.status()["learners"]) == 3, "three", processes)
+    processes.until_commits(12)
+    os.kill(others["dies"].pid, signal.SIGKILL)
+    (processes.root / "stop-leaves").touch()
+    assert processes.end(others["leaves"]) == 0
+    lapsed = {"stays": "stepping", "leaves": "left", "dies": "lapsed"}
+    until(lambda: {m["id"]: m["phase"] for m in processes.status()["learners"]} == lapsed, "the lapse", processes)
+    processes.until_commits(40)
+    (processes.root / "stop-stays").touch()
+    assert processes.end(stays) == 0
+    syncer.terminate()
+    assert processes.end(syncer) == 0
+
+    summary, trained = processes.summary(), read(processes.root)
+    log = history(processes.run_dir, processes.root / "copy")
+    counts, ranges = merged(log, trained), done(log)
+    assert summary["ledger_exact"]
+    assert sum(count.total() for count in counts) == summary["tokens_merged"]
+    assert len(trained) == 3
+    assert max(ranges.values()) == 1, "no range is done twice"
+    assert summary["ranges_done"] == len(ranges) > 30
+    first_open = min(epoch for epoch, *_ in leased(log) - ranges.keys())
+    assert first_open >= 1
+    for epoch in range(first_open):
+        every = {(epoch, source, number) for source, size in enumerate(SIZES) for number in range(size)}
+        assert all(every <= count.keys() for count in counts), "an epoch that is over was merged, all of it"
+    for epoch, source, index in ranges:
+        numbers = range(index * RANGE_SIZE, min((index + 1) * RANGE_SIZE, SIZES[source]))
+        assert all(count[epoch, source, number] for count in counts for number in numbers)
+    # Who dies had merged parts of its ranges in some fragments; these are merged again, and what was read twice.
+    num_repeated = sum(count.total() - len(count) for count in counts)
+    assert 0 <= num_repeated <= summary["tokens_repeated"]
+    dead = next(session for session, samples in trained.items() if samples == _samples_of(processes.root, "dies"))
+    again = {sample for count in counts for sample, times in count.items() if times > 1}
+    twice = {sample for samples in trained.values() for sample, times in Counter(samples).items() if times > 1}
+    assert again <= set(trained[dead]) | twice
+
+
+def _samples_of(root: Path, name: str) -> list[Sample]:
+    lines = (root / f"{name}.steps").read_text().splitlines()
+    return [tuple(sample) for line in lines for sample in json.loads(line)["samples"]]

@@ -1,0 +1,159 @@
+"""Text that is streamed or leased: the same documents from files of any kind, no validation text, no sample twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.hf import TextData
+from lightning_diloco.protocol.ranges import Lease
+
+MARKERS = ["marker" + chr(ord("a") + index) for index in range(12)]
+
+
+def stored(texts: Path, kind: str) -> str:
+    """The texts as three files of this kind; returns a pattern for them."""
+    documents = [path.read_text() for path in sorted(texts.iterdir())]
+    for shard in range(3):
+        rows, path = documents[shard::3], texts.parent / f"{shard}.{kind}"
+        if kind == "parquet":
+            pq.write_table(pa.table({"text": rows}), path)
+        elif kind == "jsonl":
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    return str(texts / "*.txt" if kind == "txt" else texts.parent / f"*.{kind}")
+
+
+def data(files: str, cache_dir: Path, **options: Any) -> TextData:
+    defaults = {"vocab_size": 300, "seq_len": 16, "batch_size": 4, "val_fraction": 0.25, "range_size": 2}
+    made = TextData(files=files, cache_dir=str(cache_dir), **{**defaults, "streaming": True, **options})
+    made.prepare_data()
+    made.setup()
+    return made
+
+
+def epoch_of(made: TextData, epoch: int = 0) -> dict[tuple[int, int], torch.Tensor]:
+    """All ranges of an epoch that hold anything."""
+    found = {}
+    for source in range(made._ranges.catalogue.num_sources):
+        for index in range(20):
+            rows, is_last = made._ranges.read(Lease(1, epoch, source, index))
+            found[source, index] = rows
+            if is_last:
+                break
+    return found
+
+
+def words(made: TextData, rows: torch.Tensor) -> set[str]:
+    text = made.tokenizer.decode(rows.flatten().tolist())
+    return {marker for marker in MARKERS if marker in text}
+
+
+@pytest.mark.parametrize(("kind", "num_shards"), [("parquet", 3), ("jsonl", 3), ("txt", 12)])
+def test_a_stream_holds_all_training_documents_and_none_for_validation(
+    texts: Path, cache_dir: Path, kind: str, num_shards: int
+) -> None:
+    made = data(stored(texts, kind), cache_dir)
+    assert made._ranges.catalogue.num_sources == num_shards
+    trained = set().union(*(words(made, rows) for rows in epoch_of(made).values()))
+    validated = words(made, torch.cat([batch["input_ids"] for batch in made.val_dataloader()]))
+    assert trained | validated == set(MARKERS)
+    assert len(validated) == 3
+    assert not trained & validated
+
+
+def test_an_epoch_has_an_order_of_its_own_and_the_same_everywhere(texts: Path, cache_dir: Path, tmp_path: Path) -> None:
+    files = stored(texts, "jsonl")
+    one, two = data(files, cache_dir), data(files, tmp_path / "elsewhere")
+    assert one._ranges.catalogue == two._ranges.catalogue
+    first, again, later = epoch_of(one), epoch_of(two), epoch_of(one, 1)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(not torch.equal(first[key], later[key]) for key in first.keys() & later.keys())
+    assert {tuple(row) for rows in first.values() for row in rows.tolist()} == {
+        tuple(row) for rows in later.values() for row in rows.tolist()
+    }
+
+
+def test_a_range_further_back_is_read_again_and_skips(texts: Path, cache_dir: Path) -> None:
+    ranges = data(stored(texts, "jsonl"), cache_dir)._ranges
+    early, _ = ranges.read(Lease(1, 0, 1, 0))
+    ranges.read(Lease(2, 0, 1, 1))
+    assert torch.equal(ranges.read(Lease(3, 0, 1, 0, skip=2))[0], early[2:])
+
+
+class Noting(L.LightningModule):
+    """Notes the sequences that it trains with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(1, 1), []
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.seen += batch["input_ids"].tolist()
+        return self.layer(torch.ones(1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(made: TextData, steps: int, *, save: Path | None = None, ckpt_path: Path | None = None) -> list[list[int]]:
+    model = Noting()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", max_steps=steps, limit_val_batches=0, enable_model_summary=False, **quiet)
+    trainer.fit(model, made, ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return model.seen
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*many workers", "ignore:You're resuming from a checkpoint")
+@pytest.mark.filterwarnings("ignore:.*no `validation_step`")
+def test_a_plain_trainer_goes_on_in_a_stream_where_it_was(texts: Path, cache_dir: Path, tmp_path: Path) -> None:
+    files = stored(texts, "parquet")
+    uninterrupted = fit(data(files, cache_dir), 9)
+    first = fit(data(files, cache_dir), 4, save=tmp_path / "a.ckpt")
+    second = fit(data(files, cache_dir), 9, ckpt_path=tmp_path / "a.ckpt")
+    assert first + second == uninterrupted
+
+
+def test_packed_ranges_are_the_training_sequences_each_once(texts: Path, cache_dir: Path) -> None:
+    made = data(stored(texts, "txt"), cache_dir, streaming=False, range_size=5)
+    num_ranges = made._ranges.catalogue.num_ranges
+    for epoch in range(2):
+        rows = torch.cat([made._ranges.read(Lease(1, epoch, 0, index))[0] for index in range(num_ranges)])
+        assert sorted(rows.tolist()) == sorted(made._sequences["train"][:]["input_ids"].tolist())
+    skipped, _ = made._ranges.read(Lease(1, 1, 0, 2, skip=3))
+    assert torch.equal(skipped, rows[13:15])
+
+
+def test_training_data_are_leased_where_the_strategy_leases(texts: Path, cache_dir: Path) -> None:
+    class Strategy:
+        def lease(self, ranges: Any, **options: Any) -> Any:
+            self.asked = ranges, options
+            return "leased"
+
+    class Trainer:
+        strategy, training = Strategy(), True
+
+    made = data(stored(texts, "txt"), cache_dir, streaming=False)
+    made.trainer = Trainer()  # type: ignore[assignment]
+    assert made.train_dataloader() == "leased"
+    ranges, options = Trainer.strategy.asked
+    assert ranges is made._ranges
+    assert options["num_batches"] == len(made._sequences["train"]) // 4
+    batch = options["collate"](torch.ones(4, 16))
+    assert set(batch) == {"input_ids", "labels"}
+    made.hparams.leases = False
+    assert made.train_dataloader() != "leased"
+
+
+def test_a_column_that_is_not_there_is_refused(texts: Path, cache_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="text_column='body' is not in"):
+        data(stored(texts, "jsonl"), cache_dir, text_column="body")
