@@ -195,10 +195,16 @@ def _num_devices(trainer: Any) -> int | None:
 
 
 def strategy_problem(accelerator: str, devices: int) -> str | None:
-    """Why the strategy of this version would refuse a learner with these devices; None if it takes it."""
+    """Why no learner of this version is like that, with its model spread over these devices; None if one is."""
     kind = {"gpu": "cuda", "tpu": "xla", "auto": "cpu"}.get(accelerator, accelerator)
     try:
         _final_class([torch.device(kind, index) for index in range(devices)], 1)
     except ConfigError as error:
         return str(error)
+    if devices > 1 and kind in ("cpu", "cuda"):
+        return (
+            f"Trainer(devices={devices}) trains with DDP inside, where each device holds the whole model with its "
+            "optimizer and anchors; to spread them, pass inner=ModelParallelStrategy(...) and shard the module in its "
+            "configure_model(), which hf.CausalLM does not do"
+        )
     return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -27,6 +29,7 @@ from lightning_diloco.runtime.threads import Crew, compute_alone
 log = logging.getLogger(__name__)
 
 THREADS_S = 3.0
+WAIT_S = 0.002
 
 
 class FollowerLink:
@@ -34,10 +37,16 @@ class FollowerLink:
 
     Args:
         ranks: of this learner.
+        holds_part: of the parameters, not all of them; then it measures its part of contributions.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, *, holds_part: bool = False) -> None:
         self._ranks = ranks
+        self._holds_part = holds_part
+        self._landing = threading.Lock()
+        self._counts: Counter[int] = Counter()
+        self._snapshots: dict[int, tuple[int, Any]] = {}
+        self._asked_for: Tensor | None = None
         self._crew = Crew(self._fail)
         self._error: BaseException | None = None
         self._staged: dict[int, Any] = {}
@@ -84,10 +93,15 @@ class FollowerLink:
         if agreed.num_failed:
             raise DiLoCoError("another rank of this learner has stopped; its own output says why; start it again")
         for p in agreed.land:
-            if p in self._adopted:
-                self.device.adopt(p, self._adopted.pop(p))
-            else:
-                self.device.land(p, self._staged.pop(p))
+            with self._landing:
+                if p in self._adopted:
+                    self.device.adopt(p, self._adopted.pop(p))
+                else:
+                    self.device.land(p, self._staged.pop(p))
+                self._counts[p] += 1
+        if self._holds_part:
+            for p in agreed.snapshot:
+                self._snapshots[p] = (self._ranks.num_begun, self.device.snapshot(p))
         return agreed
 
     def set_evaluating(self, evaluating: bool) -> None:
@@ -98,6 +112,9 @@ class FollowerLink:
 
     def set_eval_loss(self, loss: float) -> None:
         """Rank 0 says its own."""
+
+    def stop_run(self, reason: str) -> None:
+        """Rank 0 says so."""
 
     def held_up(self, for_s: float) -> None:
         """Rank 0 counts its own."""
@@ -141,6 +158,9 @@ class FollowerLink:
             self._ranks.answer(False)
             raise
         self._ranks.answer(True)
+        if self._asked_for is not None:
+            self._ranks.deliver(self._asked_for)
+            self._asked_for = None
         if command["do"] == "fail":
             raise JoinError(f"rank 0 of this learner could not join: {command['why']}")
         return str(command["do"])
@@ -154,6 +174,15 @@ class FollowerLink:
                 self.device = make_device(self.plan, self.config)
             case "adopt":
                 self.device.adopt(p, payload.view(torch.float32))
+                self._counts[p] += 1
+            case "values":
+                self._asked_for = self.device.local_values(p)
+            case "anchor":
+                with self._landing:
+                    count = torch.tensor([float(self._counts[p])])
+                    self._asked_for = torch.cat((count, self.device.anchor(p)))
+            case "delta":
+                self._asked_for = self.device.delta(self._snapshot(p, command["boundary"]))  # type: ignore[attr-defined]
             case "expect":
                 self._adopted[p] = payload.view(torch.float32)
             case "stage":
@@ -162,6 +191,13 @@ class FollowerLink:
                 self.learner_id, self.run, self.incarnation = command["learner"], command["run"], command["incarnation"]
                 self.is_late = command["is_late"]
                 self.data_part = None if command["data_part"] is None else tuple(command["data_part"])
+
+    def _snapshot(self, p: int, boundary: int) -> Any:
+        """The one of this boundary; training here may still be on its way to it."""
+        while (found := self._snapshots.get(p, (0, None)))[0] != boundary:
+            if self._crew.stopping.wait(WAIT_S):
+                raise DiLoCoError("this rank ends before the snapshot that rank 0 asks for; nothing is to be done")
+        return found[1]
 
     def _fail(self, error: BaseException) -> None:
         """Keep the first error for the training thread."""

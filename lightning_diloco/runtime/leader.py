@@ -8,12 +8,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from lightning_diloco.config import RunConfig
+from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.devices.part import Box
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.runtime.agreement import Agreement
@@ -23,6 +26,7 @@ from lightning_diloco.runtime.link import Link
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import Relay
+from lightning_diloco.runtime.sharded_relay import ShardedRelay
 
 SILENT_S = 5.0
 _NOTHING = actions.Promise((), ())
@@ -33,13 +37,18 @@ class LeaderLink(Link):
 
     Args:
         ranks: of this learner, this being rank 0.
+        boxes: what each rank holds of each parameter; None: all of it.
     """
 
     _has_ranks = True
+    _relay: Relay
 
-    def __init__(self, *args: Any, ranks: Ranks, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, ranks: Ranks, boxes: Sequence[Mapping[str, Box]] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._ranks = ranks
+        self._boxes = boxes
         self._promise = _NOTHING
         self._skipped_tokens = 0
         self._ends_together = False
@@ -66,7 +75,11 @@ class LeaderLink(Link):
                 "mean_names": sorted(plan.mean_names),
             }
         )
-        self._relay = Relay(make_device(plan, config), self._ranks)
+        own = make_device(plan, config)
+        if self._boxes is None:
+            self._relay = Relay(own, self._ranks)
+        else:
+            self._relay = ShardedRelay(own, self._ranks, plan=plan, config=config, boxes=self._boxes)
         return self._relay
 
     # -------------------------------------------------------------------------------------------------------- training
@@ -135,6 +148,17 @@ class LeaderLink(Link):
         if agreed.num_failed and not self._has_failed:
             raise DiLoCoError("another rank of this learner has stopped; its own output says why; start it again")
         return agreed
+
+    def _mark(self, p: int) -> messages.Mark:
+        """See `Link._mark`; training goes on while the parts come together, so it may take more than one attempt."""
+        if not isinstance(self._relay, ShardedRelay):
+            return super()._mark(p)
+        while True:
+            with self._changed:
+                f, own = self._machine.fragments[p], self._relay.own_anchor(p)
+                generation, version = f.generation, f.landed
+            if (anchor_P := self._relay.completed(p, own)) is not None:
+                return messages.Mark(generation, version, digest(anchor_P))
 
     @property
     def _has_failed(self) -> bool:

@@ -48,6 +48,10 @@ class Ranks:
 
     # ----------------------------------------------------------------------------------------------- training threads
 
+    def share(self, values: object) -> list[Any]:
+        """What each rank has here, by rank: plain values."""
+        return [json.loads(text) for text in self._all_texts(json.dumps(values))]
+
     def compare(self, settings: Mapping[str, object]) -> None:
         """Before anything else: all ranks must have been configured alike.
 
@@ -92,13 +96,31 @@ class Ranks:
             DiLoCoError: one of them failed; it says why itself.
         """
         with self._telling:
-            head = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
-            body = torch.empty(0, dtype=torch.uint8) if payload is None else payload
-            dist.broadcast(torch.tensor([head.numel(), body.numel()]), 0, group=self._commands)
-            for part in (head, body):
-                if part.numel():
-                    dist.broadcast(part, 0, group=self._commands)
-            self._all_done(_DONE)
+            self._tell(command, payload)
+
+    def collect(self, command: Mapping[str, Any], numels: Sequence[int]) -> list[Tensor]:
+        """Rank 0: have the others do this, and take what each of them `deliver`s: float32, so many numbers."""
+        with self._telling:
+            self._tell(command, None)
+            found = [torch.empty(numel) for numel in numels]
+            for rank, values in enumerate(found, start=1):
+                if values.numel():
+                    dist.recv(values, rank, group=self._commands)
+            return found
+
+    def deliver(self, values: Tensor) -> None:
+        """Another rank: what `collect` asked for, after the answer."""
+        if values.numel():
+            dist.send(values, 0, group=self._commands)
+
+    def _tell(self, command: Mapping[str, Any], payload: Tensor | None) -> None:
+        head = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
+        body = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+        dist.broadcast(torch.tensor([head.numel(), body.numel()]), 0, group=self._commands)
+        for part in (head, body):
+            if part.numel():
+                dist.broadcast(part, 0, group=self._commands)
+        self._all_done(_DONE)
 
     def listen(self) -> tuple[dict[str, Any], Tensor]:
         """Another rank: the next command and its payload; `answer` must follow."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -26,12 +27,14 @@ class Relay:
 
     Attributes:
         landed: fragments that have landed since this was cleared last.
+        counts: how often each fragment has landed or was adopted.
     """
 
     def __init__(self, own: FragmentDevice[Any, Any], ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
         self._expected: set[int] = set()
         self.landed: list[int] = []
+        self.counts: Counter[int] = Counter()
         self.local_values, self.anchor, self.digest = own.local_values, own.anchor, own.digest
         self.show_anchor, self.show_local = own.show_anchor, own.show_local
 
@@ -45,6 +48,7 @@ class Relay:
         else:
             self._ranks.tell({"do": "adopt", "fragment": fragment}, values.view(torch.uint8))
         self._own.adopt(fragment, values)
+        self.counts[fragment] += 1
 
     def snapshot(self, fragment: int) -> Any:
         """See `FragmentDevice.snapshot`."""
@@ -54,6 +58,7 @@ class Relay:
         """See `FragmentDevice.land`."""
         self._own.land(fragment, staged)
         self.landed.append(fragment)
+        self.counts[fragment] += 1
 
     # --- link thread ---------------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
 
     def _configure_launcher(self) -> None:
         if self._is_bound:
-            check_devices(self, self.parallel_devices or [])
+            check_devices(self, self.parallel_devices or [], self.num_nodes)
         else:
             self.__class__ = _final_class(self.parallel_devices or [], self.num_nodes)
             self._bind()

@@ -364,7 +364,7 @@ class DiLoCoHooks(LeasesData, Strategy):
         if self._device is not None and "optimizer_states" in checkpoint:
             checkpoint[CHECKPOINT_KEY] = {
                 "version": CHECKPOINT_VERSION,
-                "local": self._named(self._device.local_values),
+                "local": self._local_parameters(),
             }
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._link is not None and Path(filepath).name.startswith(_TUNER_CHECKPOINTS):
@@ -387,6 +387,10 @@ class DiLoCoHooks(LeasesData, Strategy):
         if self._trainer.state.fn == TrainerFn.FITTING and CHECKPOINT_KEY in checkpoint:
             assert self.lightning_module is not None
             self.lightning_module.load_state_dict(checkpoint[CHECKPOINT_KEY]["local"], strict=False)
+
+    def _local_parameters(self) -> dict[str, torch.Tensor]:
+        assert self._device is not None
+        return self._named(self._device.local_values)
 
     def _named(self, values: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
         assert self._link is not None

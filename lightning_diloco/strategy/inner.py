@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
 from lightning_diloco.errors import ConfigError
 
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     import torch
 
     from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
+
+# Modules and classes; the modules import this one.
+_FINAL_CLASSES: dict[type[Strategy], tuple[str, str]] = {
+    DDPStrategy: ("ddp", "DDPDiLoCo"),
+    ModelParallelStrategy: ("model_parallel", "ModelParallelDiLoCo"),
+}
 
 _LEFT_TO_THE_TRAINER = {
     "_accelerator": "accelerator",
@@ -34,11 +41,9 @@ def problems(inner: object) -> list[str]:
     if not isinstance(inner, Strategy):
         return [f"inner={inner!r}: must be 'auto' or a strategy object; pass e.g. inner=DDPStrategy()"]
     name = type(inner).__name__
-    if type(inner) is not DDPStrategy:
-        return [
-            f"inner={name}(): only 'auto' and DDPStrategy() are supported; use inner=DDPStrategy(...), or one process "
-            f"per device, each a learner of its own{_instead_of(name)}"
-        ]
+    if type(inner) not in _FINAL_CLASSES:
+        allowed = ", ".join(f"{allowed.__name__}()" for allowed in _FINAL_CLASSES)
+        return [f"inner={name}(): must be 'auto' or one of {allowed}; use one of them{_instead_of(name)}"]
     return [
         f"inner={name}({argument}=...): must be left to the Trainer, which decides it; pass Trainer({argument}=...)"
         for attribute, argument in _LEFT_TO_THE_TRAINER.items()
@@ -47,18 +52,22 @@ def problems(inner: object) -> list[str]:
 
 
 def _instead_of(name: str) -> str:
-    return ": DeepSpeed's engine hides the parameters that learners exchange" if name == "DeepSpeedStrategy" else ""
+    reasons = {
+        "DeepSpeedStrategy": ": DeepSpeed's engine hides the parameters that learners exchange; ModelParallelStrategy "
+        "shards them as ZeRO 3 does",
+        "FSDPStrategy": ": ModelParallelStrategy is FSDP2, with `fully_shard` in configure_model()",
+    }
+    return reasons.get(name, "")
 
 
 def become(strategy: DecoupledDiLoCoStrategy, inner: Strategy) -> None:
     """Take the final class for this inner strategy, and its options."""
-    from lightning_diloco.strategy.ddp import DDPDiLoCo
-
-    strategy.__class__ = DDPDiLoCo
+    module, name = _FINAL_CLASSES[type(inner)]
+    strategy.__class__ = getattr(import_module(f"{__package__}.{module}"), name)
     vars(strategy).update(vars(inner))
 
 
-def check_devices(inner: Strategy, devices: list[torch.device]) -> None:
+def check_devices(inner: Strategy, devices: list[torch.device], num_nodes: int) -> None:
     """Compare an inner strategy with what the Trainer decided.
 
     Raises:
@@ -76,3 +85,7 @@ def check_devices(inner: Strategy, devices: list[torch.device]) -> None:
             "inner with process_group_backend='nccl' on devices of type cpu: nccl needs cuda; leave it out, or pass "
             "process_group_backend='gloo'"
         )
+    if isinstance(inner, ModelParallelStrategy):
+        from lightning_diloco.strategy.model_parallel import check_mesh
+
+        check_mesh(inner, len(devices) * num_nodes)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_diloco.core.fragments import FragmentPlan, scatter
 from lightning_diloco.errors import ConfigError
@@ -94,6 +95,8 @@ def _frozen(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(tensor: Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()  # by all ranks together, one after another
     tensor = tensor.detach().cpu().contiguous()
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.sha256(head + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -68,9 +68,15 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         own = {name: value for name, value in asdict(self._learner).items() if name not in ("join", "learner")}
         ranks.compare({**self._run_options, **own, "token_count_fn": self._token_count_fn is not None})
         self._learner = replace(self._learner, checkpoint_every=0)
+        own_boxes = self._part_boxes()
+        boxes = None if own_boxes is None else ranks.share(own_boxes)
         if ranks.rank == 0:
-            return LeaderLink(self._run_options, self._learner, self._root_dir, ranks=ranks)
-        return FollowerLink(ranks)
+            return LeaderLink(self._run_options, self._learner, self._root_dir, ranks=ranks, boxes=boxes)
+        return FollowerLink(ranks, holds_part=boxes is not None)
+
+    def _part_boxes(self) -> dict[str, Any] | None:
+        """What this rank holds of each parameter; None: all of it."""
+        return None
 
     # --- data ----------------------------------------------------------------------------------------------------
 
@@ -140,7 +146,13 @@ class RanksHooks(DecoupledDiLoCoStrategy):
     def _begin_inner_step(self) -> None:
         if self._exchanging:
             assert self._link is not None
-            self._link.begin_step(self._counter.take()[0])
+            tokens, _ = self._counter.take()
+            self._link.begin_step(tokens if self._counts_tokens else 0)
+
+    @property
+    def _counts_tokens(self) -> bool:
+        """Whether the samples of this rank are not those of another one."""
+        return True
 
     def _end_inner_step(self, output: Any = None) -> None:
         super()._end_inner_step(output)

@@ -92,6 +92,14 @@ def test_learners_this_version_cannot_start_are_warned_of(recipe: Path, capsys: 
     assert "does not start such a learner" in warning
 
 
+def test_devices_that_would_hold_the_whole_model_each_are_warned_of(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (warning,) = plan(capsys, str(recipe), "--devices", "3")["warnings"]
+    assert "each device holds the whole model" in warning
+    assert plan(capsys, str(recipe), "--devices", "1")["warnings"] == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

@@ -17,7 +17,7 @@ from tests.e2e.conftest import HERE, Processes, until
 pytestmark = pytest.mark.slow
 
 PACED = ("--paced", "--options", json.dumps({"wire": "fp32"}))
-NUM_STEPS, NUM_BATCH = 24, 8
+NUM_STEPS, NUM_BATCH, SAVE_AT = 24, 8, 13
 BOTH = {"one": "stepping", "two": "stepping"}
 
 
@@ -35,21 +35,33 @@ def summary(processes: Processes, name: str) -> dict[str, Any]:
 def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> None:
     """Batches are the same in all, and what is exchanged when: only the layout differs."""
     several = ("--devices", 2)
-    layouts = {"one": (), "scripts": several, "spawned": (*several, "--inner", "spawn", "--steps", NUM_STEPS - 1)}
-    running = {name: processes.trainer(name, *PACED, *layout) for name, layout in layouts.items()}
-    assert [processes.end(process) for process in running.values()] == [0] * 3
+    layouts = {
+        "one": (),
+        "scripts": several,
+        "fsdp2": (*several, "--inner", "fsdp2"),
+        "spawned": (*several, "--inner", "spawn", "--steps", NUM_STEPS - 1),
+    }
+    for name, layout in layouts.items():
+        assert processes.end(processes.trainer(name, *PACED, "--save-at", SAVE_AT, *layout)) == 0
 
-    (one,) = processes.ranks_held("one")
-    ranks, (spawned,) = processes.ranks_held("scripts"), processes.ranks_held("spawned")
-    assert [rank["strategy"] for rank in (*ranks, spawned)] == ["DDPDiLoCo"] * 3
-    assert all(furthest(one, rank) < 1e-6 for rank in ranks)
+    (one,), (spawned,) = processes.ranks_held("one"), processes.ranks_held("spawned")
     assert furthest(one, spawned) > 1e-4  # one step less makes a difference
-    assert [len(rank["seen"]) for rank in ranks] == [NUM_STEPS * NUM_BATCH // 2] * 2
-    for name, steps in {"scripts": NUM_STEPS, "spawned": NUM_STEPS - 1}.items():
-        found = summary(processes, name)
+    for name, strategy in {"scripts": "DDPDiLoCo", "fsdp2": "ModelParallelDiLoCo"}.items():
+        for rank in processes.ranks_held(name):
+            assert (rank["strategy"], len(rank["seen"])) == (strategy, NUM_STEPS * NUM_BATCH // 2)
+            assert furthest(one, rank) < 1e-6
+        assert summary(processes, name)["rounds"] == summary(processes, "one")["rounds"]
+        pairs = zip(saved(processes, name), saved(processes, "one"), strict=True)
+        assert all(torch.allclose(*pair, atol=1e-6) for pair in pairs)
+    for name in ("scripts", "fsdp2", "spawned"):
+        found, steps = summary(processes, name), NUM_STEPS - (name == "spawned")
         assert (found["status"], found["joins"], found["ledger_exact"]) == ("finished", 1, True)
         assert found["tokens_seen"] == found["tokens_merged"] == steps * NUM_BATCH * len(found["versions"])
-    assert summary(processes, "scripts")["rounds"] == summary(processes, "one")["rounds"]
+
+
+def saved(processes: Processes, name: str) -> list[torch.Tensor]:
+    """The anchor in a checkpoint."""
+    return list(torch.load(processes.root / name / "held.ckpt", weights_only=True)["state_dict"].values())
 
 
 def rank_pids(processes: Processes, name: str) -> dict[int, int]:

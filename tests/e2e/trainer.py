@@ -17,14 +17,21 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 
-INNER = {"auto": lambda: "auto", "spawn": lambda: DDPStrategy(start_method="spawn")}
+INNER = {
+    "auto": lambda: "auto",
+    "spawn": lambda: DDPStrategy(start_method="spawn"),
+    "fsdp2": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
+    "tensor": lambda: ModelParallelStrategy(1, 2),
+}
 NUM_SAMPLES, WIDTH = 384, 8
 PACE_S = 20.0
 
@@ -47,29 +54,35 @@ class Regression(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
     def configure_model(self) -> None:
-        if (mesh := getattr(self.trainer.strategy, "device_mesh", None)) is not None:
-            from torch.distributed.fsdp import fully_shard
-
+        if not isinstance(self.trainer.strategy, ModelParallelStrategy):
+            return
+        mesh = self.device_mesh
+        if mesh["tensor_parallel"].size() > 1:
+            cuts = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
+            parallelize_module(self, mesh["tensor_parallel"], cuts)
+        else:
             for layer in (self.layers[0], self.layers[2], self):
                 fully_shard(layer, mesh=mesh["data_parallel"])
 
     def train_dataloader(self) -> DataLoader[Any]:
         x = torch.randn(NUM_SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
         data = TensorDataset(torch.arange(NUM_SAMPLES), x, torch.sin(3 * x[:, :3]))
-        world = self.trainer.world_size
+        split = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        num_batch = self.num_batch // split["num_replicas"]
         if self.shuffles:
-            return DataLoader(data, batch_size=self.num_batch // world, shuffle=True)
-        sampler = DistributedSampler(data, num_replicas=world, rank=self.trainer.global_rank, shuffle=False)
-        return DataLoader(data, batch_size=self.num_batch // world, sampler=sampler)
+            return DataLoader(data, batch_size=num_batch, shuffle=True)
+        return DataLoader(data, batch_size=num_batch, sampler=DistributedSampler(data, shuffle=False, **split))
 
 
 class Pace(Callback):
-    """Rank 0 waits after each batch: until nothing is under way, or for some time."""
+    """Rank 0 waits after each batch: until nothing is under way, or for some time. After one, a checkpoint is saved."""
 
-    def __init__(self, pause_s: float | None) -> None:
-        self._pause_s = pause_s
+    def __init__(self, pause_s: float | None, save_at: int, path: Path) -> None:
+        self._pause_s, self._save_at, self._path = pause_s, save_at, path
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._save_at:
+            trainer.save_checkpoint(self._path)
         if trainer.is_global_zero:
             time.sleep(self._pause_s) if self._pause_s is not None else self._wait(trainer.strategy._link)
 
@@ -91,6 +104,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--options", default="{}", help="of the strategy, JSON")
     parser.add_argument("--paced", action="store_true")
+    parser.add_argument("--save-at", type=int, default=-1, help="step after which a checkpoint is saved")
     parser.add_argument("--pause-s", type=float, default=0.0)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s")
@@ -102,7 +116,7 @@ def main() -> None:
         devices=given.devices,
         strategy=strategy,
         max_steps=given.steps,
-        callbacks=Pace(None if given.paced else given.pause_s),
+        callbacks=Pace(None if given.paced else given.pause_s, given.save_at, given.out.with_suffix(".ckpt")),
         default_root_dir=given.out.parent,
         logger=False,
         enable_checkpointing=False,

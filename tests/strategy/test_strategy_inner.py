@@ -8,12 +8,13 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.ddp import DDPDiLoCo
 from lightning_diloco.strategy.inner import problems
+from lightning_diloco.strategy.model_parallel import ModelParallelDiLoCo
 from tests.strategy.conftest import TinyModel
 
 
@@ -66,6 +67,21 @@ def test_inner_that_cannot_work_is_refused(inner, said):
         DecoupledDiLoCoStrategy(inner)
 
 
+def test_inner_that_shards_gets_a_class_of_its_own(trainer_for):
+    trainer = trainer_for(
+        strategy=DecoupledDiLoCoStrategy(ModelParallelStrategy(2, 1)), devices=2, precision="bf16-true"
+    )
+    assert type(trainer.strategy) is ModelParallelDiLoCo
+    assert isinstance(trainer.strategy, ModelParallelStrategy)
+    assert trainer.strategy._data_parallel_size == 2
+
+
+def test_mesh_that_does_not_fit_the_devices_is_refused(trainer_for):
+    strategy = DecoupledDiLoCoStrategy(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match=r"data_parallel_size=2, tensor_parallel_size=2 with 2 device\(s\)"):
+        trainer_for(strategy=strategy, devices=2)
+
+
 def test_inner_for_other_devices_is_refused(trainer_for):
     with pytest.raises(ConfigError, match="nccl needs cuda"):
         trainer_for(strategy=DecoupledDiLoCoStrategy(DDPStrategy(process_group_backend="nccl")), devices=2)
@@ -82,4 +98,4 @@ def test_ranks_that_join_without_a_name_are_refused_where_nobody_can_hand_it_on(
 
 def test_a_sound_inner_has_no_problems():
     assert problems(DDPStrategy()) == problems("auto") == []
-    assert problems(FSDPStrategy.__new__(FSDPStrategy))
+    assert "ModelParallelStrategy is FSDP2" in problems(FSDPStrategy.__new__(FSDPStrategy))[0]

@@ -1,0 +1,170 @@
+"""Fragments whose parameters are spread over the ranks of a learner: what one rank holds of them, and only that.
+
+1. A rank's part of a parameter is a box of it (rows, columns): FSDP2 and tensor parallel cut along one dimension each.
+2. Anchors, snapshots and landings are of the own boxes. Only a fragment on its way is ever whole, in host memory.
+3. What arrives is decoded whole and cut: every element is computed as on one device, bit for bit.
+4. Contributions are put together from the parts and encoded by one rank (`assemble`), so they are those of one device.
+
+Shapes: _P flat padded fragment, _L flat part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.fragments import Entry, FragmentLayout, FragmentPlan, Slice
+from lightning_diloco.core.pseudogradient import pseudo_gradient
+from lightning_diloco.core.quantize import decode
+from lightning_diloco.devices.base import Update
+from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.devices.cuda import CudaFragments
+from lightning_diloco.devices.dense import DenseFragments, Snapshot
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""First index and size along each dimension of a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank holds of one slice.
+
+    Args:
+        whole: the slice in the whole fragment.
+        own: its rows in the rank's part.
+        starts: where the box begins in the slice, by dimension.
+    """
+
+    whole: Entry
+    own: Entry
+    starts: tuple[int, ...]
+
+    def window(self, flat_P: Tensor) -> Tensor:
+        """A view of the box in a whole fragment."""
+        view = self.whole.of(flat_P).view(self.whole.shape)
+        for dim, (start, size) in enumerate(zip(self.starts, self.own.shape, strict=True)):
+            view = view.narrow(dim, start, size)
+        return view
+
+
+class PartPlan:
+    """One rank's boxes as a plan: `layout` has its own rows of its own tensors.
+
+    Args:
+        plan: of the run.
+        boxes: of this rank, by parameter.
+        block_size: of the run.
+    """
+
+    def __init__(self, plan: FragmentPlan, boxes: Mapping[str, Box], block_size: int) -> None:
+        self.shapes, self.num_fragments = plan.shapes, plan.num_fragments
+        self.wholes = [plan.layout(p, block_size) for p in range(plan.num_fragments)]
+        self.pieces = [_pieces(whole, boxes) for whole in self.wholes]
+
+    def layout(self, p: int, block_size: int) -> FragmentLayout:
+        """The flat part of fragment p; it is never encoded, so nothing is padded."""
+        entries = tuple(piece.own for piece in self.pieces[p])
+        numel = sum(entry.numel for entry in entries)
+        return FragmentLayout(entries, numel=numel, padded_numel=numel)
+
+    def cut(self, p: int, flat_P: Tensor) -> Tensor:
+        """The part of a whole fragment, (L,)."""
+        parts = [piece.window(flat_P).reshape(-1) for piece in self.pieces[p]]
+        return torch.cat(parts) if parts else flat_P[:0]
+
+    def put(self, p: int, flat_L: Tensor, out_P: Tensor) -> None:
+        """Write a part to its places in a whole fragment."""
+        for piece in self.pieces[p]:
+            piece.window(out_P).copy_(piece.own.of(flat_L).view(piece.own.shape))
+
+
+def assemble(plans: Sequence[PartPlan], p: int, parts_L: Sequence[Tensor]) -> Tensor:
+    """A whole fragment from all ranks' parts, padding with zeros: float32 (P,) on the host."""
+    whole_P = torch.zeros(plans[0].wholes[p].padded_numel)
+    for plan, part_L in zip(plans, parts_L, strict=True):
+        plan.put(p, part_L, whole_P)
+    return whole_P
+
+
+class PartFragments(DenseFragments):
+    """Mixin: one rank's part. Values that come in are whole, (P,); those that go out are the rank's, (L,).
+
+    Args:
+        plan: of the run.
+        params: this rank's tensors by name.
+        config: of the run.
+        learner: of this learner.
+        boxes: where these tensors lie in the parameters.
+    """
+
+    def __init__(
+        self,
+        plan: FragmentPlan,
+        params: Mapping[str, Tensor],
+        config: RunConfig,
+        learner: LearnerConfig,
+        boxes: Mapping[str, Box],
+    ) -> None:
+        self._part = PartPlan(plan, boxes, config.block_size)
+        super().__init__(self._part, params, config, learner)  # type: ignore[arg-type]
+
+    def adopt(self, fragment: int, values: Tensor) -> None:
+        """See `FragmentDevice.adopt`."""
+        super().adopt(fragment, self._part.cut(fragment, values))
+
+    def delta(self, snapshot: Snapshot) -> Tensor:
+        """Anchor minus snapshot, float32 (L,) on the host. Link thread."""
+        p = snapshot.fragment
+        with self._aside():
+            scratch, delta_L = self._take(), self._flat(p, snapshot.buffer)
+            pseudo_gradient(self._stored(p, self._anchors[p], scratch), delta_L, out=delta_L)
+            found = delta_L.to("cpu", copy=True)
+        self._spare.extend((scratch, snapshot.buffer))
+        return found
+
+    def stage(self, fragment: int, update: Update):  # type: ignore[no-untyped-def]
+        """See `FragmentDevice.stage`."""
+        full = None if update.full is None else self._part.cut(fragment, update.full)
+        chain = tuple(self._decoded(fragment, encoded) for encoded in update.chain)
+        sent = None if update.sent is None else self._decoded(fragment, update.sent)
+        return super().stage(fragment, Update(full, chain, sent))
+
+    def _decoded(self, p: int, encoded: Tensor) -> Tensor:
+        config, numel = self._config, self._part.wholes[p].padded_numel
+        return self._part.cut(p, decode(encoded, numel=numel, wire=config.wire, block_size=config.block_size))
+
+    def _add_decoded(self, encoded: Tensor, out_P: Tensor, sign: int = 1) -> Tensor:
+        """Of this part, decoded before."""
+        return out_P.add_(encoded, alpha=sign)
+
+
+class CpuPart(PartFragments, CpuFragments):
+    """In host memory."""
+
+
+class CudaPart(PartFragments, CudaFragments):
+    """On one CUDA device."""
+
+
+def _pieces(whole: FragmentLayout, boxes: Mapping[str, Box]) -> list[Piece]:
+    found, offset = list[Piece](), 0
+    for entry in whole.entries:
+        firsts, sizes = boxes[entry.slice.name]
+        if not entry.shape:  # a scalar
+            own, starts = Slice(entry.slice.name, 0, 1), ()
+            shape: tuple[int, ...] = ()
+        else:
+            start = max(entry.slice.start_row, firsts[0])
+            stop = min(entry.slice.stop_row, firsts[0] + sizes[0])
+            own = Slice(entry.slice.name, start - firsts[0], stop - firsts[0])
+            starts = (start - entry.slice.start_row, *firsts[1:])
+            shape = (stop - start, *sizes[1:])
+        if not shape or (shape[0] > 0 and prod(shape)):
+            found.append(Piece(entry, Entry(own, shape, offset, prod(shape), entry.merge), starts))
+            offset += prod(shape)
+    return found
