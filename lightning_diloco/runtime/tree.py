@@ -47,7 +47,9 @@ def pack(tree: object, tensors: dict[str, Tensor], where: str = "") -> Packed:
         case tuple():
             return {"tuple": pack(list(tree), tensors, where)}
         case Mapping():
-            pairs = [[key, pack(value, tensors, f"{where}.{key}")] for key, value in tree.items() if _is_key(key)]
+            pairs: list[Packed] = [
+                [key, pack(value, tensors, f"{where}.{key}")] for key, value in tree.items() if _is_key(key)
+            ]
             if len(pairs) == len(tree):
                 return {"counter" if isinstance(tree, Counter) else "dict": pairs}
     raise UnstorableError(
@@ -70,7 +72,7 @@ def unpack(packed: Packed, tensors: Mapping[str, Tensor]) -> Tree:
     if kind == "tuple":
         return tuple(unpack(value, tensors) for value in content)
     pairs = dict(_pair(pair, tensors) for pair in content)
-    return Counter(pairs) if kind == "counter" else pairs  # type: ignore[arg-type, return-value]
+    return Counter(pairs) if kind == "counter" else pairs  # type: ignore[return-value]
 
 
 def _pair(pair: Packed, tensors: Mapping[str, Tensor]) -> tuple[Tree, Tree]:

@@ -20,9 +20,10 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from lightning_diloco.errors import StorageError
 from lightning_diloco.runtime.checkpoints import Checkpoint, CheckpointStore, Entry
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CLOSE_S = 5.0
 LOOK_S, LOOK_FAR_S = 1.0, 15.0
@@ -95,6 +98,7 @@ class Healing:
         self._error: BaseException | None = None
         self._written = threading.Event()
         self._written.set()
+        self._is_stored = False
         self._crew = Crew(self._fail)
         self._jobs: Jobs | None = None
         self.warm_up = WarmUp()
@@ -141,11 +145,12 @@ class Healing:
 
     def _candidates(self) -> Iterator[_Found]:
         """What can be gone on from, the best first."""
-        own = self._entries(self._owner.learner)
-        others = [name for name in self._learners() if name != self._owner.learner]
-        for entry in own + sorted((entry for name in others for entry in self._entries(name)), reverse=True):
-            is_own = entry.learner == self._owner.learner
-            checkpoint = self._read(entry)
+        assert self._store is not None
+        store, own_name = self._store, self._owner.learner
+        names = [name for name in _tried(store.learners) or () if name != own_name]
+        of_peers = [entry for name in names for entry in _tried(partial(store.entries, name)) or ()]
+        for entry in [*(_tried(partial(store.entries, own_name)) or ()), *sorted(of_peers, reverse=True)]:
+            is_own, checkpoint = entry.learner == own_name, _tried(partial(store.read, entry))
             if checkpoint is None or checkpoint.run != self._owner.run or checkpoint.process == PROCESS:
                 continue
             state = cast("State", checkpoint.state)
@@ -153,30 +158,6 @@ class Healing:
                 log.warning("the checkpoint of step %d of %s does not fit: %s", entry.step, entry.learner, problem)
                 continue
             yield _Found(entry, state, is_own)
-
-    def _learners(self) -> list[str]:
-        assert self._store is not None
-        try:
-            return self._store.learners()
-        except StorageError as error:
-            log.warning("%s", error)
-            return []
-
-    def _entries(self, learner: str) -> list[Entry]:
-        assert self._store is not None
-        try:
-            return self._store.entries(learner)
-        except StorageError as error:
-            log.warning("%s", error)
-            return []
-
-    def _read(self, entry: Entry) -> Checkpoint | None:
-        assert self._store is not None
-        try:
-            return self._store.read(entry)
-        except StorageError as error:
-            log.warning("%s", error)
-            return None
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -206,8 +187,8 @@ class Healing:
         self.warm_up.step_done()
 
     def wait(self, within_s: float) -> bool:
-        """Whether what was taken is written, or not to be written, within this time."""
-        return self._written.wait(within_s) and self._error is None
+        """Wait for what was taken last; whether the store has it."""
+        return self._written.wait(within_s) and self._is_stored
 
     def close(self) -> None:
         """Let go, after the one being written; idempotent."""
@@ -228,7 +209,7 @@ class Healing:
         owner, step = self._owner, self._trainer.global_step
         self._answered = self._asked
         checkpoint = Checkpoint(owner.run, owner.learner, owner.incarnation, PROCESS, step, state, self._answered)
-        self._steps_since = 0
+        self._steps_since, self._is_stored = 0, False
         self._written = written = threading.Event()
         if self._jobs is None:
             self._jobs = Jobs(self._crew, "checkpoints")
@@ -238,6 +219,7 @@ class Healing:
         assert self._store is not None
         try:
             self._store.write(checkpoint)
+            self._is_stored = True
         except (StorageError, UnstorableError) as error:
             if (reason := type(error).__name__ + str(error)) not in self._told:
                 log.warning("no checkpoint was written, training goes on: %s", error)
@@ -254,3 +236,12 @@ class Healing:
     def _fail(self, error: BaseException) -> None:
         self._error = error
         self._written.set()
+
+
+def _tried(read: Callable[[], T]) -> T | None:
+    """What the store has; None if it cannot be read, and why is said."""
+    try:
+        return read()
+    except StorageError as error:
+        log.warning("%s", error)
+        return None

@@ -233,8 +233,8 @@ class DiLoCoHooks(LeasesData, Strategy):
             self._link.finish("preempted", preemption.left_s)
         except DiLoCoError as error:
             log.warning("the run was left without a farewell: %s", error)
-        is_written = self._healing.wait(preemption.left_s)
-        log.warning("pre-empted: %s", "a checkpoint is written" if is_written else "the checkpoint came too late")
+        is_stored = self._healing.wait(preemption.left_s)
+        log.warning("pre-empted; the run was left with%s a checkpoint", "" if is_stored else "out")
 
     def teardown(self) -> None:
         """A fit that had nothing to train never ends its training; it leaves here."""
