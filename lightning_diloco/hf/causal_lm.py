@@ -29,6 +29,7 @@ from transformers import (
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf import adapters
+from lightning_diloco.strategy.schedules import FleetTokenLR, warmup_cosine
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -60,6 +61,9 @@ class CausalLM(L.LightningModule):
         schedule: after warm-up, "cosine" falls to `final_lr_fraction` of the peak at the trainer's last step,
             "constant" stays.
         final_lr_fraction: the cosine's end as a fraction of `lr`, 0..1.
+        schedule_tokens: go by the tokens that the whole fleet has seen, not by this learner's steps: who joins late
+            starts at the run's present rate, and the cosine ends at so many tokens. None: by steps.
+        warmup_tokens: of linear warm-up, instead of `warmup_steps`, where the schedule goes by tokens.
         attn_implementation: as in transformers, such as "sdpa" or "eager"; None: its own choice.
 
     Raises:
@@ -79,6 +83,8 @@ class CausalLM(L.LightningModule):
         warmup_steps: int = 0,
         schedule: Schedule = "cosine",
         final_lr_fraction: float = 0.1,
+        schedule_tokens: int | None = None,
+        warmup_tokens: int = 0,
         attn_implementation: str | None = None,
     ) -> None:
         super().__init__()
@@ -161,6 +167,10 @@ class CausalLM(L.LightningModule):
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         hparams = self.hparams
+        if hparams.schedule_tokens is not None:
+            final = hparams.final_lr_fraction if hparams.schedule == "cosine" else 1.0
+            factor = warmup_cosine(warmup=hparams.warmup_tokens, total=hparams.schedule_tokens, final=final)
+            return FleetTokenLR(optimizer, factor, self.trainer)
         if hparams.schedule == "constant":
             return get_constant_schedule_with_warmup(optimizer, hparams.warmup_steps)
         num_steps = self.trainer.estimated_stepping_batches
@@ -236,6 +246,17 @@ def _problems(hparams: Any) -> list[str]:
         in get_args(Schedule),
         f"final_lr_fraction={hparams.final_lr_fraction!r}: must be from 0 to 1": 0 <= hparams.final_lr_fraction <= 1,
     }
+    if hparams.schedule_tokens is not None:
+        checks |= {
+            f"schedule_tokens={hparams.schedule_tokens!r}: must be above warmup_tokens={hparams.warmup_tokens!r}, "
+            "which is at least 0": hparams.schedule_tokens > hparams.warmup_tokens >= 0,
+            f"warmup_steps={hparams.warmup_steps!r} with schedule_tokens: must be 0; "
+            "set warmup_tokens": hparams.warmup_steps == 0,
+        }
+    else:
+        checks[f"warmup_tokens={hparams.warmup_tokens!r}: must be 0 without schedule_tokens; set it, too"] = (
+            hparams.warmup_tokens == 0
+        )
     of_adapter = [] if hparams.adapter is None else adapters.problems(hparams.adapter)
     return [*_model_problems(hparams), *of_adapter, *(sentence for sentence, holds in checks.items() if not holds)]
 

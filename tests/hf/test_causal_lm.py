@@ -164,3 +164,41 @@ def test_bad_options_are_reported_together() -> None:
 def test_a_model_is_given_by_name_or_by_config(options: dict[str, Any], given: str) -> None:
     with pytest.raises(ConfigError, match=f"{given} of name and config given"):
         CausalLM(**options)
+
+
+class _Fleet:
+    """A trainer whose strategy knows a fleet."""
+
+    def __init__(self) -> None:
+        self.strategy, self.fleet_tokens = self, 0
+
+    def broadcast(self, value: int) -> int:
+        return value
+
+
+@pytest.mark.parametrize(("schedule", "half_way", "end"), [("cosine", 0.55, 0.1), ("constant", 1.0, 1.0)])
+def test_a_schedule_goes_by_the_tokens_of_the_fleet(
+    schedule: str, half_way: float, end: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, fleet = _built(lr=1.0, schedule=schedule, warmup_tokens=100, schedule_tokens=1100), _Fleet()
+    monkeypatch.setattr(CausalLM, "trainer", fleet)
+    made = model.configure_optimizers()
+    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    for tokens, rate in [(50, 0.5), (600, half_way), (1100, end), (9999, end)]:
+        fleet.fleet_tokens = tokens
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule_tokens": 5, "warmup_tokens": 5}, "schedule_tokens=5: must be above warmup_tokens=5"),
+        ({"schedule_tokens": 5, "warmup_steps": 1}, "warmup_steps=1 with schedule_tokens: must be 0"),
+        ({"warmup_tokens": 5}, "must be 0 without schedule_tokens"),
+    ],
+)
+def test_steps_and_tokens_are_not_mixed(options: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CausalLM(name="somewhere", **options)
