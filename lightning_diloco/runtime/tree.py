@@ -46,12 +46,9 @@ def pack(tree: object, tensors: dict[str, Tensor], where: str = "") -> Packed:
             return [pack(value, tensors, f"{where}[{k}]") for k, value in enumerate(tree)]
         case tuple():
             return {"tuple": pack(list(tree), tensors, where)}
-        case Mapping():
-            pairs: list[Packed] = [
-                [key, pack(value, tensors, f"{where}.{key}")] for key, value in tree.items() if _is_key(key)
-            ]
-            if len(pairs) == len(tree):
-                return {"counter" if isinstance(tree, Counter) else "dict": pairs}
+        case Mapping() if all(map(_is_key, tree)):
+            pairs: list[Packed] = [[key, pack(value, tensors, f"{where}.{key}")] for key, value in tree.items()]
+            return {"counter" if isinstance(tree, Counter) else "dict": pairs}
     raise UnstorableError(
         f"{where or 'the value'} is a {type(tree).__name__}; plain values, lists, tuples, dicts with plain keys, and "
         "tensors can be kept; leave it out of the state, or keep it as one of these"

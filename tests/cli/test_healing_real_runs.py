@@ -167,11 +167,12 @@ def test_a_pre_empted_learner_leaves_in_good_order_and_loses_no_step(run: Run) -
 def test_each_contributes_again_soon_after_its_process_began(run: Run) -> None:
     tape = list(read_tape(run.folder / "tape" / "events.jsonl"))
     for name in ("l0", "l1", "l2", "l3"):
-        took_s = []
-        for life in run.lives(name):
-            began_s = next(iter(life.values()))["began"]
-            commits = (line for line in tape if line["event"] == "commit" and name in line["learners"])
-            took_s.append(next(line["t"] for line in commits if line["t"] > began_s) - began_s)
-        first_s, second_s = took_s
-        # On a machine so busy that a first start takes longer than the bound, the second must not take longer either.
-        assert second_s < max(CONTRIBUTES_WITHIN_S, first_s), took_s
+        began_s = [next(iter(life.values()))["began"] for life in run.lives(name)]
+        joined_s = [line["t"] for line in tape if line["event"] == "join" and line["learner"] == name]
+        merged_s = [line["t"] for line in tape if line["event"] == "commit" and name in line["learners"]]
+        # A commit before the join may name what the process before it had sent.
+        first_s, second_s = (
+            next(t for t in merged_s if t > joined) - began for began, joined in zip(began_s, joined_s, strict=True)
+        )
+        # Nearly all of it are imports: on a machine too busy for any start within the bound, it is the start that counts.
+        assert second_s < max(CONTRIBUTES_WITHIN_S, 1.5 * first_s), f"{name}: {second_s:.1f} s, first {first_s:.1f} s"
