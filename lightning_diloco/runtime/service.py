@@ -327,6 +327,9 @@ class SyncerService:
         """Once all parts of the seed are here, make them the anchors at version 0."""
         if self._seed is None or self._todo or time.monotonic() < self._retry_s:
             return
+        if self.state.seed_grant != (self._seed.session, self._seed.lease):
+            self._seed = None  # the lease has passed on while the disk took nothing
+            return
         action, values = self._seed, self._desk.seed(self._seed)
         if values is None:
             return
