@@ -1,7 +1,7 @@
-"""What passes between devices in one exchange: python -m tests.xla.collectives ROWS COLUMNS DIM MAX_SLICE_NUMEL FOLDER.
+"""What passes between devices in one exchange: python -m tests.xla.collectives FOLDER ROWSxCOLUMNS:DIM...
 
-One parameter lies over all devices along a dimension. Prints the elements of the largest collective operation in the
-programs that were compiled after training's, as JSON; XLA_FLAGS must have XLA write them to the folder as text.
+Each parameter lies over all devices along its dimension. Prints, for each, the elements of the largest collective
+operation in the programs that were compiled for it, as JSON; XLA_FLAGS must have XLA write them to the folder as text.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.xla_fragments import XlaFragments
 
 BLOCK_SIZE = 64
+MADE = "*after_optimizations.txt"
 COLLECTIVE = re.compile(r"= (.*?) (?:all-gather|all-to-all|all-reduce|reduce-scatter|collective-[a-z]+)(?:-start)?\(")
 
 
@@ -30,21 +31,27 @@ def largest_collective(program: str) -> int:
     return max((prod(int(size) for size in shape.split(",") if size) for shape in shapes), default=0)
 
 
-if __name__ == "__main__":
-    rows, columns, dim, max_slice_numel = map(int, sys.argv[1:5])
-    programs = Path(sys.argv[5])
-    xla.use_mesh()
-    param = torch.nn.Parameter(torch.randn(rows, columns).to("xla"))
+def exchange(shape: tuple[int, int], dim: int, programs: Path) -> dict[str, int]:
+    """A contribution and its landing, for each half of a parameter."""
+    param = torch.nn.Parameter(torch.randn(shape).to("xla"))
     xla.shard(param, dim)
     xla.sync()
-    earlier = set(programs.glob("*after_optimizations.txt"))
+    earlier = set(programs.glob(MADE))
 
-    plan = FragmentPlan.balanced({"matrix": (rows, columns)}, num_fragments=2, max_slice_numel=max_slice_numel)
+    plan = FragmentPlan.balanced({"matrix": shape}, num_fragments=2, max_slice_numel=prod(shape))
     device = XlaFragments(plan, {"matrix": param}, RunConfig(block_size=BLOCK_SIZE), LearnerConfig())
     for p in range(2):
         device.adopt(p, device.local_values(p))
         payload = device.encode(device.snapshot(p)).payload
         device.land(p, device.stage(p, Update(None, [payload], payload)))
-    made = sorted(set(programs.glob("*after_optimizations.txt")) - earlier)
-    largest = max(largest_collective(program.read_text()) for program in made)
-    print(json.dumps({"largest_collective": largest, "fragment": plan.numel(0)}))
+    largest = max(largest_collective(program.read_text()) for program in set(programs.glob(MADE)) - earlier)
+    return {"largest_collective": largest, "fragment": plan.numel(0)}
+
+
+if __name__ == "__main__":
+    xla.use_mesh()
+    found = {}
+    for case in sys.argv[2:]:
+        rows, columns, dim = map(int, re.split("[x:]", case))
+        found[case] = exchange((rows, columns), dim, Path(sys.argv[1]))
+    print(json.dumps(found))

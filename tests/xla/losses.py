@@ -1,4 +1,4 @@
-"""The losses of 20 steps over some XLA devices, without a link, as JSON: python -m tests.xla.losses NUM_DEVICES."""
+"""The losses of 16 steps over some XLA devices, without a link, as JSON: python -m tests.xla.losses NUM_DEVICES."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ if __name__ == "__main__":
     torch.manual_seed(5)
     model = Noting()
     with tempfile.TemporaryDirectory() as root:
-        trainer_for(Path(root), 20, devices=int(sys.argv[1]), fast_dev_run=20).fit(model, loader(), loader())
+        trainer_for(Path(root), 16, devices=int(sys.argv[1]), fast_dev_run=16).fit(model, loader(), loader())
     kind = type(model.trainer.strategy).__name__
     print(json.dumps({"strategy": kind, "losses": [float(loss) for loss in model.losses]}))

@@ -168,10 +168,9 @@ def test_anchor_is_shown_and_local_values_return():
     assert all(torch.equal(rig.local(p), values[p]) for p in rig.fragments)
 
 
-@pytest.mark.parametrize("anchor_device", ["device", "host"])
-def test_second_thread_exchanges_shards_while_the_first_trains(anchor_device):
+def test_second_thread_exchanges_shards_while_the_first_trains():
     """300 exchanges, some refused first; nothing is compiled after the first ones."""
-    rig, mirror, choose = Sharded(anchor_device=anchor_device), Whole(), random.Random(1)
+    rig, mirror, choose = Sharded(), Whole(), random.Random(1)
     jobs, landings = queue.SimpleQueue(), queue.SimpleQueue()
 
     def link():
