@@ -30,6 +30,7 @@ from lightning_diloco.protocol.promise import Promises
 ASK_AGAIN_S = 3.0
 ASK_AGAIN_IF_HELD_S = 30.0
 MAX_REFUSALS = 3
+WAIT_SHARE = 0.5  # of the time to drain, in which others may finish evaluating
 
 
 class LearnerState:
@@ -85,7 +86,7 @@ class LearnerState:
         self._promises = Promises(has_ranks)
         self._next_heartbeat_s = float("-inf")
         self._leave_reason: msg.Reason | None = None
-        self._drain_until_s = 0.0
+        self._drain_until_s = self._drain_alone_s = 0.0
         self._is_leaving = False
         self._has_left = False
 
@@ -407,6 +408,7 @@ class LearnerState:
         self.phase = "draining"
         drain_s = self._drain_s if event.within_s is None else event.within_s
         self._drain_until_s = now_s + (drain_s if event.drain else 0.0)
+        self._drain_alone_s = now_s + WAIT_SHARE * drain_s
         return [self._heartbeat(now_s), *self._boundary(now_s), *self._drain(now_s)]
 
     def _drain(self, now_s: float) -> list[LearnerAction]:
@@ -415,7 +417,8 @@ class LearnerState:
             return []
         if now_s < self._drain_until_s and not all(f.is_drained(self.tokens) for f in self.fragments):
             waiting = [p for p, f in enumerate(self.fragments) if f.wants_round(self.tokens) and f.announced is None]
-            return [do.Say(msg.Intent(p, self.step_s)) for p in waiting]
+            patience_s = max(0.0, self._drain_alone_s - now_s)
+            return [do.Say(msg.Intent(p, self.step_s, patience_s)) for p in waiting]
         self._is_leaving = True
         return [self._leave()]
 

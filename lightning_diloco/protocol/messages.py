@@ -79,10 +79,15 @@ class Confirm:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """One step ahead: this fragment is due here."""
+    """One step ahead: this fragment is due here.
+
+    Args:
+        patience_s: for how long who drains can wait for those who evaluate, so that their work is merged together.
+    """
 
     fragment: int
     step_s: float
+    patience_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,9 @@
    effective quorum plus grace. Effective quorum = max(1, min(K, electorate)).
 3. A payload that misses its round is held and joins the next one as what it is (`contributions.py`). A learner
    superseded twice in a row is waited for in one round, up to a cap.
-4. What is merged is checked against the fence twice: at receipt and when the commit is recorded.
+4. Learners that end together evaluate before they drain. One that drains while others evaluate waits for them as long
+   as it can: each alone, their contributions would move the anchor by their sum, where one round takes their mean.
+5. What is merged is checked against the fence twice: at receipt and when the commit is recorded.
 
 The stages of a round, and which may follow which, are the table in `round.py`.
 """
@@ -60,13 +62,15 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------------ what is heard
 
-    def intent(self, member: Member, p: int, step_s: float, now_s: float) -> list[SyncerAction]:
+    def intent(self, member: Member, intent: msg.Intent, now_s: float) -> list[SyncerAction]:
+        p, step_s = intent.fragment, intent.step_s
         f = self.fragments[p]
         member.heard_stepping(step_s, now_s)
         if member.phase == "draining" and not self.contributions.has_unmerged(member, p):
             return []  # it asked before it heard that its last tokens are merged
         if f.round is None:
-            return self._open(p, f, step_s, now_s)
+            others_evaluate = any(other.phase == "evaluating" for other in self.roster.live())
+            return [] if intent.patience_s > 0 and others_evaluate else self._open(p, f, step_s, now_s)
         if f.round.stage == "collecting":
             return [do.Send(member.session, msg.Announce(p, f.round.number))]
         if member.session not in f.round.members:

@@ -103,7 +103,7 @@ class SyncerState(Joins):
             case msg.AskRanges():
                 return todo + self._ask_ranges(member, message)
             case msg.Intent() if self._is_fragment(message.fragment):
-                return todo + self.rounds.intent(member, message.fragment, message.step_s, now_s)
+                return todo + self.rounds.intent(member, message, now_s)
             case msg.Ready() if self._is_fragment(message.fragment):
                 if self._is_out_of_step(message):
                     return todo + self._invite(member)

@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_does_not_silence_the_heartbeat(learner: Learn
 def test_a_drainer_asks_for_what_is_left_and_leaves_when_it_has_landed(learner: Learner) -> None:
     learner.step()
     learner.handle(on.Finish("finished"))
-    assert learner.says[1:] == [msg.Intent(0, 0.0), msg.Intent(1, 0.0)]
+    assert learner.says[1:] == [msg.Intent(0, 0.0, 30.0), msg.Intent(1, 0.0, 30.0)]  # of 60 s to drain
 
     for p in (0, 1):
         learner.hear(msg.Announce(p, 1 + p))

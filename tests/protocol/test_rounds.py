@@ -62,6 +62,39 @@ def test_a_draining_learner_is_waited_for_though_it_does_not_step(syncer: Syncer
     assert syncer.round().electorate == {"a", "b"}
 
 
+@pytest.mark.parametrize(("patience_s", "opens"), [(20.0, False), (0.0, True)])
+def test_a_drainer_waits_for_who_evaluates_as_long_as_it_can(syncer: Syncer, patience_s: float, opens: bool) -> None:
+    """Alone, each would move the anchor by all of its work, together by the mean."""
+    syncer.beat("a", phase="draining")
+    syncer.beat("b", phase="evaluating")
+    syncer.tell("a", msg.Intent(0, 1.0, patience_s))
+
+    assert (syncer.round() is not None) == opens
+
+
+def test_who_ends_together_is_merged_together_after_evaluating(syncer: Syncer) -> None:
+    syncer.beat("a", phase="draining")
+    syncer.beat("b", phase="evaluating")
+    syncer.tell("a", msg.Intent(0, 1.0, 20.0))
+    syncer.beat("b", phase="draining")
+    syncer.tell("a", msg.Intent(0, 1.0, 19.0))
+    for name in ("a", "b"):
+        syncer.contribute(name, ready())
+    syncer.commit()
+
+    assert {merge.session for merge in syncer.log[-1].merges} == {"a", "b"}
+
+
+def test_a_drainer_does_not_wait_for_who_evaluates_and_is_gone(syncer: Syncer) -> None:
+    syncer.beat("b", phase="evaluating")
+    syncer.now_s += 60.0
+    syncer.beat("a", phase="draining")
+    syncer.tick()
+    syncer.tell("a", msg.Intent(0, 1.0, 20.0))
+
+    assert syncer.round() is not None
+
+
 @pytest.mark.parametrize(("tokens", "opens"), [(100, False), (120, True)])
 def test_a_drainer_opens_a_round_only_for_tokens_that_are_not_merged(syncer: Syncer, tokens: int, opens: bool) -> None:
     """It asks at every boundary, and again before it has heard of the commit."""
