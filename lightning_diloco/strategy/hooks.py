@@ -233,7 +233,7 @@ class DiLoCoHooks(LeasesData, Strategy):
             self._link.finish("preempted", preemption.left_s)
         except DiLoCoError as error:
             log.warning("the run was left without a farewell: %s", error)
-        is_stored = self._healing.wait(preemption.left_s)
+        is_stored = self._healing.wait(preemption.left_s) and self._learner.checkpoint_every > 0
         log.warning("pre-empted; the run was left with%s a checkpoint", "" if is_stored else "out")
 
     def teardown(self) -> None:

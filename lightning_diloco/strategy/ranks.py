@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
 if TYPE_CHECKING:
     from lightning_diloco.runtime.follower import FollowerLink
     from lightning_diloco.runtime.leader import LeaderLink
+
+
+log = logging.getLogger(__name__)
 
 
 class RanksHooks(DecoupledDiLoCoStrategy):
@@ -67,6 +71,12 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         ranks = Ranks()
         own = {name: value for name, value in asdict(self._learner).items() if name not in ("join", "learner")}
         ranks.compare({**self._run_options, **own, "token_count_fn": self._token_count_fn is not None})
+        if self._learner.checkpoint_every and ranks.rank == 0:
+            log.warning(
+                "a learner of %d ranks keeps no checkpoints of its own: started again, it adopts the anchors, and its "
+                "optimizer warms up; use ModelCheckpoint and fit(ckpt_path=...) to keep its moments",
+                ranks.size,
+            )
         self._learner = replace(self._learner, checkpoint_every=0)
         own_boxes = self._part_boxes()
         boxes = None if own_boxes is None else ranks.share(own_boxes)
