@@ -159,7 +159,7 @@ class SyncerService:
 
     def on_send(self, session: str, messages_: Sequence[Json]) -> Json:
         """Queue control messages for the machine; the answer is the news."""
-        self._check_open()
+        self._check_open(len(messages_))
         decoded = [messages.decode(message, messages.FromLearner) for message in messages_]
         for message in decoded:
             self._events.put(events.FromALearner(session, cast("messages.FromLearner", message)))
@@ -201,12 +201,12 @@ class SyncerService:
             self._transferred_s[session] = time.monotonic()
         return session
 
-    def _check_open(self) -> None:
+    def _check_open(self, num_events: int = 1) -> None:
         if self._is_stopping:
             raise _stopping()
-        if (waiting := self._events.qsize() + len(self._todo)) > MAX_WAITING:
+        if (waiting := num_events + self._events.qsize() + len(self._todo)) > MAX_WAITING:
             raise TransportError(
-                f"{waiting} events wait for the syncer; at most {MAX_WAITING} may; nothing of this was used; try again"
+                f"{waiting} events for the syncer; at most {MAX_WAITING} may wait; nothing of this was used; try again"
             )
         self._ending.contacted()
 

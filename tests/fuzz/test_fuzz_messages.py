@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lightning_diloco.config import PROTOCOL_VERSION
-from lightning_diloco.errors import CorruptMessageError, DiLoCoError
+from lightning_diloco.errors import CorruptMessageError, DiLoCoError, TransportError
 from lightning_diloco.protocol import messages
 from lightning_diloco.runtime import outbox, service
 from lightning_diloco.runtime.syncer import SyncerOptions, SyncerService
@@ -206,9 +206,15 @@ def test_calls_are_refused_while_too_much_waits_for_the_syncer(target: Target, m
             refusal = str(error)
     is_free.set()
     monkeypatch.setattr(service, "MAX_WAITING", most)
-    assert num_taken <= 502
-    assert "at most 500 may" in refusal
+    assert num_taken <= 501
+    assert "at most 500 may wait" in refusal
     target.settle()
+    target.check()
+
+
+def test_a_call_with_more_messages_than_may_wait_is_refused_whole(target: Target) -> None:
+    with pytest.raises(TransportError, match="10001 events for the syncer"):
+        target.wire.send("stranger", [{"kind": "AskFate", "fragment": 0, "seq": 1}] * 10_001)
     target.check()
 
 
