@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 
 LAYERS = (
-    "cli > __init__ > live | tracking | hf | plots | simulate > strategy > runtime > devices | transport > protocol | core"
-    " > config | environment > errors"
+    "cli > __init__ > live | tracking | hf | plots | simulate > strategy > runtime > devices | transport"
+    " > protocol | core > config | environment > errors"
 )
 NARROWER = {
     "simulate": "core protocol config errors",

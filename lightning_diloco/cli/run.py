@@ -7,6 +7,7 @@ to the recipe or the script, untouched.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli import page, recipes
+from lightning_diloco.cli.syncer import NO_WANDB
 from lightning_diloco.errors import ConfigError
 
 _EXAMPLE = """examples:
@@ -24,7 +26,8 @@ _EXAMPLE = """examples:
   diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"""
 VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")
-_VALUED, _FLAGS = (*VALUED, "--page"), (*FLAGS, "--no-page")
+_VALUED, _FLAGS = (*VALUED, "--page", "--wandb"), (*FLAGS, "--no-page")
+_WANDB = "lightning_diloco.tracking.Wandb"
 
 
 def add_parser(verbs: Any) -> None:
@@ -45,6 +48,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--threads", type=int, metavar="T", help="of each learner (default: cores / N)")
     parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
     parser.add_argument("--page", default=page.LISTEN, metavar="HOST:PORT", help=page.HELP)
+    parser.add_argument("--wandb", metavar="PROJECT", help="log learners and syncer to Weights & Biases, in one group")
     parser.add_argument("--no-page", action="store_true", help="serve no live page")
     parser.set_defaults(call=call)
 
@@ -84,6 +88,7 @@ def call(arguments: argparse.Namespace) -> int:
     if found := problems(arguments):
         raise ConfigError(found)
     target = recipes.resolve(arguments.target)
+    tracking = _tracking(arguments.wandb, target)
     num_learners = arguments.local
     run_dir = make_run_dir(arguments.run_dir, target.stem)
     if arguments.origin is not None:
@@ -92,8 +97,8 @@ def call(arguments: argparse.Namespace) -> int:
         begin_from(arguments.origin, run_dir)
     plan = Plan(
         run_dir=run_dir,
-        syncer_argv=syncer_argv(run_dir, num_learners),
-        learner_argv=learner_argv(target, arguments.passed_on, num_learners),
+        syncer_argv=(*syncer_argv(run_dir, num_learners), *(["--wandb", arguments.wandb] if tracking else [])),
+        learner_argv=learner_argv(target, [*tracking, *arguments.passed_on], num_learners),
         num_learners=num_learners,
         threads=arguments.threads,
         max_restarts=arguments.max_restarts,
@@ -111,6 +116,20 @@ def call(arguments: argparse.Namespace) -> int:
                 watch.ended(ended.summary)
         console.print(summary_view(ended.summary, run_dir) if ended.summary else f"no summary; files: {run_dir}")
     return ended.exit_code
+
+
+def _tracking(project: str | None, target: Path) -> list[str]:
+    """What a recipe is told so that its learners log to this W&B project."""
+    if project is None:
+        return []
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(NO_WANDB.format(project=project))
+    if target.suffix == ".py":
+        raise ConfigError(
+            f"--wandb {project} with {target}: it sets an option of a recipe, and this is a script; add "
+            f"callbacks=[{_WANDB}({project!r})] to its Trainer"
+        )
+    return [f"--trainer.callbacks+={_WANDB}", f"--trainer.callbacks.project={project}"]
 
 
 def problems(arguments: argparse.Namespace) -> list[str]:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from lightning_diloco.config import RunConfig
+from lightning_diloco.errors import ConfigError
 
 _EXAMPLE = "example:\n  diloco syncer --run-dir runs/mine --listen 0.0.0.0:7654 --expect 4 --sync-every 96"
+NO_WANDB = "--wandb {project}: wandb is not installed, and is needed; pip install 'lightning-diloco[wandb]'"
 _DEFAULT_LISTEN = "127.0.0.1:0"
 _RUN_OPTIONS = tuple(field.name for field in dataclasses.fields(RunConfig))
 
@@ -35,6 +39,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--reseed", action="store_true", help="open although learners know the lost run as non-empty")
     parser.add_argument("--record", choices=["contributions"], help="also keep the received bytes, for replay")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log the run to Weights & Biases; see diloco run --wandb")
     options = parser.add_argument_group(
         "options of the run", "fixed by whoever comes first: these flags, the seeding learner"
     )
@@ -50,17 +55,28 @@ def call(arguments: argparse.Namespace) -> int:
     from lightning_diloco.runtime.syncer import SyncerOptions, serve
 
     given = vars(arguments)
-    return serve(
-        SyncerOptions(
-            run_dir=arguments.run_dir,
-            listen=arguments.listen or _address_before(arguments.run_dir),
-            expect=arguments.expect,
-            embedded_by=arguments.embedded_by,
-            run_options={name: given[name] for name in _RUN_OPTIONS if name in given},
-            reseed=arguments.reseed,
-            record_contributions=arguments.record == "contributions",
-        )
+    options = SyncerOptions(
+        run_dir=arguments.run_dir,
+        listen=arguments.listen or _address_before(arguments.run_dir),
+        expect=arguments.expect,
+        embedded_by=arguments.embedded_by,
+        run_options={name: given[name] for name in _RUN_OPTIONS if name in given},
+        reseed=arguments.reseed,
+        record_contributions=arguments.record == "contributions",
     )
+    with _tracked(arguments):
+        return serve(options)
+
+
+def _tracked(arguments: argparse.Namespace) -> AbstractContextManager[None]:
+    """Logs the run to W&B while the block lasts, if that was asked for."""
+    if arguments.wandb is None:
+        return nullcontext()
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError(NO_WANDB.format(project=arguments.wandb))
+    from lightning_diloco.tracking.syncer import tracked
+
+    return tracked(arguments.run_dir, arguments.wandb)
 
 
 def _address_before(run_dir: Path) -> str:

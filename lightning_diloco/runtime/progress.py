@@ -12,7 +12,7 @@ from lightning_diloco.transport.base import Json
 EVENT = "progress"
 MIN_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 _SHARE_OF_AGE = 0.01
-_OF_RUN = ("fleet_tokens", "goodput", "participation", "bytes_up", "bytes_down")
+_OF_RUN = ("fleet_tokens", "goodput", "participation", "bytes_up", "bytes_down", "ledger")
 _OF_LEARNER = ("id", "phase", "step", "tokens", "tokens_per_s", "staleness_versions")
 
 

@@ -89,6 +89,16 @@ class DiLoCoHooks(LeasesData, Strategy):
         return self._link.fleet_tokens if self._link is not None and self.is_global_zero else 0
 
     @property
+    def membership(self) -> tuple[str, str] | None:
+        """(run, learner) while this process takes part in a run."""
+        return (self._link.run, self._link.learner_id) if self._link else None
+
+    @property
+    def evaluates_anchor(self) -> bool:
+        """Whether validation sees the run's anchor, rather than this learner's own parameters."""
+        return self._learner.evaluate == "anchor"
+
+    @property
     def _trainer(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer

@@ -42,6 +42,20 @@ def test_options_of_the_page_are_ours_and_not_the_recipes() -> None:
     assert run.split(words) == (words[:7], words[7:])
 
 
+def test_wandb_is_an_option_of_a_recipe_and_a_line_of_a_script() -> None:
+    assert run._tracking(None, Path("gpt.yaml")) == []
+    told = run._tracking("mine", Path("gpt.yaml"))
+    assert told == ["--trainer.callbacks+=lightning_diloco.tracking.Wandb", "--trainer.callbacks.project=mine"]
+    with pytest.raises(ConfigError, match=r"callbacks=\[lightning_diloco.tracking.Wandb\('mine'\)\] to its Trainer"):
+        run._tracking("mine", Path("train.py"))
+
+
+def test_without_wandb_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--wandb mine: .*pip install 'lightning-diloco\[wandb\]'"):
+        run._tracking("mine", Path("gpt.yaml"))
+
+
 def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError), page.served(tmp_path, "8080", lambda text: None):
         pass

@@ -12,13 +12,14 @@ LEARNER: dict[str, Any] = {
 }  # fmt: skip
 STATUS: dict[str, Any] = {
     "run": "r", "fleet_tokens": 70.0, "goodput": 0.9, "participation": 1.0, "bytes_up": 5, "bytes_down": 6,
+    "ledger": {"seen": 140, "merged": 70, "pending": 70, "discarded": {}},
     "config": {}, "versions": [1, 2], "learners": [LEARNER],
 }  # fmt: skip
 
 
 def test_a_note_holds_what_pictures_need_and_no_more() -> None:
     note = progress(STATUS)
-    assert note.keys() == {"fleet_tokens", "goodput", "participation", "bytes_up", "bytes_down", "learners"}
+    assert note.keys() == {"fleet_tokens", "goodput", "participation", "bytes_up", "bytes_down", "ledger", "learners"}
     assert note["learners"] == [
         {"id": "l0", "phase": "stepping", "step": 7, "tokens": 70, "tokens_per_s": 10.0, "staleness_versions": 1,
          "loss": 2.5, "eval_loss": None}

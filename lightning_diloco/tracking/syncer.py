@@ -1,0 +1,137 @@
+"""The syncer's W&B run, made from the tape as it grows: the fleet, the rounds, the outer steps, the anchor.
+
+1. It only reads: a W&B that is slow or down holds up no round.
+2. A syncer that is started again goes on in the same W&B run with what happens from then on; what its tape had before
+   is there already.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lightning_diloco.runtime.progress import EVENT as PROGRESS
+from lightning_diloco.tracking.session import AXIS, Session
+from lightning_diloco.transport.address import read_join_file
+
+log = logging.getLogger(__name__)
+
+_PERIOD_S = 1.0
+
+
+@contextmanager
+def tracked(run_dir: Path, project: str) -> Iterator[None]:
+    """Log the run of this directory while the block, which serves it, lasts."""
+    join, tape = run_dir / "join", run_dir / "tape" / "events.jsonl"
+    began, over = time.time(), threading.Event()
+
+    def work() -> None:
+        while not (join.exists() and join.stat().st_mtime >= began):
+            if over.wait(_PERIOD_S / 5):
+                return
+        run = read_join_file(join).run
+        session = Session(project, run=run, who="syncer", folder=run_dir / "syncer", config={})
+        rows, position, is_last = Rows(), 0, False
+        while not is_last:
+            is_last = over.wait(_PERIOD_S)
+            lines, position = _new_lines(tape, position)
+            for row in rows.of([line for line in lines if line["t"] >= began]):
+                session.log(row)
+        summary = run_dir / "summary.json"
+        session.finish(summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {})
+
+    def guarded() -> None:
+        try:
+            work()
+        except Exception:
+            log.exception("the run goes on, but is not logged to W&B any more")
+
+    thread = threading.Thread(target=guarded, name="diloco-wandb", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class Rows:
+    """Turns lines of a tape into rows."""
+
+    def __init__(self) -> None:
+        self._num: Counter[str] = Counter()
+
+    def of(self, lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The row of each line that has one."""
+        for line in lines:
+            self._num[line["event"]] += 1
+            if make := _ROWS.get(line["event"]):
+                yield make(line)
+            elif line["event"] in ("join", "lapse"):
+                yield {f"fleet/num_{line['event']}s": self._num[line["event"]]}
+
+
+def _progress(line: Mapping[str, Any]) -> dict[str, Any]:
+    there = [learner for learner in line["learners"] if learner["phase"] not in ("left", "lapsed")]
+    losses = {name: [one[name] for one in there if one[name] is not None] for name in ("loss", "eval_loss")}
+    ledger = line["ledger"]
+    fates = {"seen": ledger["seen"], "merged": ledger["merged"], "pending": ledger["pending"]}
+    return {
+        AXIS: line["fleet_tokens"],
+        "fleet/learners": len(there),
+        "fleet/tokens_per_s": sum(learner["tokens_per_s"] for learner in there),
+        "fleet/staleness_versions": max((learner["staleness_versions"] for learner in there), default=None),
+        **{f"fleet/{name}": line[name] for name in ("participation", "goodput", "bytes_up", "bytes_down")},
+        **{f"fleet/ledger_{fate}": tokens for fate, tokens in fates.items()},
+        "fleet/ledger_discarded": sum(ledger["discarded"].values()),
+        "train/loss": fmean(losses["loss"]) if losses["loss"] else None,
+        "eval/loss": fmean(losses["eval_loss"]) if losses["eval_loss"] else None,
+    }
+
+
+def _commit(line: Mapping[str, Any]) -> dict[str, Any]:
+    quorum_s = line["quorum_s"]
+    return {
+        "fleet/round_s": line["round_s"],
+        "fleet/quorum_s": quorum_s,
+        "fleet/grace_s": None if quorum_s is None else max(0.0, line["collect_s"] - quorum_s),
+        "fleet/contributors": len(line["learners"]),
+        "outer/version": line["version"],
+        "outer/staleness_versions": max(line["staleness"]),
+        "outer/steps": fmean(line["steps"]),
+    }
+
+
+def _outer(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "outer/gradient_norm": line["merged_norm"],
+        "outer/contribution_norm": fmean(line["norms"]),
+        "outer/cosine": fmean(line["cosines"]),
+        "outer/smallest_cosine": min(line["cosines"]),
+    }
+
+
+def _evaluated(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {"eval/final_loss": line["eval_loss"]}
+
+
+_ROWS = {PROGRESS: _progress, "commit": _commit, "outer": _outer, "evaluated": _evaluated}
+
+
+def _new_lines(tape: Path, position: int) -> tuple[list[dict[str, Any]], int]:
+    """Whole lines after this position; a tape that was cut is read from its new end."""
+    if not tape.exists() or tape.stat().st_size < position:
+        return [], tape.stat().st_size if tape.exists() else 0
+    with tape.open("rb") as file:
+        file.seek(position)
+        whole, _, _ = file.read().rpartition(b"\n")
+    lines = [json.loads(line) for line in whole.splitlines()]
+    return lines, position + len(whole) + bool(whole)
