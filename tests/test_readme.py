@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_diloco.cli import chaos, run
-from lightning_diloco.cli.main import build_parser
+from lightning_diloco.cli.main import build_parser, main
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*/README.md"))]
@@ -23,6 +23,10 @@ COMMANDS = [
     for command in dict.fromkeys(
         re.findall(r"diloco (?:run|syncer|status|plan|plot|export|replay|chaos|ls|cp)\b[^`\n&|]*", readme.read_text())
     )
+]
+
+CHEAP = [  # the figures of other recipes' plans are compared in tests/recipes
+    command for command in COMMANDS if re.match(r"diloco (plan RECIPE|ls|cp RECIPE)", command.values[0])
 ]
 
 
@@ -40,6 +44,16 @@ def test_command_of_a_readme_parses(command: str) -> None:
 
 def test_there_are_commands_to_test() -> None:
     assert len(COMMANDS) > 10
+    assert {"plan", "ls", "cp"} <= {command.values[0].split()[1] for command in CHEAP}
+
+
+@pytest.mark.parametrize("command", CHEAP)
+def test_cheap_command_of_the_readme_works(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(command, comments=True)[1:]
+    assert main([{"RECIPE": "tiny/gpt", "PATH": "mine.yaml"}.get(word, word) for word in words]) == 0
+    if words[0] == "cp":
+        assert (tmp_path / "mine.yaml").read_bytes() == (ROOT / "recipes" / "tiny" / "gpt.yaml").read_bytes()
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)

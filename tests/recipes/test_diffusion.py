@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from lightning_diloco.cli.main import main
+from lightning_diloco.hf.export import CHECKPOINT
 from lightning_diloco.hf.recipe import class_of, make_importable, parse
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "diffusion" / "video.yaml"
@@ -60,7 +62,7 @@ def test_forty_steps_lower_the_loss_and_clips_can_be_drawn(video: ModuleType) ->
 
 
 @pytest.mark.slow
-def test_two_learners_lower_the_loss_of_the_anchor(tmp_path: Path) -> None:
+def test_two_learners_lower_the_loss_and_tools_take_their_run(tmp_path: Path, video: ModuleType) -> None:
     words = ["run", str(RECIPE), "--local", "2", "--run-dir", str(tmp_path / "run"), "--no-table"]
     command = [sys.executable, "-m", "lightning_diloco.cli.main", *words, "--trainer.max_steps", "120"]
     ended = subprocess.run(
@@ -71,3 +73,9 @@ def test_two_learners_lower_the_loss_of_the_anchor(tmp_path: Path) -> None:
     assert summary["status"] == "finished"
     assert summary["fleet_tokens"] == 2 * 120 * 16
     assert summary["eval_loss"] < 0.7  # 1.9 before the first step
+
+    run_dir, exported = str(tmp_path / "run"), tmp_path / "exported"
+    assert main(["replay", run_dir]) == 0
+    assert main(["plot", run_dir]) == 0
+    assert main(["export", run_dir, "--to", str(exported), "--config", str(RECIPE)]) == 0
+    assert video.VideoDiT.load_from_checkpoint(exported / CHECKPOINT).sample(1, num_steps=2).isfinite().all()
