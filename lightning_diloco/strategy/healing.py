@@ -141,7 +141,7 @@ class Healing:
             # Lightning cannot know it, and warns of the opposite.
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         elif self._begins:
-            log.warning("the training data has no position of its own: its epoch begins anew")
+            log.warning("where its training data goes on is the datamodule's to know; else its epoch begins anew")
 
     def _candidates(self) -> Iterator[_Found]:
         """What can be gone on from, the best first."""
@@ -205,7 +205,7 @@ class Healing:
             return
         state, sentences = training_state.take(self._trainer, self._callbacks_left_out)
         for sentence in sentences:
-            log.warning("checkpoints do not hold the state of a callback: %s", sentence)
+            log.warning("checkpoints do not hold all of it: %s", sentence)
         owner, step = self._owner, self._trainer.global_step
         self._answered = self._asked
         checkpoint = Checkpoint(owner.run, owner.learner, owner.incarnation, PROCESS, step, state, self._answered)

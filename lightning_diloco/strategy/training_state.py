@@ -3,7 +3,7 @@
 1. Taking it copies tensors to the host and calls `state_dict` methods; it neither waits for anything nor writes.
 2. It is taken where a batch begins, when the one before is complete in every respect, and its random numbers are given
    back in the same place: what a data loader draws while it starts does not count.
-3. A peer's is taken over without what is a learner's own: random numbers and callbacks.
+3. A peer's is taken over without what is a learner's own: random numbers, callbacks, and what a datamodule keeps.
 4. Optimizers and schedulers must be those it was taken from, by class and number of parameters.
 
 Random numbers are those of torch, CUDA, numpy and Python; an XLA device's own are not kept.
@@ -27,18 +27,21 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 
+DATA = "datamodule"
+
 
 def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
     """The state as it is now.
 
     Args:
         trainer: between two batches.
-        warned: receives the callbacks whose state cannot be kept.
+        warned: receives the names of callbacks, or DATA, whose state cannot be kept.
 
     Returns:
-        The state, sharing no memory with the live one, and one sentence for each callback that is newly in `warned`.
+        The state, sharing no memory with the live one, and one sentence for each name that is newly in `warned`.
     """
-    callbacks, sentences = _storable(call._call_callbacks_state_dict(trainer), warned)
+    data = call._call_lightning_datamodule_hook(trainer, "state_dict") if trainer.datamodule else {}
+    own, sentences = _storable({**call._call_callbacks_state_dict(trainer), DATA: data}, warned)
     state = {
         "kinds": _kinds(trainer),
         "loops": trainer.fit_loop.state_dict(),
@@ -46,7 +49,8 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
         "optimizer_states": [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "precision": trainer.precision_plugin.state_dict(),
-        "callbacks": callbacks,
+        "datamodule": own.pop(DATA, {}),
+        "callbacks": own,
         "random": _random_state(),
     }
     copied: State = tree_map(_copy, state)
@@ -79,6 +83,8 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
         trainer.precision_plugin.load_state_dict(state["precision"])
     if is_own:
         call._call_callbacks_load_state_dict(trainer, {"callbacks": state["callbacks"]})
+    if is_own and state["datamodule"]:
+        call._call_lightning_datamodule_hook(trainer, "load_state_dict", state["datamodule"])
 
 
 def begin(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:

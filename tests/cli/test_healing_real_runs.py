@@ -174,5 +174,5 @@ def test_each_contributes_again_soon_after_its_process_began(run: Run) -> None:
         first_s, second_s = (
             next(t for t in merged_s if t > joined) - began for began, joined in zip(began_s, joined_s, strict=True)
         )
-        # Nearly all of it are imports: on a machine too busy for any start within the bound, it is the start that counts.
+        # Nearly all of it are imports: where a machine is too busy for any start within the bound, starts are compared.
         assert second_s < max(CONTRIBUTES_WITHIN_S, 1.5 * first_s), f"{name}: {second_s:.1f} s, first {first_s:.1f} s"

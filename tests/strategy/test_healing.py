@@ -6,6 +6,7 @@ import logging
 import random
 from pathlib import Path
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -62,7 +63,7 @@ def process(scenario, model, trainer_for, tmp_path, monkeypatch):
             schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 9, 9, 13], gamma=0.5)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    def run(name="l0", *, dies_at=None, is_new=True, every=4, kind=Adam, ckpt_path=None, **options):
+    def run(name="l0", *, dies_at=None, is_new=True, every=4, kind=Adam, ckpt_path=None, datamodule=None, **options):
         if is_new:
             monkeypatch.setattr(healing, "PROCESS", f"process {next(number)}")
         torch.manual_seed(7)
@@ -74,10 +75,10 @@ def process(scenario, model, trainer_for, tmp_path, monkeypatch):
         defaults = {"max_steps": MAX_STEPS, "limit_val_batches": 0, "callbacks": [watch]}
         trainer = trainer_for(strategy=strategy, **{**defaults, **options})
         if dies_at is None:
-            trainer.fit(made, ckpt_path=ckpt_path)
+            trainer.fit(made, ckpt_path=ckpt_path, datamodule=datamodule)
         else:
             with pytest.raises(KilledError):
-                trainer.fit(made)
+                trainer.fit(made, datamodule=datamodule)
         return made, watch
 
     run.kind = Adam
@@ -217,6 +218,36 @@ def test_callbacks_that_cannot_be_kept_are_said_once_and_the_rest_is_kept(proces
     process(dies_at=9, callbacks=[Odd(), watch])
     assert [entry.step for entry in store.entries("l0")] == [8, 4]
     assert caplog.text.count(".path is a PosixPath") == 1
+
+
+def test_what_a_datamodule_keeps_comes_back(process, model):
+    class Counting(L.LightningDataModule):
+        given = 0
+        came_back: dict[str, int] | None = None
+
+        def train_dataloader(self):
+            return model.train_dataloader()
+
+        def val_dataloader(self):
+            return model.val_dataloader()
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            self.given += 1
+            return batch
+
+        def state_dict(self):
+            return {"given": self.given}
+
+        def load_state_dict(self, state_dict):
+            self.came_back = state_dict
+
+    process(dies_at=5, datamodule=Counting())
+    again = Counting()
+    process(datamodule=again)
+    assert again.came_back == {"given": 5}
+    other = Counting()
+    process("other", datamodule=other)
+    assert other.came_back is None, "a peer's position is not mine"
 
 
 def test_a_late_learner_without_any_checkpoint_warms_its_optimizer_up(scenario, process, model):
