@@ -1,9 +1,10 @@
-"""A learner whose devices share the model: FSDP2 and tensor parallel, as the module's `configure_model` says.
+"""A learner whose devices share the model: FSDP2, as the module's `configure_model` says.
 
 1. Each rank exchanges what it holds of a parameter, a box of a DTensor. Nothing gathers the model.
 2. Checkpoints hold the anchor, sharded or full as the inner strategy does it. Local parameters are not saved: whoever
    resumes alone goes on from the anchor.
-3. Ranks of one tensor-parallel group read the same samples, which count once.
+3. Tensor parallel is refused until it has been tried. What is here for it: columns of a parameter are a box, too, and
+   ranks of one group read the same samples, which count once.
 """
 
 from __future__ import annotations
@@ -103,9 +104,15 @@ def check_mesh(strategy: ModelParallelStrategy, num_ranks: int) -> None:
         "data_parallel_size": strategy._data_parallel_size,
         "tensor_parallel_size": strategy._tensor_parallel_size,
     }
+    found = ", ".join(f"{name}={size}" for name, size in sizes.items())
     known = [size for size in sizes.values() if size != "auto"]
     if len(known) == 2 and known[0] * known[1] != num_ranks:
         raise ConfigError(
-            f"{', '.join(f'{name}={size}' for name, size in sizes.items())} with {num_ranks} device(s): their product "
-            "must be the number of devices; change one of them, or Trainer(devices=..., num_nodes=...)"
+            f"{found} with {num_ranks} device(s): their product must be the number of devices; change one of them, or "
+            "Trainer(devices=..., num_nodes=...)"
+        )
+    if strategy._tensor_parallel_size != 1:
+        raise ConfigError(
+            f"{found}: tensor parallel inside a learner has not been tried, so tensor_parallel_size must be 1; pass "
+            f"ModelParallelStrategy(data_parallel_size={num_ranks}, tensor_parallel_size=1)"
         )

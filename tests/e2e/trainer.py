@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -30,7 +29,6 @@ INNER = {
     "auto": lambda: "auto",
     "spawn": lambda: DDPStrategy(start_method="spawn"),
     "fsdp2": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
-    "tensor": lambda: ModelParallelStrategy(1, 2),
 }
 NUM_SAMPLES, WIDTH = 384, 8
 PACE_S = 20.0
@@ -56,13 +54,8 @@ class Regression(L.LightningModule):
     def configure_model(self) -> None:
         if not isinstance(self.trainer.strategy, ModelParallelStrategy):
             return
-        mesh = self.device_mesh
-        if mesh["tensor_parallel"].size() > 1:
-            cuts = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
-            parallelize_module(self, mesh["tensor_parallel"], cuts)
-        else:
-            for layer in (self.layers[0], self.layers[2], self):
-                fully_shard(layer, mesh=mesh["data_parallel"])
+        for layer in (self.layers[0], self.layers[2], self):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
     def train_dataloader(self) -> DataLoader[Any]:
         x = torch.randn(NUM_SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))

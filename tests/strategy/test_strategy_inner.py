@@ -82,6 +82,13 @@ def test_mesh_that_does_not_fit_the_devices_is_refused(trainer_for):
         trainer_for(strategy=strategy, devices=2)
 
 
+@pytest.mark.parametrize("sizes", [(), (1, 2)], ids=["auto", "given"])
+def test_tensor_parallel_is_refused_with_what_to_pass(sizes, trainer_for):
+    strategy = DecoupledDiLoCoStrategy(ModelParallelStrategy(*sizes))
+    with pytest.raises(ConfigError, match=r"data_parallel_size=2, tensor_parallel_size=1\)"):
+        trainer_for(strategy=strategy, devices=2)
+
+
 def test_inner_for_other_devices_is_refused(trainer_for):
     with pytest.raises(ConfigError, match="nccl needs cuda"):
         trainer_for(strategy=DecoupledDiLoCoStrategy(DDPStrategy(process_group_backend="nccl")), devices=2)
