@@ -8,14 +8,13 @@ import threading
 
 import pytest
 import torch
-from torch_xla.debug import metrics
 
 from lightning_diloco.core.quantize import encode
 from lightning_diloco.devices import xla, xla_layout
 from lightning_diloco.devices.base import Update
-from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.errors import CorruptMessageError, NonFiniteError
 from tests.devices.test_device_fragments import BLOCK, Rig
-from tests.xla.test_xla_fragments import memory
+from tests.xla.test_xla_fragments import fetched_bytes, memory
 
 pytestmark = pytest.mark.xla
 
@@ -137,11 +136,6 @@ def test_what_was_sent_is_removed_exactly_and_a_learner_without_a_step_sends_zer
 
 
 def test_one_byte_for_each_element_comes_from_the_devices():
-    def fetched_bytes(work):
-        before = (metrics.metric_data("InboundData") or (0, 0.0, []))[1]
-        work()
-        return metrics.metric_data("InboundData")[1] - before
-
     rig = Sharded()
     train(rig)
     for p in rig.fragments:
@@ -150,6 +144,16 @@ def test_one_byte_for_each_element_comes_from_the_devices():
         scales_and_norms = 2 * elements // layout.unit + 2 * 4 * NUM_DEVICES
         assert fetched_bytes(lambda p=p: rig.contribute(p)) <= elements + scales_and_norms
         assert fetched_bytes(lambda p=p: rig.local(p)) == 4 * elements
+
+
+def test_non_finite_parameters_are_named():
+    rig = Sharded()
+    with torch.no_grad():
+        rig.params["units"].add_(torch.nan)
+    xla.sync()
+    p = next(p for p in rig.fragments if any(s.name == "units" for s in rig.plan.fragments[p]))
+    with pytest.raises(NonFiniteError, match="units"):
+        rig.contribute(p)
 
 
 def test_slices_lie_in_the_shards_of_their_parameters():

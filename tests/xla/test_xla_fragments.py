@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from torch_xla.debug import metrics
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
@@ -16,7 +17,7 @@ from lightning_diloco.devices import xla
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.xla_fragments import XlaFragments
 from lightning_diloco.errors import CorruptMessageError, NonFiniteError
-from tests.devices.test_device_fragments import Rig
+from tests.devices.test_device_fragments import BLOCK, Rig
 
 pytestmark = pytest.mark.xla
 
@@ -216,6 +217,22 @@ def test_second_thread_exchanges_while_the_first_trains(anchor_device):
         in_flight.discard(landed)
         mirror.receive(landed, update)
     assert [rig.device.digest(p) for p in rig.fragments] == [mirror.device.digest(p) for p in rig.fragments]
+
+
+def fetched_bytes(work):
+    """How many bytes come from the device meanwhile."""
+    before = (metrics.metric_data("InboundData") or (0, 0.0, []))[1]
+    work()
+    return metrics.metric_data("InboundData")[1] - before
+
+
+def test_one_byte_for_each_element_comes_from_the_device():
+    rig = xla_rig()
+    train(rig)
+    for p in rig.fragments:
+        elements, norms = rig.numel(p), 2 * 4
+        assert fetched_bytes(lambda p=p: rig.contribute(p)) == elements + 2 * elements // BLOCK + norms
+        assert fetched_bytes(lambda p=p: rig.local(p)) == 4 * elements
 
 
 def memory(dim=None, **learner):
