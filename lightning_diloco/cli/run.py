@@ -23,6 +23,7 @@ from lightning_diloco.errors import ConfigError
 
 _EXAMPLE = """examples:
   diloco run recipes/tiny/gpt.yaml --local 2 --trainer.max_steps 60
+  diloco run recipes/tiny/gpt.yaml --local 2 --wandb my-project --page 127.0.0.1:8080
   diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"""
 VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")

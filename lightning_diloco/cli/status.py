@@ -22,7 +22,7 @@ from lightning_diloco.errors import ConfigError, TransportError
 if TYPE_CHECKING:
     from lightning_diloco.transport.address import JoinAddress
 
-_EXAMPLE = "example:\n  diloco status runs/mine --watch"
+_EXAMPLE = "examples:\n  diloco status runs/mine --watch\n  diloco status runs/mine --serve"
 _WATCH_S = 1.0
 
 
