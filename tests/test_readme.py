@@ -13,6 +13,7 @@ import pytest
 
 from lightning_diloco.cli import chaos, run
 from lightning_diloco.cli.main import build_parser, main
+from lightning_diloco.hf.recipe import parse
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*/README.md"))]
@@ -37,6 +38,8 @@ def test_command_of_a_readme_parses(command: str) -> None:
     ours, passed_on = splitting(words) if splitting else (words, [])
     if len(ours) > 1:  # a verb alone is a name in a sentence
         build_parser().parse_args(ours, argparse.Namespace(passed_on=passed_on))
+    if passed_on and ours[1].endswith(".yaml"):
+        parse(ROOT / ours[1], passed_on)
     for word in ours:
         if word.endswith(".yaml") and not word.startswith(PLACEHOLDERS):
             assert (ROOT / word).exists(), word
