@@ -21,7 +21,7 @@ from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, has_iterable_dataset
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
@@ -88,9 +88,14 @@ def split(loader: object, part: int, parts: int, begins: Position = START) -> ob
         return _unsplit(loader, f"{type(loader.batch_sampler or sampler).__name__} has no sampler with a length")
     seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning seeds its DistributedSampler
     try:
-        return _with_sampler(loader, PartSampler(sampler, part, parts, seed, **_beginning(loader, begins)))
+        found = _with_sampler(loader, PartSampler(sampler, part, parts, seed, **_beginning(loader, begins)))
     except (TypeError, MisconfigurationException) as error:
         return _unsplit(loader, str(error).strip())
+    rank_zero_info(
+        f"The training data are split in {parts} fixed parts; this learner reads part {part}. A part whose learner "
+        "leaves is read by nobody; lightning_diloco.hf.TextData leases its data instead, to whoever is there."
+    )
+    return found
 
 
 def in_own_order(loader: object, learner_id: str, begins: Position = START) -> object:

@@ -8,19 +8,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_diloco.strategy.ranges import RangeLoader, Ranges, SizedRangeLoader
 
 if TYPE_CHECKING:
     from lightning_diloco.runtime.link import Link
-
-log = logging.getLogger(__name__)
 
 
 class LeasesData(Strategy):
@@ -59,7 +57,7 @@ class LeasesData(Strategy):
         else:
             share = max(1, num_batches // parts[1])
             self._leased = SizedRangeLoader(ranges, desk, num_batches=share, **options)
-        log.info("training data are leased from the run, range by range, and rebalanced as learners come and go")
+        rank_zero_info("The training data are leased from the run, range by range, and follow whoever is there.")
         return self._leased
 
     @property

@@ -114,6 +114,13 @@ def test_drawing_a_part_leaves_the_global_generator_alone():
     assert torch.equal(torch.rand(()), expected)
 
 
+def test_a_fixed_split_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr("lightning_diloco.strategy.data.rank_zero_info", said.append)
+    split(DataLoader(ITEMS), 1, 3)
+    assert "split in 3 fixed parts; this learner reads part 1" in said[0]
+
+
 def test_split_keeps_the_loaders_settings():
     loader = DataLoader(ITEMS, batch_size=3, drop_last=True, shuffle=True, collate_fn=list)
     part = split(loader, 0, 2)
