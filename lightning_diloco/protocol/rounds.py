@@ -5,8 +5,9 @@
    effective quorum plus grace. Effective quorum = max(1, min(K, electorate)).
 3. A payload that misses its round is held and joins the next one as what it is (`contributions.py`). A learner
    superseded twice in a row is waited for in one round, up to a cap.
-4. Learners that end together evaluate before they drain. One that drains while others evaluate waits for them as long
-   as it can: each alone, their contributions would move the anchor by their sum, where one round takes their mean.
+4. Learners that end together evaluate before they drain. One that drains waits for those who evaluate, and its rounds
+   for everybody, as long as it can: each alone, their contributions would move the anchor by their sum, where one round
+   takes their mean.
 5. What is merged is checked against the fence twice: at receipt and when the commit is recorded.
 
 The stages of a round, and which may follow which, are the table in `round.py`.
@@ -70,7 +71,9 @@ class Rounds:
             return []  # it asked before it heard that its last tokens are merged
         if f.round is None:
             others_evaluate = any(other.phase == "evaluating" for other in self.roster.live())
-            return [] if intent.patience_s > 0 and others_evaluate else self._open(p, f, step_s, now_s)
+            if intent.patience_s > 0 and others_evaluate:
+                return []
+            return self._open(p, f, step_s, now_s, intent.patience_s)
         if f.round.stage == "collecting":
             return [do.Send(member.session, msg.Announce(p, f.round.number))]
         if member.session not in f.round.members:
@@ -135,13 +138,15 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------------------- stages
 
-    def _open(self, p: int, f: FragmentRounds, step_s: float, now_s: float) -> list[SyncerAction]:
+    def _open(
+        self, p: int, f: FragmentRounds, step_s: float, now_s: float, patience_s: float = 0.0
+    ) -> list[SyncerAction]:
         f.wanted.clear()
         todo = self.contributions.supersede(p, self.config.max_staleness_versions)
         electorate = self.roster.electorate(now_s, self.heartbeat_s)
         owed = frozenset(s for s in electorate if self.roster[s].num_superseded.get(p, 0) >= OWED_AFTER)
         f.round = Round(self.next_round, now_s, now_s, step_s, electorate, max(1, len(electorate)), owed)
-        f.round.until_s = now_s + step_s + self._grace_s(step_s)
+        f.round.until_s = now_s + max(step_s + self._grace_s(step_s), patience_s)
         self.next_round += 1
         # To everybody, not just the electorate: who cannot answer is not waited for, but may.
         todo += self._announce(p, f.round, {m.session for m in self.roster.live()})

@@ -85,6 +85,18 @@ def test_who_ends_together_is_merged_together_after_evaluating(syncer: Syncer) -
     assert {merge.session for merge in syncer.log[-1].merges} == {"a", "b"}
 
 
+def test_the_round_of_a_drainer_waits_for_everybody_as_long_as_it_can(syncer: Syncer) -> None:
+    syncer.beat("a", phase="draining")
+    syncer.tell("a", msg.Intent(0, 1.0, 5.0))
+    syncer.contribute("a", ready())
+    syncer.tick(4.9)
+    assert syncer.round().stage == "collecting"
+
+    syncer.beat("b")
+    syncer.tick(0.2)
+    assert syncer.round().stage == "merging"
+
+
 def test_a_drainer_does_not_wait_for_who_evaluates_and_is_gone(syncer: Syncer) -> None:
     syncer.beat("b", phase="evaluating")
     syncer.now_s += 60.0
