@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -57,6 +58,13 @@ def test_twelve_billion_parameters_fit_eight_learners(name: str, link: str, caps
 @pytest.mark.parametrize("name", SIZES)
 def test_a_recipe_that_nobody_ran_says_so(name: str) -> None:
     assert (RECIPES / name).read_text().startswith("# Unmeasured.")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_says_who_measured_what_or_that_nobody_did(name: str) -> None:
+    text = (RECIPES / name).read_text()
+    measured = re.search(r"^# Measured: .+, commit [0-9a-f]{7}, \d{4}-\d\d-\d\d: \S*loss \d", text, re.MULTILINE)
+    assert text.startswith("# Unmeasured.") != bool(measured)
 
 
 @pytest.mark.parametrize("name", SIZES)
