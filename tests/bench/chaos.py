@@ -12,8 +12,10 @@ Source: our choice; the best published step efficiency under failures is 85 %.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import shutil
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +33,21 @@ COMMAND = (
 STEP_EFFICIENCY, PARTICIPATION, EXCESS = 0.95, 0.90, 0.01
 
 
+def loss_before_the_drain(run_dir: Path, eval_loss: float | None) -> float:
+    """The anchor's loss as each learner found it at the end of its training, before the last contributions; the median.
+
+    Args:
+        run_dir: of a run of the recipe, which logs to CSV files.
+        eval_loss: of the final anchor, which the last learner logs after that.
+    """
+    last = []
+    for folder in sorted((run_dir / "learners").glob("*/lightning_logs")):
+        found = [row for path in folder.glob("version_*/metrics.csv") for row in csv.DictReader(path.open())]
+        validations = [(int(row["step"]), float(row["val/loss"])) for row in found if row.get("val/loss")]
+        last.append(max(pair for pair in validations if pair[1] != eval_loss)[1])
+    return statistics.median(last)
+
+
 def rows_of(found: dict[str, Any]) -> list[dict[str, str]]:
     """The report as a table of figures."""
     worst = {kind: _worst(found, kind) for kind in KINDS}
@@ -46,6 +63,8 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, str]]:
         "inner steps": str(found["num_steps"]),
         "loss of the final anchor": f"{found['eval_loss']:.4f}",
         "the same without faults": f"{found['eval_loss_calm']:.4f}" if found.get("eval_loss_calm") else "",
+        "loss before the last contributions": f"{found['before_drain']:.4f}",
+        "the same without faults ": f"{found['before_drain_calm']:.4f}",
     }
     return [{"run": name, "tiny, 4 learners": value} for name, value in figures.items()]
 
@@ -89,6 +108,8 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
             words = COMMAND.split()
             diloco([*words[:2], "--run-dir", str(run_dir), *words[2:]])
         found = json.loads((run_dir / "chaos.json").read_text())
+        found["before_drain"] = loss_before_the_drain(run_dir, found["eval_loss"])
+        found["before_drain_calm"] = loss_before_the_drain(run_dir / "calm", found.get("eval_loss_calm"))
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(run_dir / "chaos.png", args.out.with_suffix(".png"))
