@@ -250,7 +250,7 @@ class LeaseTable:
                 self.held[lease.number] = former
             return
         if former is not None:
-            self._repeat(former.session, grant.lost_from, max(grant.lost_to, former.span.stop))
+            self._repeat(former.session, grant.lost_from, grant.lost_to)
         if lease.number < self._next_number:
             return
         self._next_number, self._gap = lease.number + 1, 0

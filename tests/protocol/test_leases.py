@@ -1,0 +1,95 @@
+"""The lease table alone: which ranges come next, and what a restart must not change."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_diloco.protocol import records
+from lightning_diloco.protocol.intervals import IntervalSet
+from lightning_diloco.protocol.leases import MAX_UNPROVEN, LeaseTable, standing
+from lightning_diloco.protocol.ledger import Account
+from lightning_diloco.protocol.messages import Progress
+from lightning_diloco.protocol.ranges import Catalogue, Holding, Lease, Span
+from tests.protocol.harness import Syncer
+
+
+def account(merged: list[tuple[int, int]], pending: tuple[tuple[int, int], ...], tokens: int = 100) -> Account:
+    declared = Progress(step=1, tokens=tokens, landed=(0, 0), pending=(pending, ()))
+    return Account("l0", 1, [IntervalSet(merged), IntervalSet([(0, tokens)])], [[], []], tokens, declared)
+
+
+def table(num_ranges: int | None = None, num_sources: int = 3) -> LeaseTable:
+    made = LeaseTable(lambda session: account([], ()))
+    made.apply(records.Catalogued(Catalogue("text", num_sources, num_ranges)))
+    return made
+
+
+def lease(made: LeaseTable, session: str, wanted: int) -> list[tuple[int, int, int]]:
+    grants = made.grants(session, (), wanted)
+    made.apply(records.RangesLeased(session, grants, drops=False))
+    return [(grant.lease.epoch, grant.lease.source, grant.lease.index) for grant in grants]
+
+
+def test_every_range_is_leased_once_and_then_the_next_epoch_begins() -> None:
+    assert lease(table(num_ranges=3, num_sources=1), "a", 5) == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 0, 0), (1, 0, 1)]
+
+
+def test_a_source_of_unknown_length_is_leased_ahead_only_so_far() -> None:
+    made = table(num_sources=2)
+    assert len(lease(made, "a", 5 * MAX_UNPROVEN)) == 2 * MAX_UNPROVEN
+    made.apply(records.SourceEnded(0, 3))
+    made.apply(records.SourceEnded(1, 3))
+    assert lease(made, "b", 1) == [(1, 0, 0)]
+
+
+def test_learners_read_sources_of_their_own_while_there_are_any() -> None:
+    made = table()
+    assert {source for _, source, _ in lease(made, "a", 2)} == {0}
+    assert {source for _, source, _ in lease(made, "b", 2)} == {1}
+    assert lease(made, "a", 1) == [(0, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("merged", "pending", "prefix", "is_done", "is_stuck"),
+    [
+        ([(20, 60)], (), 4, True, False),
+        ([(20, 40)], ((40, 60),), 2, False, False),
+        ([(20, 40)], (), 2, False, True),
+        ([(30, 60)], ((20, 30),), 0, False, False),
+        ([(40, 60)], (), 0, False, True),
+        ([(20, 45)], ((45, 60),), 2, False, False),
+        ([], ((0, 60),), 0, False, False),
+    ],
+)
+def test_a_range_is_done_when_all_of_it_is_merged_and_stuck_when_it_never_can_be(
+    *, merged: list[tuple[int, int]], pending: tuple[tuple[int, int], ...], prefix: int, is_done: bool, is_stuck: bool
+) -> None:
+    whole = Holding(Lease(1, 0, 0, 0), "a", Span(1, 4, 20, 60, is_whole=True))
+    stands = standing(whole, account(merged, pending))
+    assert (stands.is_done, stands.is_stuck) == (is_done, is_stuck)
+    assert (stands.samples, stands.through) == (prefix, 20 + 10 * prefix)
+    drops = standing(Holding(whole.lease, "a", whole.span, drops=True), account(merged, pending))
+    assert drops.is_done == (not pending), "what a landing rule dropped is not waited for"
+
+
+def test_what_was_heard_and_not_recorded_changes_nothing_that_counts() -> None:
+    made, again = table(), table()
+    for one in (made, again):
+        lease(one, "a", 1)
+        one.apply(records.RangesSettled("a", (), (1,)))
+    again.hear("a", [Span(1, 3, 0, 30)])
+    grant = records.RangesLeased("b", made.grants("b", (), 1), drops=False)
+    for one in (made, again):
+        one.apply(grant)
+    assert made.saved() == again.saved()
+
+
+def test_numbers_go_on_far_above_those_that_a_restart_may_have_lost() -> None:
+    syncer = Syncer("a")
+    syncer.ask_ranges("a", wanted=2)
+    used = set(syncer.state.leases.held)
+    syncer.log = [record for record in syncer.log if not isinstance(record, records.RangesLeased)]
+    restarted = syncer.restarted()
+    restarted.ask_ranges("a", wanted=2)
+    assert restarted.state.leases.held
+    assert not used & restarted.state.leases.held.keys()
