@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 
 PACED = ("--paced", "--options", json.dumps({"wire": "fp32"}))
 NUM_STEPS, NUM_BATCH, SAVE_AT = 24, 8, 13
-BOTH = {"one": "stepping", "two": "stepping"}
 
 
 def furthest(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -74,31 +73,36 @@ def phases(processes: Processes) -> dict[str, str]:
 
 
 def test_learners_of_different_layouts_share_a_run_and_fail_alone(processes: Processes) -> None:
-    processes.syncer(data_parts=2)
+    layouts = {"one": (), "ddp": ("--devices", 2), "fsdp2": ("--devices", 2, "--inner", "fsdp2")}
+    processes.syncer(data_parts=len(layouts))
     join = processes.address.join_string()
-    options = ("--options", json.dumps({"sync_every": None, "num_fragments": None, "overlap": None}))
-    slow = ("--pause-s", 0.02, *options)
-    one = processes.trainer("one", *slow, "--steps", 100_000, DILOCO_JOIN=join, DILOCO_LEARNER="one")
+    of_the_run = json.dumps({"sync_every": None, "num_fragments": None, "overlap": None})
     script = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    (processes.root / "two").mkdir()
-    two = processes.start(
-        "two", *script, HERE / "trainer.py", "--out", processes.root / "two" / "held", "--devices", 2, *slow,
-        "--steps", 100_000, DILOCO_JOIN=join, DILOCO_LEARNER="two",
-    )  # fmt: skip
-    until(lambda: processes.run_dir.exists() and phases(processes) == BOTH, "both", processes)
+    learners = {}
+    for name, layout in layouts.items():
+        (processes.root / name).mkdir()
+        trainer = (HERE / "trainer.py", "--out", processes.root / name / "held", "--options", of_the_run, *layout)
+        started = (*(script if layout else ()), *trainer, "--pause-s", 0.02, "--steps", 100_000)
+        learners[name] = processes.start(name, *started, DILOCO_JOIN=join, DILOCO_LEARNER=name)
+    until(lambda: phases(processes) == dict.fromkeys(layouts, "stepping"), "all of them", processes)
+    processes.until_commits(8)
+    pids = {
+        name: until(lambda name=name: rank_pids(processes, name), "ranks", processes)[1] for name in ("ddp", "fsdp2")
+    }
+
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
+    stopped = dict.fromkeys(layouts, "lapsed") | {"one": "stepping"}
+    until(lambda: phases(processes) == stopped, "the lapse of learners with a stopped rank", processes)
+    processes.until_commits(8)
+    for pid in pids.values():
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: phases(processes) == dict.fromkeys(layouts, "stepping"), "their return", processes)
     processes.until_commits(8)
 
-    pid = until(lambda: rank_pids(processes, "two"), "ranks", processes)[1]
-    os.kill(pid, signal.SIGSTOP)
-    until(lambda: phases(processes)["two"] == "lapsed", "the lapse of a learner with a stopped rank", processes)
-    assert phases(processes)["one"] == "stepping"
+    for name, pid in pids.items():
+        os.kill(pid, signal.SIGKILL)
+        assert processes.end(learners[name]) != 0
+        assert not [p for p in rank_pids(processes, name).values() if psutil.pid_exists(p)]
     processes.until_commits(8)
-    os.kill(pid, signal.SIGCONT)
-    until(lambda: phases(processes)["two"] == "stepping", "its return", processes)
-    processes.until_commits(8)
-
-    os.kill(pid, signal.SIGKILL)
-    assert processes.end(two) != 0
-    assert not [p for p in rank_pids(processes, "two").values() if psutil.pid_exists(p)]
-    processes.until_commits(8)
-    assert one.poll() is None
+    assert learners["one"].poll() is None
