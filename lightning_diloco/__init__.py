@@ -6,25 +6,27 @@ command line and the syncer need no Lightning.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lightning_diloco.strategy.registration import register
 
 if TYPE_CHECKING:
     from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
+    from lightning_diloco.strategy.schedules import FleetTokenLR
 
 __version__ = "0.1.0"
-__all__ = ["DecoupledDiLoCoStrategy", "__version__"]
+__all__ = ["DecoupledDiLoCoStrategy", "FleetTokenLR", "__version__"]
+
+_MADE_IN = {"DecoupledDiLoCoStrategy": "strategy.decoupled", "FleetTokenLR": "strategy.schedules"}
 
 register()
 
 
-def __getattr__(name: str) -> type[DecoupledDiLoCoStrategy]:
-    if name != "DecoupledDiLoCoStrategy":
+def __getattr__(name: str) -> object:
+    if name not in _MADE_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
-
-    return DecoupledDiLoCoStrategy
+    return getattr(import_module(f"{__name__}.{_MADE_IN[name]}"), name)
 
 
 def __dir__() -> list[str]:
