@@ -46,6 +46,7 @@ TABLES = {
     "straggler": Table(HERE / "results" / "straggler.json", PROJECT, _rows),
     "chaos": Table(RECIPE.parent / "results" / "chaos.json", TINY, _rows),
     "recoveries": Table(HERE / "results" / "recoveries.json", TINY, _checks),
+    "soak": Table(HERE / "results" / "soak.json", TINY, _rows),
 }
 
 
