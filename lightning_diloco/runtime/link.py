@@ -38,7 +38,7 @@ from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.naming import own_name
 from lightning_diloco.runtime.report import EVAL_LOSS, EXCHANGE_P95, LOSS, STALL
-from lightning_diloco.runtime.standing import Standing, standing
+from lightning_diloco.runtime.standing import Standing, metrics, standing
 from lightning_diloco.runtime.stopwatch import Stopwatch
 from lightning_diloco.runtime.threads import Crew
 from lightning_diloco.transport.address import JoinAddress
@@ -223,24 +223,7 @@ class Link:
     def metrics(self) -> dict[str, float]:
         """What goes to loggers, by name."""
         with self._changed:
-            staleness_versions = self._machine.staleness_versions
-        news = self._line.news
-        told = {"fleet_tokens": news.fleet_tokens, "fleet/learners": news.num_learners, "diloco/cosine": news.cosine}
-        return {
-            STALL: self._watch.stall_s,
-            EXCHANGE_P95: self._watch.exchange_p95_s,
-            "diloco/num_exchanges": float(self._watch.num_exchanges),
-            "diloco/staleness_versions": float(staleness_versions),
-            "diloco/pseudo_gradient_norm": self._freight.norm,
-            "diloco/quantization_error": self._freight.relative_error,
-            "diloco/offline_s": self._line.offline_s,
-            "diloco/bytes_up": float(self._freight.bytes_up),
-            "diloco/bytes_down": float(self._freight.bytes_down),
-            "diloco/tokens_repeated": float(self._machine.lessee.num_repeated),
-            "perf/tokens_per_s": self._watch.tokens_per_s,
-            "perf/step_s": self._watch.step_s,
-            **{name: float(value) for name, value in told.items() if value is not None},
-        }
+            return metrics(self._machine, self._watch, self._freight, self._line)
 
     def standing(self) -> Standing:
         """Where this learner stands, for its progress bar."""

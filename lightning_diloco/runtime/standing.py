@@ -1,11 +1,14 @@
-"""Where a learner stands in its run at this moment, for its progress bar."""
+"""Where a learner stands in its run at this moment: for its progress bar, and in figures for its loggers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lightning_diloco.protocol import LearnerState
+from lightning_diloco.runtime.freight import Freight
 from lightning_diloco.runtime.line import Line
+from lightning_diloco.runtime.report import EXCHANGE_P95, STALL
+from lightning_diloco.runtime.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +40,24 @@ def standing(machine: LearnerState, line: Line) -> Standing:
         num_learners=line.news.num_learners,
         offline_s=line.outage_s,
     )
+
+
+def metrics(machine: LearnerState, watch: Stopwatch, freight: Freight, line: Line) -> dict[str, float]:
+    """What goes to loggers, by name; what has not been heard of yet is left out. The caller locks the machine."""
+    news = line.news
+    told = {"fleet_tokens": news.fleet_tokens, "fleet/learners": news.num_learners, "diloco/cosine": news.cosine}
+    return {
+        STALL: watch.stall_s,
+        EXCHANGE_P95: watch.exchange_p95_s,
+        "diloco/num_exchanges": float(watch.num_exchanges),
+        "diloco/staleness_versions": float(machine.staleness_versions),
+        "diloco/pseudo_gradient_norm": freight.norm,
+        "diloco/quantization_error": freight.relative_error,
+        "diloco/offline_s": line.offline_s,
+        "diloco/bytes_up": float(freight.bytes_up),
+        "diloco/bytes_down": float(freight.bytes_down),
+        "diloco/tokens_repeated": float(machine.lessee.num_repeated),
+        "perf/tokens_per_s": watch.tokens_per_s,
+        "perf/step_s": watch.step_s,
+        **{name: float(value) for name, value in told.items() if value is not None},
+    }
