@@ -43,7 +43,9 @@ class Wandb(pl.Callback):
         self._logger: _SessionLogger | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Open the W&B run."""
+        """Open the W&B run; of several processes inside a learner, the first does."""
+        if not trainer.is_global_zero:
+            return
         strategy = trainer.strategy
         if not isinstance(strategy, DiLoCoHooks) or strategy.membership is None:
             raise ConfigError(

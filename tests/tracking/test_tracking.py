@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +153,12 @@ def test_a_tape_is_read_line_by_line_and_from_its_new_end_when_it_was_cut(tmp_pa
     assert _new_lines(tape, position) == ([{"a": 2}], 18)
     tape.write_text("")
     assert _new_lines(tape, 18) == ([], 0)
+
+
+def test_only_the_first_process_of_a_learner_opens_a_run(model: Any) -> None:
+    trainer: Any = SimpleNamespace(is_global_zero=False)  # of whose strategy nothing is asked
+    Wandb("mine").on_train_start(trainer, model)
+    assert wandb.run is None
 
 
 def test_without_a_run_to_take_part_in_the_callback_is_refused(model: Any, trainer_for: Any) -> None:
