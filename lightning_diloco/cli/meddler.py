@@ -3,7 +3,7 @@
 1. Every learner dials a proxy of its own; the certificate it pins is still the syncer's, TLS passes through.
 2. The schedule begins with the first inner step of the run; it is looked at from the main thread, never in one of its
    own: signals go to processes that are certainly still ours.
-3. A fault that finds nothing to hit (its learner has finished, or suffers from the same kind already) is skipped.
+3. A fault that finds nothing to hit (its learner has left or ended, or suffers from the same kind already) is skipped.
 4. RUN_DIR/chaos/faults.jsonl has a line for each "begin", "end" and "skip", with the time, the process and the fault.
 """
 
@@ -45,6 +45,7 @@ class Meddler:
         self._began_s: float | None = None
         self._lasting: dict[tuple[str, str], tuple[Fault, int, Undo]] = {}
         self._proxies: dict[str, FaultProxy] = {}
+        self._phases: dict[str, str] = {}
 
     def __enter__(self) -> Meddler:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +67,8 @@ class Meddler:
     def __call__(self, fleet: Fleet, status: Status | None) -> None:
         """Do what is due."""
         now_s = self._clock()
+        if status is not None:
+            self._phases = {learner.get("id"): learner.get("phase") for learner in status["learners"]}
         if self._began_s is None:
             if status is None or not any(learner["step"] > 0 for learner in status["learners"]):
                 return
@@ -82,6 +85,8 @@ class Meddler:
         key = (fault.target, fault.kind)
         if key in self._lasting:
             return self._note("skip", fault, why=f"{fault.target} suffers from the same kind already")
+        if self._phases.get(fault.target) == "left":  # started again, it would look for a run that may be over
+            return self._note("skip", fault, why=f"{fault.target} has left")
         if fleet.outcome(fault.target) != "running":
             return self._note("skip", fault, why=f"{fault.target} has ended")
         pid = fleet.pid(fault.target)

@@ -132,6 +132,19 @@ def test_what_finds_nothing_to_hit_is_skipped(tmp_path: Path, fleet: Fleet) -> N
     assert run.log() == [("skip", 1), ("begin", 2), ("skip", 3), ("end", 2)]
 
 
+def test_a_learner_that_has_left_is_spared_until_it_is_back(tmp_path: Path, fleet: Fleet) -> None:
+    run, pid = Run(tmp_path, fleet, fault(1, "kill", at_s=1.0), fault(2, "kill", at_s=3.0)), fleet.pid("l0")
+    left, back = ({"id": "l0", "step": 9, "phase": phase} for phase in ("left", "stepping"))
+    with run.meddler:
+        run.at(0.0)
+        run.now_s += 2.0
+        run.meddler(fleet, {"learners": [left]})
+        assert state_of(pid) != "Z"
+        run.now_s += 2.0
+        run.meddler(fleet, {"learners": [left, back]})
+    assert run.log() == [("skip", 1), ("begin", 2)]
+
+
 @pytest.mark.parametrize("is_half_open", [False, True])
 def test_a_cut_network_carries_nothing_until_it_heals(tmp_path: Path, fleet: Fleet, is_half_open: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
