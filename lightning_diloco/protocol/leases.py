@@ -202,9 +202,9 @@ class LeaseTable:
             grants.append(Grant(Lease(next(numbers), *drawn)))
         return tuple(grants)
 
-    def resume(self) -> None:
-        """The syncer was restarted (rule 6)."""
-        self._gap = RESTART_GAP
+    def resume(self, now_s: float) -> None:
+        """The syncer was restarted (rule 6); by the clock, for the disk may forget one restart after another."""
+        self._gap = RESTART_GAP + int(1000 * now_s)
 
     def _can_take_up(self, session: str, number: int) -> bool:
         holding = self.pool.get(number)
@@ -294,7 +294,9 @@ class LeaseTable:
             sizes=tuple(sorted(self._sizes.items())),
             held=tuple(self.held.values()),
             pool=tuple(self.pool.values()),
-            repeated=tuple((session, tuple(ranges)) for session, ranges in self.repeated.items() if ranges.size),
+            repeated=tuple(
+                (session, tuple(ranges)) for session, ranges in sorted(self.repeated.items()) if ranges.size
+            ),
         )
 
 

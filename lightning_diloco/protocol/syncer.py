@@ -270,7 +270,7 @@ class SyncerState(Joins):
     def resume(self, now_s: float) -> None:
         """Everything durable is restored: give every session a lease to report back in."""
         self._now_s = now_s
-        self.leases.resume()
+        self.leases.resume(now_s)
         self._has_started = self._has_started or bool(self.roster.in_state("active", "left"))
         for member in self.roster.members.values():
             member.heard_s = member.stepped_s = now_s
