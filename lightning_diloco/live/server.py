@@ -90,7 +90,7 @@ class PageServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         left_s = time.monotonic()
-        while kind is None and self._server.was_read_within(left_s) and time.monotonic() < left_s + self._linger_s:
+        while kind is None and self._server.is_awaited_since(left_s) and time.monotonic() < left_s + self._linger_s:
             time.sleep(0.05)
         self._server.shutdown()
         self._server.server_close()
@@ -101,12 +101,12 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], watch: Watch, token: str | None) -> None:
         self.watch, self.token = watch, token
-        self.read_s = 0.0
+        self.asked_s = self.told_s = 0.0  # when the state was last asked for, and when that which was last told was
         super().__init__(address, _Handler)
 
-    def was_read_within(self, left_s: float) -> bool:
-        """Whether somebody is looking who has not fetched the state since this moment."""
-        return left_s - _RECENTLY_S < self.read_s < left_s
+    def is_awaited_since(self, left_s: float) -> bool:
+        """Whether somebody is looking who has not been told the state since this moment."""
+        return self.asked_s > left_s - _RECENTLY_S and self.told_s < left_s
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("a caller of the page went away", exc_info=True)
@@ -131,8 +131,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif asked.path == "/":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", page())
         elif asked.path == "/state.json":
+            self._page.asked_s = asked_s = time.monotonic()
             self._answer(HTTPStatus.OK, "application/json", json.dumps(_finite(self._page.watch.state())).encode())
-            self._page.read_s = time.monotonic()
+            self._page.told_s = asked_s
         elif asked.path == "/metrics":
             self._answer(HTTPStatus.OK, metrics.CONTENT_TYPE, metrics.exposition(self._page.watch.status))
         else:
