@@ -6,17 +6,13 @@
 2. An inner step ends after `optimizer_step`, once per real step. With manual optimization it ends after a
    `training_step` in which any optimizer stepped: before, gradients may still be computed with the parameters.
 3. Parameters change only at the end of an inner step, around validation, and at the end of training.
-4. A tuner that runs in the midst of training brackets its trial steps with a checkpoint of its own; nothing is
-   exchanged in between.
-5. Checkpoints hold the anchor as `state_dict`, so that anybody can load them; this learner's own parameters lie
-   under CHECKPOINT_KEY, as tensors and plain values only.
+4. What is in Lightning's checkpoints is decided in checkpoints.py, which data this learner reads in leasing.py.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -36,12 +32,13 @@ from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.runtime.checkpoints import CheckpointStore
+from lightning_diloco.strategy.checkpoints import AnchorInCheckpoints
 from lightning_diloco.strategy.data import fork_random_state, in_own_order, is_at, split
 from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.identity import learner_id
 from lightning_diloco.strategy.leasing import LeasesData
 from lightning_diloco.strategy.losses import train_loss, val_loss, validate_final
-from lightning_diloco.strategy.model import aliases, describe, named_values, trainable_parameters
+from lightning_diloco.strategy.model import aliases, describe, trainable_parameters
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
@@ -56,13 +53,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_KEY = "decoupled_diloco"
-CHECKPOINT_VERSION = 1
 
-_TUNER_CHECKPOINTS = (".lr_find_", ".scale_batch_size_")
-
-
-class DiLoCoHooks(LeasesData, Strategy):
+class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
     """Mixin: put it before one of Lightning's strategies."""
 
     _run_options: dict[str, Any]
@@ -74,7 +66,6 @@ class DiLoCoHooks(LeasesData, Strategy):
     _healing: Healing | None = None
     _preemption: Preemption | None = None
     _stopping: Stopping | None = None
-    _tuner_checkpoint: str | None = None
     _preparing_train_loader = False
     _stepped = False
 
@@ -97,11 +88,6 @@ class DiLoCoHooks(LeasesData, Strategy):
     def evaluates_anchor(self) -> bool:
         """Whether validation sees the run's anchor, rather than this learner's own parameters."""
         return self._learner.evaluate == "anchor"
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     @property
     def _exchanging(self) -> bool:
@@ -356,55 +342,6 @@ class DiLoCoHooks(LeasesData, Strategy):
         self._link.set_evaluating(evaluating)
         if self._learner.evaluate == "anchor":
             (self._device.show_anchor if evaluating else self._device.show_local)()
-
-    # --- checkpoints ---------------------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with the anchor in place of the local parameters."""
-        state = super().lightning_module_state_dict()
-        if self._device is not None:
-            anchor = self._named(self._device.anchor)
-            state.update({key: anchor[name] for key, name in self._aliases.items() if name in anchor and key in state})
-        return state
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
-        """Add the local parameters, unless only weights are wanted."""
-        if self._device is not None and "optimizer_states" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = {
-                "version": CHECKPOINT_VERSION,
-                "local": self._local_parameters(),
-            }
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self._link is not None and Path(filepath).name.startswith(_TUNER_CHECKPOINTS):
-            self._tuner_checkpoint = os.fspath(filepath)
-            self._link.set_evaluating(True)
-
-    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """A tuner removes its checkpoint when it has restored everything."""
-        super().remove_checkpoint(filepath)
-        if self._link is not None and os.fspath(filepath) == self._tuner_checkpoint:
-            self._tuner_checkpoint = None
-            self._link.set_evaluating(False)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Training goes on from the local parameters; everything else gets the anchor.
-
-        A learner that seeds a run then seeds it with them; one that joins a run adopts the run's anchor instead.
-        """
-        super().load_model_state_dict(checkpoint, strict=strict)
-        if self._trainer.state.fn == TrainerFn.FITTING and CHECKPOINT_KEY in checkpoint:
-            assert self.lightning_module is not None
-            self.lightning_module.load_state_dict(checkpoint[CHECKPOINT_KEY]["local"], strict=False)
-
-    def _local_parameters(self) -> dict[str, torch.Tensor]:
-        assert self._device is not None
-        return self._named(self._device.local_values)
-
-    def _named(self, values: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-        assert self._link is not None
-        return named_values(self._link.plan, self._link.config.block_size, self._params, values)
 
 
 def _wants_link(trainer: pl.Trainer) -> bool:

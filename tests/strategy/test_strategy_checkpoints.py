@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_diloco.strategy.hooks import CHECKPOINT_KEY
+from lightning_diloco.strategy.checkpoints import CHECKPOINT_KEY
 
 
 @pytest.fixture

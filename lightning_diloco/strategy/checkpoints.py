@@ -1,0 +1,96 @@
+"""What Lightning's checkpoints hold: the anchor, and beside it this learner's own parameters.
+
+1. `state_dict` is the anchor, so that anybody can load it; the local parameters lie under CHECKPOINT_KEY, as tensors
+   and plain values only.
+2. A tuner that runs in the midst of training brackets its trial steps with a checkpoint of its own; nothing is
+   exchanged in between.
+
+What a learner goes on from after a failure is another thing: healing.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.strategy.model import named_values
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_diloco.runtime.link import Link
+
+CHECKPOINT_KEY = "decoupled_diloco"
+CHECKPOINT_VERSION = 1
+
+_TUNER_CHECKPOINTS = (".lr_find_", ".scale_batch_size_")
+
+
+class AnchorInCheckpoints(Strategy):
+    """Mixin of `DiLoCoHooks`."""
+
+    _link: Link | None
+    _device: FragmentDevice | None
+    _params: dict[str, nn.Parameter]
+    _aliases: dict[str, str]
+    _tuner_checkpoint: str | None = None
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with the anchor in place of the local parameters."""
+        state = super().lightning_module_state_dict()
+        if self._device is not None:
+            anchor = self._named(self._device.anchor)
+            state.update({key: anchor[name] for key, name in self._aliases.items() if name in anchor and key in state})
+        return state
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Add the local parameters, unless only weights are wanted."""
+        if self._device is not None and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = {
+                "version": CHECKPOINT_VERSION,
+                "local": self._local_parameters(),
+            }
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._link is not None and Path(filepath).name.startswith(_TUNER_CHECKPOINTS):
+            self._tuner_checkpoint = os.fspath(filepath)
+            self._link.set_evaluating(True)
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """A tuner removes its checkpoint when it has restored everything."""
+        super().remove_checkpoint(filepath)
+        if self._link is not None and os.fspath(filepath) == self._tuner_checkpoint:
+            self._tuner_checkpoint = None
+            self._link.set_evaluating(False)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Training goes on from the local parameters; everything else gets the anchor.
+
+        A learner that seeds a run then seeds it with them; one that joins a run adopts the run's anchor instead.
+        """
+        super().load_model_state_dict(checkpoint, strict=strict)
+        if self._trainer.state.fn == TrainerFn.FITTING and CHECKPOINT_KEY in checkpoint:
+            assert self.lightning_module is not None
+            self.lightning_module.load_state_dict(checkpoint[CHECKPOINT_KEY]["local"], strict=False)
+
+    def _local_parameters(self) -> dict[str, torch.Tensor]:
+        assert self._device is not None
+        return self._named(self._device.local_values)
+
+    def _named(self, values: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert self._link is not None
+        return named_values(self._link.plan, self._link.config.block_size, self._params, values)
