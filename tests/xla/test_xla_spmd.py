@@ -37,7 +37,7 @@ def results(*argv: str, **environment: str) -> dict[str, Any]:
 
 def test_cases_pass_on_four_devices() -> None:
     cases = [str(HERE / f"spmd_{subject}_cases.py") for subject in ("fragment", "trainer")]
-    done = run("-m", "pytest", "-q", "-m", "xla", *cases)
+    done = run("-m", "pytest", "-q", "-n", "0", "-m", "xla", *cases)
     assert done.returncode == 0, done.stdout[-8000:]
 
 
