@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes, run
 from lightning_diloco.cli.fault_schedule import KINDS, Kind, draw
+from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ split = partial(run.split, valued=_VALUED, flags=_FLAGS)
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "run a recipe under a seeded schedule of real faults, and report what came of it"
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "chaos",
-        help=about,
-        description=f"{about[0].upper() + about[1:]}: RUN_DIR/chaos.json and chaos.png.",
-        epilog=_EXAMPLE,
+        about,
+        _EXAMPLE,
+        detail=": RUN_DIR/chaos.json and chaos.png",
         usage="diloco chaos RECIPE.yaml|SCRIPT.py --local N --faults-per-hour F [options] [--] [overrides]",
     )
     parser.add_argument("target", metavar="RECIPE|SCRIPT", help="a YAML recipe (see `diloco ls`) or a Python script")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli import recipes
+from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
 
 _EXAMPLE = "example:\n  diloco cp tiny/gpt my_gpt.yaml && diloco run my_gpt.yaml --local 2"
@@ -15,7 +16,7 @@ _EXAMPLE = "example:\n  diloco cp tiny/gpt my_gpt.yaml && diloco run my_gpt.yaml
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "copy a recipe, to edit it"
-    parser = verbs.add_parser("cp", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
+    parser = add_verb(verbs, "cp", about, _EXAMPLE)
     parser.add_argument("recipe", metavar="RECIPE", help="name (see `diloco ls`) or path of a recipe")
     parser.add_argument("path", metavar="PATH", type=Path, help="new file, or a folder; nothing is overwritten")
     parser.set_defaults(call=call)

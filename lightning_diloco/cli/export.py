@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from lightning_diloco.cli.verbs import add_verb
+
 _EXAMPLE = """example:
   diloco export runs/mine --to my-model
   python -c "from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('my-model'))\""""
@@ -14,7 +16,7 @@ _EXAMPLE = """example:
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "write the anchor of a stopped run as a transformers folder and a Lightning checkpoint"
-    parser = verbs.add_parser("export", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
+    parser = add_verb(verbs, "export", about, _EXAMPLE)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of a run that is finished or stopped")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write; new or empty")
     parser.add_argument(

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from lightning_diloco.cli import recipes
+from lightning_diloco.cli.verbs import add_verb
 
 _EXAMPLE = "example:\n  diloco ls"
 
@@ -13,7 +14,7 @@ _EXAMPLE = "example:\n  diloco ls"
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "list the recipes: name, model, description"
-    parser = verbs.add_parser("ls", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
+    parser = add_verb(verbs, "ls", about, _EXAMPLE)
     parser.set_defaults(call=call)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes
 from lightning_diloco.cli.quantities import bits, nbytes, seconds
+from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 
@@ -35,7 +36,7 @@ _MARK = "# plan:"
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "what a recipe needs, and whether it fits: memory, links, time, disk, goodput"
-    parser = verbs.add_parser("plan", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
+    parser = add_verb(verbs, "plan", about, _EXAMPLE)
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML recipe, see `diloco ls`")
     parser.add_argument("--json", action="store_true", help="figures for programs")
     _add_machines(parser)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli.quantities import bits
+from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
 
 _EXAMPLE = "example:\n  diloco plot runs/mine --to pictures --cap 5Gbit"
@@ -15,7 +16,7 @@ _EXAMPLE = "example:\n  diloco plot runs/mine --to pictures --cap 5Gbit"
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "draw a run: timeline of the fleet, loss, goodput, versions, traffic; PNG and SVG"
-    parser = verbs.add_parser("plot", help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=_EXAMPLE)
+    parser = add_verb(verbs, "plot", about, _EXAMPLE)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of a run, finished or not")
     parser.add_argument("--to", type=Path, metavar="DIR", help="where to write (default: RUN_DIR/plots)")
     parser.add_argument("--cap", type=bits, metavar="RATE", help="of the syncer's link, such as 5Gbit: drawn as a line")

@@ -8,13 +8,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lightning_diloco.cli.verbs import add_verb
+
 _EXAMPLE = "example:\n  diloco replay runs/mine"
 
 
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "compute a run again from its disk and compare bit for bit"
-    parser = verbs.add_parser("replay", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
+    parser = add_verb(verbs, "replay", about, _EXAMPLE)
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="run directory; its syncer must not be running")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(call=call)

@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_diloco.cli import page, recipes
 from lightning_diloco.cli.syncer import NO_WANDB
+from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
 
 _EXAMPLE = """examples:
@@ -34,11 +35,11 @@ _WANDB = "lightning_diloco.tracking.Wandb"
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "run a recipe or a script as N learners on this machine"
-    parser = verbs.add_parser(
+    parser = add_verb(
+        verbs,
         "run",
-        help=about,
-        description=f"{about[0].upper() + about[1:]}.",
-        epilog=_EXAMPLE,
+        about,
+        _EXAMPLE,
         usage="diloco run RECIPE.yaml|SCRIPT.py --local N [options] [--] [overrides or script arguments]",
     )
     parser.add_argument("target", metavar="RECIPE|SCRIPT", help="a YAML recipe (see `diloco ls`) or a Python script")

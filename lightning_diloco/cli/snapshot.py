@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_diloco.cli.verbs import add_verb
+
 _EXAMPLE = """examples:
   diloco snapshot runs/mine --to snapshots/monday
   diloco run recipes/tiny/gpt.yaml --local 2 --from snapshots/monday"""
@@ -17,7 +19,7 @@ _TRAINING = ("stepping", "evaluating", "stalled")
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "keep a whole run as it is now, while it trains: syncer and learners"
-    parser = verbs.add_parser("snapshot", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
+    parser = add_verb(verbs, "snapshot", about, _EXAMPLE)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory; its syncer must be running")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new directory, as secret as RUN_DIR")
     parser.add_argument(

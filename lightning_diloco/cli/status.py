@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import page
+from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _WATCH_S = 1.0
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "show learners and rounds of a run: whom it waits for, since when, until when, and what happens then"
-    parser = verbs.add_parser("status", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
+    parser = add_verb(verbs, "status", about, _EXAMPLE)
     parser.add_argument("target", metavar="DIR|HOST:PORT|diloco://...", help="run directory, address or join string")
     parser.add_argument(
         "--join", metavar="JOIN", help="join string with the token for HOST:PORT (default: DILOCO_JOIN)"

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 
@@ -26,7 +27,7 @@ _RUN_OPTIONS = tuple(field.name for field in dataclasses.fields(RunConfig))
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "serve a run; learners join it with the join string in RUN_DIR/join"
-    parser = verbs.add_parser("syncer", help=about, description=f"{about[0].upper() + about[1:]}.", epilog=_EXAMPLE)
+    parser = add_verb(verbs, "syncer", about, _EXAMPLE)
     parser.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="where the run lives; made if missing"
     )

@@ -18,12 +18,24 @@ NUM_WARM_UP = 2
 COMPILE_FACTOR = 5.0
 
 
-class Sample:
+class _Ordered:
+    """Values in order of size."""
+
+    def __init__(self) -> None:
+        self._ordered: list[float] = []
+
+    @property
+    def median(self) -> float:
+        """0 before there are values."""
+        return statistics.median(self._ordered) if self._ordered else 0.0
+
+
+class Sample(_Ordered):
     """An even sample of a sequence of any length: full, it drops every other value and takes half as many then."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._values: list[float] = []
-        self._ordered: list[float] = []
         self._stride = 1
         self._seen = 0
 
@@ -38,18 +50,13 @@ class Sample:
             self._ordered = sorted(self._values)
             self._stride *= 2
 
-    @property
-    def median(self) -> float:
-        """0 before there are values."""
-        return statistics.median(self._ordered) if self._ordered else 0.0
 
-
-class Recent:
+class Recent(_Ordered):
     """The last NUM_RECENT values of a sequence."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._values: deque[float] = deque()
-        self._ordered: list[float] = []
 
     def add(self, value: float) -> None:
         """The next value of the sequence."""
@@ -57,11 +64,6 @@ class Recent:
             del self._ordered[bisect_left(self._ordered, self._values.popleft())]
         self._values.append(value)
         insort(self._ordered, value)
-
-    @property
-    def median(self) -> float:
-        """0 before there are values."""
-        return statistics.median(self._ordered) if self._ordered else 0.0
 
     @property
     def p95(self) -> float:
