@@ -1,13 +1,15 @@
 """The checkpoints of a run's learners: where a process that died finds its optimizer again, and a new one a peer's.
 
     <store>/<learner>/<unix ms>-<step>-<digest>.safetensors     the last NUM_KEPT of each learner
+    <store>/<learner>/parts/<rank>-<digest>.safetensors         what each of its ranks holds, if it has several
     <store>/wanted                                              a marker: each learner is asked for one
 
-1. A checkpoint is one safetensors file: tensors, and the plain rest as JSON in its header (`tree.py`). Nothing is
-   pickled.
+1. A checkpoint is one file (`checkpoint_file.py`).
 2. Its name holds the digest of its bytes and is given last, so what has the name is whole; a reader checks it anyhow.
 3. A store is a local folder or any URL that fsspec knows. A local file is durable before it has its name.
 4. A learner that sees a marker takes a checkpoint soon, and names the marker in it and in all later ones.
+5. The checkpoint of several ranks holds nothing itself but the digests of their parts. It is written when all of them
+   are there, so what can be listed is complete; parts that none names are removed.
 
 Source: our choice.
 """
@@ -15,53 +17,27 @@ Source: our choice.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import re
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from lightning_diloco.errors import StorageError
+from lightning_diloco.runtime import checkpoint_file
+from lightning_diloco.runtime.checkpoint_file import Checkpoint
 from lightning_diloco.runtime.files import make_directory, sync_directory
-from lightning_diloco.runtime.tree import Packed, Tree, pack, unpack
+from lightning_diloco.runtime.tree import UnstorableError
 
 NUM_KEPT = 2
-FORMAT = 1
 _NAME = re.compile(r"(\d{14})-(\d{9})-([0-9a-f]{32})\.safetensors")
-_WANTED = "wanted"
-_READ_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """What a learner needs besides the anchors to go on.
-
-    Args:
-        run, learner, incarnation: whose it is.
-        process: a nonce of the process that wrote it.
-        step: optimizer steps of the trainer so far.
-        state: tensors and plain values.
-        marker: the last marker that was seen before it was taken.
-    """
-
-    run: str
-    learner: str
-    incarnation: int
-    process: str
-    step: int
-    state: Tree
-    marker: str | None = None
+_PART_NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.safetensors")
+_PARTS, _WANTED = "parts", "wanted"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -110,15 +86,11 @@ class CheckpointStore:
             StorageError: the store did not take it; what it had is still there.
             UnstorableError: the state holds something that is neither plain nor a tensor.
         """
-        tensors: dict[str, Tensor] = {}
-        about = {"format": FORMAT, "run": checkpoint.run, "learner": checkpoint.learner, "step": checkpoint.step}
-        about |= {"incarnation": checkpoint.incarnation, "process": checkpoint.process, "marker": checkpoint.marker}
-        header = json.dumps({**about, "state": pack(checkpoint.state, tensors)})
         before = self.entries(checkpoint.learner)
         with self._telling("write a checkpoint to"), self._scratch(checkpoint.learner) as scratch:
-            save_file(tensors, scratch, metadata={"diloco": header})
+            digest = checkpoint_file.write(scratch, checkpoint)
             now_ms = max(int(1000 * time.time()), before[0].written_ms + 1 if before else 0)
-            entry = Entry(now_ms, checkpoint.step, _digest(scratch), checkpoint.learner)
+            entry = Entry(now_ms, checkpoint.step, digest, checkpoint.learner)
             self._publish(scratch, self._path(entry))
             for old in before[NUM_KEPT - 1 :]:
                 self._fs.rm_file(self._path(old))
@@ -130,22 +102,51 @@ class CheckpointStore:
         Raises:
             StorageError: it is damaged, or cannot be read.
         """
-        with self._telling("read a checkpoint of"), self._local_copy(self._path(entry)) as path:
-            if (found := _digest(path)) != entry.digest:
-                raise _damaged(self._path(entry), f"has the digest {found}")
-            try:
-                with safe_open(path, framework="pt") as file:
-                    about = json.loads((file.metadata() or {})["diloco"])
-                    # Copies: an optimizer that goes on from them must not hang on a file that is removed some day.
-                    tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-                return _checkpoint(about, tensors)
-            except (SafetensorError, KeyError, TypeError, ValueError) as error:
-                raise _damaged(self._path(entry), f"is not one ({type(error).__name__}: {error})") from error
+        return self._read(self._path(entry), entry.digest)
 
     def entries(self, learner: str) -> list[Entry]:
         """The checkpoints of a learner, the newest first; raises `StorageError`."""
         matches = [match for name in self._names(learner) if (match := _NAME.fullmatch(name))]
         return sorted((Entry(int(m[1]), int(m[2]), m[3], learner) for m in matches), reverse=True)
+
+    def write_part(self, rank: int, part: Checkpoint) -> str:
+        """Keep what this rank holds, for a checkpoint that will name it; returns its digest. Raises as `write`."""
+        with self._telling("write a checkpoint to"), self._scratch(part.learner, _PARTS) as scratch:
+            digest = checkpoint_file.write(scratch, part)
+            self._publish(scratch, self._part_path(part.learner, rank, digest))
+        return digest
+
+    def read_part(self, learner: str, rank: int, digest: str) -> Checkpoint:
+        """Read back what this rank held; raises `StorageError`."""
+        return self._read(self._part_path(learner, rank, digest), digest)
+
+    def parts_named(self, learner: str) -> set[str]:
+        """Digests of all parts that a checkpoint of this learner names; raises `StorageError`."""
+        return {digest for entry in self.entries(learner) for digest in self.read(entry).parts}
+
+    def remove_parts(self, learner: str, ranks: tuple[int, int], named: set[str]) -> None:
+        """Remove parts that are not named.
+
+        Args:
+            learner: whose.
+            ranks: (r, n): of the ranks r, r + n, r + 2n, ..., so that n ranks of today remove those of any number.
+            named: digests of what stays.
+
+        Raises:
+            StorageError: the store failed.
+        """
+        rank, size = ranks
+        found = [match for name in self._names(learner, _PARTS) if (match := _PART_NAME.fullmatch(name))]
+        with self._telling("remove old checkpoints from"):
+            for match in found:
+                if int(match[1]) % size == rank and match[2] not in named:
+                    self._fs.rm_file(self._part_path(learner, int(match[1]), match[2]))
+
+    def copy(self, source: CheckpointStore, entry: Entry) -> None:
+        """Keep one of another store here, with all its parts; raises `StorageError`."""
+        whole = source.read(entry)
+        parts = [source.read_part(entry.learner, rank, digest) for rank, digest in enumerate(whole.parts)]
+        self.write(replace(whole, parts=tuple(self.write_part(rank, part) for rank, part in enumerate(parts))))
 
     def learners(self) -> list[str]:
         """Who has a folder here, in order; raises `StorageError`."""
@@ -180,10 +181,17 @@ class CheckpointStore:
     def _path(self, entry: Entry) -> str:
         return f"{self._root}/{entry.learner}/{entry.name}"
 
+    def _part_path(self, learner: str, rank: int, digest: str) -> str:
+        return f"{self._root}/{learner}/{_PARTS}/{rank}-{digest}.safetensors"
+
+    def _read(self, path: str, digest: str) -> Checkpoint:
+        with self._telling("read a checkpoint of"), self._local_copy(path) as copy:
+            return checkpoint_file.read(copy, digest, name=path)
+
     @contextlib.contextmanager
-    def _scratch(self, learner: str) -> Iterator[Path]:
+    def _scratch(self, *below: str) -> Iterator[Path]:
         """A local file to fill; for a local store beside its final place, so that it can be renamed."""
-        folder = Path(self._root) / learner if self.is_local else None
+        folder = Path(self._root, *below) if self.is_local else None
         if folder is not None:
             make_directory(folder)
         number, name = tempfile.mkstemp(".partial", dir=folder)
@@ -217,39 +225,10 @@ class CheckpointStore:
         """Whatever a file system raises leaves as one kind of error."""
         try:
             yield
-        except StorageError:
+        except (StorageError, UnstorableError):
             raise
         except Exception as error:
             raise StorageError(
                 f"could not {doing} {self.url}: {type(error).__name__}: {error}; it must be a folder or URL that can "
                 "be read and written; check it, or name another with checkpoint_store="
             ) from error
-
-
-def _checkpoint(about: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
-    if about["format"] != FORMAT:
-        raise ValueError(f"format {about['format']}, this version reads {FORMAT}")
-    state: Packed = about["state"]
-    return Checkpoint(
-        run=about["run"],
-        learner=about["learner"],
-        incarnation=about["incarnation"],
-        process=about["process"],
-        step=about["step"],
-        state=unpack(state, tensors),
-        marker=about["marker"],
-    )
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _damaged(path: str, found: str) -> StorageError:
-    return StorageError(
-        f"the checkpoint {path} {found}; a whole one has the digest of its name; it is passed over, and may be removed"
-    )

@@ -93,7 +93,7 @@ def take(
         store.ask(None)
     copies = CheckpointStore(str(to / "checkpoints"))
     for entry in answers:
-        copies.write(store.read(entry))
+        copies.copy(store, entry)
     found = replace(found, steps={entry.learner: entry.step for entry in answers})
     write_whole(to / ABOUT, json.dumps(_about(found), indent=2).encode() + b"\n")
     return found

@@ -6,7 +6,8 @@
 2. Parameters are never among it: they come from the run's anchors, so that nothing is counted twice, and who comes back
    never tells the run what is true.
 3. A new process takes its learner's newest checkpoint. If there is none that fits, the newest of a peer, without what
-   is the peer's own. If there is none either, it begins with a warm-up (`warm_up.py`), unless the run begins with it.
+   is the peer's own. If there is none either, it begins with a warm-up (`warm_up.py`) and with schedules at the run's
+   position (`schedules.py`), unless the run begins with it.
 4. What is damaged or does not fit is passed over, and said. A user's own `ckpt_path` wins over all of it.
 5. Who wants a snapshot of the whole run leaves a marker in the store; the next boundary answers it with a checkpoint.
 6. A process never goes on from what it wrote itself: a second fit of one script is a new one.
@@ -26,11 +27,13 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from lightning_diloco.errors import StorageError
-from lightning_diloco.runtime.checkpoints import Checkpoint, CheckpointStore, Entry
+from lightning_diloco.runtime.checkpoint_file import Checkpoint
+from lightning_diloco.runtime.checkpoints import CheckpointStore, Entry
 from lightning_diloco.runtime.threads import Crew, Jobs
 from lightning_diloco.runtime.tree import UnstorableError
 from lightning_diloco.strategy import training_state
 from lightning_diloco.strategy.data import START, Position
+from lightning_diloco.strategy.schedules import advance_schedules
 from lightning_diloco.strategy.training_state import State
 from lightning_diloco.strategy.warm_up import WarmUp
 
@@ -105,11 +108,12 @@ class Healing:
 
     # ---------------------------------------------------------------------------------------------------- coming back
 
-    def heal(self, *, warm_up_steps: int) -> None:
+    def heal(self, *, warm_up_steps: int = 0, run_steps: int = 0) -> None:
         """Go on from a checkpoint, if there is one and the user named none.
 
         Args:
             warm_up_steps: of the optimizer, if there is none; 0 where the run begins with this learner.
+            run_steps: where its schedules by steps begin, if there is none.
         """
         if self._store is not None:
             self._crew.start("markers", self._watch_for_markers)
@@ -121,7 +125,9 @@ class Healing:
             self.warm_up = WarmUp(warm_up_steps)
             if warm_up_steps:
                 log.warning(
-                    "no checkpoint of this learner or of a peer: its optimizer warms up for %d steps", warm_up_steps
+                    "no checkpoint of this learner or of a peer: its optimizer warms up for %d steps%s",
+                    warm_up_steps,
+                    advance_schedules(self._trainer, run_steps),
                 )
             return
         training_state.give(self._trainer, found.state, is_own=found.is_own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from lightning_diloco.errors import StorageError
-from lightning_diloco.runtime.checkpoints import Checkpoint, CheckpointStore
+from lightning_diloco.runtime.checkpoint_file import Checkpoint
+from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.runtime.tree import UnstorableError, pack, unpack
 
 STATE = {
@@ -112,3 +114,48 @@ def test_subclasses_come_back_as_what_they_are_made_of() -> None:
 def test_what_was_never_packed_is_not_unpacked(packed) -> None:
     with pytest.raises((KeyError, ValueError)):
         unpack(packed, {})
+
+
+def of_ranks(store: CheckpointStore, step: int) -> Checkpoint:
+    """Write the parts of two ranks, then the checkpoint that names them."""
+    parts = tuple(store.write_part(r, checkpoint(step, state={**STATE, "rank": r})) for r in range(2))
+    whole = replace(checkpoint(step, state={}), layout="2 ranks", parts=parts)
+    store.write(whole)
+    return whole
+
+
+def test_the_parts_of_ranks_come_back_as_they_were(store: CheckpointStore) -> None:
+    whole = of_ranks(store, 7)
+    (entry,) = store.entries("l0")
+    assert store.read(entry) == whole
+    for rank, digest in enumerate(whole.parts):
+        assert equal(store.read_part("l0", rank, digest).state, {**STATE, "rank": rank})
+    with pytest.raises(StorageError, match="could not read"):
+        store.read_part("l0", 1, whole.parts[0])
+
+
+def test_parts_that_no_checkpoint_names_are_removed_whoever_wrote_them(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        whole = of_ranks(store, step)
+    left_alone = store.write_part(3, checkpoint(9))  # of a larger learner that died before its checkpoint was complete
+    named = store.parts_named("l0")
+    assert len(named) == 4
+    assert named >= set(whole.parts)
+    fs, root = fsspec.core.url_to_fs(store.url)
+
+    def names() -> set[str]:
+        return {path.rpartition("/")[2] for path in fs.ls(f"{root}/l0/parts", detail=False)}
+
+    assert len(names()) == 7
+    store.remove_parts("l0", (0, 2), named)
+    assert f"3-{left_alone}.safetensors" in names()
+    store.remove_parts("l0", (1, 2), named)
+    assert {name[2:].partition(".")[0] for name in names()} == named
+
+
+def test_a_copy_holds_the_parts_too(store: CheckpointStore, tmp_path: Path) -> None:
+    whole, copies = of_ranks(store, 7), CheckpointStore(str(tmp_path / "copies"))
+    copies.copy(store, *store.entries("l0"))
+    (entry,) = copies.entries("l0")
+    assert copies.read(entry) == whole
+    assert equal(copies.read_part("l0", 1, whole.parts[1]).state, {**STATE, "rank": 1})

@@ -10,7 +10,8 @@ import pytest
 
 from lightning_diloco.errors import ConfigError, StorageError
 from lightning_diloco.runtime import run_snapshot
-from lightning_diloco.runtime.checkpoints import Checkpoint, CheckpointStore
+from lightning_diloco.runtime.checkpoint_file import Checkpoint
+from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.runtime.run_snapshot import begin_from, take
 from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
 from tests.runtime.fleet import RUN, Fleet
