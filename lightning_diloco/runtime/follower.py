@@ -49,6 +49,7 @@ class FollowerLink:
         self._asked_for: Tensor | None = None
         self._crew = Crew(self._fail)
         self._error: BaseException | None = None
+        self._is_over = False
         self._staged: dict[int, Any] = {}
         self._adopted: dict[int, Tensor] = {}
 
@@ -84,6 +85,7 @@ class FollowerLink:
             self.begin_step(0)
             agreed = self._boundary()
             if agreed.is_over:
+                self._is_over = True
                 return agreed.is_last
 
     def _boundary(self) -> Agreement:
@@ -137,6 +139,8 @@ class FollowerLink:
         self._crew.stopping.set()
         if running := self._crew.join(THREADS_S):
             log.warning("still waiting for rank 0, and left alone: %s", ", ".join(running))
+        elif self._is_over:
+            self._ranks.close()
 
     # -------------------------------------------------------------------------------------------------------- commands
 

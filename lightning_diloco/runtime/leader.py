@@ -52,6 +52,7 @@ class LeaderLink(Link):
         self._promise = _NOTHING
         self._skipped_tokens = 0
         self._ends_together = False
+        self._is_over = False
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
         """See `Link.start`; the other ranks start, or fail, with this one."""
@@ -116,7 +117,15 @@ class LeaderLink(Link):
         self._begin(is_over=True, is_last=is_last, land=tuple(self._relay.landed) if is_last else (), snapshot=())
         self._agreed()
         self._ranks.tell({"do": "end"})
+        self._is_over = True
         return is_last
+
+    def close(self) -> None:
+        """See `Link.close`; the groups stay if this ended in any other way: a rank may never answer again."""
+        super().close()
+        if self._is_over and not self._crew.join(0.0):
+            self._is_over = False
+            self._ranks.close()
 
     def _wait_for_leave(self, within_s: float) -> None:
         """As ever, but what lands meanwhile lands everywhere."""

@@ -7,10 +7,13 @@
 3. A pulse says that all ranks live. A rank that is stopped stops it: then this learner says nothing to the syncer
    either, and lapses there. A rank that is gone is an error.
 4. The groups outlive any pause in training: nothing here ends because it was quiet for long.
+5. Groups end before the interpreter does. gloo's threads let go of tensors a moment after whoever waited for them goes
+   on; one that does so in an interpreter that is being taken down aborts the process, whose work was done.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -45,6 +48,14 @@ class Ranks:
         self._telling = threading.Lock()
         self._begun: tuple[dist.Work, Tensor] | None = None
         self._beat_s = time.monotonic()
+
+    def close(self) -> None:
+        """End the groups, when no thread uses them any more, and see to it that those of training end in time, too."""
+        for group in (self._steps, self._commands, self._pulses):
+            dist.destroy_process_group(group)
+        del self._steps, self._commands, self._pulses
+        atexit.unregister(_end_training_groups)
+        atexit.register(_end_training_groups)
 
     # ----------------------------------------------------------------------------------------------- training threads
 
@@ -183,3 +194,8 @@ class Ranks:
                     ) from error
                 return
             self._beat_s = time.monotonic()
+
+
+def _end_training_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -55,7 +55,7 @@ class Processes:
 
     def start(self, name: str, *argv: object, **env: str) -> subprocess.Popen[bytes]:
         own = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
-        own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), **env}
+        own |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(HERE.parents[1]), **env}
         with (self.root / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, *map(str, argv)],
@@ -132,6 +132,8 @@ class Processes:
         """Wait for its end; returns the exit code."""
         until(lambda: process.poll() is not None, "the end of a process", self)
         assert process.returncode is not None
+        if process.returncode:
+            print(self.logs())  # a test that did not expect this shows it
         return process.returncode
 
     def kill_all(self) -> None:
