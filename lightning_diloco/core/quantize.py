@@ -74,9 +74,15 @@ def quantize(x: Tensor, *, bits: Bits = 8, block_size: int = 256, name: str = "v
 
 def wire_nbytes(numel: int, wire: Wire, block_size: int) -> int:
     """Bytes that numel values take on the wire."""
+    scales = 0 if wire in _FLOATS else 2 * num_blocks(numel, block_size)
+    return integers_nbytes(numel, wire, block_size) + scales
+
+
+def integers_nbytes(numel: int, wire: Wire, block_size: int) -> int:
+    """Bytes before the scales: all of them where there are none."""
     if wire in _FLOATS:
         return numel * _FLOATS[wire].itemsize
-    return packed_nbytes(numel, _BITS[wire], block_size) + 2 * num_blocks(numel, block_size)
+    return packed_nbytes(numel, _BITS[wire], block_size)
 
 
 def encode_unchecked(x: Tensor, *, wire: Wire, block_size: int) -> Tensor:
