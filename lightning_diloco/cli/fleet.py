@@ -6,6 +6,7 @@
 4. Exit code 0 is the end of a child's work, 2 a command line that is wrong (argparse, jsonargparse, Python and we
    agree on it): neither is started again. Every other end is. 143 is that of a learner which SIGTERM asked to go, and
    which left in good order: it is started again and nothing is held against it.
+5. To be asked to end is for a child itself, which decides about its own children; only SIGKILL goes to all of them.
 
 Rules and bounds are our choice.
 """
@@ -42,14 +43,12 @@ class Command:
         argv: program and arguments.
         log_path: stdout and stderr are appended here; its folder is made.
         env: added to our own environment.
-        stop_signal: how it is asked to end.
     """
 
     name: str
     argv: tuple[str, ...]
     log_path: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    stop_signal: signal.Signals = signal.SIGTERM
 
 
 @dataclass(slots=True)
@@ -98,17 +97,28 @@ class Fleet:
         """The process (and process group) a child runs as now."""
         return self._children[name].process.pid
 
-    def stop(self, names: Iterable[str], *, within_s: float) -> None:
-        """Ask these children to end, and kill what has not after within_s; returns once all are dead."""
+    def stop(self, names: Iterable[str], *, within_s: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Ask these children to end (SIGTERM), and kill what has not in time; returns once all are dead.
+
+        Args:
+            names: of children.
+            within_s: how long they may take.
+            is_urgent: becomes true when there is no time any more.
+        """
         children = [child for name in names if (child := self._children[name]).outcome == "running"]
         for child in children:
             child.outcome = "stopped"
-            _signal_group(child, child.command.stop_signal)
+            child.process.terminate()
         deadline_s = time.monotonic() + within_s
-        while time.monotonic() < deadline_s and any(child.process.poll() is None for child in children):
+        while (
+            any(child.process.poll() is None for child in children)
+            and time.monotonic() < deadline_s
+            and not is_urgent()
+        ):
             time.sleep(_POLL_S)
         if late := [child.command.name for child in children if child.process.poll() is None]:
-            self._say(f"{', '.join(late)}: still running {within_s:g} s after being asked to end; killed")
+            why = "there is no time" if is_urgent() else f"still running {within_s:g} s after being asked to end"
+            self._say(f"{', '.join(late)}: {why}; killed")
         for child in children:
             _signal_group(child, signal.SIGKILL)
             child.process.wait()

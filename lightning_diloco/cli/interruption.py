@@ -1,22 +1,41 @@
-"""Turns Ctrl-C, SIGTERM and a closed terminal into a flag.
+"""Turns Ctrl-C, SIGTERM and a closed terminal into flags.
 
-An exception raised from a signal handler could fall between the start of a child and its entry in the books; a flag
-that the one loop looks at cannot.
+1. An exception raised from a signal handler could fall between the start of a child and its entry in the books; a flag
+   that the one loop looks at cannot.
+2. The first signal asks to end in good order, the next one to end at once. What comes within SAME_S is the same one:
+   `timeout` and some shells send it to a process and to its group.
 """
 
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
+from lightning_diloco.config import LearnerConfig
+
+GRACE_S = LearnerConfig().preemption_s + 5.0  # learners end themselves before
+SAME_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interruption:
-    """While entered, signals that ask to end are only noted; main thread only."""
+    """While entered, signals that ask to end are only noted; main thread only.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds.
+
+    Attributes:
+        signal: the first one; None: there was none.
+        is_urgent: whether there was another.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._noted_s = 0.0
         self.signal: signal.Signals | None = None
+        self.is_urgent = False
 
     @property
     def exit_code(self) -> int:
@@ -38,4 +57,7 @@ class Interruption:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = self.signal or signal.Signals(number)
+        if self.signal is None:
+            self.signal, self._noted_s = signal.Signals(number), self._clock()
+        elif self._clock() - self._noted_s > SAME_S:
+            self.is_urgent = True

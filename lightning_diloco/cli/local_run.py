@@ -3,14 +3,14 @@
 1. Learners start once the syncer has written RUN_DIR/join.
 2. A learner that gives up leaves the others training; a syncer that gives up ends the run.
 3. After the last learner the syncer has a while to write the summary; learners from elsewhere keep it going.
-4. An interrupted run ends within 5 s: learners first, so that the syncer still hears them leave.
+4. An interrupted run ends in good order: learners are asked first (SIGTERM), so that the syncer still hears them leave
+   and merges their last contributions; each writes a checkpoint. A second signal ends all of it at once.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +21,7 @@ from typing import Any
 from lightning_diloco.cli.display import Screen
 from lightning_diloco.cli.feed import Fetch, Status, StatusFeed, asking
 from lightning_diloco.cli.fleet import Command, Fleet
-from lightning_diloco.cli.interruption import Interruption
+from lightning_diloco.cli.interruption import GRACE_S, Interruption
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 
 Ask = Callable[[JoinAddress], AbstractContextManager[Fetch]]
@@ -31,8 +31,7 @@ Via = Callable[[str, JoinAddress], JoinAddress]
 _SYNCER = "syncer"
 _GONE = ("left", "lapsed")
 _TICK_S = 0.1
-_STOP_LEARNERS_S = 2.9
-_STOP_SYNCER_S = 1.3
+_STOP_SYNCER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +47,7 @@ class Plan:
         max_restarts: how often each process may be started again.
         open_s: how long the syncer may take to write its join file.
         linger_s: how long the syncer may take to end after the last learner did.
+        grace_s: how long learners may take to leave a run that is to end.
         via: where a learner dials instead of the syncer's address; None: that address.
     """
 
@@ -59,6 +59,7 @@ class Plan:
     max_restarts: int = 3
     open_s: float = 60.0
     linger_s: float = 30.0
+    grace_s: float = GRACE_S
     via: Via | None = None
 
     @property
@@ -83,8 +84,7 @@ class Plan:
         if self.threads is not None or "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = str(self.threads or max(1, _num_cores() // self.num_learners))
         log_path = folder / "log.txt"
-        # SIGINT is what Lightning ends gracefully on; SIGTERM it only notes until the next batch.
-        return Command(name=name, argv=self.learner_argv, log_path=log_path, env=env, stop_signal=signal.SIGINT)
+        return Command(name=name, argv=self.learner_argv, log_path=log_path, env=env)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +178,14 @@ class _Run:
 
     def stop(self) -> None:
         """End what still runs."""
+        grace_s = self._plan.grace_s
         if self._interruption.signal:
-            self._screen.say(f"{self._interruption.signal.name}: ending the run")
-        self._fleet.stop(self._plan.learners, within_s=_STOP_LEARNERS_S)
-        self._fleet.stop([_SYNCER], within_s=_STOP_SYNCER_S)
+            self._screen.say(
+                f"{self._interruption.signal.name}: ending the run; learners have {grace_s:g} s to send what they have "
+                "and to write a checkpoint; a second signal ends it at once"
+            )
+        for names, within_s in ((self._plan.learners, grace_s), ([_SYNCER], _STOP_SYNCER_S)):
+            self._fleet.stop(names, within_s=within_s, is_urgent=lambda: self._interruption.is_urgent)
 
     def _wait(self, done: Callable[[], bool], feed: StatusFeed | None = None) -> None:
         self._fleet.watch()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli import page, recipes
+from lightning_diloco.cli.interruption import GRACE_S, Interruption
 from lightning_diloco.cli.syncer import NO_WANDB
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
@@ -28,7 +29,7 @@ _EXAMPLE = """examples:
   diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"""
 VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")
-_VALUED, _FLAGS = (*VALUED, "--page", "--wandb"), (*FLAGS, "--no-page")
+_VALUED, _FLAGS = (*VALUED, "--grace", "--page", "--wandb"), (*FLAGS, "--no-page")
 _WANDB = "lightning_diloco.tracking.Wandb"
 
 
@@ -48,6 +49,13 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--from", type=Path, dest="origin", metavar="DIR", help="go on from a `diloco snapshot`")
     parser.add_argument("--max-restarts", type=int, default=3, metavar="R", help="of each process (default: 3)")
     parser.add_argument("--threads", type=int, metavar="T", help="of each learner (default: cores / N)")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=GRACE_S,
+        metavar="S",
+        help=f"seconds learners have to leave after Ctrl-C or SIGTERM ({GRACE_S:g}); more than their preemption_s",
+    )
     parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
     parser.add_argument("--page", default=page.LISTEN, metavar="HOST:PORT", help=page.HELP)
     parser.add_argument("--wandb", metavar="PROJECT", help="log learners and syncer to Weights & Biases, in one group")
@@ -84,10 +92,12 @@ def call(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_diloco.cli.display import Screen, summary_view
-    from lightning_diloco.cli.interruption import Interruption
     from lightning_diloco.cli.local_run import Plan, execute
 
-    if found := problems(arguments):
+    found = problems(arguments)
+    if not arguments.grace > 0.0:
+        found.append(f"--grace {arguments.grace:g}: must be above 0")
+    if found:
         raise ConfigError(found)
     target = recipes.resolve(arguments.target)
     tracking = _tracking(arguments.wandb, target)
@@ -104,6 +114,7 @@ def call(arguments: argparse.Namespace) -> int:
         num_learners=num_learners,
         threads=arguments.threads,
         max_restarts=arguments.max_restarts,
+        grace_s=arguments.grace,
     )
     console = Console()
     live = console.is_terminal and not arguments.no_table

@@ -72,7 +72,7 @@ def test_a_run_line_is_split_where_our_options_end(line: str, ours: str, passed_
 
 
 def test_run_starts_recipes_with_lightning_cli(project: Path, plans: list[Plan]) -> None:
-    line = "run toy/one --local 3 --run-dir there --max-restarts 1 --threads 2 --trainer.max_steps 60"
+    line = "run toy/one --local 3 --run-dir there --max-restarts 1 --threads 2 --grace 9 --trainer.max_steps 60"
     assert main(line.split()) == 0
     (plan,) = plans
     assert plan.learner_argv == (
@@ -83,7 +83,7 @@ def test_run_starts_recipes_with_lightning_cli(project: Path, plans: list[Plan])
         *(sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(project / "there")),
         *("--expect", "3", "--data-parts", "3"),
     )
-    assert (plan.num_learners, plan.max_restarts, plan.threads) == (3, 1, 2)
+    assert (plan.num_learners, plan.max_restarts, plan.threads, plan.grace_s) == (3, 1, 2, 9.0)
     assert (project / "there").is_dir()
 
 
@@ -102,11 +102,15 @@ def test_run_directories_are_never_shared_by_default(project: Path, plans: list[
 
 
 def test_run_reports_all_problems_at_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "toy/one", "--max-restarts", "-1", "--threads", "0", "--lr", "1", "--local", "2"]) == 2
+    assert (
+        main(["run", "toy/one", "--max-restarts", "-1", "--threads", "0", "--grace", "0", "--lr", "1", "--local", "2"])
+        == 2
+    )
     said = capsys.readouterr().err
     assert "--local N is missing: say how many learners to run; put it before everything that is passed on" in said
     assert "--max-restarts -1: must be at least 0" in said
     assert "--threads 0: must be at least 1" in said
+    assert "--grace 0: must be above 0" in said
 
 
 def test_a_run_directory_that_cannot_be_made_is_said(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

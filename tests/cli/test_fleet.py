@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -107,7 +108,7 @@ def test_what_a_dead_child_left_running_is_killed(tmp_path: Path) -> None:
     until(lambda: not is_running(int(harness.log())))
 
 
-def test_stop_asks_by_the_signal_of_the_command(tmp_path: Path) -> None:
+def test_stop_asks_a_child_to_end(tmp_path: Path) -> None:
     obedient = (
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (print('asked'), sys.exit(0)))\n"
         "print('ready', flush=True)\ntime.sleep(60)"
@@ -135,6 +136,34 @@ def test_stop_kills_a_child_that_will_not_end(tmp_path: Path) -> None:
         fleet.stop(["l0"], within_s=0.05)
         assert not is_alive(pid)
     assert "l0: still running 0.05 s after being asked to end; killed" in harness.said
+
+
+def test_stop_waits_for_nobody_once_there_is_no_time(tmp_path: Path) -> None:
+    stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
+    harness = Harness(tmp_path)
+    asked = iter([False, False])
+    with harness.fleet as fleet:
+        fleet.start(harness.command(stubborn))
+        until(lambda: "ready" in harness.log())
+        fleet.stop(["l0"], within_s=math.inf, is_urgent=lambda: next(asked, True))
+    assert harness.said == ["l0: there is no time; killed"]
+
+
+def test_only_the_child_itself_is_asked_to_end_not_the_processes_it_started(tmp_path: Path) -> None:
+    parent = (
+        "import signal, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-ISc', {SLEEP!r}])\n"
+        "def end(*_):\n    print('alive' if child.poll() is None else 'dead', child.pid)\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('ready', flush=True)\nchild.wait()"
+    )
+    harness = Harness(tmp_path)
+    with harness.fleet as fleet:
+        fleet.start(harness.command(parent))
+        until(lambda: "ready" in harness.log())
+        fleet.stop(["l0"], within_s=DEADLINE_S)
+    _, said, pid = harness.log().split()
+    assert said == "alive"
+    until(lambda: not is_running(int(pid)))
 
 
 def test_an_error_in_the_block_leaves_no_child(tmp_path: Path) -> None:

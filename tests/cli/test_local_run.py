@@ -177,10 +177,10 @@ def test_threads_of_the_environment_are_kept(tmp_path: Path, monkeypatch: pytest
     [
         ("", signal.SIGINT, 130),
         ("", signal.SIGTERM, 143),
-        pytest.param(STUBBORN, signal.SIGINT, 130, marks=pytest.mark.slow),
+        (STUBBORN, signal.SIGINT, 130),
     ],
 )
-def test_an_interrupted_run_ends_within_five_seconds_and_leaves_no_process(
+def test_an_interrupted_run_ends_its_learners_first_and_at_once_when_asked_again(
     tmp_path: Path, prefix: str, number: signal.Signals, exit_code: int
 ) -> None:
     syncer = SYNCER.replace("signal.signal(signal.SIGTERM, end)", STUBBORN) if prefix else SYNCER
@@ -196,13 +196,13 @@ def test_an_interrupted_run_ends_within_five_seconds_and_leaves_no_process(
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         process.send_signal(number)
-        sent_s = time.monotonic()
-        said, _ = process.communicate()
-        took_s = time.monotonic() - sent_s
-    assert took_s < 5.0
+        while prefix and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
+        said, _ = process.communicate(timeout=60.0)
     assert process.returncode == exit_code
     assert f"{number.name}: ending the run" in said
-    assert ("killed" in said) == bool(prefix)
+    assert ("l0, l1: there is no time; killed" in said) == bool(prefix)
     assert (tmp_path / "summary.json").exists() != bool(prefix)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -211,6 +211,7 @@ def test_an_interrupted_run_ends_within_five_seconds_and_leaves_no_process(
 
 def drive(run_dir: str, learner: str, syncer: str) -> None:
     """What the interrupted process does."""
-    ended, said = run(plan(Path(run_dir), learner, syncer), [{"id": "l0", "phase": "stepping"}])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent again, it may come after the end of the run
+    ended, said = run(plan(Path(run_dir), learner, syncer, grace_s=600.0), [{"id": "l0", "phase": "stepping"}])
     print(said)
     sys.exit(ended.exit_code)
