@@ -68,6 +68,11 @@ class Joined:
     device: FragmentDevice[Any, Any]
     cursor: int
 
+    @property
+    def run_steps(self) -> int:
+        """Inner steps that the run had made when it was joined: each version of a fragment took one period of them."""
+        return max(self.welcome.versions) * self.config.sync_every
+
     def machine(self, learner: str, own: LearnerConfig, *, has_ranks: bool = False) -> LearnerState:
         """The protocol machine of this learner, which may step."""
         return LearnerState(

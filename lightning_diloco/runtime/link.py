@@ -117,7 +117,8 @@ class Link:
         self.config: RunConfig = joined.config
         self.device: FragmentDevice[Any, Any] = joined.device
         self.run, self.incarnation, self._slot = joined.welcome.run, joined.welcome.incarnation, joined.welcome.slot
-        self.is_late = any(joined.welcome.versions)  # the run had come somewhere before this process joined
+        self.run_steps = joined.run_steps
+        self.is_late = self.run_steps > 0
         unit = joined.welcome.manifest["token_unit"]
         self._unit = None if unit is None else str(unit)
         self._state = joined.machine(self.learner_id, self._learner, has_ranks=self._has_ranks)

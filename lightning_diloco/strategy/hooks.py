@@ -42,7 +42,7 @@ from lightning_diloco.strategy.model import aliases, describe, trainable_paramet
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
-from lightning_diloco.strategy.schedules import refresh_schedules
+from lightning_diloco.strategy.schedules import hold_schedules, refresh_schedules
 from lightning_diloco.strategy.stopping import Stopping
 from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn
 
@@ -140,7 +140,11 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
             store if chosen.checkpoint_every else None,
             every_steps=chosen.checkpoint_every,
         )
-        self._healing.heal(warm_up_steps=link.config.sync_every if link.is_late else 0)
+        if link.is_late:
+            run_steps = self.broadcast(link.run_steps if self.is_global_zero else 0)
+            self._healing.heal(warm_up_steps=link.config.sync_every, run_steps=run_steps)
+        else:
+            self._healing.heal()
 
     def _make_link(self) -> Link:
         from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
@@ -303,6 +307,7 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
         assert self._link is not None
         assert self._healing is not None
         self._healing.step_done()
+        hold_schedules(self._trainer)
         connector = self._trainer._logger_connector
         # Elsewhere than on the CPU, reading the loss waits for the device: no more often than Lightning itself does.
         reads_loss = connector.should_update_logs or self.root_device.type == "cpu"

@@ -57,6 +57,7 @@ class Scenario:
     standing: Standing = STANDING
     incarnation: int = 1
     is_late: bool = False  # the run has come somewhere before this learner joins
+    run_steps: int = 0  # and this far
     is_last: bool = False  # nobody else is in the run when this learner leaves
     others_tokens: int = 0
     stopped_after: int | None = None  # the run is over when this learner has made so many steps
@@ -77,6 +78,7 @@ class RecordingLink:
         self.run_options, self.learner, self.root_dir = run_options, learner, root_dir
         self.learner_id, self.data_part = self.scenario.learner_id, None
         self.run, self.incarnation, self.is_late = "run", self.scenario.incarnation, self.scenario.is_late
+        self.run_steps = self.scenario.run_steps
         self.own_run_dir: Path | None = None
         self.events: list[str] = []
         self.steps: list[tuple[int, str]] = []

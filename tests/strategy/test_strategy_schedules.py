@@ -1,0 +1,100 @@
+"""Schedules by steps of a learner that joins a run which has come somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
+
+from tests.strategy.conftest import Scenario, TinyModel
+
+Fit = Callable[..., list[float]]
+
+
+def count(optimizer: Any) -> LambdaLR:
+    return LambdaLR(optimizer, float)
+
+
+class Scheduled(TinyModel):
+    """Notes the rate that its schedule gives to each step, as a multiple of the optimizer's own."""
+
+    def __init__(self, schedule: Callable[[Any], Any] = count, **config: Any) -> None:
+        super().__init__()
+        self.schedule, self.config = schedule, {"interval": "step", **config}
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"] / self.learning_rate)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule(optimizer), **self.config}}
+
+
+@pytest.fixture
+def late(scenario: Scenario, trainer_for: Callable[..., L.Trainer]) -> Fit:
+    """Fits a learner that joins at step 8 of the run; the rates of its own steps."""
+    scenario.is_late, scenario.run_steps = True, 8
+
+    def fit(schedule: Callable[[Any], Any] = count, *, trainer: dict[str, Any] | None = None, **config: Any) -> Any:
+        model = Scheduled(schedule, **config)
+        trainer_for(**{"max_steps": 20, "limit_val_batches": 0, **(trainer or {})}).fit(model)
+        return model.rates
+
+    return fit
+
+
+def test_a_late_learner_begins_at_the_runs_position_and_holds_at_the_end(late: Fit, caplog: Any) -> None:
+    assert late() == pytest.approx([*range(8, 20), *[20] * 8])
+    assert "schedules by steps begin at step 8, where the run is" in caplog.text
+
+
+def test_the_first_learners_schedule_begins_at_its_start(scenario: Scenario, late: Fit) -> None:
+    scenario.is_late = False
+    assert late() == pytest.approx(range(20))
+
+
+def test_a_run_that_is_further_than_max_steps_has_the_last_rate(scenario: Scenario, late: Fit) -> None:
+    scenario.run_steps = 800
+    assert late() == pytest.approx([20] * 20)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "batches", "expected"),
+    [(2, 1, [4, 4, 5, 5, 6, 6]), (1, 2, [8, 8, 9, 9, 10, 10]), (4, 2, [4, 4, 4, 4, 5, 5])],
+)
+def test_rarer_updates_are_counted_as_they_come(late: Fit, frequency: int, batches: int, expected: list[int]) -> None:
+    rates = late(frequency=frequency, trainer={"accumulate_grad_batches": batches})
+    assert rates[:6] == pytest.approx(expected)
+
+
+def test_a_schedule_that_refuses_to_pass_its_end_is_held_there(late: Fit) -> None:
+    rates = late(lambda optimizer: OneCycleLR(optimizer, max_lr=1.0, total_steps=20, cycle_momentum=False))
+    assert len(rates) == 20
+    assert rates[12:] == [rates[12]] * 8
+
+
+def test_schedules_of_schedules_go_along(late: Fit) -> None:
+    def chain(optimizer: Any) -> SequentialLR:
+        return SequentialLR(optimizer, [count(optimizer), StepLR(optimizer, 2, gamma=0.5)], milestones=[6])
+
+    alone = Scheduled(chain).configure_optimizers()
+    for _ in range(8):
+        alone["optimizer"].step()
+        alone["lr_scheduler"]["scheduler"].step()
+    assert late(chain)[0] == pytest.approx(alone["optimizer"].param_groups[0]["lr"] / 0.1)
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "sentence"),
+    [({"interval": "epoch"}, {}, ""), ({}, {"max_steps": -1, "max_epochs": 2}, "because Trainer has no max_steps")],
+)
+def test_a_schedule_whose_end_is_not_known_in_steps_begins_at_its_start(
+    late: Fit, caplog: Any, config: dict[str, Any], trainer: dict[str, Any], sentence: str
+) -> None:
+    assert late(trainer=trainer, **config)[0] == 0
+    assert sentence in caplog.text
+    assert "where the run is" not in caplog.text
