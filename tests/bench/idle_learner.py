@@ -1,12 +1,14 @@
 """A learner that costs little: the real Trainer and strategy, asleep in each step, until it is time to end.
 
-`--leak-bytes` is the soak bench's control: so much is kept in every step, and must be seen.
+Controls, which must be seen: `--leak-bytes`, of the soak bench: so much is kept in every step. `--waits`, of the
+survivors' bench: no step begins while the syncer is out of reach.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,14 @@ class EndWith(L.Callback):
         trainer.should_stop |= self._path.exists()
 
 
+class WaitForSyncer(L.Callback):
+    """What a learner must not do."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        while not trainer.strategy._link._line.is_online:
+            time.sleep(0.001)
+
+
 def main() -> None:
     """Train until it is time."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -63,12 +73,16 @@ def main() -> None:
     parser.add_argument("--matrices", type=int, default=48, help=f"of the model, {WIDTH} x {WIDTH}")
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--leak-bytes", type=int, default=0)
+    parser.add_argument("--waits", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     trainer = L.Trainer(
         strategy=DecoupledDiLoCoStrategy(sync_every=24, num_fragments=4),
-        callbacks=[EndWith(args.until_file) if args.until_file else StepClock(args.until_s)],
+        callbacks=[
+            *([WaitForSyncer()] if args.waits else []),
+            EndWith(args.until_file) if args.until_file else StepClock(args.until_s),
+        ],
         accelerator="cpu",
         devices=1,
         max_epochs=-1,

@@ -111,13 +111,15 @@ def test_memory_that_grows_is_told_from_memory_that_varies(slope_bps: float, is_
 def test_a_step_that_a_fault_made_longer_is_seen(longest_ms: float, holds: bool) -> None:
     calm, faulty = ({"faults": said, "exit code": 0} for said in ("none", "kill 1"))
     rows = [{**calm, "longest [ms]": 70.0}, {**faulty, "longest [ms]": longest_ms}, {**calm, "longest [ms]": 60.0}]
-    assert [*survivors.checks_of(rows).values()] == [holds, True]
+    assert [*survivors.checks_of(rows, {**faulty, "longest [ms]": 2000.0}).values()] == [holds, True, True]
+    assert [*survivors.checks_of(rows, rows[1]).values()] == [holds, True, not holds]
 
 
 CHAOS = {
     "exit_code": 0, "ledger_exact": True, "replayed": "merges", "step_efficiency": 0.95, "participation": 0.9,
     "num_faults_by_kind": {"kill": 5, "stop": 6, "cut": 5, "slow": 6, "syncer": 6}, "num_faults_skipped": 0,
     "eval_loss_excess": 0.01,
+    "recoveries": [{"kind": kind, "recovery_s": s} for kind, s in (("kill", 29.0), ("kill", 70.0), ("kill", 20.0))],
 }  # fmt: skip
 
 
@@ -129,7 +131,8 @@ def test_a_chaos_run_within_its_bounds_passes() -> None:
     "changed",
     [
         {"exit_code": 1}, {"ledger_exact": False}, {"replayed": None}, {"step_efficiency": 0.94},
-        {"participation": 0.89}, {"eval_loss_excess": 0.011}, {"eval_loss_excess": None},
+        {"participation": 0.89}, {"recoveries": []}, {"recoveries": [{"kind": "kill", "recovery_s": 31.0}]},
+        {"eval_loss_excess": 0.011}, {"eval_loss_excess": None},
         {"num_faults_by_kind": {"kill": 3, "stop": 6, "cut": 5, "slow": 6, "syncer": 6}},
     ],
 )  # fmt: skip
