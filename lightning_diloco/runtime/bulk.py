@@ -4,6 +4,7 @@
    exception: the machine refuses it, and tells.
 2. At most one payload per session and fragment is kept, from its arrival to the machine's word that it is not needed;
    what comes again after it was decided is not kept. Of start values, those of the one lease that was granted.
+   What comes in parts is such a payload when all of them are here (`assembly.py`).
 3. A reply says which contribution of the asker is part of it, as of the version it carries.
 """
 
@@ -21,9 +22,11 @@ from lightning_diloco.protocol import SyncerState, actions, events, messages
 from lightning_diloco.protocol.records import CommitRecord
 from lightning_diloco.protocol.roster import Roster
 from lightning_diloco.runtime.anchors import AnchorStore, tensor_of
+from lightning_diloco.runtime.assembly import Assemblies
 from lightning_diloco.transport.base import Bulk, Json
 
 MAX_FRAGMENTS = 1 << 16
+_TOO_LATE = "decided before, or not of a process that takes part now"
 
 
 class BulkDesk:
@@ -37,6 +40,7 @@ class BulkDesk:
         self._payloads: dict[tuple[str, int], tuple[int, Tensor]] = {}
         self._seed: dict[tuple[str, int, int], Tensor] = {}
         self._keeping = threading.Lock()
+        self._assemblies = Assemblies()
         self._merged: dict[tuple[str, int], tuple[int, int]] = {}
         self._counting = threading.Lock()
         self.bytes_up = self.bytes_down = 0
@@ -45,8 +49,8 @@ class BulkDesk:
 
     def take_contribution(
         self, session: str, bulk: Bulk, store: AnchorStore | None, state: SyncerState
-    ) -> events.PayloadReceived:
-        """Keep a contribution's payload, if it may be merged; returns what the machine is to be told."""
+    ) -> events.PayloadReceived | None:
+        """Keep a contribution's payload, if it may be merged; returns what the machine is to be told, if anything."""
         payload, config = self._received(bulk), state.config
         ready = _described(bulk.header)
         if store is None or not 0 <= ready.fragment < len(store.layouts):
@@ -55,6 +59,15 @@ class BulkDesk:
         wanted = wire_nbytes(layout.padded_numel, config.wire, config.block_size)
         if bulk.header.get("error") is not None:  # the learner itself says what is wrong, and sends nothing
             return events.PayloadReceived(session, ready, str(bulk.header["error"]))
+        if bulk.header.get("num_parts") is not None:
+            if not state.may_merge(session, ready):
+                return events.PayloadReceived(session, ready, _TOO_LATE)
+            if self._has(session, ready):
+                return None  # whole already
+            whole = self._assemblies.add(session, ready, bulk, layout.padded_numel, config)
+            if whole is None:
+                return None
+            payload = whole
         if payload.numel() != wanted:
             problem = f"{payload.numel()} bytes, fragment {ready.fragment} takes {wanted} as {config.wire}"
             return events.PayloadReceived(session, ready, problem)
@@ -64,7 +77,7 @@ class BulkDesk:
         except (ValueError, CorruptMessageError) as error:
             return events.PayloadReceived(session, ready, str(error))
         if not state.may_merge(session, ready):
-            return events.PayloadReceived(session, ready, "decided before, or not of a process that takes part now")
+            return events.PayloadReceived(session, ready, _TOO_LATE)
         self._keep(session, ready, payload)
         return events.PayloadReceived(session, ready)
 
@@ -77,6 +90,11 @@ class BulkDesk:
                     "a time; nothing of it was used; ask for the fate of the other one first"
                 )
             self._payloads[session, ready.fragment] = (ready.seq, payload)
+        self._assemblies.drop(session, ready.fragment, ready.seq)
+
+    def _has(self, session: str, ready: messages.Ready) -> bool:
+        with self._keeping:
+            return self._payloads.get((session, ready.fragment), (None,))[0] == ready.seq
 
     def take_seed(self, session: str, bulk: Bulk, granted: tuple[str, int] | None) -> None:
         """Keep start values of one fragment.
@@ -145,6 +163,11 @@ class BulkDesk:
             seq, _ = self._payloads.get((action.session, action.fragment), (None, None))
             if seq == action.seq:
                 del self._payloads[action.session, action.fragment]
+        self._assemblies.drop(action.session, action.fragment, action.seq)
+
+    def prune(self, state: SyncerState) -> None:
+        """Drop parts whose contribution will never be whole."""
+        self._assemblies.prune(state)
 
     def seed(self, action: actions.StoreSeed) -> list[Tensor] | None:
         """The start values of all fragments; None until all are here."""

@@ -182,7 +182,9 @@ class SyncerService:
             if self._store is None:  # a run that has its start values needs no others
                 self._desk.take_seed(session, bulk, self.state.seed_grant)
         else:
-            self._events.put(self._desk.take_contribution(session, bulk, self._store, self.state))
+            event = self._desk.take_contribution(session, bulk, self._store, self.state)
+            if event is not None:  # else parts of it are missing
+                self._events.put(event)
         return {}
 
     def on_get(self, header: Json) -> Bulk:
@@ -232,6 +234,7 @@ class SyncerService:
                 for session, heard_s in self._transferred_s.copy().items():
                     self.state.roster.heard(session, heard_s)
                 self._handle(events.Tick(), now_s)
+                self._desk.prune(self.state)
                 self._board.refresh()
                 self._note_progress(now_s)
                 self._store_seed()
