@@ -83,7 +83,7 @@ def land_carry_(param_view: Tensor, base: Tensor, old: Tensor, scratch: Tensor |
         flat_param, flat_base, flat_old = param_view.detach().view(-1), base.reshape(-1), old.reshape(-1)
         if scratch is None:
             wanted = 0 if param_view.dtype == torch.float32 else min(flat_param.numel(), LANDING_CHUNK_NUMEL)
-            scratch = torch.empty(wanted, device=param_view.device)
+            scratch = torch.empty(wanted, dtype=torch.float32, device=param_view.device)
         for start in range(0, flat_param.numel(), LANDING_CHUNK_NUMEL):
             part = slice(start, start + LANDING_CHUNK_NUMEL)
             param = flat_param[part]

@@ -54,7 +54,7 @@ def quantize_into(x_P: Tensor, packed: Tensor, scales_B: Tensor, *, bits: Bits, 
     if block_size % 2:
         raise ValueError(f"block_size={block_size}: must be even; use a power of two from 16 to 4096")
     step = chunk_numel(x_P, block_size)
-    work = torch.empty(min(step, x_P.numel()), device=x_P.device)
+    work = torch.empty(min(step, x_P.numel()), dtype=torch.float32, device=x_P.device)
     rounded = work if bits == 8 else torch.empty_like(work, dtype=torch.int8)
     whole = x_P.numel() // block_size * block_size
     for start in range(0, whole, step):

@@ -127,7 +127,7 @@ def merge_fragment(
     norms = norms_EM.square().sum(0).sqrt().tolist()
     clips = [min(1.0, max_norm / norm) if norm else 1.0 for norm in norms]
     out_P = torch.zeros(layout.padded_numel, dtype=torch.bfloat16)
-    sum_P = torch.empty(max(entry.numel for entry in layout.entries))
+    sum_P = torch.empty(max(entry.numel for entry in layout.entries), dtype=torch.float32)
     square, dots = 0.0, [0.0] * len(shares)
     for entry, slice_norms in zip(layout.entries, norms_EM.tolist(), strict=True):
         kind = entry.merge if merge == "rda" else "mean"
@@ -150,7 +150,7 @@ class _Encoded:
     def __init__(self, decoders: Sequence[Decoder], block_size: int) -> None:
         self._decoders = decoders
         self._block_size = block_size
-        self._scratch_MC = torch.empty(len(decoders), _CHUNK_NUMEL)
+        self._scratch_MC = torch.empty(len(decoders), _CHUNK_NUMEL, dtype=torch.float32)
 
     def chunks(self, entry: Entry) -> _Chunks:
         def walk() -> Iterator[tuple[int, Tensor]]:

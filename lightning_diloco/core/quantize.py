@@ -47,7 +47,7 @@ class Quantized:
 
     def dequantize(self, out: Tensor | None = None) -> Tensor:
         """The values as (numel,) float32, written into out if given."""
-        out = torch.empty(self.numel, device=self.q.device) if out is None else out
+        out = torch.empty(self.numel, dtype=torch.float32, device=self.q.device) if out is None else out
         dequantize_into(self.q, self.scales, out, bits=self.bits, block_size=self.block_size)
         return out
 
@@ -210,7 +210,7 @@ def decode(buffer: Tensor, *, numel: int, wire: Wire, block_size: int, out: Tens
         CorruptMessageError: see `Decoder`; out is untouched then.
     """
     decoder = Decoder(buffer, numel, wire, block_size)
-    return decoder.read(0, torch.empty(numel, device=buffer.device) if out is None else out)
+    return decoder.read(0, torch.empty(numel, dtype=torch.float32, device=buffer.device) if out is None else out)
 
 
 class ErrorFeedbackEncoder:
@@ -229,7 +229,7 @@ class ErrorFeedbackEncoder:
         self._wire: Wire = wire
         self._block_size = block_size
         self._enabled = enabled
-        self.residual = torch.zeros(numel)
+        self.residual = torch.zeros(numel, dtype=torch.float32)
 
     def encode(self, x: Tensor, name: str) -> Tensor:
         """Encode x plus the residual as uint8, and keep what is lost; x stays as it is.

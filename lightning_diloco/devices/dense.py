@@ -85,7 +85,7 @@ class DenseFragments:
         self._buffer_numel = max(layout.padded_numel for layout in self._layouts)
         self._spare = deque(self._new_buffer() for _ in range(_NUM_SPARE_BUFFERS))
         self._anchors = [self._new_buffer() for _ in self._layouts]
-        self._scratch = torch.empty(LANDING_CHUNK_NUMEL, device=self._device)
+        self._scratch = torch.empty(LANDING_CHUNK_NUMEL, dtype=torch.float32, device=self._device)
         self._residuals: dict[int, Tensor] = {}  # what encodings of merged contributions lost
         self._unmerged: dict[int, Tensor] = {}  # the residual if the outstanding contribution is merged
         self._hidden: dict[str, Tensor] | None = None  # local values while the anchor is shown
@@ -104,7 +104,7 @@ class DenseFragments:
         """See `FragmentDevice.local_values`; not fooled by `show_anchor`."""
         layout = self._layouts[fragment]
         params = self._params if self._hidden is None else self._hidden
-        return gather(layout, params, torch.empty(layout.padded_numel))
+        return gather(layout, params, torch.empty(layout.padded_numel, dtype=torch.float32))
 
     def snapshot(self, fragment: int) -> Snapshot:
         """See `FragmentDevice.snapshot`."""
@@ -223,7 +223,7 @@ class DenseFragments:
         numel, size = out_P.numel(), self._config.block_size
         decoder = Decoder(encoded, numel, self._config.wire, size)
         step = chunk_numel(out_P, size)
-        piece = torch.empty(min(step, numel), device=out_P.device)
+        piece = torch.empty(min(step, numel), dtype=torch.float32, device=out_P.device)
         for start in range(0, numel, step):
             out = out_P[start : start + step]
             out.add_(decoder.read(start, piece[: out.numel()]), alpha=sign)
@@ -270,7 +270,7 @@ class DenseFragments:
         return buffer[: self._layouts[fragment].padded_numel]
 
     def _new_buffer(self) -> Tensor:
-        return torch.empty(self._buffer_numel, device=self._device).zero_()
+        return torch.empty(self._buffer_numel, dtype=torch.float32, device=self._device).zero_()
 
     def _take(self) -> Tensor:
         try:

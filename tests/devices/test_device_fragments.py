@@ -159,6 +159,37 @@ def test_carry_keeps_what_quantization_lost_for_the_next_contribution():
     assert second.norm == pytest.approx(first.norm * first.relative_error, rel=1e-2)
 
 
+@pytest.fixture
+def half_by_default():
+    """As in a forward in half precision, which another thread computes meanwhile: torch has one default for all."""
+    before = torch.get_default_dtype()
+
+    def switch(on):
+        torch.set_default_dtype(torch.bfloat16 if on else before)
+
+    yield switch
+    switch(False)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "bf16"])
+@pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
+def test_exchanges_are_the_same_whatever_the_default_dtype(half_by_default, align, wire):
+    found = []
+    for is_half in (False, True):
+        rig = Rig(torch.bfloat16, align=align, wire=wire)
+        rig.train()
+        updates, values = [rig.published(0), rig.published(0)], []
+        half_by_default(is_half)
+        for update in updates:
+            payload = rig.contribute(0).payload
+            rig.receive(0, update, sent=payload)
+            values += [payload, rig.device.anchor(0), rig.device.local_values(0)]
+        half_by_default(False)
+        found.append(values)
+    assert all(map(torch.equal, *found))
+    assert {value.dtype for value in found[1]} == {torch.uint8, torch.float32}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_overwrite_lands_on_the_anchor(dtype):
     rig = Rig(dtype, align="overwrite")
