@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lightning_diloco.errors import TransportError
@@ -21,7 +22,7 @@ from lightning_diloco.transport.faults import FaultProxy
 from lightning_diloco.transport.flight import FlightConnection
 
 HERE = Path(__file__).parent
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 
 
 def until(condition: Callable[[], Any], what: str, processes: Processes | None = None) -> Any:
@@ -139,6 +140,8 @@ class Processes:
     def kill_all(self) -> None:
         for _, process in self._running:
             if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):  # torchrun's lead their own groups
+                    child.kill()
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
