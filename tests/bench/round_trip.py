@@ -24,7 +24,7 @@ from lightning_diloco.simulate.fleet import Fleet
 from lightning_diloco.simulate.process import SimulatedLearner
 from lightning_diloco.simulate.settings import Network, Pace
 
-PICTURE = Path(__file__).parents[2] / "docs" / "how_it_works.svg"
+PICTURE = Path(__file__).parent / "results" / "how_it_works.svg"
 SYNC_EVERY, NUM_FRAGMENTS, OVERLAP = 12, 4, 2
 PERIOD = 2  # of l0, counted from 0: nothing is special about it
 STEP_S = {"l0": 1.0, "l1": 1.3}
