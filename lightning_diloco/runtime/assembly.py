@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lightning_diloco.config import RunConfig
@@ -22,8 +21,7 @@ from lightning_diloco.core.parts import joined, part_range
 from lightning_diloco.core.quantize import wire_nbytes
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import SyncerState, messages
-from lightning_diloco.runtime.anchors import tensor_of
-from lightning_diloco.transport.base import Bulk, Json
+from lightning_diloco.transport.base import Json
 
 MAX_PARTS = 1 << 16
 
@@ -50,13 +48,16 @@ class Assemblies:
         with self._lock:
             return sum(part.nbytes for each in self._open.values() for part in each.parts.values())
 
-    def add(self, session: str, ready: messages.Ready, bulk: Bulk, numel: int, config: RunConfig) -> Tensor | None:
+    def add(
+        self, session: str, ready: messages.Ready, header: Json, payload: Tensor, *, numel: int, config: RunConfig
+    ) -> Tensor | None:
         """Keep a part.
 
         Args:
             session: whose it is.
             ready: which contribution it belongs to.
-            bulk: header {"part": k, "num_parts": n}, and the part.
+            header: {"part": k, "num_parts": n}.
+            payload: the part.
             numel: values of the fragment.
             config: of the run.
 
@@ -66,7 +67,7 @@ class Assemblies:
         Raises:
             CorruptMessageError: it is no part of this contribution.
         """
-        (k, n), payload = _numbers(bulk.header), tensor_of(bulk.payload, torch.uint8)
+        k, n = _numbers(header)
         start, stop = part_range(k, n, numel, config.block_size)
         if payload.numel() != (wanted := wire_nbytes(stop - start, config.wire, config.block_size)):
             raise CorruptMessageError(

@@ -64,7 +64,7 @@ class BulkDesk:
                 return events.PayloadReceived(session, ready, _TOO_LATE)
             if self._has(session, ready):
                 return None  # whole already
-            whole = self._assemblies.add(session, ready, bulk, layout.padded_numel, config)
+            whole = self._assemblies.add(session, ready, bulk.header, payload, numel=layout.padded_numel, config=config)
             if whole is None:
                 return None
             payload = whole
