@@ -211,7 +211,8 @@ def _notes(found: Forecast, drawn: Blueprint) -> list[str]:
     else:
         notes.append(
             f"a learner fails every {scenario.mtbf_s / 3600:.1f} h, is back after {scenario.restart_s:.0f} s and the "
-            "adoption, and loses half a period of its steps"
+            "adoption, and loses half a period of its steps and what was in flight: "
+            "goodput = exp(-(down + lost) / mtbf) * (1 - stall); validation is not counted"
         )
     if drawn.devices is None:
         notes.append(f'trainer.devices is "auto": taken as {devices}; give --devices')

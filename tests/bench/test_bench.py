@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from tests.bench import chaos, exchange, participation, quality, report, soak, survivors
+from tests.bench import chaos, exchange, forecast, participation, quality, report, soak, survivors
 from tests.bench.processes import Measured
-from tests.bench.tiny import Tiny
+from tests.bench.tiny import RECIPE, Tiny
 
 
 @pytest.fixture
@@ -145,3 +146,10 @@ def test_threads_that_pile_up_are_told_from_one_that_comes_and_goes(at_the_end: 
     before = [(2.0 * k, 1 << 28, 15 + k % 2, 21) for k in range(290)]
     samples = before + [(2.0 * k, 1 << 28, at_the_end[k % 2], 21) for k in range(290, 310)]
     assert soak._row("a run", samples)["grew"] == grew
+
+
+def test_goodput_that_is_planned_is_that_of_the_measured_runs() -> None:
+    found = json.loads((RECIPE.parent / "results" / "forecast.json").read_text())
+    checks = forecast.checks_of(found["runs"])
+    assert list(checks.values()) == [True] * 4, checks
+    assert [forecast.row_of(name, **run) for name, run in found["runs"].items()] == found["rows"]

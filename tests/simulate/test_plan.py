@@ -165,7 +165,7 @@ def test_goodput_of_failures_is_the_closed_form() -> None:
     found = forecast(dataclasses.replace(large(), mtbf_s=6 * 3600.0, restart_s=100.0))
     down_s = 100.0 + found.exchange.adopt_s
     lost_s = 192 * 2.0 / 2 + found.exchange.landing_s
-    wanted = 21600 / (21600 + down_s) * (1 - lost_s / 21600)
+    wanted = math.exp(-(down_s + lost_s) / 21600)
     stall = goodput.stall_share(found.sizes, found.scenario.training, found.exchange, on_cpu=False)
     assert found.goodput == pytest.approx(wanted * (1 - stall))
 
