@@ -13,6 +13,8 @@ class Agreement:
     Args:
         tokens: of this step.
         num_failed: ranks that met an error.
+        num_asked: ranks that were asked to end by a signal.
+        saves: rank 0 says that all take a checkpoint before the next batch.
         is_over: rank 0 says that there are no more boundaries.
         is_last: rank 0 says that nobody else is in the run.
         land, snapshot: rank 0 says what is done at this boundary, by fragment.
@@ -20,6 +22,8 @@ class Agreement:
 
     tokens: int = 0
     num_failed: int = 0
+    num_asked: int = 0
+    saves: bool = False
     is_over: bool = False
     is_last: bool = False
     land: tuple[int, ...] = ()
@@ -28,17 +32,20 @@ class Agreement:
     def numbers(self, num_fragments: int) -> list[int]:
         """As integers that can be summed."""
         flags = [int(p in marked) for marked in (self.land, self.snapshot) for p in range(num_fragments)]
-        return [self.tokens, self.num_failed, int(self.is_over), int(self.is_last), *flags]
+        counts = [self.tokens, self.num_failed, self.num_asked]
+        return [*counts, int(self.saves), int(self.is_over), int(self.is_last), *flags]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Agreement:
         """The inverse of `numbers`."""
-        tokens, num_failed, is_over, is_last, *flags = numbers
+        tokens, num_failed, num_asked, saves, is_over, is_last, *flags = numbers
         half = len(flags) // 2
         land, snapshot = (tuple(p for p, flag in enumerate(part) if flag) for part in (flags[:half], flags[half:]))
         return cls(
             tokens=tokens,
             num_failed=num_failed,
+            num_asked=num_asked,
+            saves=bool(saves),
             is_over=bool(is_over),
             is_last=bool(is_last),
             land=land,

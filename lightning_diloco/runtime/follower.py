@@ -40,6 +40,8 @@ class FollowerLink:
         holds_part: of the parameters, not all of them; then it measures its part of contributions.
     """
 
+    agreed = Agreement()  # what all ranks know since the last step ended
+
     def __init__(self, ranks: Ranks, *, holds_part: bool = False) -> None:
         self._ranks = ranks
         self._holds_part = holds_part
@@ -66,9 +68,9 @@ class FollowerLink:
 
     # -------------------------------------------------------------------------------------------------------- training
 
-    def begin_step(self, tokens: int) -> None:
-        """See `LeaderLink.begin_step`."""
-        agreement = Agreement(tokens=tokens, num_failed=int(self._error is not None))
+    def begin_step(self, tokens: int, *, is_asked: bool = False, saves: bool = False) -> None:
+        """See `LeaderLink.begin_step`; when all take a checkpoint, rank 0 says."""
+        agreement = Agreement(tokens=tokens, num_failed=int(self._error is not None), num_asked=int(is_asked))
         self._ranks.begin(agreement.numbers(self.plan.num_fragments))
 
     def step(self, tokens: int, unit: str) -> None:
@@ -77,7 +79,7 @@ class FollowerLink:
 
     def skip_step(self) -> None:
         """See `LeaderLink.skip_step`."""
-        self._ranks.end()
+        self.agreed = Agreement.of(self._ranks.end())
 
     def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
         """Land what still comes, until rank 0 has left; returns whether it was the last."""
@@ -89,7 +91,7 @@ class FollowerLink:
                 return agreed.is_last
 
     def _boundary(self) -> Agreement:
-        agreed = Agreement.of(self._ranks.end())
+        agreed = self.agreed = Agreement.of(self._ranks.end())
         if self._error is not None:
             raise self._error
         if agreed.num_failed:

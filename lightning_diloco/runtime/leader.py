@@ -40,6 +40,7 @@ class LeaderLink(Link):
         boxes: what each rank holds of each parameter; None: all of it.
     """
 
+    agreed = Agreement()  # what all ranks know since the last step ended
     _has_ranks = True
     _relay: Relay
 
@@ -85,10 +86,10 @@ class LeaderLink(Link):
 
     # -------------------------------------------------------------------------------------------------------- training
 
-    def begin_step(self, tokens: int) -> None:
+    def begin_step(self, tokens: int, *, is_asked: bool = False, saves: bool = False) -> None:
         """All batches of a step are known: tell the others what its end will bring."""
         entered_s = time.perf_counter()
-        self._begin(tokens)
+        self._begin(tokens, num_asked=int(is_asked), saves=saves)
         self._watch.stall_s += time.perf_counter() - entered_s
 
     def step(self, tokens: int, unit: str) -> None:
@@ -152,7 +153,7 @@ class LeaderLink(Link):
         self._ranks.begin(Agreement(tokens=tokens, **{**promised, **said}).numbers(self.plan.num_fragments))
 
     def _agreed(self) -> Agreement:
-        agreed = Agreement.of(self._ranks.end())
+        agreed = self.agreed = Agreement.of(self._ranks.end())
         self._relay.landed.clear()
         if agreed.num_failed and not self._has_failed:
             raise DiLoCoError("another rank of this learner has stopped; its own output says why; start it again")

@@ -44,23 +44,24 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.num_begun = 0
-        self._steps, self._commands, self._pulses = (dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(3))
+        made = [dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(4)]
+        self._texts, self._steps, self._commands, self._pulses = made
         self._telling = threading.Lock()
         self._begun: tuple[dist.Work, Tensor] | None = None
         self._beat_s = time.monotonic()
 
     def close(self) -> None:
         """End the groups, when no thread uses them any more, and see to it that those of training end in time, too."""
-        for group in (self._steps, self._commands, self._pulses):
+        for group in (self._texts, self._steps, self._commands, self._pulses):
             dist.destroy_process_group(group)
-        del self._steps, self._commands, self._pulses
+        del self._texts, self._steps, self._commands, self._pulses
         atexit.unregister(_end_training_groups)
         atexit.register(_end_training_groups)
 
     # ----------------------------------------------------------------------------------------------- training threads
 
     def share(self, values: object) -> list[Any]:
-        """What each rank has here, by rank: plain values."""
+        """What each rank has here, by rank: plain values. Waits for all; one thread of each rank at a time."""
         return [json.loads(text) for text in self._all_texts(json.dumps(values))]
 
     def compare(self, settings: Mapping[str, object]) -> None:
@@ -161,11 +162,11 @@ class Ranks:
         mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         size = torch.tensor([mine.numel()])
         sizes = [torch.empty_like(size) for _ in range(self.size)]
-        dist.all_gather(sizes, size, group=self._commands)
+        dist.all_gather(sizes, size, group=self._texts)
         longest = max(map(int, sizes))
         padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
         texts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(texts, padded, group=self._commands)
+        dist.all_gather(texts, padded, group=self._texts)
         return [bytes(text[: int(size)].tolist()).decode() for text, size in zip(texts, sizes, strict=True)]
 
     # ----------------------------------------------------------------------------------------------------------- pulse

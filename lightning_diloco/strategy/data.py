@@ -3,7 +3,7 @@
 1. A learner reads every `parts`-th sample of the order that all learners draw alike, from its own start. What does
    not divide evenly is left out of that epoch: nothing is read twice. A process that goes on where another one ended
    begins in the midst of that order.
-2. Loaders split by their owner (a DistributedSampler) stay as they are.
+2. Loaders split by their owner, or by Lightning over ranks (a DistributedSampler), stay so; they go on likewise.
 3. What cannot be split is read in full by everybody, and a warning says so. Its order still differs if it is drawn
    from torch's, numpy's or Python's global generator: `fork_random_state` gives every learner its own.
 """
@@ -83,7 +83,7 @@ def split(loader: object, part: int, parts: int, begins: Position = START) -> ob
         return _unsplit(loader, f"{type(loader.dataset).__name__} is an iterable dataset")
     sampler = getattr(loader.batch_sampler, "sampler", None) if loader.batch_sampler else loader.sampler
     if isinstance(sampler, (DistributedSampler, PartSampler)):
-        return loader
+        return _going_on(loader, begins)
     if not hasattr(sampler, "__len__"):
         return _unsplit(loader, f"{type(loader.batch_sampler or sampler).__name__} has no sampler with a length")
     seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning seeds its DistributedSampler
@@ -105,6 +105,8 @@ def in_own_order(loader: object, learner_id: str, begins: Position = START) -> o
     """
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return loader
+    if isinstance(loader.sampler, DistributedSampler):
+        return _going_on(loader, begins)
     if type(loader.sampler) not in (SequentialSampler, RandomSampler):
         return loader
     seed = _seed_of("order", learner_id) % 2**31
@@ -128,6 +130,15 @@ def fork_random_state(learner_id: str, incarnation: int = 1) -> None:
         incarnation: and of this: a process does not draw once more what the one before it drew.
     """
     _seed_all(_seed_of(str(torch.initial_seed()), learner_id, *([] if incarnation == 1 else [str(incarnation)])))
+
+
+def _going_on(loader: DataLoader[object], begins: Position) -> DataLoader[object]:
+    """A loader that was split already, from where reading begins."""
+    if begins == START or type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
+        return loader
+    if isinstance(sampler := loader.sampler, PartSampler):
+        return loader
+    return _with_sampler(loader, PartSampler(sampler, 0, 1, 0, **_beginning(loader, begins)))
 
 
 def _seed_of(*words: str) -> int:

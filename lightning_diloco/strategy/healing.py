@@ -47,6 +47,7 @@ T = TypeVar("T")
 CLOSE_S = 5.0
 LOOK_S, LOOK_FAR_S = 1.0, 15.0
 PROCESS = uuid.uuid4().hex
+ONE_DEVICE = "one device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,11 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    entry: Entry
+class Found:
+    """A checkpoint, or a rank's part of it, to which there is no objection."""
+
+    learner: str
+    step: int
     state: State
     is_own: bool
 
@@ -73,6 +77,7 @@ class Healing:
         owner: whose they are.
         store: where they lie; None: none are read or written.
         every_steps: N, inner steps between two of them.
+        layout: how several ranks hold the model; None: one device does.
 
     Attributes:
         warm_up: what the optimizer goes through first.
@@ -85,13 +90,15 @@ class Healing:
         store: CheckpointStore | None,
         *,
         every_steps: int,
+        layout: str | None = None,
     ) -> None:
         self._trainer = trainer
         self._owner = owner
         self._store = store
         self._every_steps = every_steps
+        self._layout = layout
         self._begins: Position | None = None
-        self._pending: _Found | None = None
+        self._pending: Found | None = None
         self._steps_since = 0
         self._is_after_step = False
         self._asked: str | None = None
@@ -120,7 +127,7 @@ class Healing:
         if self._trainer.ckpt_path is not None:
             log.info("this learner goes on from ckpt_path=%s", self._trainer.ckpt_path)
             return
-        found = next(self._candidates(), None) if self._store is not None else None
+        found = self._find() if self._store is not None else None
         if found is None:
             self.warm_up = WarmUp(warm_up_steps)
             if warm_up_steps:
@@ -133,8 +140,8 @@ class Healing:
         training_state.give(self._trainer, found.state, is_own=found.is_own)
         self._begins = training_state.position(found.state)
         self._pending = found
-        whose = "its own" if found.is_own else f"peer {found.entry.learner}'s"
-        log.warning("learner %s goes on from %s checkpoint of step %d", self._owner.learner, whose, found.entry.step)
+        whose = "its own" if found.is_own else f"peer {found.learner}'s"
+        log.warning("learner %s goes on from %s checkpoint of step %d", self._owner.learner, whose, found.step)
 
     @property
     def position(self) -> Position:
@@ -149,21 +156,35 @@ class Healing:
         elif self._begins:
             log.warning("where its training data goes on is the datamodule's to know; else its epoch begins anew")
 
-    def _candidates(self) -> Iterator[_Found]:
-        """What can be gone on from, the best first."""
+    def _find(self) -> Found | None:
+        """The best that this Trainer can go on from."""
+        for entry, checkpoint in self._offers():
+            if (found := self._fitting(entry.learner, entry.step, checkpoint)) is not None:
+                return found
+        return None
+
+    def _fitting(self, learner: str, step: int, checkpoint: Checkpoint) -> Found | None:
+        state, is_own = cast("State", checkpoint.state), learner == self._owner.learner
+        if problem := training_state.objection(self._trainer, state, is_own=is_own):
+            log.warning("the checkpoint of step %d of %s does not fit: %s", step, learner, problem)
+            return None
+        return Found(learner, step, state, is_own)
+
+    def _offers(self) -> Iterator[tuple[Entry, Checkpoint]]:
+        """What is there, of this run and layout, the best first."""
         assert self._store is not None
         store, own_name = self._store, self._owner.learner
-        names = [name for name in _tried(store.learners) or () if name != own_name]
-        of_peers = [entry for name in names for entry in _tried(partial(store.entries, name)) or ()]
-        for entry in [*(_tried(partial(store.entries, own_name)) or ()), *sorted(of_peers, reverse=True)]:
-            is_own, checkpoint = entry.learner == own_name, _tried(partial(store.read, entry))
+        names = [name for name in tried(store.learners) or () if name != own_name]
+        of_peers = [entry for name in names for entry in tried(partial(store.entries, name)) or ()]
+        for entry in [*(tried(partial(store.entries, own_name)) or ()), *sorted(of_peers, reverse=True)]:
+            checkpoint = tried(partial(store.read, entry))
             if checkpoint is None or checkpoint.run != self._owner.run or checkpoint.process == PROCESS:
                 continue
-            state = cast("State", checkpoint.state)
-            if problem := training_state.objection(self._trainer, state, is_own=is_own):
+            if checkpoint.layout != self._layout:
+                problem = f"it is of {checkpoint.layout or ONE_DEVICE}, this learner has {self._layout or ONE_DEVICE}"
                 log.warning("the checkpoint of step %d of %s does not fit: %s", entry.step, entry.learner, problem)
                 continue
-            yield _Found(entry, state, is_own)
+            yield entry, checkpoint
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -179,12 +200,19 @@ class Healing:
             training_state.begin(self._trainer, self._pending.state, is_own=self._pending.is_own)
             self._pending = None
         is_after_step, self._is_after_step = self._is_after_step, False
-        is_wanted = self._steps_since >= self._every_steps or self._asked != self._answered
-        if self._store is None or not (is_wanted and is_after_step and self._written.is_set()):
+        if not (is_after_step and self._is_due()):
             return 0.0
         began_s = time.perf_counter()
         self.take()
         return time.perf_counter() - began_s
+
+    def is_due_after(self, num_steps: int) -> bool:
+        """Whether one is to be taken when so many more inner steps are done."""
+        is_wanted = self._steps_since + num_steps >= self._every_steps or self._asked != self._answered
+        return self._store is not None and is_wanted and self._written.is_set()
+
+    def _is_due(self) -> bool:
+        return self.is_due_after(0)
 
     def step_done(self) -> None:
         """An inner step is done."""
@@ -214,7 +242,8 @@ class Healing:
             log.warning("checkpoints do not hold all of it: %s", sentence)
         owner, step = self._owner, self._trainer.global_step
         self._answered = self._asked
-        checkpoint = Checkpoint(owner.run, owner.learner, owner.incarnation, PROCESS, step, state, self._answered)
+        answer, layout = self._answered, self._layout
+        checkpoint = Checkpoint(owner.run, owner.learner, owner.incarnation, PROCESS, step, state, answer, layout)
         self._steps_since, self._is_stored = 0, False
         self._written = written = threading.Event()
         if self._jobs is None:
@@ -223,14 +252,20 @@ class Healing:
 
     def _write(self, checkpoint: Checkpoint, written: threading.Event) -> None:
         assert self._store is not None
-        try:
+        with self._telling():
             self._store.write(checkpoint)
             self._is_stored = True
+        written.set()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Say, once for each reason, that nothing was written."""
+        try:
+            yield
         except (StorageError, UnstorableError) as error:
             if (reason := type(error).__name__ + str(error)) not in self._told:
                 log.warning("no checkpoint was written, training goes on: %s", error)
             self._told.add(reason)
-        written.set()
 
     def _watch_for_markers(self) -> None:
         """Look for somebody who wants a snapshot of the whole run."""
@@ -244,7 +279,7 @@ class Healing:
         self._written.set()
 
 
-def _tried(read: Callable[[], T]) -> T | None:
+def tried(read: Callable[[], T]) -> T | None:
     """What the store has; None if it cannot be read, and why is said."""
     try:
         return read()

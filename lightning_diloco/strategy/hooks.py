@@ -133,18 +133,18 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
         assert self._link is not None
         link, chosen = self._link, self._learner
         fork_random_state(link.learner_id, link.incarnation)
-        store = CheckpointStore(checkpoint_url(chosen.checkpoint_store, link.own_run_dir, self._root_dir, link.run))
-        self._healing = Healing(
-            self._trainer,
-            Owner(link.run, link.learner_id, link.incarnation),
-            store if chosen.checkpoint_every else None,
-            every_steps=chosen.checkpoint_every,
-        )
+        url = checkpoint_url(chosen.checkpoint_store, link.own_run_dir, self._root_dir, link.run)
+        owner = Owner(link.run, link.learner_id, link.incarnation)
+        self._healing = self._make_healing(owner, url if chosen.checkpoint_every else None)
         if link.is_late:
             run_steps = self.broadcast(link.run_steps if self.is_global_zero else 0)
             self._healing.heal(warm_up_steps=link.config.sync_every, run_steps=run_steps)
         else:
             self._healing.heal()
+
+    def _make_healing(self, owner: Owner, url: str | None) -> Healing:
+        store = None if url is None else CheckpointStore(url)
+        return Healing(self._trainer, owner, store, every_steps=self._learner.checkpoint_every)
 
     def _make_link(self) -> Link:
         from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
@@ -214,11 +214,15 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
             if self._device is not None:
                 self._device.show_local()
             if isinstance(exception, SIGTERMException) and self._preemption is not None:
-                exception.code = EXIT_CODE
+                exception.code = self._exit_code
                 self._leave_in_time(self._preemption)
         finally:
             self._close()
         super().on_exception(exception)
+
+    @property
+    def _exit_code(self) -> int:
+        return EXIT_CODE
 
     def _sigterm_came(self) -> None:
         if self._preemption is not None:

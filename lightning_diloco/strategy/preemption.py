@@ -45,6 +45,11 @@ class Preemption:
             self._noticed.set()
 
     @property
+    def is_noticed(self) -> bool:
+        """Whether the signal came."""
+        return self._noticed_s is not None
+
+    @property
     def left_s(self) -> float:
         """Time for leaving and for the checkpoint."""
         since_s = time.monotonic() - (time.monotonic() if self._noticed_s is None else self._noticed_s)

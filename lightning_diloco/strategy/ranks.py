@@ -7,33 +7,37 @@
    different samples.
 4. All ranks of a learner have one id, hence one folder. Who starts them hands it on; who is started otherwise
    (torchrun, SLURM) is told it by DILOCO_LEARNER.
-5. The checkpoints from which single processes go on do not hold the state of several: there are none here.
+5. All ranks write and read checkpoints together (`ranks_healing.py`), and heed SIGTERM together: which of them got the
+   signal is known to all when a step ends, and all leave there.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
+from lightning_diloco.strategy.healing import Healing, Owner
+from lightning_diloco.strategy.ranks_healing import RanksHealing, layout_of
 
 if TYPE_CHECKING:
     from lightning_diloco.runtime.follower import FollowerLink
     from lightning_diloco.runtime.leader import LeaderLink
-
-
-log = logging.getLogger(__name__)
 
 
 class RanksHooks(DecoupledDiLoCoStrategy):
@@ -71,18 +75,19 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         ranks = Ranks()
         own = {name: value for name, value in asdict(self._learner).items() if name not in ("join", "learner")}
         ranks.compare({**self._run_options, **own, "token_count_fn": self._token_count_fn is not None})
-        if self._learner.checkpoint_every and ranks.rank == 0:
-            log.warning(
-                "a learner of %d ranks keeps no checkpoints of its own: started again, it adopts the anchors, and its "
-                "optimizer warms up; use ModelCheckpoint and fit(ckpt_path=...) to keep its moments",
-                ranks.size,
-            )
-        self._learner = replace(self._learner, checkpoint_every=0)
+        self._heed_sigterm_together()
         own_boxes = self._part_boxes()
         boxes = None if own_boxes is None else ranks.share(own_boxes)
+        self._ranks, self._layout = ranks, layout_of(ranks.size, boxes)
         if ranks.rank == 0:
             return LeaderLink(self._run_options, self._learner, self._root_dir, ranks=ranks, boxes=boxes)
         return FollowerLink(ranks, holds_part=boxes is not None)
+
+    def _make_healing(self, owner: Owner, url: str | None) -> Healing:
+        url = self._ranks.share(url)[0]  # rank 0 knows whether the run is its own
+        store, every_steps = None if url is None else CheckpointStore(url), self._learner.checkpoint_every
+        options: dict[str, Any] = {"every_steps": every_steps, "ranks": self._ranks, "layout": self._layout}
+        return RanksHealing(self._trainer, owner, store, **options)
 
     def _part_boxes(self) -> dict[str, Any] | None:
         """What this rank holds of each parameter; None: all of it."""
@@ -156,8 +161,14 @@ class RanksHooks(DecoupledDiLoCoStrategy):
     def _begin_inner_step(self) -> None:
         if self._exchanging:
             assert self._link is not None
+            assert self._preemption is not None
+            assert self._healing is not None
             tokens, _ = self._counter.take()
-            self._link.begin_step(tokens if self._counts_tokens else 0)
+            self._link.begin_step(
+                tokens if self._counts_tokens else 0,
+                is_asked=self._preemption.is_noticed,
+                saves=self._healing.is_due_after(1),
+            )
 
     @property
     def _counts_tokens(self) -> bool:
@@ -167,6 +178,34 @@ class RanksHooks(DecoupledDiLoCoStrategy):
     def _end_inner_step(self, output: Any = None) -> None:
         super()._end_inner_step(output)
         self._ended = True
+        if not self._exchanging:
+            return
+        assert self._link is not None
+        assert isinstance(self._healing, RanksHealing)
+        self._healing.is_agreed = self._link.agreed.saves
+        if self._link.agreed.num_asked:
+            self._sigterm_came()
+            self._trainer._signal_connector.received_sigterm = True
+
+    # --- the signal that asks to end -----------------------------------------------------------------------------
+
+    def _heed_sigterm_together(self) -> None:
+        """Lightning's handler has ranks meet in the midst of what they compute, and hangs; ours notes the signal."""
+        handlers = signal.getsignal(signal.SIGTERM)
+        if isinstance(handlers, _HandlersCompose):
+            theirs = self._trainer._signal_connector._sigterm_notifier_fn
+            handlers.signal_handlers = [self._pass_on if it == theirs else it for it in handlers.signal_handlers]
+
+    def _pass_on(self, signum: int, _: FrameType | None) -> None:
+        self._sigterm_came()
+        assert self._launcher is not None
+        self._launcher.kill(signum)
+
+    @property
+    def _exit_code(self) -> int:
+        """Who started the others would kill all at the first of them that ends with a code."""
+        is_watched = isinstance(self.cluster_environment, LightningEnvironment) and self.local_rank > 0
+        return 0 if is_watched and isinstance(self._launcher, _Scripts) else super()._exit_code
 
 
 class _Scripts(_SubprocessScriptLauncher):
@@ -184,11 +223,6 @@ class _Scripts(_SubprocessScriptLauncher):
     def _call_children_scripts(self) -> None:
         with _handed_on(self._strategy._learner.learner):
             super()._call_children_scripts()
-
-    def kill(self, signum: int) -> None:
-        """Lightning tells us that this process was asked to end."""
-        self._strategy._sigterm_came()
-        super().kill(signum)
 
 
 class _Processes(_MultiProcessingLauncher):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_diloco.runtime.tree import UnstorableError, pack
+from lightning_diloco.strategy import optimizer_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -46,7 +47,7 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
         "kinds": _kinds(trainer),
         "loops": trainer.fit_loop.state_dict(),
         "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
-        "optimizer_states": [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
+        "optimizer_states": [optimizer_state.held(optimizer) for optimizer in trainer.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "precision": trainer.precision_plugin.state_dict(),
         "datamodule": own.pop(DATA, {}),
@@ -76,7 +77,8 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
         is_own: this learner's own, rather than a peer's.
     """
     trainer.fit_loop.load_state_dict(state["loops"])
-    trainer.strategy.load_optimizer_state_dict(state)
+    for optimizer, held in zip(trainer.optimizers, state["optimizer_states"], strict=True):
+        optimizer_state.give(optimizer, held, trainer.strategy.root_device)
     for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(saved)
     if state["precision"]:

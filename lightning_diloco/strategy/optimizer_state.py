@@ -1,0 +1,72 @@
+"""What this process holds of an optimizer's state, and how it gets it back: nothing is gathered, whatever the layout.
+
+1. Of a sharded value its local part is kept. It is laid out as its parameter is; one that is not (row and column
+   statistics, for example) cannot be kept, and whoever stores the state is told so.
+2. Of an optimizer that shares its state over ranks (ZeroRedundancyOptimizer) nothing can be kept without a gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+
+SHARDED = "sharded"
+
+
+def held(optimizer: Optimizer) -> State:
+    """Its state as plain values and tensors, which may be the live ones.
+
+    A value that cannot be kept is in it as something that cannot be stored.
+    """
+    if hasattr(optimizer, "consolidate_state_dict"):
+        return {"state": optimizer}
+    state, params = optimizer.state_dict(), _params(optimizer)
+    sharded = [
+        (index, key)
+        for index, values in state["state"].items()
+        for key, value in values.items()
+        if isinstance(value, DTensor)
+    ]
+    if not sharded:
+        return state
+    values = {index: dict(values) for index, values in state["state"].items()}
+    for index, key in sharded:
+        values[index][key] = _local(values[index][key], params[index])
+    return {**state, "state": values, SHARDED: sharded}
+
+
+def give(optimizer: Optimizer, state: State, device: torch.device) -> None:
+    """The inverse, for the same parameters, laid out alike."""
+    state, params = (
+        {**state, "state": {index: dict(values) for index, values in state["state"].items()}},
+        _params(optimizer),
+    )
+    for index, key in state.pop(SHARDED, ()):
+        state["state"][index][key] = _like(state["state"][index][key], params[index])
+    optimizer.load_state_dict(state)
+    _optimizer_to_device(optimizer, device)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    """In the order of their numbers in a state."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _local(value: DTensor, param: Tensor) -> object:
+    if isinstance(param, DTensor) and (value.shape, value.placements) == (param.shape, param.placements):
+        return value.to_local()
+    return value.placements
+
+
+def _like(value: Tensor, param: Tensor) -> Tensor:
+    assert isinstance(param, DTensor)
+    local = value.to(param.to_local().device)
+    mesh, placements = param.device_mesh, param.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
