@@ -1,6 +1,7 @@
 """Fragments whose parameters are spread over the ranks of a learner: what one rank holds of them, and only that.
 
-1. A rank's part of a parameter is a box of it (rows, columns): FSDP2 and tensor parallel cut along one dimension each.
+1. A rank's part of a parameter is a box of it (rows, columns), as FSDP2 and tensor parallel cut it, or a range of its
+   elements, as FSDP does.
 2. Anchors, snapshots and landings are of the own boxes. Only a fragment on its way is ever whole, in host memory.
 3. What arrives is decoded whole and cut: every element is computed as on one device, bit for bit.
 4. Contributions are put together from the parts and encoded by one rank (`assemble`), so they are those of one device.
@@ -11,14 +12,14 @@ Shapes: _P flat padded fragment, _L flat part of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.core.fragments import Entry, FragmentLayout, FragmentPlan, Slice
+from lightning_diloco.core.fragments import Entry, FragmentLayout, FragmentPlan, Shape, Slice
 from lightning_diloco.core.pseudogradient import pseudo_gradient
 from lightning_diloco.core.quantize import decode
 from lightning_diloco.devices.base import Update
@@ -27,7 +28,7 @@ from lightning_diloco.devices.cuda import CudaFragments
 from lightning_diloco.devices.dense import DenseFragments, Snapshot
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""First index and size along each dimension of a parameter."""
+"""First index and size along each dimension of a parameter; along one dimension: of its elements in a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class PartPlan:
 
 def assemble(plans: Sequence[PartPlan], p: int, parts_L: Sequence[Tensor]) -> Tensor:
     """A whole fragment from all ranks' parts, padding with zeros: float32 (P,) on the host."""
-    whole_P = torch.zeros(plans[0].wholes[p].padded_numel)
+    whole_P = torch.zeros(plans[0].wholes[p].padded_numel, dtype=torch.float32)
     for plan, part_L in zip(plans, parts_L, strict=True):
         plan.put(p, part_L, whole_P)
     return whole_P
@@ -153,18 +154,24 @@ class CudaPart(PartFragments, CudaFragments):
 
 def _pieces(whole: FragmentLayout, boxes: Mapping[str, Box]) -> list[Piece]:
     found, offset = list[Piece](), 0
-    for entry in whole.entries:
-        firsts, sizes = boxes[entry.slice.name]
-        if not entry.shape:  # a scalar
-            own, starts = Slice(entry.slice.name, 0, 1), ()
-            shape: tuple[int, ...] = ()
-        else:
+    for each in whole.entries:
+        firsts, sizes = boxes[each.slice.name]
+        entry = _in_a_row(each) if len(firsts) == 1 != len(each.shape) else each
+        own, starts, shape = Slice(entry.slice.name, 0, 1), Shape(), Shape()
+        if entry.shape:  # no scalar
             start = max(entry.slice.start_row, firsts[0])
-            stop = min(entry.slice.stop_row, firsts[0] + sizes[0])
+            stop = max(start, min(entry.slice.stop_row, firsts[0] + sizes[0]))
             own = Slice(entry.slice.name, start - firsts[0], stop - firsts[0])
             starts = (start - entry.slice.start_row, *firsts[1:])
             shape = (stop - start, *sizes[1:])
-        if not shape or (shape[0] > 0 and prod(shape)):
-            found.append(Piece(entry, Entry(own, shape, offset, prod(shape), entry.merge), starts))
-            offset += prod(shape)
+        if numel := prod(shape):
+            found.append(Piece(entry, Entry(own, shape, offset, numel, entry.merge), starts))
+            offset += numel
     return found
+
+
+def _in_a_row(entry: Entry) -> Entry:
+    """The same slice of the flattened parameter."""
+    each = prod(entry.shape[1:])
+    rows = Slice(entry.slice.name, entry.slice.start_row * each, entry.slice.stop_row * each)
+    return replace(entry, slice=rows, shape=(entry.numel,))

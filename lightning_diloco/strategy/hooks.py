@@ -32,6 +32,7 @@ from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.runtime.checkpoints import CheckpointStore
+from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.strategy.checkpoints import AnchorInCheckpoints
 from lightning_diloco.strategy.data import fork_random_state, in_own_order, is_at, split
 from lightning_diloco.strategy.healing import Healing, Owner
@@ -119,7 +120,7 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
         self._counter = TokenCounter(self._token_count_fn)
         self._stepped, self._tuner_checkpoint = False, None
         self._link = self._make_link()
-        self._link.start(describe(self.lightning_module, self._counter.unit), self._make_device)
+        self._link.start(self._describe(), self._make_device)
         self._heal()
         self._stopping = Stopping(self._trainer, self._learner.max_fleet_tokens)
         self._stopping.heed(self._link)
@@ -141,6 +142,10 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
             self._healing.heal(warm_up_steps=link.config.sync_every, run_steps=run_steps)
         else:
             self._healing.heal()
+
+    def _describe(self) -> ModelDescription:
+        assert self.lightning_module is not None
+        return describe(self.lightning_module, self._counter.unit)
 
     def _make_healing(self, owner: Owner, url: str | None) -> Healing:
         store = None if url is None else CheckpointStore(url)

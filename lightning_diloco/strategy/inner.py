@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
 from lightning_diloco.errors import ConfigError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Modules and classes; the modules import this one.
 _FINAL_CLASSES: dict[type[Strategy], tuple[str, str]] = {
     DDPStrategy: ("ddp", "DDPDiLoCo"),
+    FSDPStrategy: ("fsdp", "FSDPDiLoCo"),
     ModelParallelStrategy: ("model_parallel", "ModelParallelDiLoCo"),
 }
 
@@ -44,18 +45,22 @@ def problems(inner: object) -> list[str]:
     if type(inner) not in _FINAL_CLASSES:
         allowed = ", ".join(f"{allowed.__name__}()" for allowed in _FINAL_CLASSES)
         return [f"inner={name}(): must be 'auto' or one of {allowed}; use one of them{_instead_of(name)}"]
-    return [
+    found = [
         f"inner={name}({argument}=...): must be left to the Trainer, which decides it; pass Trainer({argument}=...)"
         for attribute, argument in _LEFT_TO_THE_TRAINER.items()
         if getattr(inner, attribute, None) is not None
     ]
+    if isinstance(inner, FSDPStrategy):
+        from lightning_diloco.strategy import fsdp
+
+        found += fsdp.problems(inner)
+    return found
 
 
 def _instead_of(name: str) -> str:
     reasons = {
         "DeepSpeedStrategy": ": DeepSpeed's engine hides the parameters that learners exchange; ModelParallelStrategy "
         "shards them as ZeRO 3 does",
-        "FSDPStrategy": ": ModelParallelStrategy is FSDP2, with `fully_shard` in configure_model()",
     }
     return reasons.get(name, "")
 
@@ -67,17 +72,18 @@ def become(strategy: DecoupledDiLoCoStrategy, inner: Strategy) -> None:
     vars(strategy).update(vars(inner))
 
 
-def check_devices(inner: Strategy, devices: list[torch.device], num_nodes: int) -> None:
+def check_devices(inner: DecoupledDiLoCoStrategy, devices: list[torch.device], num_nodes: int) -> None:
     """Compare an inner strategy with what the Trainer decided.
 
     Raises:
         ConfigError: they do not fit.
     """
     types = sorted({device.type for device in devices})
+    name = next(allowed.__name__ for allowed in _FINAL_CLASSES if isinstance(inner, allowed))
     backend = getattr(inner, "_process_group_backend", None)
     if types not in (["cpu"], ["cuda"]):
         raise ConfigError(
-            f"inner={type(inner).__mro__[2].__name__}() on devices of type {'/'.join(types)}: it trains on cpu or "
+            f"inner={name}() on devices of type {'/'.join(types)}: it trains on cpu or "
             "cuda; pass Trainer(accelerator='gpu'), or leave inner out"
         )
     if backend == "nccl" and types == ["cpu"]:
@@ -85,7 +91,12 @@ def check_devices(inner: Strategy, devices: list[torch.device], num_nodes: int) 
             "inner with process_group_backend='nccl' on devices of type cpu: nccl needs cuda; leave it out, or pass "
             "process_group_backend='gloo'"
         )
+    if isinstance(inner, (FSDPStrategy, ModelParallelStrategy)) and inner._learner.align != "carry":
+        raise ConfigError(
+            f"align={inner._learner.align!r} with inner={name}(): must be 'carry', which needs no residual that "
+            "would have to be sharded, too; leave align out, or use inner=DDPStrategy()"
+        )
     if isinstance(inner, ModelParallelStrategy):
         from lightning_diloco.strategy.model_parallel import check_mesh
 
-        check_mesh(inner, len(devices) * num_nodes)
+        check_mesh(inner, len(devices), num_nodes)

@@ -1,6 +1,7 @@
 """The model as the run sees it.
 
-1. Names come from `named_parameters()` of the plain LightningModule: wrappers do not show, tied weights appear once.
+1. Names come from `named_parameters()` of the plain LightningModule, without what wrappers of its layers add to them:
+   wrappers do not show, tied weights appear once.
 2. Only trainable parameters are exchanged. What is frozen must be equal everywhere, and is compared by digest.
 """
 
@@ -17,6 +18,9 @@ from lightning_diloco.core.fragments import FragmentPlan, scatter
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.runtime.model import ModelDescription, TokenUnit
 
+# Of FSDP and of activation checkpointing.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that learners exchange, by name.
@@ -24,7 +28,7 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Raises:
         ConfigError: there are none, or some are not floating point; all are named.
     """
-    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    found = {_plain(name): p for name, p in module.named_parameters() if p.requires_grad}
     if not found:
         raise ConfigError(
             f"{type(module).__name__} has no trainable parameter: at least one is needed; "
@@ -38,18 +42,26 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def describe(module: nn.Module, token_unit: TokenUnit | None) -> ModelDescription:
+def describe(
+    module: nn.Module,
+    token_unit: TokenUnit | None,
+    *,
+    shape: Callable[[Tensor], tuple[int, ...]] = lambda tensor: tuple(tensor.shape),
+    whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> ModelDescription:
     """What the others need to know of this model.
 
     Args:
         module: the LightningModule, in its final precision.
         token_unit: what steps count, if that is known before the first batch.
+        shape: of a parameter, where the tensor is a part of it.
+        whole: a frozen parameter or buffer, where the tensor is a part of it; called by all ranks in the same order.
     """
     params = trainable_parameters(module)
     return ModelDescription(
-        shapes={name: tuple(p.shape) for name, p in params.items()},
+        shapes={name: shape(p) for name, p in params.items()},
         mean_names=embedding_names(module, params),
-        frozen_digest={name: _digest(tensor) for name, tensor in _frozen(module)},
+        frozen_digest={name: _digest(whole(tensor)) for name, tensor in _frozen(module)},
         token_unit=token_unit,
     )
 
@@ -82,16 +94,22 @@ def named_values(
 
 def aliases(module: nn.Module) -> dict[str, str]:
     """Every name of every parameter -> its name in `named_parameters()`; they differ for tied weights."""
-    first = {id(p): name for name, p in module.named_parameters()}
-    return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+    first = {id(p): _plain(name) for name, p in module.named_parameters()}
+    return {_plain(name): first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _frozen(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
+    yield from ((_plain(name), p) for name, p in module.named_parameters() if not p.requires_grad)
     for path, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set:
-                yield (f"{path}.{name}" if path else name), buffer
+                yield _plain(f"{path}.{name}" if path else name), buffer
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _digest(tensor: Tensor) -> str:

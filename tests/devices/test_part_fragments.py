@@ -22,15 +22,21 @@ CUT_COLUMNS: list[dict[str, Box]] = [
     {**CUT_ROWS[0], "table": ((0, 0), (37, 2)), "cube": ((0, 0, 0), (9, 1, 3))},
     {**CUT_ROWS[1], "table": ((0, 2), (37, 4)), "cube": ((0, 1, 0), (9, 1, 3))},
 ]
+CUT_ELEMENTS: list[dict[str, Box]] = [
+    {"table": ((0,), (100,)), "narrow": ((0,), (0,)), "scalar": ((), ()), "cube": ((0,), (54,))},
+    {"table": ((100,), (122,)), "narrow": ((0,), (5,)), "scalar": ((), ()), "cube": ((0,), (0,))},
+]
 
 
 def own(tensor: Tensor, box: Box) -> Tensor:
+    if len(box[0]) == 1:
+        tensor = tensor.view(-1)
     for dim, (first, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, first, size)
     return tensor.clone()
 
 
-@pytest.mark.parametrize("boxes", [CUT_ROWS, CUT_COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("boxes", [CUT_ROWS, CUT_COLUMNS, CUT_ELEMENTS], ids=["rows", "columns", "elements"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wire", ["int8", "fp32"])
 def test_parts_exchange_what_one_device_does(boxes, dtype, wire):

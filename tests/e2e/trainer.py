@@ -17,21 +17,33 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 
+NUM_SAMPLES, WIDTH = 384, 8
+HIDDEN = 34  # halves of it are odd, and so are the parts of the last layer
+PACE_S = 20.0
+
+
+def is_wrapped(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """Of FSDP: the first layer is, so that the last belongs to the root."""
+    return recurse or (isinstance(module, nn.Linear) and module.in_features == WIDTH)
+
+
 INNER = {
     "auto": lambda: "auto",
     "spawn": lambda: DDPStrategy(start_method="spawn"),
+    "fsdp": lambda: FSDPStrategy(auto_wrap_policy=is_wrapped),
     "fsdp2": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
+    "tp": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
+    "fsdp2-tp": lambda: ModelParallelStrategy(2, 2, save_distributed_checkpoint=False),
 }
-NUM_SAMPLES, WIDTH = 384, 8
-PACE_S = 20.0
 
 
 class Regression(L.LightningModule):
@@ -40,13 +52,18 @@ class Regression(L.LightningModule):
     def __init__(self, num_batch: int, shuffles: bool) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 33), nn.Tanh(), nn.Linear(33, 3))
+        self.layers = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3))
         self.num_batch, self.shuffles, self.seen = num_batch, shuffles, list[int]()
+        self.val_losses = list[float]()
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         index, x, y = batch
         self.seen += index.tolist()
         return nn.functional.mse_loss(self.layers(x), y)
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        _, x, y = batch
+        self.val_losses.append(float(nn.functional.mse_loss(self.layers(x), y)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
@@ -54,17 +71,35 @@ class Regression(L.LightningModule):
     def configure_model(self) -> None:
         if not isinstance(self.trainer.strategy, ModelParallelStrategy):
             return
-        for layer in (self.layers[0], self.layers[2], self):
-            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        if tensor.size() > 1:
+            parallelize_module(self.layers, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if data.size() > 1:
+            for layer in (self.layers[0], self.layers):
+                fully_shard(layer, mesh=data)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        x = torch.randn(NUM_SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
-        data = TensorDataset(torch.arange(NUM_SAMPLES), x, torch.sin(3 * x[:, :3]))
-        split = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        num_batch = self.num_batch // split["num_replicas"]
         if self.shuffles:
-            return DataLoader(data, batch_size=num_batch, shuffle=True)
-        return DataLoader(data, batch_size=num_batch, sampler=DistributedSampler(data, shuffle=False, **split))
+            return DataLoader(samples(), batch_size=self._batch_of_rank, shuffle=True)
+        return self.val_dataloader()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        sampler = DistributedSampler(samples(), shuffle=False, **self._split)
+        return DataLoader(samples(), batch_size=self._batch_of_rank, sampler=sampler)
+
+    @property
+    def _split(self) -> dict[str, int]:
+        return self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+
+    @property
+    def _batch_of_rank(self) -> int:
+        return self.num_batch // self._split["num_replicas"]
+
+
+def samples() -> TensorDataset:
+    """Index, input and target."""
+    x = torch.randn(NUM_SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(torch.arange(NUM_SAMPLES), x, torch.sin(3 * x[:, :3]))
 
 
 class Pace(Callback):
@@ -109,6 +144,8 @@ def main() -> None:
         devices=given.devices,
         strategy=strategy,
         max_steps=given.steps,
+        val_check_interval=5,
+        limit_val_batches=int(given.paced),
         callbacks=Pace(None if given.paced else given.pause_s, given.save_at, given.out.with_suffix(".ckpt")),
         default_root_dir=given.out.parent,
         logger=False,
@@ -120,16 +157,19 @@ def main() -> None:
     trainer.fit(model)
     held = {
         "strategy": type(strategy).__name__,
-        "params": {name: _whole(p).flatten().tolist() for name, p in model.named_parameters()},
+        "params": _params(trainer, model),
         "seen": model.seen,
+        "val_losses": model.val_losses,
         "steps": trainer.global_step,
     }
     Path(f"{given.out}.{trainer.global_rank}.json").write_text(json.dumps(held))
 
 
-def _whole(param: torch.Tensor) -> torch.Tensor:
-    param = param.detach()
-    return param.full_tensor() if hasattr(param, "full_tensor") else param
+def _params(trainer: L.Trainer, model: nn.Module) -> dict[str, list[float]]:
+    with FullyShardedDataParallel.summon_full_params(trainer.strategy.model):
+        named = {name.replace("_fsdp_wrapped_module.", ""): p.detach() for name, p in model.named_parameters()}
+        wholes = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in named.items()}
+        return {name: p.flatten().tolist() for name, p in wholes.items()}
 
 
 if __name__ == "__main__":

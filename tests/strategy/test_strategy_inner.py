@@ -7,12 +7,13 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.ddp import DDPDiLoCo
+from lightning_diloco.strategy.fsdp import FSDPDiLoCo
 from lightning_diloco.strategy.inner import problems
 from lightning_diloco.strategy.model_parallel import ModelParallelDiLoCo
 from tests.strategy.conftest import TinyModel
@@ -76,22 +77,65 @@ def test_inner_that_shards_gets_a_class_of_its_own(trainer_for):
     assert trainer.strategy._data_parallel_size == 2
 
 
-def test_mesh_that_does_not_fit_the_devices_is_refused(trainer_for):
-    strategy = DecoupledDiLoCoStrategy(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2))
-    with pytest.raises(ConfigError, match=r"data_parallel_size=2, tensor_parallel_size=2 with 2 device\(s\)"):
-        trainer_for(strategy=strategy, devices=2)
-
-
-@pytest.mark.parametrize("sizes", [(), (1, 2)], ids=["auto", "given"])
-def test_tensor_parallel_is_refused_with_what_to_pass(sizes, trainer_for):
+@pytest.mark.parametrize(
+    ("sizes", "devices", "num_nodes", "found"),
+    [
+        ((2, 2), 2, 1, r"data_parallel_size=2, tensor_parallel_size=2 with 2 device\(s\)"),
+        ((2,), 2, 1, r"data_parallel_size=2, tensor_parallel_size=2 with 2 device\(s\)"),
+        (("auto", 1), 2, 2, r"data_parallel_size=2, tensor_parallel_size=1 with 4 device\(s\)"),
+    ],
+    ids=["given", "tensor_auto", "data_auto"],
+)
+def test_mesh_that_does_not_fit_the_devices_is_refused(sizes, devices, num_nodes, found, trainer_for):
     strategy = DecoupledDiLoCoStrategy(ModelParallelStrategy(*sizes))
-    with pytest.raises(ConfigError, match=r"data_parallel_size=2, tensor_parallel_size=1\)"):
-        trainer_for(strategy=strategy, devices=2)
+    with pytest.raises(ConfigError, match=f"{found}: their product must be"):
+        trainer_for(strategy=strategy, devices=devices, num_nodes=num_nodes)
 
 
-def test_inner_for_other_devices_is_refused(trainer_for):
+@pytest.mark.parametrize("sizes", [(), (1, 2), (2, 1)], ids=["auto", "tensor", "data"])
+def test_mesh_that_fits_is_taken(sizes, trainer_for):
+    strategy = DecoupledDiLoCoStrategy(ModelParallelStrategy(*sizes))
+    assert trainer_for(strategy=strategy, devices=2).strategy is strategy
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sharding_strategy": "NO_SHARD"}, "'NO_SHARD'.*FULL_SHARD or SHARD_GRAD_OP.*DDPStrategy"),
+        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)}, "'HYBRID_SHARD'"),
+        ({"cpu_offload": True}, r"cpu_offload=True\): must be False"),
+        ({"use_orig_params": False}, r"use_orig_params=False\): must be True"),
+        ({"accelerator": CPUAccelerator()}, r"FSDPStrategy\(accelerator=...\): must be left to the Trainer"),
+    ],
+    ids=["whole", "hybrid", "offloaded", "flat", "accelerator"],
+)
+def test_fsdp_that_cannot_work_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        DecoupledDiLoCoStrategy(FSDPStrategy(**options))
+
+
+def test_fsdp_gets_a_class_of_its_own_that_needs_no_gpu(trainer_for):
+    trainer = trainer_for(strategy=DecoupledDiLoCoStrategy(FSDPStrategy()), devices=2, precision="bf16-mixed")
+    assert type(trainer.strategy) is FSDPDiLoCo
+    assert isinstance(trainer.strategy, FSDPStrategy)
+    assert isinstance(trainer.strategy.precision_plugin, FSDPPrecision)
+
+
+SHARDING = [FSDPStrategy, ModelParallelStrategy]
+
+
+@pytest.mark.parametrize("kind", [DDPStrategy, *SHARDING])
+def test_inner_for_other_devices_is_refused(kind, trainer_for):
     with pytest.raises(ConfigError, match="nccl needs cuda"):
-        trainer_for(strategy=DecoupledDiLoCoStrategy(DDPStrategy(process_group_backend="nccl")), devices=2)
+        trainer_for(strategy=DecoupledDiLoCoStrategy(kind(process_group_backend="nccl")), devices=2)
+
+
+@pytest.mark.parametrize("align", ["overwrite", "blend"])
+@pytest.mark.parametrize("kind", SHARDING)
+def test_alignment_that_needs_a_residual_is_refused_where_the_model_is_sharded(kind, align, trainer_for):
+    with pytest.raises(ConfigError, match=rf"align='{align}' with inner={kind.__name__}\(\): must be 'carry'"):
+        trainer_for(strategy=DecoupledDiLoCoStrategy(kind(), align=align), devices=2)
+    assert trainer_for(strategy=DecoupledDiLoCoStrategy(DDPStrategy(), align=align), devices=2)
 
 
 def test_ranks_that_join_without_a_name_are_refused_where_nobody_can_hand_it_on(trainer_for, model, monkeypatch):
@@ -104,5 +148,4 @@ def test_ranks_that_join_without_a_name_are_refused_where_nobody_can_hand_it_on(
 
 
 def test_a_sound_inner_has_no_problems():
-    assert problems(DDPStrategy()) == problems("auto") == []
-    assert "ModelParallelStrategy is FSDP2" in problems(FSDPStrategy.__new__(FSDPStrategy))[0]
+    assert [problems(inner) for inner in ("auto", DDPStrategy(), *(kind() for kind in SHARDING))] == [[]] * 4
