@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 PACED = ("--paced", "--options", json.dumps({"wire": "fp32"}))
 NUM_STEPS, NUM_BATCH, SAVE_AT = 24, 8, 13
+VALIDATE_EVERY = 5
 
 
 def furthest(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -37,7 +38,9 @@ def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> N
     layouts = {
         "one": (),
         "scripts": several,
+        "fsdp": (*several, "--inner", "fsdp"),
         "fsdp2": (*several, "--inner", "fsdp2"),
+        "fsdp2-tp": ("--devices", 4, "--inner", "fsdp2-tp"),
         "spawned": (*several, "--inner", "spawn", "--steps", NUM_STEPS - 1),
     }
     for name, layout in layouts.items():
@@ -45,17 +48,26 @@ def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> N
 
     (one,), (spawned,) = processes.ranks_held("one"), processes.ranks_held("spawned")
     assert furthest(one, spawned) > 1e-4  # one step less makes a difference
-    for name, strategy in {"scripts": "DDPDiLoCo", "fsdp2": "ModelParallelDiLoCo"}.items():
+    sharded = {"fsdp": "FSDPDiLoCo", "fsdp2": "ModelParallelDiLoCo", "fsdp2-tp": "ModelParallelDiLoCo"}
+    for name, strategy in {"scripts": "DDPDiLoCo", **sharded}.items():
+        assert val_losses(processes, name) == pytest.approx(val_losses(processes, "one"), abs=1e-6)
         for rank in processes.ranks_held(name):
             assert (rank["strategy"], len(rank["seen"])) == (strategy, NUM_STEPS * NUM_BATCH // 2)
             assert furthest(one, rank) < 1e-6
         assert summary(processes, name)["rounds"] == summary(processes, "one")["rounds"]
         pairs = zip(saved(processes, name), saved(processes, "one"), strict=True)
         assert all(torch.allclose(*pair, atol=1e-6) for pair in pairs)
-    for name in ("scripts", "fsdp2", "spawned"):
+    for name in ("scripts", *sharded, "spawned"):
         found, steps = summary(processes, name), NUM_STEPS - (name == "spawned")
         assert (found["status"], found["joins"], found["ledger_exact"]) == ("finished", 1, True)
         assert found["tokens_seen"] == found["tokens_merged"] == steps * NUM_BATCH * len(found["versions"])
+
+
+def val_losses(processes: Processes, name: str) -> list[float]:
+    """The mean over ranks in each validation; the steps after it must not go on with its parameters."""
+    found = torch.tensor([rank["val_losses"] for rank in processes.ranks_held(name)])
+    assert found.shape[1] > NUM_STEPS // VALIDATE_EVERY
+    return found.mean(0).tolist()
 
 
 def saved(processes: Processes, name: str) -> list[torch.Tensor]:
