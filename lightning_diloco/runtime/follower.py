@@ -1,10 +1,11 @@
-"""Any other rank of a learner: no syncer, no protocol; it stages what rank 0 hands on, and lands when all do."""
+"""Any other rank of a learner: no protocol; it stages what rank 0 hands on, lands when all do, and uploads its part."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,17 +15,22 @@ from torch import Tensor
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
-from lightning_diloco.errors import DiLoCoError, JoinError
+from lightning_diloco.errors import DiLoCoError, JoinError, NonFiniteError
 from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.runtime.agreement import Agreement
 from lightning_diloco.runtime.joining import MakeDevice
 from lightning_diloco.runtime.manifest import plan_of
 from lightning_diloco.runtime.model import ModelDescription
+from lightning_diloco.runtime.orders import Orders
+from lightning_diloco.runtime.parted import PartSender
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import unpacked
 from lightning_diloco.runtime.standing import Standing
 from lightning_diloco.runtime.threads import Crew, compute_alone
+from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.base import Connection
+from lightning_diloco.transport.flight import FlightConnection
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +44,18 @@ class FollowerLink:
     Args:
         ranks: of this learner.
         holds_part: of the parameters, not all of them; then it measures its part of contributions.
+        connect: makes the connection.
     """
 
     agreed = Agreement()  # what all ranks know since the last step ended
 
-    def __init__(self, ranks: Ranks, *, holds_part: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        holds_part: bool = False,
+        connect: Callable[[JoinAddress], Connection] = FlightConnection,
+    ) -> None:
         self._ranks = ranks
         self._holds_part = holds_part
         self._landing = threading.Lock()
@@ -54,6 +67,10 @@ class FollowerLink:
         self._is_over = False
         self._staged: dict[int, Any] = {}
         self._adopted: dict[int, Tensor] = {}
+        self._orders = Orders()
+        self._sender = PartSender(self._orders, connect)
+        self._encoding: tuple[int, int] | None = None
+        self._deals = holds_part
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
         """Do what rank 0 says until it has joined.
@@ -64,6 +81,7 @@ class FollowerLink:
         while self._follow(make_device) != "go":
             pass
         self._crew.start("follower", self._follow_on)
+        self._crew.start("uploads", self._sender.run)
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
 
     # -------------------------------------------------------------------------------------------------------- training
@@ -103,7 +121,7 @@ class FollowerLink:
                 else:
                     self.device.land(p, self._staged.pop(p))
                 self._counts[p] += 1
-        if self._holds_part:
+        if self._deals:
             for p in agreed.snapshot:
                 self._snapshots[p] = (self._ranks.num_begun, self.device.snapshot(p))
         return agreed
@@ -143,6 +161,8 @@ class FollowerLink:
             log.warning("still waiting for rank 0, and left alone: %s", ", ".join(running))
         elif self._is_over:
             self._ranks.close()
+            self._orders.close()
+        self._sender.close()
 
     # -------------------------------------------------------------------------------------------------------- commands
 
@@ -167,6 +187,9 @@ class FollowerLink:
         if self._asked_for is not None:
             self._ranks.deliver(self._asked_for)
             self._asked_for = None
+        if self._encoding is not None:
+            self._encode(*self._encoding)
+            self._encoding = None
         if command["do"] == "fail":
             raise JoinError(f"rank 0 of this learner could not join: {command['why']}")
         return str(command["do"])
@@ -189,6 +212,10 @@ class FollowerLink:
                     self._asked_for = torch.cat((count, self.device.anchor(p)))
             case "delta":
                 self._asked_for = self.device.delta(self._snapshot(p, command["boundary"]))  # type: ignore[attr-defined]
+            case "encode":
+                self._encoding = p, command["boundary"]
+            case "reach":
+                self._asked_for = torch.tensor([float(self._sender.reach(command["join"]))])
             case "expect":
                 self._adopted[p] = payload.view(torch.float32)
             case "stage":
@@ -196,7 +223,17 @@ class FollowerLink:
             case "go":
                 self.learner_id, self.run, self.incarnation = command["learner"], command["run"], command["incarnation"]
                 self.is_late = command["is_late"]
+                self._deals |= command["deals"]
                 self.data_part = None if command["data_part"] is None else tuple(command["data_part"])
+
+    def _encode(self, p: int, boundary: int) -> None:
+        """All of it, of parameters equal to those of rank 0, which does the same meanwhile; keep this rank's part."""
+        try:
+            payload = self.device.encode(self._snapshot(p, boundary)).payload
+        except NonFiniteError:
+            return  # rank 0 finds the same, and tells the syncer
+        numel = self.plan.layout(p, self.config.block_size).padded_numel
+        self._sender.keep(p, payload, numel, self.config)
 
     def _snapshot(self, p: int, boundary: int) -> Any:
         """The one of this boundary; training here may still be on its way to it."""

@@ -1,8 +1,9 @@
-"""Rank 0 of a learner with several ranks: it alone talks to the syncer, and says what all of them do.
+"""Rank 0 of a learner with several ranks: it alone follows the protocol, and says what all of them do.
 
 1. Whatever lands or is snapshotted was promised when the step began, and is done by all ranks when it ends.
 2. Outside of steps, before training and after it, ranks wait for each other; within steps nobody waits.
 3. While a rank does not answer, this learner is silent: it lapses like one that is gone, and returns with that rank.
+4. Each rank uploads its own part of a contribution (`parted.py`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from lightning_diloco.runtime.joining import MakeDevice
 from lightning_diloco.runtime.line import TICK_S
 from lightning_diloco.runtime.link import Link
 from lightning_diloco.runtime.model import ModelDescription
+from lightning_diloco.runtime.orders import Orders
+from lightning_diloco.runtime.parted import PartedConnection
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import Relay
 from lightning_diloco.runtime.sharded_relay import ShardedRelay
+from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.base import Connection
 
 SILENT_S = 5.0
 _NOTHING = actions.Promise((), ())
@@ -54,6 +59,8 @@ class LeaderLink(Link):
         self._skipped_tokens = 0
         self._ends_together = False
         self._is_over = False
+        self._orders, connect = Orders(), self._connect
+        self._connect = lambda address: self._parted_connection(connect(address), address)
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
         """See `Link.start`; the other ranks start, or fail, with this one."""
@@ -62,9 +69,19 @@ class LeaderLink(Link):
         except BaseException as error:
             self._ranks.tell({"do": "fail", "why": str(error)})
             raise
-        known = {"run": self.run, "incarnation": self.incarnation, "is_late": self.is_late}
+        self._parted.prepare(self.plan, self.config, self._relay.dealt)
+        self._relay.deals = self._all_reach_the_syncer()
+        known = {"run": self.run, "incarnation": self.incarnation, "is_late": self.is_late, "deals": self._relay.deals}
         self._ranks.tell({"do": "go", "learner": self.learner_id, "data_part": self.data_part, **known})
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
+
+    def _parted_connection(self, connection: Connection, address: JoinAddress) -> PartedConnection:
+        self._parted, self._join_string = PartedConnection(connection, self._orders), address.join_string()
+        return self._parted
+
+    def _all_reach_the_syncer(self) -> bool:
+        found = self._ranks.collect({"do": "reach", "join": self._join_string}, [1] * (self._ranks.size - 1))
+        return self._parted.is_possible([bool(reaches) for reaches in found])
 
     def _relayed(
         self, model: ModelDescription, make_device: MakeDevice, plan: FragmentPlan, config: RunConfig
@@ -118,6 +135,7 @@ class LeaderLink(Link):
         self._begin(is_over=True, is_last=is_last, land=tuple(self._relay.landed) if is_last else (), snapshot=())
         self._agreed()
         self._ranks.tell({"do": "end"})
+        self._parted.end()
         self._is_over = True
         return is_last
 
@@ -127,6 +145,7 @@ class LeaderLink(Link):
         if self._is_over and not self._crew.join(0.0):
             self._is_over = False
             self._ranks.close()
+            self._orders.close()
 
     def _wait_for_leave(self, within_s: float) -> None:
         """As ever, but what lands meanwhile lands everywhere."""

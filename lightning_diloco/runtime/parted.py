@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -64,9 +64,6 @@ class PartedConnection:
     Args:
         connection: of rank 0.
         orders: to the other ranks.
-
-    Attributes:
-        dealt: fragments of whose next contribution each rank has its part.
     """
 
     def __init__(self, connection: Connection, orders: Giver) -> None:
@@ -74,17 +71,30 @@ class PartedConnection:
         self.status, self.close = connection.status, connection.close
         self._put, self._orders = connection.put, orders
         self._alone_until_s = float("-inf")
-        self.dealt = set[int]()
 
-    def prepare(self, plan: FragmentPlan, config: RunConfig) -> None:
-        """The run is known."""
+    @staticmethod
+    def is_possible(reached: Sequence[bool]) -> bool:
+        """Whether all other ranks, which say so of themselves in order, reach the syncer."""
+        if unreached := [rank for rank, reaches in enumerate(reached, start=1) if not reaches]:
+            log.warning("ranks %s cannot reach the syncer; rank 0 uploads the contributions of all ranks", unreached)
+        return not unreached
+
+    def prepare(self, plan: FragmentPlan, config: RunConfig, dealt: Container[int]) -> None:
+        """The run is known.
+
+        Args:
+            plan: of the run.
+            config: of the run.
+            dealt: fragments that each rank has encoded its part of.
+        """
+        self._dealt = dealt
         self._numels = [plan.layout(p, config.block_size).padded_numel for p in range(plan.num_fragments)]
         self._config = config
 
     def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
         """See `Connection.put`."""
         is_contribution = bulk.header.get("what") == "contribution" and bulk.header.get("error") is None
-        if not is_contribution or bulk.header["ready"]["fragment"] not in self.dealt or self._is_alone:
+        if not is_contribution or bulk.header["ready"]["fragment"] not in self._dealt or self._is_alone:
             return self._put(bulk, deadline_s=deadline_s)
         try:
             self._put_together(bulk, deadline_s)

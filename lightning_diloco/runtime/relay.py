@@ -1,6 +1,8 @@
 """The device of rank 0: what it stages, all ranks stage, before anybody is told that it is staged.
 
-1. Each rank holds whole parameters and anchors, equal to those of rank 0. Rank 0 alone measures and encodes.
+1. Each rank holds whole parameters and anchors, equal to those of rank 0. Each measures and encodes by itself, so that
+   nothing of a contribution crosses between them: each has the part that it uploads (`parted.py`), and rank 0 all of
+   it. Where ranks cannot upload, rank 0 alone measures and encodes.
 2. Updates go to the others as they came, with the contribution that is part of them: each rank adds alike.
 3. Landings and snapshots are local. When they are made, `Agreement` says.
 """
@@ -28,6 +30,8 @@ class Relay:
     Attributes:
         landed: fragments that have landed since this was cleared last.
         counts: how often each fragment has landed or was adopted.
+        deals: whether each rank is to upload its part of contributions.
+        dealt: fragments that each rank has encoded its part of.
     """
 
     def __init__(self, own: FragmentDevice[Any, Any], ranks: Ranks) -> None:
@@ -35,6 +39,7 @@ class Relay:
         self._expected: set[int] = set()
         self.landed: list[int] = []
         self.counts: Counter[int] = Counter()
+        self.deals, self.dealt = False, set[int]()
         self.local_values, self.anchor, self.digest = own.local_values, own.anchor, own.digest
         self.show_anchor, self.show_local = own.show_anchor, own.show_local
 
@@ -51,8 +56,8 @@ class Relay:
         self.counts[fragment] += 1
 
     def snapshot(self, fragment: int) -> Any:
-        """See `FragmentDevice.snapshot`."""
-        return self._own.snapshot(fragment)
+        """See `FragmentDevice.snapshot`; the others take theirs at the same boundary."""
+        return self._ranks.num_begun, self._own.snapshot(fragment)
 
     def land(self, fragment: int, staged: Any) -> None:
         """See `FragmentDevice.land`."""
@@ -63,8 +68,12 @@ class Relay:
     # --- link thread ---------------------------------------------------------------------------------------------
 
     def encode(self, snapshot: Any) -> Encoded:
-        """See `FragmentDevice.encode`."""
-        return self._own.encode(snapshot)
+        """See `FragmentDevice.encode`; the others begin when told, and are not waited for."""
+        boundary, own = snapshot
+        if self.deals:
+            self._ranks.tell({"do": "encode", "fragment": own.fragment, "boundary": boundary})
+            self.dealt.add(own.fragment)
+        return self._own.encode(own)
 
     def expect(self, fragment: int, values: Tensor) -> None:
         """See `FragmentDevice.expect`."""

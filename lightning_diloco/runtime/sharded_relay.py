@@ -43,10 +43,6 @@ class ShardedRelay(Relay):
         self._plans = [PartPlan(plan, each, config.block_size) for each in boxes]
         self.local_values, self.anchor, self.digest = self._local_values, self._anchor, self._digest
 
-    def snapshot(self, fragment: int) -> Any:
-        """See `FragmentDevice.snapshot`; the others take theirs at the same boundary."""
-        return self._ranks.num_begun, self._part.snapshot(fragment)
-
     def encode(self, snapshot: Any) -> Encoded:
         """See `FragmentDevice.encode`."""
         boundary, own = snapshot

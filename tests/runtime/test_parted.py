@@ -86,8 +86,7 @@ class Ranks:
         def joined() -> Learner:
             join()
             link = self.learner.link
-            self.connection.prepare(link.plan, link.config)
-            self.connection.dealt.update(range(link.plan.num_fragments))
+            self.connection.prepare(link.plan, link.config, range(link.plan.num_fragments))
             encode = link.device.encode
 
             def both(snapshot: Any) -> Any:
