@@ -3,6 +3,7 @@
 1. Learners on CPUs, and a syncer, share the machine's memory, or what the container may have of it. A learner on GPUs
    needs its share of the model on each.
 2. Only models of `lightning_diloco.hf` are looked at: any other is not built twice, for building it may do anything.
+   One whose vocabulary is that of a tokenizer which has to be fetched first is not looked at, either.
 3. What is counted is what the plan counts. A model just below the limit may still fail.
 """
 
@@ -16,7 +17,7 @@ import torch
 
 from lightning_diloco.cli.plan import scenario_of
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.hf.blueprint import Blueprint, blueprint, is_language_model
+from lightning_diloco.hf.blueprint import Blueprint, blueprint, can_be_built, is_language_model
 from lightning_diloco.simulate.memory import Items
 from lightning_diloco.simulate.plan import Forecast, forecast, gib
 
@@ -34,7 +35,7 @@ def check_room(recipe: Path, config: Any, num_here: int) -> None:
     Raises:
         ConfigError: it needs more than there is.
     """
-    if not is_language_model(config):
+    if not is_language_model(config) or not can_be_built(config):
         return
     drawn = blueprint(config)
     found = forecast(scenario_of(drawn, {"learners": num_here}))

@@ -113,6 +113,11 @@ def blueprint(config: Any) -> Blueprint:
     )
 
 
+def can_be_built(config: Any) -> bool:
+    """Whether a parsed recipe's `CausalLM` has a vocabulary whose size is known before its data is there."""
+    return _has_vocabulary(_init_args(config["model"]), _init_args(config.get("data")))
+
+
 def is_language_model(config: Any) -> bool:
     """Whether a parsed recipe trains a `CausalLM`."""
     return issubclass(class_of(config["model"]), CausalLM)
@@ -139,15 +144,19 @@ def _build(config: Any) -> L.LightningModule:
 def _without_data(options: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     """Options of a CausalLM that needs neither weights nor a tokenizer."""
     options = {**options, "from_scratch": options.get("name") is not None}
-    config = options.get("config")
-    if config is not None and "vocab_size" not in config:
-        if data.get("tokenizer") is not None or "vocab_size" not in data:
-            raise ConfigError(
-                f"model.config has no vocab_size, and data.tokenizer={data.get('tokenizer')!r} is not loaded for a "
-                "plan; write vocab_size, the number of the tokenizer's tokens or more, into model.config"
-            )
+    if not _has_vocabulary(options, data):
+        raise ConfigError(
+            f"model.config has no vocab_size, and data.tokenizer={data.get('tokenizer')!r} is not loaded for a "
+            "plan; write vocab_size, the number of the tokenizer's tokens or more, into model.config"
+        )
+    if (config := options.get("config")) is not None and "vocab_size" not in config:
         options["config"] = {"vocab_size": data["vocab_size"], **config}
     return options
+
+
+def _has_vocabulary(options: dict[str, Any], data: dict[str, Any]) -> bool:
+    config = options.get("config")
+    return config is None or "vocab_size" in config or (data.get("tokenizer") is None and "vocab_size" in data)
 
 
 def instantiate(section: Any) -> Any:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning as L
@@ -29,6 +30,7 @@ from transformers import (
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf import adapters
+from lightning_diloco.hf.hub import fetched
 from lightning_diloco.strategy.schedules import FleetTokenLR, warmup_cosine
 
 if TYPE_CHECKING:
@@ -120,12 +122,14 @@ class CausalLM(L.LightningModule):
         if hparams.attn_implementation is not None:
             options["attn_implementation"] = hparams.attn_implementation
         if hparams.name is not None and not hparams.from_scratch:
-            return AutoModelForCausalLM.from_pretrained(hparams.name, use_cache=False, **options)
+            with fetched("name", hparams.name):
+                return AutoModelForCausalLM.from_pretrained(hparams.name, use_cache=False, **options)
         return AutoModelForCausalLM.from_config(self._config(), **options)
 
     def _config(self) -> PreTrainedConfig:
         if self.hparams.name is not None:
-            return AutoConfig.from_pretrained(self.hparams.name, use_cache=False)
+            with fetched("name", self.hparams.name):
+                return AutoConfig.from_pretrained(self.hparams.name, use_cache=False)
         return AutoConfig.for_model(**{"use_cache": False, **self.hparams.config})
 
     def forward(self, **batch: Tensor) -> Any:
@@ -269,5 +273,16 @@ def _model_problems(hparams: Any) -> list[str]:
         return []
     model_type = hparams.config.get("model_type")
     if model_type in CONFIG_MAPPING:
-        return []
+        return _misspelt(hparams.config, CONFIG_MAPPING[model_type]())
     return [f"config.model_type={model_type!r}: must be a model type of transformers, such as 'llama' or 'gpt2'"]
+
+
+def _misspelt(config: dict[str, Any], known: PreTrainedConfig) -> list[str]:
+    """Fields that transformers would keep and never use, where it has one of nearly that name."""
+    names = {*known.to_dict(), *known.attribute_map}
+    near = {name: get_close_matches(name, names, n=1, cutoff=0.75) for name in config if not hasattr(known, name)}
+    return [
+        f"config.{name}={config[name]!r}: a {known.model_type} model has no such field; did you mean {found[0]!r}?"
+        for name, found in near.items()
+        if found
+    ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from datasets import Dataset, IterableDataset, load_dataset
-from datasets.exceptions import DatasetNotFoundError
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 
 from lightning_diloco.errors import ConfigError
 
@@ -56,7 +56,7 @@ class FileCorpus:
 
     def load(self, scratch_dir: Path) -> Dataset:
         """The documents; the dataset lives in scratch_dir and must not outlive it."""
-        return _text_only(self._loaded(cache_dir=str(scratch_dir)), self.text_column, where=str(self.files[0]))
+        return self._read(cache_dir=str(scratch_dir))
 
     def stream_name(self) -> str:
         """Names what `stream` returns without reading it: the files, by name and size."""
@@ -64,12 +64,23 @@ class FileCorpus:
 
     def stream(self) -> IterableDataset:
         """The documents as they are read; every file is a shard."""
-        return _text_only(self._loaded(streaming=True), self.text_column, where=str(self.files[0]))
+        return self._read(streaming=True)
 
-    def _loaded(self, **options: object) -> Dataset | IterableDataset:
+    def _read(self, **options: object) -> Dataset | IterableDataset:
         if self._builder == TEXT:
             options["sample_by"] = "document"
-        return load_dataset(self._builder, data_files=[str(file) for file in self.files], split="train", **options)
+        names = [str(file) for file in self.files]
+        try:
+            loaded = load_dataset(self._builder, data_files=names, split="train", **options)
+            return _text_only(loaded, self.text_column, where=names[0])
+        except ConfigError:
+            raise
+        except (DatasetGenerationError, OSError, ValueError) as error:
+            which = names[0] if len(names) == 1 else f"one of {len(names)} files, {names[0]} the first,"
+            raise ConfigError(
+                f"{which} cannot be read as {self._builder} ({error.__cause__ or error}); what ends in "
+                f"{', '.join(BUILDERS)} must be that, any other file UTF-8 text; mend it, or leave it out of files="
+            ) from error
 
     @property
     def _builder(self) -> str:

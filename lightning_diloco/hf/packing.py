@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.corpus import TEXT, Corpus
+from lightning_diloco.hf.hub import fetched
 
 TRAIN, VALIDATION, TOKENIZER, HELD_OUT = "train", "validation", "tokenizer", "held_out.json"
 FEATURES = Features({"input_ids": List(Value("int32"))})
@@ -154,7 +155,8 @@ def _split(documents: Dataset, val_fraction: float, seed: int) -> tuple[dict[str
 def _tokenizer(documents: Dataset, options: PackingOptions) -> PreTrainedTokenizerBase:
     if options.tokenizer is None:
         return _train_tokenizer(documents, options.vocab_size)
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    with fetched("tokenizer", options.tokenizer):
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"tokenizer={options.tokenizer!r} has no end-of-sequence token, which must stand between documents; "

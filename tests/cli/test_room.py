@@ -23,6 +23,10 @@ def test_a_small_model_fits() -> None:
     check(TINY, 2)
 
 
+def test_a_model_whose_tokenizer_has_to_be_fetched_first_is_not_looked_at() -> None:
+    check(TINY, 1, "--data.init_args.tokenizer", "nobody/nothing")
+
+
 def test_twelve_billion_parameters_are_refused_in_the_words_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "memory_here", lambda: 64 << 30)
     with pytest.raises(ConfigError) as caught:

@@ -160,6 +160,19 @@ def test_bad_options_are_reported_together() -> None:
     assert "'cosine', 'constant'" in problems[3]
 
 
+def test_a_misspelt_field_of_the_models_config_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        CausalLM(config={**LLAMA, "num_hiden_layers": 2, "rope_theta": 5e5, "of_my_own": 1})
+    (problem,) = caught.value.problems
+    assert problem == "config.num_hiden_layers=2: a llama model has no such field; did you mean 'num_hidden_layers'?"
+
+
+@pytest.mark.parametrize("from_scratch", [True, False])
+def test_a_model_that_is_not_here_and_cannot_be_fetched_is_refused(from_scratch: bool) -> None:
+    with pytest.raises(ConfigError, match=r"name='nobody/nothing' was not found or not reached .*`hf download nobody/"):
+        CausalLM(name="nobody/nothing", from_scratch=from_scratch).configure_model()
+
+
 @pytest.mark.parametrize(("options", "given"), [({}, "neither"), ({"name": "a", "config": LLAMA}, "both")])
 def test_a_model_is_given_by_name_or_by_config(options: dict[str, Any], given: str) -> None:
     with pytest.raises(ConfigError, match=f"{given} of name and config given"):

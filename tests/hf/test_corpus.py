@@ -65,6 +65,19 @@ def test_wrong_text_column_names_the_columns(tmp_path: Path) -> None:
         find_files(str(tmp_path / "a.jsonl")).load(tmp_path / "scratch")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [("a.parquet", b"not parquet", "parquet"), ("a.jsonl", b"{", "json"), ("a.txt", b"\xff\xfe\x00", "text")],
+)
+def test_unreadable_files_are_named_however_they_are_read(tmp_path: Path, name: str, content: bytes, kind: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    corpus = find_files(str(tmp_path / name))
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read as {kind} \(.+\); .* leave it out of files="):
+        corpus.load(tmp_path / "scratch")
+    with pytest.raises(ConfigError, match=f"{name} cannot be read as {kind}"):
+        next(iter(corpus.stream()))
+
+
 def test_unreachable_dataset_is_named() -> None:
     with pytest.raises(ConfigError, match="path='nobody/nothing' was not found or not reached"):
         HubCorpus("nobody/nothing", None, "train", TEXT).fingerprint()

@@ -171,6 +171,12 @@ def test_a_tokenizer_without_an_end_token_is_refused(texts: Path, cache_dir: Pat
         _data(texts, cache_dir, tokenizer=str(tmp_path / "bare")).prepare_data()
 
 
+def test_a_tokenizer_that_cannot_be_fetched_is_refused(texts: Path, cache_dir: Path) -> None:
+    data = TextData(files=str(texts / "*.txt"), tokenizer="nobody/nothing", cache_dir=str(cache_dir))
+    with pytest.raises(ConfigError, match="tokenizer='nobody/nothing' was not found or not reached"):
+        data.prepare_data()
+
+
 def test_missing_files_are_reported_before_any_work(cache_dir: Path, tmp_path: Path) -> None:
     data = TextData(files=str(tmp_path / "none" / "*.txt"), cache_dir=str(cache_dir))
     with pytest.raises(ConfigError, match=r"none/\*\.txt': no such file, looked in"):
