@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 POLL_S = 2.0
 LAST_POLLS_S = 0.2
 TICK_S = 0.1
-RECONNECT_S = (0.1, 1.0)
+RECONNECT_S = (0.1, 0.5)
 MAX_BATCH = 64
 
 

@@ -1,8 +1,9 @@
 """A learner's end of Arrow Flight; see `flight`.
 
-1. Constructing stores, the first call connects, and gRPC reconnects by itself after a failure, within 2 s of retrying.
-2. A call that missed its deadline gives its TCP connection up: a path that swallows everything would keep it for a
-   minute, where a new one may get through at once.
+1. Constructing stores, the first call connects, and the first one after a failure connects anew.
+2. So a call that found nobody gives its connection up: gRPC would fail calls for seconds before it looked again. And so
+   does one that missed its deadline: a path that swallows everything would keep a connection for a minute, where a new
+   one may get through at once.
 3. What went wrong is told apart: `AuthError` (token, certificate) needs a person, `TransportError` needs patience.
 """
 
@@ -35,6 +36,7 @@ from lightning_diloco.transport.identity import ClientIdentity, pinned_certifica
 
 Channel = Literal["control", "polls", "bulk"]
 _PIN_CHECK_S = 2.0
+_CONNECT_MS = 5000
 
 
 class FlightConnection:
@@ -74,6 +76,7 @@ class FlightConnection:
         self._max_payload_bytes = max_payload_bytes
         self._headers = [(b"authorization", f"Bearer {address.token}".encode())]
         self._clients: dict[Channel, flight.FlightClient] = {}
+        self._pinned: bytes | None = None
         self._lock = threading.Lock()
         self._closed = False
 
@@ -139,7 +142,7 @@ class FlightConnection:
             yield client, flight.FlightCallOptions(timeout=left_s, headers=self._headers)
         except (flight.FlightError, pa.ArrowException, OSError) as error:
             waited_s = time.monotonic() - began_s
-            if isinstance(error, flight.FlightTimedOutError):
+            if isinstance(error, (flight.FlightTimedOutError, flight.FlightUnavailableError)):
                 self._forget(channel)
             self._recheck_pin(error, deadline_s - waited_s)
             raise self._translated(error, name, waited_s, deadline_s) from error
@@ -171,18 +174,17 @@ class FlightConnection:
         options = [
             ("grpc.keepalive_time_ms", keepalive_ms),
             ("grpc.keepalive_timeout_ms", keepalive_ms),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 1000),
-            ("grpc.max_reconnect_backoff_ms", 2000),
+            ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),  # how long one attempt may take
+            ("grpc.use_local_subchannel_pool", 1),  # else a new client inherits how long the last one is to wait
         ]
         if not self._secure:
             return flight.FlightClient(f"grpc://{self._address.host_port}", generic_options=options)
         identity = self._identity
         roots, name = identity.server_ca, None
         if self._address.fingerprint is not None:
-            pinned = pinned_certificate(self._address, timeout_s)
+            self._pinned = self._pinned or pinned_certificate(self._address, timeout_s)
             if roots is None:
-                roots, name = pinned, server_name(pinned) or None
+                roots, name = self._pinned, server_name(self._pinned) or None
         return flight.FlightClient(
             f"grpc+tls://{self._address.host_port}",
             tls_root_certs=roots,
