@@ -45,10 +45,14 @@ class SyncerState(Joins):
         heartbeat_s: float = 1.0,
     ) -> None:
         super().__init__(run=run, options=dict(options or {}), expect=expect, heartbeat_s=heartbeat_s)
+        self._no_verdict()
+        self._applying: dict[int, records.CommitRecord] = {}
+
+    def _no_verdict(self) -> None:
+        """Nobody has evaluated the anchor that there is now."""
         self.eval_loss: float | None = None
         self.eval_reason: str | None = "no learner has evaluated the final anchor"
         self.has_verdict = False
-        self._applying: dict[int, records.CommitRecord] = {}
 
     # ------------------------------------------------------------------------------------------------------ dispatch
 
@@ -186,6 +190,7 @@ class SyncerState(Joins):
         return todo
 
     def _committed(self, commit: records.CommitRecord, digest: str, now_s: float) -> list[SyncerAction]:
+        self._no_verdict()  # who left last may not have stayed the last
         todo = self.rounds.committed(commit, digest, now_s)
         self._follow(commit)
         return todo

@@ -120,6 +120,17 @@ def test_the_verdict_of_the_last_one_is_kept(syncer: Syncer) -> None:
     assert (syncer.state.eval_loss, syncer.state.has_verdict) == (1.5, True)
 
 
+def test_a_verdict_on_an_anchor_that_changed_since_is_none(syncer: Syncer) -> None:
+    lapse(syncer, "b")
+    leave(syncer, "a")
+    syncer.tell("a", msg.Evaluated(1.5))
+    syncer.beat("b")
+    assert syncer.state.has_verdict
+    syncer.full_round(b=ready())
+
+    assert (syncer.state.eval_loss, syncer.state.has_verdict) == (None, False)
+
+
 def test_books_of_a_wrong_length_are_ignored(syncer: Syncer) -> None:
     (note,) = of_kind(syncer.beat("a", landed=(0,)), do.Note)
     assert note.event == "ignored"
