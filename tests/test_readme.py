@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,23 @@ import pytest
 from lightning_diloco.cli import chaos, run
 from lightning_diloco.cli.main import build_parser, main
 from lightning_diloco.hf.recipe import parse
+from tests.bench import run as bench
 
 ROOT = Path(__file__).parents[1]
-READMES = [ROOT / "README.md", *sorted((ROOT / "recipes").glob("*/README.md"))]
+VERBS = next(a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
+READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "recipes").glob("*/README.md"))]
 PLACEHOLDERS = ("RECIPE", "DIR", "PATH", "train.py", "runs/")
 COMMANDS = [
     pytest.param(command, id=f"{readme.parent.name}: {command}")
     for readme in READMES
-    for command in dict.fromkeys(
-        re.findall(r"diloco (?:run|syncer|status|plan|plot|export|replay|chaos|ls|cp)\b[^`\n&|]*", readme.read_text())
-    )
+    for command in dict.fromkeys(re.findall(rf"diloco (?:{'|'.join(VERBS)})\b[^`\n&|]*", readme.read_text()))
+]
+
+PYTHON = [
+    pytest.param(command, id=f"{readme.parent.name}: {command}")
+    for readme in READMES
+    for command in dict.fromkeys(re.findall(r"\bpython (?:-m )?[\w./][^`\n&|#]*", readme.read_text()))
+    if not command.startswith("python train.py")  # the reader's own
 ]
 
 CHEAP = [  # the figures of other recipes' plans are compared in tests/recipes
@@ -45,8 +53,33 @@ def test_command_of_a_readme_parses(command: str) -> None:
             assert (ROOT / word).exists(), word
 
 
+@pytest.mark.parametrize("command", PYTHON)
+def test_what_a_readme_runs_with_python_is_there_and_has_these_options(command: str) -> None:
+    words = shlex.split(command)[1:]
+    if words[0] == "-m":
+        found = find_spec(words[1])
+        assert found is not None
+        assert found.origin is not None
+        source, words = Path(found.origin), words[2:]
+    else:
+        source, words = ROOT / words[0], words[1:]
+    named = source.read_text().replace("_", "-")  # some options are made of the names of fields
+    assert not [word for word in words if word.startswith("--") and word[2:] not in named]
+    assert not [word for word in words if word.endswith(".yaml") and not (ROOT / word).exists()]
+    if source == ROOT / "tests" / "bench" / "run.py":
+        assert set(words) <= set(bench.NAMES)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda readme: readme.parent.name)
+def test_extras_that_a_readme_installs_are_declared(readme: Path) -> None:
+    declared = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    wanted = re.findall(r"pip install '?(?:-e '?\.|lightning-diloco)\[(\w+)\]", readme.read_text())
+    assert not [extra for extra in wanted if not re.search(rf"^{extra} = ", declared, re.MULTILINE)]
+
+
 def test_there_are_commands_to_test() -> None:
     assert len(COMMANDS) > 10
+    assert len(PYTHON) >= 6
     assert {"plan", "ls", "cp"} <= {command.values[0].split()[1] for command in CHEAP}
 
 
