@@ -6,7 +6,9 @@
 4. Exit code 0 is the end of a child's work, 2 a command line that is wrong (argparse, jsonargparse, Python and we
    agree on it): neither is started again. Every other end is. 143 is that of a learner which SIGTERM asked to go, and
    which left in good order: it is started again and nothing is held against it.
-5. To be asked to end is for a child itself, which decides about its own children; only SIGKILL goes to all of them.
+5. A child that serves another one's work is not started again once that one has finished: it would find nobody. If it
+   was ended by a signal then, nothing of the work is lost.
+6. To be asked to end is for a child itself, which decides about its own children; only SIGKILL goes to all of them.
 
 Rules and bounds are our choice.
 """
@@ -43,12 +45,14 @@ class Command:
         argv: program and arguments.
         log_path: stdout and stderr are appended here; its folder is made.
         env: added to our own environment.
+        until: a child after whose end there is nothing to do for this one.
     """
 
     name: str
     argv: tuple[str, ...]
     log_path: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    until: str | None = None
 
 
 @dataclass(slots=True)
@@ -57,6 +61,11 @@ class _Child:
     process: subprocess.Popen[bytes]
     num_restarts: int = 0
     outcome: Outcome = "running"
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether it has, even if nobody has looked yet."""
+        return self.outcome == "finished" or (self.outcome == "running" and self.process.poll() == 0)
 
 
 class Fleet:
@@ -132,6 +141,8 @@ class Fleet:
             self._give_up(
                 child, f"{name} ended with {how}: what it was asked to do is wrong, so it is not started again"
             )
+        elif child.command.until is not None and self._children[child.command.until].has_finished:
+            self._bury_late(child, code, f"{name} died ({how}) after the end of {child.command.until}")
         elif code == _PREEMPTED_EXIT_CODE:
             self._say(f"{name} was pre-empted (SIGTERM) and left; it is started again")
             child.process = _spawn(child.command)
@@ -143,6 +154,13 @@ class Fleet:
             why = "".join(f": {line.strip()}" for line in last_lines(child.command.log_path, 1) if code > 0)
             self._say(f"{name} died ({how}{why}); restart {child.num_restarts} of {self._max_restarts}")
             child.process = _spawn(child.command)
+
+    def _bury_late(self, child: _Child, code: int, what: str) -> None:
+        if code < 0 or code == _PREEMPTED_EXIT_CODE:
+            child.outcome = "finished"
+            self._say(f"{what}; it is not started again")
+        else:
+            self._give_up(child, what)
 
     def _give_up(self, child: _Child, why: str) -> None:
         child.outcome = "gave up"

@@ -1,7 +1,8 @@
 """A run on this machine: one syncer and N learners, until all of them have finished.
 
 1. Learners start once the syncer has written RUN_DIR/join.
-2. A learner that gives up leaves the others training; a syncer that gives up ends the run.
+2. A learner that gives up leaves the others training; a syncer that gives up ends the run. Its end is the run's: a
+   learner that dies after it, on its way out, is not started again.
 3. After the last learner the syncer has a while to write the summary; learners from elsewhere keep it going.
 4. An interrupted run ends in good order: learners are asked first (SIGTERM), so that the syncer still hears them leave
    and merges their last contributions; each writes a checkpoint. A second signal ends all of it at once.
@@ -84,7 +85,7 @@ class Plan:
         if self.threads is not None or "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = str(self.threads or max(1, _num_cores() // self.num_learners))
         log_path = folder / "log.txt"
-        return Command(name=name, argv=self.learner_argv, log_path=log_path, env=env)
+        return Command(name=name, argv=self.learner_argv, log_path=log_path, env=env, until=_SYNCER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

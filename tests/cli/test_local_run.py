@@ -48,6 +48,16 @@ name = os.environ["DILOCO_LEARNER"]
 """
 FINISH = LEARNER + "(run_dir / f'done-{name}').touch()"
 SLEEP = LEARNER + "import time; time.sleep(60)"
+# A process that has ended has no program, whether or not its parent has looked.
+OUTLIVE = (
+    FINISH
+    + """
+if name == 'l1':
+    import time
+    program = '/proc/' + (run_dir / 'pid-syncer').read_text() + '/exe'
+    while os.path.exists(program): time.sleep(0.01)
+    """
+)
 STUBBORN = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 )
@@ -93,6 +103,14 @@ def test_a_learner_that_gives_up_lets_the_others_finish_but_the_run_fails(tmp_pa
     assert "l0 finished" in said
     assert "l1 died (exit code 1)" in said
     assert "AssertionError: not l0" in said
+
+
+@pytest.mark.parametrize(("dies", "exit_code"), [("os.kill(os.getpid(), 9)", 0), ("raise ValueError", 1)])
+def test_who_dies_after_the_end_of_the_run_is_not_started_again(tmp_path: Path, dies: str, exit_code: int) -> None:
+    ended, said = run(plan(tmp_path, OUTLIVE + dies, linger_s=10.0, max_restarts=9), [{"id": "l0", "phase": "left"}])
+    assert (ended.exit_code, ended.summary) == (exit_code, {"status": "finished"})
+    assert "after the end of syncer" in said
+    assert "restart 1" not in said
 
 
 def test_nobody_waits_for_the_summary_of_learners_that_all_failed(tmp_path: Path) -> None:
