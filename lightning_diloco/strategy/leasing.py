@@ -47,7 +47,13 @@ class LeasesData(Strategy):
         can_lease = getattr(self._link, "lease", None)
         assert self.lightning_module is not None
         may_change = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
-        if can_lease is None or not may_change or self._num_processes > 1:
+        if self._link is not None and self._num_processes > 1:
+            rank_zero_info(
+                f"Leases are for learners of one process. This one has {self._num_processes}: it reads a fixed part of "
+                "the training data, and that part is read by nobody while it is away."
+            )
+            return None
+        if can_lease is None or not may_change:
             return None
         self._close_leased()
         parts = getattr(self._link, "data_part", None) or (0, 1)

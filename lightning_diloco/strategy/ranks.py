@@ -18,6 +18,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +26,17 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from lightning.pytorch.trainer.call import _interrupt
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
 from torch import nn
+from torch.multiprocessing import ProcessExitedException
 from torch.optim import Optimizer
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
 from lightning_diloco.strategy.healing import Healing, Owner
+from lightning_diloco.strategy.preemption import EXIT_CODE
 from lightning_diloco.strategy.ranks_healing import RanksHealing, layout_of
 
 if TYPE_CHECKING:
@@ -226,12 +230,34 @@ class _Scripts(_SubprocessScriptLauncher):
 
 
 class _Processes(_MultiProcessingLauncher):
-    """Starts a function in a process for each rank, after the paths of the learner were separated."""
+    """Starts a function in a process for each rank, after the paths of the learner were separated.
+
+    This process has no rank: it passes SIGTERM on, and ends as its ranks do.
+    """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None:
             self._strategy._separate_paths(trainer)  # type: ignore[attr-defined]
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        before = signal.getsignal(signal.SIGTERM)
+        _SignalConnector._register_signal(signal.SIGTERM, lambda signum, _: self.kill(signum))
+        try:
+            return super().launch(partial(_handled, function, trainer), *args, trainer=trainer, **kwargs)
+        except ProcessExitedException as error:
+            if error.exit_code == EXIT_CODE:
+                raise SystemExit(EXIT_CODE) from error
+            raise
+        finally:
+            _SignalConnector._register_signal(signal.SIGTERM, before)
+
+
+def _handled(function: Callable[..., Any], trainer: pl.Trainer | None, *args: Any, **kwargs: Any) -> Any:
+    """What a rank raises, Lightning handles only in the process that started it; it has to be handled in its own."""
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:
+        if trainer is not None:
+            _interrupt(trainer, error)
+        raise
 
 
 @contextmanager

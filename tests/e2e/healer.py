@@ -1,4 +1,4 @@
-"""A learner of several ranks that notes where each of its steps begins: moments, rates, random numbers, samples.
+"""A learner of several ranks that notes where its steps begin and end: moments, rates, random numbers, samples.
 
 Each rank appends to OUT.<rank>.jsonl, one line a step.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,8 +26,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 
-INNER = {"ddp": lambda: "auto", "fsdp2": lambda: ModelParallelStrategy(2, 1)}
-NUM_SAMPLES = 4096
+INNER = {
+    "ddp": lambda: "auto",
+    "spawn": lambda: DDPStrategy(start_method="spawn"),
+    "fsdp2": lambda: ModelParallelStrategy(2, 1),
+}
+NUM_SAMPLES = 1 << 16
 
 
 class Noisy(L.LightningModule):
@@ -46,16 +50,16 @@ class Noisy(L.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         x = batch[1]
-        self.note("trains", batch)
+        self.note("begins", batch)
         time.sleep(self.pause_s)
         noise = torch.rand(()) + random.random() + np.random.rand()
         return (self.layers(x) - x[:, :3]).square().mean() * (1 + 0.1 * noise)
 
-    def on_train_batch_start(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        self.note("begins", batch)
+    def on_train_batch_end(self, outputs: Any, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.note("ended", batch)
 
     def note(self, at: str, batch: list[torch.Tensor]) -> None:
-        """Append a line: `begins` is before a checkpoint of this step is taken, `trains` after one was given back."""
+        """Append a line; a checkpoint is taken after the one, and given back before the other."""
         told = {"pid": os.getpid(), "at": at, "step": self.trainer.global_step, "samples": batch[0].tolist()}
         with Path(f"{self.out}.{self.global_rank}.jsonl").open("a") as notes:
             print(json.dumps({**told, **self.held()}), file=notes)

@@ -19,35 +19,32 @@ from tests.e2e.conftest import HERE, Processes, until
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 Note = dict[str, Any]
-PREEMPTED = 143
-HELD = ("moments", "rate", "random", "python", "samples")
+NAME, PREEMPTED = "healer", 143
+HELD = ("moments", "rate", "random", "python")
 
 
 class Healer:
-    """One learner, started with one command again and again."""
+    """One learner, started again and again."""
 
-    def __init__(self, processes: Processes, inner: str) -> None:
-        self._processes, self._inner = processes, inner
-        self._folder = processes.root / inner
+    def __init__(self, processes: Processes) -> None:
+        self._processes, self._folder = processes, processes.root / NAME
         self._folder.mkdir()
         processes.syncer(sync_every=4, num_fragments=2, overlap=1)
 
-    def start(self) -> subprocess.Popen[bytes]:
-        arguments = ("--out", self._folder / "noted", "--inner", self._inner, "--store", self._processes.root / "store")
+    def start(self, inner: str) -> subprocess.Popen[bytes]:
+        arguments = ("--out", self._folder / "noted", "--inner", inner, "--store", self._processes.root / "store")
         join = self._processes.address.join_string()
-        return self._processes.start(
-            self._inner, HERE / "healer.py", *arguments, DILOCO_JOIN=join, DILOCO_LEARNER=self._inner
-        )
+        return self._processes.start(NAME, HERE / "healer.py", *arguments, DILOCO_JOIN=join, DILOCO_LEARNER=NAME)
 
     def end(self, process: subprocess.Popen[bytes]) -> int:
         """Wait until all of it is gone; returns the exit code."""
         code = self._processes.end(process)
-        pids = [next(iter(life.values()))["pid"] for rank in range(2) for life in self.lives(rank)]
+        pids = [next(iter(life.values()))["pid"] for rank in range(2) for life in self.lives(rank, "begins")]
         until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all ranks", self._processes)
         return code
 
-    def lives(self, rank: int, at: str = "begins") -> list[dict[int, Note]]:
-        """What each process of a rank noted, by step."""
+    def lives(self, rank: int, at: str) -> list[dict[int, Note]]:
+        """What each process of a rank noted where a step begins or has ended, by step."""
         path, lives = Path(f"{self._folder}/noted.{rank}.jsonl"), dict[int, dict[int, Note]]()
         for line in path.read_text().splitlines() if path.exists() else ():
             note = json.loads(line)
@@ -59,7 +56,7 @@ class Healer:
         until(lambda: len(self.entries()) >= num, f"{num} checkpoints", self._processes)
 
     def entries(self) -> list[Any]:
-        return self.store.entries(self._inner)
+        return self.store.entries(NAME)
 
     @property
     def store(self) -> CheckpointStore:
@@ -68,18 +65,25 @@ class Healer:
 
     def came_back_at(self, life: int) -> int:
         """The step, after a look at what each rank came back with, and that it contributes."""
-        until(lambda: all(len(self.lives(rank, "trains")) > life for rank in range(2)), "its return", self._processes)
+        until(lambda: all(len(self.lives(rank, "begins")) > life for rank in range(2)), "its return", self._processes)
         self._processes.until_commits(4)
-        now = [self.lives(rank, "trains")[life] for rank in range(2)]
-        before = [self.lives(rank)[life - 1] for rank in range(2)]
+        now = [self.lives(rank, "begins")[life] for rank in range(2)]
+        before = [self.lives(rank, "ended")[life - 1] for rank in range(2)]
         step = min(now[0])
         for rank in range(2):
             assert min(now[rank]) == step
             for name in HELD:
                 assert now[rank][step][name] == before[rank][step][name], f"rank {rank} goes on with other {name}"
             assert now[rank][step]["num_numbers"] > 0, "there is something to restore"
-            assert now[rank][step]["moments"] != before[rank][min(before[rank])]["moments"]
+            read = {sample for k, note in before[rank].items() if k <= step for sample in note["samples"]}
+            assert not read & {sample for note in now[rank].values() for sample in note["samples"]}, "the epoch goes on"
         return step
+
+
+def leaves(processes: Processes) -> list[str]:
+    """Why learners left, in the order in which they did; a killed one does not."""
+    path = processes.run_dir / "tape" / "events.jsonl"
+    return [line["reason"] for line in read_tape(path) if line["event"] == "leave" and line["reason"] != "failed"]
 
 
 def pid_of(healer: Healer, rank: int) -> int:
@@ -88,37 +92,33 @@ def pid_of(healer: Healer, rank: int) -> int:
 
 
 def test_a_killed_and_then_pre_empted_ddp_learner_comes_back_with_all_it_had(processes: Processes) -> None:
-    healer = Healer(processes, "ddp")
-    process = healer.start()
+    healer = Healer(processes)
+    process = healer.start("ddp")
     healer.until_kept(2)
     os.kill(pid_of(healer, 1), signal.SIGKILL)
     assert healer.end(process) not in (0, PREEMPTED)
 
-    process = healer.start()
-    assert healer.came_back_at(1) >= 10
-    process.terminate()
-    assert healer.end(process) == PREEMPTED
-    last = {max(healer.lives(rank)[1]) for rank in range(2)}
-    assert {healer.entries()[0].step} == {step + 1 for step in last}, "all ranks left after the same step"
-    leaves = [line for line in read_tape(processes.run_dir / "tape" / "events.jsonl") if line["event"] == "leave"]
-    assert [line["reason"] for line in leaves] == ["preempted"]
-
-    healer.start()
-    until(lambda: all(len(healer.lives(rank, "trains")) > 2 for rank in range(2)), "its return", processes)
-    assert {min(healer.lives(rank, "trains")[2]) for rank in range(2)} == {step + 1 for step in last}
+    for life, start_method in enumerate(("ddp", "spawn"), start=1):
+        process = healer.start(start_method)
+        assert healer.came_back_at(life) >= 10
+        process.terminate()
+        assert healer.end(process) == PREEMPTED
+        steps_done = {max(healer.lives(rank, "ended")[life]) for rank in range(2)}
+        assert {healer.entries()[0].step} == steps_done, "all ranks left after the same step, with a checkpoint of it"
+        assert leaves(processes) == ["preempted"] * life
 
 
 def test_a_torn_part_of_a_killed_fsdp2_learner_makes_it_take_the_checkpoint_before(processes: Processes) -> None:
-    healer = Healer(processes, "fsdp2")
-    process = healer.start()
+    healer = Healer(processes)
+    process = healer.start("fsdp2")
     healer.until_kept(2)
     os.kill(pid_of(healer, 0), signal.SIGKILL)
     assert healer.end(process) not in (0, PREEMPTED)
     newest, older = healer.entries()
-    (torn,) = Path(healer.store.url, "fsdp2", "parts").glob(f"1-{healer.store.read(newest).parts[1]}.*")
+    (torn,) = Path(healer.store.url, NAME, "parts").glob(f"1-{healer.store.read(newest).parts[1]}.*")
     torn.write_bytes(torn.read_bytes()[:-9])
 
-    healer.start()
+    healer.start("fsdp2")
     assert healer.came_back_at(1) == older.step
-    halves = [healer.lives(rank)[0][older.step] for rank in range(2)]
+    halves = [healer.lives(rank, "ended")[0][older.step] for rank in range(2)]
     assert halves[0]["moments"] != halves[1]["moments"], "each rank has its own"
