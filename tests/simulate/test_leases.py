@@ -43,12 +43,14 @@ def test_without_faults_every_sample_is_merged_once_per_epoch(data: Data) -> Non
 
 
 @EACH
-def test_from_one_learner_to_five_and_back_nothing_is_left_out_or_repeated(data: Data) -> None:
+def test_from_one_learner_to_eight_and_back_nothing_is_left_out_or_repeated(data: Data) -> None:
     fleet = Fleet(CONFIG, seed=2)
     fleet.start("first", pace(data))
-    for i in range(4):
+    for i in range(7):
         fleet.start(f"l{i}", pace(data, starts_s=5.0 + i, num_steps=20 + 5 * i))
-    fleet.run_until(60.0)
+    fleet.run_until(14.0)
+    assert [x.state.phase for x in fleet.learners.values() if x.state] == ["stepping"] * 8
+    fleet.run_until(80.0)
     fleet.invariants.audit()
 
     assert [x.state.phase for x in fleet.learners.values() if x.state and not x.is_gone] == ["stepping"]
