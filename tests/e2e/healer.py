@@ -104,10 +104,11 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.01)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s")
+    options = {"checkpoint_every": 10, "checkpoint_store": given.store, "preemption_s": 60.0}  # however busy it is here
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DecoupledDiLoCoStrategy(INNER[given.inner](), checkpoint_every=10, checkpoint_store=given.store),
+        strategy=DecoupledDiLoCoStrategy(INNER[given.inner](), **options),
         max_steps=given.steps,
         default_root_dir=given.out.parent,
         logger=False,

@@ -40,17 +40,25 @@ class Healer:
         """Wait until all of it is gone; returns the exit code."""
         code = self._processes.end(process)
         pids = [next(iter(life.values()))["pid"] for rank in range(2) for life in self.lives(rank, "begins")]
-        until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all ranks", self._processes)
+        until(lambda: not any(map(is_alive, pids)), "the end of all ranks", self._processes)
         return code
 
     def lives(self, rank: int, at: str) -> list[dict[int, Note]]:
         """What each process of a rank noted where a step begins or has ended, by step."""
-        path, lives = Path(f"{self._folder}/noted.{rank}.jsonl"), dict[int, dict[int, Note]]()
-        for line in path.read_text().splitlines() if path.exists() else ():
-            note = json.loads(line)
+        lives = dict[int, dict[int, Note]]()
+        for note in self.notes(rank):
             if note["at"] == at:
                 lives.setdefault(note["pid"], {})[note["step"]] = note
         return list(lives.values())
+
+    def notes(self, rank: int) -> list[Note]:
+        """All whole lines: one may be being written."""
+        path = Path(f"{self._folder}/noted.{rank}.jsonl")
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
+
+    def kill(self, rank: int) -> None:
+        os.kill(self.notes(rank)[-1]["pid"], signal.SIGKILL)
 
     def until_kept(self, num: int) -> None:
         until(lambda: len(self.entries()) >= num, f"{num} checkpoints", self._processes)
@@ -86,16 +94,18 @@ def leaves(processes: Processes) -> list[str]:
     return [line["reason"] for line in read_tape(path) if line["event"] == "leave" and line["reason"] != "failed"]
 
 
-def pid_of(healer: Healer, rank: int) -> int:
-    path = Path(f"{healer._folder}/noted.{rank}.jsonl")
-    return int(json.loads(path.read_text().splitlines()[-1])["pid"])
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_killed_and_then_pre_empted_ddp_learner_comes_back_with_all_it_had(processes: Processes) -> None:
     healer = Healer(processes)
     process = healer.start("ddp")
     healer.until_kept(2)
-    os.kill(pid_of(healer, 1), signal.SIGKILL)
+    healer.kill(rank=1)
     assert healer.end(process) not in (0, PREEMPTED)
 
     for life, start_method in enumerate(("ddp", "spawn"), start=1):
@@ -105,14 +115,14 @@ def test_a_killed_and_then_pre_empted_ddp_learner_comes_back_with_all_it_had(pro
         assert healer.end(process) == PREEMPTED
         steps_done = {max(healer.lives(rank, "ended")[life]) for rank in range(2)}
         assert {healer.entries()[0].step} == steps_done, "all ranks left after the same step, with a checkpoint of it"
-        assert leaves(processes) == ["preempted"] * life
+        until(lambda num=life: leaves(processes) == ["preempted"] * num, "the leave on the tape", processes)
 
 
 def test_a_torn_part_of_a_killed_fsdp2_learner_makes_it_take_the_checkpoint_before(processes: Processes) -> None:
     healer = Healer(processes)
     process = healer.start("fsdp2")
     healer.until_kept(2)
-    os.kill(pid_of(healer, 0), signal.SIGKILL)
+    healer.kill(rank=0)
     assert healer.end(process) not in (0, PREEMPTED)
     newest, older = healer.entries()
     (torn,) = Path(healer.store.url, NAME, "parts").glob(f"1-{healer.store.read(newest).parts[1]}.*")
