@@ -91,6 +91,10 @@ def check_devices(inner: DecoupledDiLoCoStrategy, devices: list[torch.device], n
             "inner with process_group_backend='nccl' on devices of type cpu: nccl needs cuda; leave it out, or pass "
             "process_group_backend='gloo'"
         )
+    if isinstance(inner, FSDPStrategy) and len(devices) * num_nodes == 1:
+        raise ConfigError(
+            f"inner={name}() with 1 device: it shares a model among several; pass Trainer(devices=2), or leave inner out"
+        )
     if isinstance(inner, (FSDPStrategy, ModelParallelStrategy)) and inner._learner.align != "carry":
         raise ConfigError(
             f"align={inner._learner.align!r} with inner={name}(): must be 'carry', which needs no residual that "

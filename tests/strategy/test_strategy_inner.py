@@ -130,6 +130,11 @@ def test_inner_for_other_devices_is_refused(kind, trainer_for):
         trainer_for(strategy=DecoupledDiLoCoStrategy(kind(process_group_backend="nccl")), devices=2)
 
 
+def test_fsdp_on_one_device_is_refused(trainer_for):
+    with pytest.raises(ConfigError, match=r"inner=FSDPStrategy\(\) with 1 device: it shares a model among several"):
+        trainer_for(strategy=DecoupledDiLoCoStrategy(FSDPStrategy()), devices=1)
+
+
 @pytest.mark.parametrize("align", ["overwrite", "blend"])
 @pytest.mark.parametrize("kind", SHARDING)
 def test_alignment_that_needs_a_residual_is_refused_where_the_model_is_sharded(kind, align, trainer_for):
