@@ -93,7 +93,7 @@ def check_devices(inner: DecoupledDiLoCoStrategy, devices: list[torch.device], n
         )
     if isinstance(inner, FSDPStrategy) and len(devices) * num_nodes == 1:
         raise ConfigError(
-            f"inner={name}() with 1 device: it shares a model among several; pass Trainer(devices=2), or leave inner out"
+            f"inner={name}() with 1 device: it shares a model among several; pass Trainer(devices=2), or no inner"
         )
     if isinstance(inner, (FSDPStrategy, ModelParallelStrategy)) and inner._learner.align != "carry":
         raise ConfigError(
