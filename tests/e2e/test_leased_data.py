@@ -13,6 +13,7 @@ import pytest
 
 from lightning_diloco.protocol import records
 from lightning_diloco.runtime.redo_log import RedoLog
+from lightning_diloco.runtime.tape import read_tape
 from lightning_diloco.transport.address import read_join_file
 from tests.e2e.conftest import HERE, Processes, until
 from tests.e2e.reader import RANGE_SIZE, SIZES
@@ -20,6 +21,7 @@ from tests.e2e.reader import RANGE_SIZE, SIZES
 pytestmark = pytest.mark.slow
 
 NUM_FRAGMENTS = 4
+LEAVING = tuple(f"leaves{k}" for k in range(6))
 Sample = tuple[int, ...]
 Range = tuple[int, int, int]
 
@@ -38,6 +40,12 @@ def read(root: Path) -> dict[str, list[Sample]]:
             step = json.loads(line)
             found.setdefault(step["session"], []).extend(map(tuple, step["samples"]))
     return found
+
+
+def contributors(run_dir: Path) -> set[str]:
+    """Who was ever named in a commit."""
+    tape = read_tape(run_dir / "tape" / "events.jsonl")
+    return {name for line in tape if line["event"] == "commit" for name in line["learners"]}
 
 
 def history(run_dir: Path, to: Path) -> list[records.LogRecord]:
@@ -73,20 +81,20 @@ def done(log: list[records.LogRecord]) -> Counter[Range]:
 
 
 @pytest.mark.chaos
-def test_one_learner_then_three_then_one_with_a_kill_every_sample_is_merged_once_per_epoch(
+def test_one_learner_then_eight_then_one_with_a_kill_every_sample_is_merged_once_per_epoch(
     processes: Processes,
 ) -> None:
     syncer = processes.syncer()
     stays = start(processes, "stays")
     processes.until_commits(8)
-    others = {name: start(processes, name) for name in ("leaves", "dies")}
-    until(lambda: sum(m["phase"] == "stepping" for m in processes.status()["learners"]) == 3, "three", processes)
-    processes.until_commits(12)
+    others = {name: start(processes, name) for name in (*LEAVING, "dies")}
+    until(lambda: contributors(processes.run_dir) == {"stays", *others}, "commits of all eight", processes)
     os.kill(others["dies"].pid, signal.SIGKILL)
-    (processes.root / "stop-leaves").touch()
-    assert processes.end(others["leaves"]) == 0
-    lapsed = {"stays": "stepping", "leaves": "left", "dies": "lapsed"}
-    until(lambda: {m["id"]: m["phase"] for m in processes.status()["learners"]} == lapsed, "the lapse", processes)
+    for name in LEAVING:
+        (processes.root / f"stop-{name}").touch()
+    assert [processes.end(others[name]) for name in LEAVING] == [0] * len(LEAVING)
+    alone = {"stays": "stepping", **dict.fromkeys(LEAVING, "left"), "dies": "lapsed"}
+    until(lambda: {m["id"]: m["phase"] for m in processes.status()["learners"]} == alone, "the lapse", processes)
     processes.until_commits(40)
     (processes.root / "stop-stays").touch()
     assert processes.end(stays) == 0
@@ -98,7 +106,7 @@ def test_one_learner_then_three_then_one_with_a_kill_every_sample_is_merged_once
     counts, ranges = merged(log, trained), done(log)
     assert summary["ledger_exact"]
     assert sum(count.total() for count in counts) == summary["tokens_merged"]
-    assert len(trained) == 3
+    assert len(trained) == summary["joins"] == 8, "nobody began anew"
     assert max(ranges.values()) == 1, "no range is done twice"
     assert summary["ranges_done"] == len(ranges) > 30
     first_open = min(epoch for epoch, *_ in leased(log) - ranges.keys())
@@ -109,13 +117,15 @@ def test_one_learner_then_three_then_one_with_a_kill_every_sample_is_merged_once
     for epoch, source, index in ranges:
         numbers = range(index * RANGE_SIZE, min((index + 1) * RANGE_SIZE, SIZES[source]))
         assert all(count[epoch, source, number] for count in counts for number in numbers)
-    # Who dies had merged parts of its ranges in some fragments; these are merged again, and what was read twice.
+    # Who lapsed had merged parts of its ranges in some fragments; these are merged again, and what was read twice.
     num_repeated = sum(count.total() - len(count) for count in counts)
     assert 0 <= num_repeated <= summary["tokens_repeated"]
-    dead = next(session for session, samples in trained.items() if samples == _samples_of(processes.root, "dies"))
+    lapsed = {record.session for record in log if isinstance(record, records.Lapsed)}
+    assert next(s for s, samples in trained.items() if samples == _samples_of(processes.root, "dies")) in lapsed
+    given_back = {sample for session in lapsed for sample in trained[session]}
     again = {sample for count in counts for sample, times in count.items() if times > 1}
     twice = {sample for samples in trained.values() for sample, times in Counter(samples).items() if times > 1}
-    assert again <= set(trained[dead]) | twice
+    assert again <= given_back | twice
 
 
 def _samples_of(root: Path, name: str) -> list[Sample]:
