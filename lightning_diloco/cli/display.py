@@ -57,7 +57,7 @@ class Screen:
         self._live = Live(console=console, auto_refresh=False) if live else None
         self._period_s = _REDRAW_S if live else period_s
         self._clock = clock
-        self._next_s = clock()
+        self._began_s = self._next_s = clock()
 
     def __enter__(self) -> Screen:
         if self._live:
@@ -89,7 +89,7 @@ class Screen:
             view = status_view(status, num_waits=_NUM_WAITS_LIVE) if status else Text(silence)
             self._live.update(view, refresh=True)
         else:
-            self._print("\n".join(status_lines(status)) if status else silence)
+            self._print("\n".join(status_lines(status, self._clock() - self._began_s)) if status else silence)
 
 
 def status_view(status: Status, *, num_waits: int | None = None) -> Group:
@@ -112,9 +112,9 @@ def status_view(status: Status, *, num_waits: int | None = None) -> Group:
     return Group(table, *map(Text, (run_line(status), *waits[:num_waits], *left_out)))
 
 
-def status_lines(status: Status) -> list[str]:
-    """The state as plain lines: the run, then each learner."""
-    stamp = f"{status['uptime_s']:7.1f} s  "
+def status_lines(status: Status, age_s: float) -> list[str]:
+    """The state as plain lines: the run, then each learner; age_s goes on when the syncer is started again."""
+    stamp = f"{age_s:7.1f} s  "
     return [stamp + run_line(status)] + [
         f"{stamp}{learner['id']} {learner['phase']}: step {learner['step']}, "
         f"loss {_number(learner['metrics'].get('loss'), '.4f')}, {_count(learner['tokens_per_s'])} tokens/s, "

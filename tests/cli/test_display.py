@@ -72,13 +72,13 @@ def test_the_table_shows_the_run() -> None:
 
 
 def test_a_run_that_has_not_begun_says_what_it_waits_for() -> None:
-    (line,) = status_lines(status(state="waiting", learners=[], versions=[]))
+    (line,) = status_lines(status(state="waiting", learners=[], versions=[]), 1.0)
     assert line.endswith(" s  waiting for learners")
     assert "the first learner's parameters become the anchors" in drawn(status_view(status(state="seeding")))
 
 
 def test_the_reason_of_a_suspended_run_is_shown() -> None:
-    assert status_lines(status(state="suspended", reason="the disk is full"))[0].endswith(
+    assert status_lines(status(state="suspended", reason="the disk is full"), 1.0)[0].endswith(
         "suspended (the disk is full): round 4..5 in 3 fragments, 13 commits, quorum 1, participation 97.5 %, "
         "goodput -, 61.44k tokens, up 2.5MB, down 900B"
     )
@@ -118,6 +118,8 @@ def test_lines_are_printed_once_a_period() -> None:
             screen.show(status())
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("l0 stepping: step 120, loss 3.2146, 5.123k tokens/s") == 2
+    stamps = [line.split(" s  ")[0].strip() for line in text.splitlines() if "l0 stepping" in line]
+    assert stamps == ["0.0", "5.1"], "time of this command, whichever syncer answers"
 
 
 def test_a_silent_syncer_is_said() -> None:
