@@ -4,7 +4,8 @@
    elements, as FSDP does.
 2. Anchors, snapshots and landings are of the own boxes. Only a fragment on its way is ever whole, in host memory.
 3. What arrives is decoded whole and cut: every element is computed as on one device, bit for bit.
-4. Contributions are put together from the parts and encoded by one rank (`assemble`), so they are those of one device.
+4. Contributions are dealt out in ranges of whole quantization blocks (`deal.py`), and each rank encodes one: together
+   these are what one device sends, bit for bit. Where ranks cannot upload, one of them puts it together (`assemble`).
 
 Shapes: _P flat padded fragment, _L flat part of it.
 """
@@ -68,7 +69,7 @@ class PartPlan:
         self.pieces = [_pieces(whole, boxes) for whole in self.wholes]
 
     def layout(self, p: int, block_size: int) -> FragmentLayout:
-        """The flat part of fragment p; it is never encoded, so nothing is padded."""
+        """The flat part of fragment p; it is not encoded as such, so nothing is padded."""
         entries = tuple(piece.own for piece in self.pieces[p])
         numel = sum(entry.numel for entry in entries)
         return FragmentLayout(entries, numel=numel, padded_numel=numel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import Tensor
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.devices.part import Box
 from lightning_diloco.errors import DiLoCoError, JoinError, NonFiniteError
 from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.runtime.agreement import Agreement
+from lightning_diloco.runtime.dealing import Dealer
 from lightning_diloco.runtime.joining import MakeDevice
 from lightning_diloco.runtime.manifest import plan_of
 from lightning_diloco.runtime.model import ModelDescription
@@ -44,6 +46,7 @@ class FollowerLink:
     Args:
         ranks: of this learner.
         holds_part: of the parameters, not all of them; then it measures its part of contributions.
+        boxes: what each rank holds of each parameter, where they encode together.
         connect: makes the connection.
     """
 
@@ -54,6 +57,7 @@ class FollowerLink:
         ranks: Ranks,
         *,
         holds_part: bool = False,
+        boxes: Sequence[Mapping[str, Box]] | None = None,
         connect: Callable[[JoinAddress], Connection] = FlightConnection,
     ) -> None:
         self._ranks = ranks
@@ -69,7 +73,9 @@ class FollowerLink:
         self._adopted: dict[int, Tensor] = {}
         self._orders = Orders()
         self._sender = PartSender(self._orders, connect)
-        self._encoding: tuple[int, int] | None = None
+        self._boxes = boxes
+        self._dealer: Dealer | None = None
+        self._after: Callable[[], None] | None = None
         self._deals = holds_part
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
@@ -187,9 +193,9 @@ class FollowerLink:
         if self._asked_for is not None:
             self._ranks.deliver(self._asked_for)
             self._asked_for = None
-        if self._encoding is not None:
-            self._encode(*self._encoding)
-            self._encoding = None
+        if self._after is not None:
+            self._after()
+            self._after = None
         if command["do"] == "fail":
             raise JoinError(f"rank 0 of this learner could not join: {command['why']}")
         return str(command["do"])
@@ -213,7 +219,10 @@ class FollowerLink:
             case "delta":
                 self._asked_for = self.device.delta(self._snapshot(p, command["boundary"]))  # type: ignore[attr-defined]
             case "encode":
-                self._encoding = p, command["boundary"]
+                self._after = partial(self._encode, p, command["boundary"])
+            case "deal":
+                delta_L = self.device.delta(self._snapshot(p, command["boundary"]))  # type: ignore[attr-defined]
+                self._after = partial(self._deal, p, delta_L)
             case "reach":
                 self._asked_for = torch.tensor([float(self._sender.reach(command["join"]))])
             case "expect":
@@ -234,6 +243,13 @@ class FollowerLink:
             return  # rank 0 finds the same, and tells the syncer
         numel = self.plan.layout(p, self.config.block_size).padded_numel
         self._sender.keep(p, payload, numel, self.config)
+
+    def _deal(self, p: int, delta_L: Tensor) -> None:
+        """With all other ranks; keep the part that this one encoded."""
+        if self._dealer is None:
+            assert self._boxes is not None, "ranks with parts that are not boxes do not deal"
+            self._dealer = Dealer(self._ranks, self.plan, self.config, self._boxes)
+        self._sender.keep_part(p, self._dealer.bare(self._dealer.part(p, delta_L)))
 
     def _snapshot(self, p: int, boundary: int) -> Any:
         """The one of this boundary; training here may still be on its way to it."""

@@ -17,9 +17,9 @@ import atexit
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from lightning_diloco.runtime.threads import Crew
 PULSE_S = 1.0
 _FOREVER = timedelta(days=30)
 _DONE, _FAILED = 1, 0
+T = TypeVar("T")
 
 
 class Ranks:
@@ -124,6 +125,29 @@ class Ranks:
         """Another rank: what `collect` asked for, after the answer."""
         if values.numel():
             dist.send(values, 0, group=self._commands)
+
+    def together(self, command: Mapping[str, Any], do: Callable[[], T]) -> T:
+        """Rank 0: have the others begin this, and do one's own part of it."""
+        with self._telling:
+            self._tell(command, None)
+            return do()
+
+    def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send to each rank what is meant for it, and fill what comes from it; within a command, all ranks at once.
+
+        Args:
+            outgoing: by rank; own and empty ones do not travel.
+            incoming: by rank, overwritten.
+        """
+        kinds = ((dist.isend, outgoing), (dist.irecv, incoming))
+        works = [
+            move(values, rank, group=self._commands)
+            for move, by_rank in kinds
+            for rank, values in enumerate(by_rank)
+            if rank != self.rank and values.numel()
+        ]
+        for work in works:
+            work.wait()
 
     def _tell(self, command: Mapping[str, Any], payload: Tensor | None) -> None:
         head = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)

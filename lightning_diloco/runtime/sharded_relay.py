@@ -1,8 +1,9 @@
-"""The device of rank 0 where each rank holds a part: rank 0 puts contributions together, one fragment at a time."""
+"""The device of rank 0 where each rank holds a part: they encode contributions together, one fragment at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import decode, encode_fragment
 from lightning_diloco.devices.base import Encoded
 from lightning_diloco.devices.part import Box, PartFragments, PartPlan, assemble
+from lightning_diloco.runtime.dealing import Dealer
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import Relay
 
@@ -41,12 +43,18 @@ class ShardedRelay(Relay):
         super().__init__(own, ranks)
         self._part, self._config = own, config
         self._plans = [PartPlan(plan, each, config.block_size) for each in boxes]
+        self._dealer = Dealer(ranks, plan, config, boxes)
         self.local_values, self.anchor, self.digest = self._local_values, self._anchor, self._digest
 
     def encode(self, snapshot: Any) -> Encoded:
-        """See `FragmentDevice.encode`."""
+        """See `FragmentDevice.encode`; where ranks cannot upload, this one puts the parts together and encodes."""
         boundary, own = snapshot
         p = own.fragment
+        if self.deals:
+            delta_L, command = self._part.delta(own), {"do": "deal", "fragment": p, "boundary": boundary}
+            encoded = self._ranks.together(command, partial(self._dealer.whole, p, delta_L))
+            self.dealt.add(p)
+            return encoded
         wanted_P = self._whole(p, self._part.delta(own), {"do": "delta", "fragment": p, "boundary": boundary})
         wire, block_size = self._config.wire, self._config.block_size
         payload = encode_fragment(self._plans[0].wholes[p], wanted_P, wire, block_size)

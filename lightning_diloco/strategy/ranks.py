@@ -85,7 +85,7 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         self._ranks, self._layout = ranks, layout_of(ranks.size, boxes)
         if ranks.rank == 0:
             return LeaderLink(self._run_options, self._learner, self._root_dir, ranks=ranks, boxes=boxes)
-        return FollowerLink(ranks, holds_part=boxes is not None)
+        return FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes)
 
     def _make_healing(self, owner: Owner, url: str | None) -> Healing:
         url = self._ranks.share(url)[0]  # rank 0 knows whether the run is its own

@@ -1,8 +1,9 @@
 """One rank of a learner without a Trainer: it joins, says so, waits for the file DIR/go, and makes its steps.
 
-    two_ranks.py DIR RANK SIZE LINE STEPS
+    two_ranks.py DIR RANK SIZE LINE STEPS CUT
 
-LINE is the `host:port` over which this rank speaks with the syncer, or "cut". Digests go to DIR/digests.RANK.
+LINE is the `host:port` over which this rank speaks with the syncer, or "cut". CUT says what it holds: "whole"
+parameters, then digests of its anchors go to DIR/digests.RANK, or "rows" of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.devices.part import Box, CpuPart
 from lightning_diloco.errors import TransportError
 from lightning_diloco.runtime.follower import FollowerLink
 from lightning_diloco.runtime.leader import LeaderLink
@@ -29,14 +31,19 @@ from lightning_diloco.transport.flight import FlightConnection
 
 SHAPES = {"first": (1024, 512), "second": (1024, 512)}
 PACE_S, TOKENS = 0.01, 3
+ODD = 7  # so that ranks do not begin where quantization blocks do
 
 
-def main(folder: Path, rank: int, size: int, line: str, steps: int) -> None:
+def main(folder: Path, rank: int, size: int, line: str, *, steps: int, cut: str) -> None:
     """Join, train, leave."""
     logging.basicConfig(level=logging.WARNING)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     generator = torch.Generator().manual_seed(1)
     params = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    boxes = None
+    if cut == "rows":
+        boxes = [{name: _rows(shape, r, size) for name, shape in SHAPES.items()} for r in range(size)]
+        params = {name: nn.Parameter(_cut(param, *boxes[rank][name])) for name, param in params.items()}
 
     def connect(address: JoinAddress) -> FlightConnection:
         if line == "cut":
@@ -46,11 +53,14 @@ def main(folder: Path, rank: int, size: int, line: str, steps: int) -> None:
 
     ranks, own = Ranks(), LearnerConfig(learner="l0")
     if rank == 0:
-        link = LeaderLink({}, own, folder, ranks=ranks, connect=connect)
+        link = LeaderLink({}, own, folder, ranks=ranks, boxes=boxes, connect=connect)
     else:
-        link = FollowerLink(ranks, connect=connect)  # type: ignore[assignment]
+        link = FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes, connect=connect)  # type: ignore[assignment]
     description = ModelDescription(dict(SHAPES), frozenset(), {}, "tokens")
-    link.start(description, lambda plan, config: CpuFragments(plan, params, config, own))
+    if boxes is None:
+        link.start(description, lambda plan, config: CpuFragments(plan, params, config, own))
+    else:
+        link.start(description, lambda plan, config: CpuPart(plan, params, config, own, boxes[rank]))
     print("joined", flush=True)
     while not (folder / "go").exists():
         time.sleep(PACE_S)
@@ -63,11 +73,21 @@ def main(folder: Path, rank: int, size: int, line: str, steps: int) -> None:
         link.step(0, "tokens")
     if link.finish() and rank == 0:
         link.report(0.0)
-    digests = [link.device.digest(p) for p in range(link.plan.num_fragments)]
-    (folder / f"digests.{rank}").write_text(" ".join(digests))
+    if boxes is None:
+        digests = [link.device.digest(p) for p in range(link.plan.num_fragments)]
+        (folder / f"digests.{rank}").write_text(" ".join(digests))
     link.close()
 
 
+def _rows(shape: tuple[int, int], rank: int, size: int) -> Box:
+    first, last = (ODD + (shape[0] - ODD) * r // size if r else 0 for r in (rank, rank + 1))
+    return (first, 0), (last - first, shape[1])
+
+
+def _cut(param: torch.Tensor, firsts: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    return param.detach()[firsts[0] : firsts[0] + sizes[0]].clone()
+
+
 if __name__ == "__main__":
-    given, rank, size, line, steps = sys.argv[1:]
-    main(Path(given), int(rank), int(size), line, int(steps))
+    given, rank, size, line, steps, cut = sys.argv[1:]
+    main(Path(given), int(rank), int(size), line, steps=int(steps), cut=cut)
