@@ -35,7 +35,7 @@ from lightning_diloco.transport.base import Bulk, Connection, Json
 log = logging.getLogger(__name__)
 
 ALONE_S = 60.0
-PART_S = 10.0
+PART_S = 60.0
 GOODBYE_S = 1.0
 
 
