@@ -1,7 +1,7 @@
 """The short benchmarks, or those that are named, one after another: `python tests/bench/run.py [names] [--out DIR]`.
 
-exchange, straggler, participation, survivors and forecast (14 minutes) want a quiet machine with two cores, chaos (40)
-one with four; quality is the same on any machine. recoveries (6) and soak (35) sleep most of the time.
+exchange, straggler, participation, survivors, forecast (14 minutes) and ranks_step (10) want a quiet machine with two
+cores, chaos (40) one with four; quality is the same on any machine. recoveries (6) and soak (35) mostly sleep.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("exchange", "straggler", "participation", "quality")
-NAMES = (*SHORT, "forecast", "survivors", "recoveries", "soak", "chaos")
+NAMES = (*SHORT, "ranks_step", "forecast", "survivors", "recoveries", "soak", "chaos")
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from tests.bench import chaos, exchange, forecast, participation, quality, report, soak, survivors
+from tests.bench import chaos, exchange, forecast, participation, quality, ranks_step, report, soak, survivors
 from tests.bench.processes import Measured
 from tests.bench.tiny import RECIPE, Tiny
 
@@ -114,6 +114,16 @@ def test_a_step_that_a_fault_made_longer_is_seen(longest_ms: float, holds: bool)
     rows = [{**calm, "longest [ms]": 70.0}, {**faulty, "longest [ms]": longest_ms}, {**calm, "longest [ms]": 60.0}]
     assert [*survivors.checks_of(rows, {**faulty, "longest [ms]": 2000.0}).values()] == [holds, True, True]
     assert [*survivors.checks_of(rows, rows[1]).values()] == [holds, True, not holds]
+
+
+@pytest.mark.parametrize(
+    ("with_s", "control_s", "holds"),
+    [(0.0515, 0.053, [True, True]), (0.0517, 0.053, [False, True]), (0.0515, 0.0514, [True, False])],
+    ids=["within", "slower", "blind"],
+)
+def test_steps_that_the_strategy_makes_longer_are_seen(with_s: float, control_s: float, holds: list[bool]) -> None:
+    steps_s = {"without": [0.05, 0.05, 0.09], "with": [with_s, 0.05, 0.2], "control": [control_s] * 3}
+    assert [*ranks_step.checks_of(ranks_step.figures("ddp", steps_s)).values()] == holds
 
 
 CHAOS = {
