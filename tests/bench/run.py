@@ -1,6 +1,6 @@
 """The short benchmarks, or those that are named, one after another: `python tests/bench/run.py [names] [--out DIR]`.
 
-exchange, straggler, participation, survivors, forecast (14 minutes) and ranks_step (10) want a quiet machine with two
+exchange, straggler, participation, survivors, forecast (14 minutes) and ranks_step (15) want a quiet machine with two
 cores, chaos (40) one with four; quality is the same on any machine. recoveries (6) and soak (35) mostly sleep.
 """
 
