@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import urllib.request
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_the_page_shows_what_the_screen_was_told(tmp_path: Path) -> None:
 
 def test_status_lines_are_no_events(tmp_path: Path) -> None:
     with page.served(tmp_path, page.LISTEN, lambda text: None) as watch:
-        screen = Screen(Console(file=io.StringIO()), live=False, watch=watch, clock=iter([0.0, 9.0, 9.0]).__next__)
+        screen = Screen(Console(file=io.StringIO()), live=False, watch=watch, clock=count(0.0, 9.0).__next__)
         screen.show(status(10))
         assert watch.state()["events"] == []
 
