@@ -5,7 +5,7 @@
 3. A graph must not depend on where in a parameter its rows lie: where they start is data (`rows_of`, `with_rows`), or
    every fragment would be compiled anew.
 4. With several devices (SPMD) `.cpu()` would gather a sharded tensor on the device, by a graph of its own. Any thread
-   may `fetch` it instead, shard by shard.
+   may `fetch` it instead, shard by shard. On several hosts that is what lies on the devices of this one.
 5. A cast to bfloat16 and back is taken out by the compiler of some devices unless a barrier stands between.
 
 Source: measured with torch_xla 2.9 on PJRT CPU; rule 5: `xla_allow_excess_precision`.
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
@@ -54,15 +55,37 @@ def upload(*tensors: Tensor, dim: int | None = None) -> list[Tensor]:
     ]
 
 
+def upload_samples(tensor: Tensor) -> Tensor:
+    """This host's part of a batch, of which all hosts have as much: the whole batch, each device having some samples.
+
+    Args:
+        tensor: on the host, samples along dimension 0; a scalar is the same on all hosts.
+
+    Raises:
+        ConfigError: the devices of this host cannot share its samples.
+    """
+    if not tensor.dim():
+        return upload(tensor)[0]
+    if len(tensor) % num_local_devices():
+        raise ConfigError(
+            f"a batch of shape {tuple(tensor.shape)} on a host with {num_local_devices()} devices: each host's part of "
+            "a batch must be a multiple of its devices; change batch_size, and set drop_last=True"
+        )
+    layout = spmd.ShardingSpec(_mesh(), _partition(tensor, 0), minibatch=True)
+    return xm.send_cpu_data_to_device([tensor], torch_xla.device(), input_sharding=layout)[0]
+
+
 def fetch(tensor: Tensor) -> Tensor:
-    """A copy on the host; of several devices each sends its own part. Any thread, see rules 2 and 4."""
+    """A copy on the host; of several devices each sends its own part. Any thread, see rules 2 and 4.
+
+    Returns:
+        The tensor; zero where it lies on other hosts only.
+    """
     if not is_mesh():
         return tensor.cpu()
-    out = torch.empty(tensor.shape, dtype=tensor.dtype)
+    out = torch.zeros(tensor.shape, dtype=tensor.dtype)
     xm.wait_device_ops()
-    (shards,) = torch_xla._XLAC._get_local_shards([tensor])
-    (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
-    for (values, _), (_, place) in zip(shards, places, strict=True):
+    for values, place in _shards(tensor):
         if place is Ellipsis:
             return out.copy_(values)
         out[tuple(place)] = values[tuple(slice(part.stop - part.start) for part in place)]
@@ -73,19 +96,15 @@ def use_mesh() -> int:
     """Compute as one program over all devices from now on, and return how many there are.
 
     Raises:
-        ConfigError: tensors were made on a single device before, or other hosts take part.
+        ConfigError: tensors were made on a single device before.
     """
-    if not xr.is_spmd() and torch_xla._XLAC._xla_get_spmd_config_is_locked():
-        raise ConfigError(
-            "several XLA devices were asked for after tensors were made on one: SPMD must be switched on before; make "
-            "the Trainer before anything is moved to an XLA device, or call torch_xla.runtime.use_spmd() first"
-        )
-    xr.use_spmd()
-    if xr.process_count() > 1:
-        raise ConfigError(
-            f"{xr.process_count()} hosts take part in this mesh: a learner can have the devices of one host; start one "
-            "learner on each host, all with the same DILOCO_JOIN"
-        )
+    if not is_mesh():
+        if torch_xla._XLAC._xla_get_spmd_config_is_locked():
+            raise ConfigError(
+                "several XLA devices were asked for after tensors were made on one: SPMD must be switched on before; "
+                "make the Trainer before anything is moved to an XLA device, or call torch_xla.runtime.use_spmd() first"
+            )
+        xr.use_spmd()
     return int(xr.global_runtime_device_count())
 
 
@@ -97,6 +116,23 @@ def num_mesh_devices() -> int:
 def is_mesh() -> bool:
     """Whether one program computes over all devices."""
     return bool(xr.is_spmd())
+
+
+def host() -> tuple[int, int]:
+    """(number of this host, number of hosts): one process on each, all running the same program."""
+    return int(xr.process_index()), int(xr.process_count())
+
+
+def own_rows() -> list[int]:
+    """Which rows of a tensor that lies over all devices, one row on each, are on this host."""
+    (tensor,) = upload(torch.zeros(num_mesh_devices(), 1, dtype=torch.float32), dim=0)
+    return sorted(place[0].start for _, place in _shards(tensor))
+
+
+def meet_hosts() -> None:
+    """Let torch.distributed know all hosts, on the CPU; TPU hosts find the first one, others by MASTER_ADDR."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method="xla://")  # torch_xla's rendezvous: a rank for each process
 
 
 def shard(tensor: Tensor, dim: int | None) -> None:
@@ -170,6 +206,13 @@ def keep_compilations() -> bool:
 def _mesh() -> spmd.Mesh:
     count = xr.global_runtime_device_count()
     return spmd.Mesh(range(count), (count,), ("all",))
+
+
+def _shards(tensor: Tensor) -> list[tuple[Tensor, Any]]:
+    """What lies on this host's devices, and where in the tensor; Ellipsis: it is the whole."""
+    (shards,) = torch_xla._XLAC._get_local_shards([tensor])
+    (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
+    return [(values, place) for (values, _), (_, place) in zip(shards, places, strict=True)]
 
 
 def _partition(tensor: Tensor, dim: int | None) -> tuple[str | None, ...]:

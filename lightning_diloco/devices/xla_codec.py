@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightning_diloco.config import Wire
 from lightning_diloco.core.blocks import Bits, divisor_for, pack, packed_nbytes, scales_for, unpack
-from lightning_diloco.devices.xla import fetch, upload
+from lightning_diloco.devices.xla import upload
 from lightning_diloco.devices.xla_layout import XlaLayout
 
-Parts = tuple[Tensor, ...]  # on the devices: integers and scales, or floats
+Parts = tuple[Tensor, ...]  # integers and scales, or floats: [N, ...] each
 
 _BITS: dict[Wire, Bits] = {"int8": 8, "int4": 4}
 _FLOATS: dict[Wire, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -80,14 +80,14 @@ class XlaCodec:
     # --- link thread ---------------------------------------------------------------------------------------------
 
     def payload(self, parts: Parts) -> Tensor:
-        """The bytes for the wire."""
+        """The bytes for the wire, of what was fetched."""
         if self._bits is None:
-            return self._layout.to_wire(fetch(parts[0])).view(torch.uint8)
+            return self._layout.to_wire(parts[0]).view(torch.uint8)
         q, scales = parts
-        q = self._layout.to_wire(fetch(q), 2 if self._is_packed else 1)
+        q = self._layout.to_wire(q, 2 if self._is_packed else 1)
         if self._bits == 4 and not self._is_packed:
             q = pack(q.view(-1, self._size)).view(-1)
-        scales_B = self._layout.to_wire(fetch(scales), self._unit).view(-1, self._size // self._unit).amax(1)
+        scales_B = self._layout.to_wire(scales, self._unit).view(-1, self._size // self._unit).amax(1)
         return torch.cat((q.view(torch.uint8), scales_B.view(torch.uint8)))
 
     def upload(self, payload: Tensor) -> Parts:

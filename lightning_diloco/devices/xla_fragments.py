@@ -122,9 +122,13 @@ class XlaFragments:
         if self._feeds_back:
             self._residuals[fragment] = self._upload(fragment, torch.zeros_like(values))
 
-    @torch.no_grad()
     def local_values(self, fragment: int) -> Tensor:
         """See `FragmentDevice.local_values`; not fooled by `show_anchor`."""
+        return self._fetch(fragment, self.local(fragment))
+
+    @torch.no_grad()
+    def local(self, fragment: int) -> Tensor:
+        """The live parameters as float32 [N, L], being computed."""
         params: Mapping[str, Tensor] = self._params
         if self._hidden is not None:
             names = {piece.name for piece in self._pieces[fragment]}
@@ -132,7 +136,7 @@ class XlaFragments:
         sync()  # what a step left to be traced is no part of this graph
         local_NL = self._local(fragment, params)
         sync()
-        return self._fetch(fragment, local_NL)
+        return local_NL
 
     @torch.no_grad()
     def snapshot(self, fragment: int) -> Snapshot:
@@ -184,14 +188,23 @@ class XlaFragments:
 
     def encode(self, snapshot: Snapshot) -> Encoded:
         """See `FragmentDevice.encode`."""
+        return self._encoded(snapshot, self._fetched(snapshot))
+
+    def _fetched(self, snapshot: Snapshot) -> Parts:
+        """Its parts on the host; what encoding lost is kept."""
         p = snapshot.fragment
-        payload = self._codecs[p].payload(snapshot.parts)
-        check_fragment(self._wire_layouts[p], payload, self._config.wire, self._config.block_size)
-        norm, lost = fetch(snapshot.norms).tolist()
+        parts = tuple(fetch(part) for part in snapshot.parts)
         if snapshot.lost is not None:
             self._unmerged[p] = snapshot.lost
         if self._on_host:
             self._bring((p + 1) % len(self._layouts))
+        return parts
+
+    def _encoded(self, snapshot: Snapshot, parts: Parts) -> Encoded:
+        p = snapshot.fragment
+        payload = self._codecs[p].payload(parts)
+        check_fragment(self._wire_layouts[p], payload, self._config.wire, self._config.block_size)
+        norm, lost = fetch(snapshot.norms).tolist()
         return Encoded(payload, norm, lost / norm if norm else 0.0)
 
     def stage(self, fragment: int, update: Update) -> Staged:
@@ -208,8 +221,10 @@ class XlaFragments:
             staged = Staged(new_NL, (), sent, old_NL, kept_P)
         else:
             chain = [codec.upload(encoded) for encoded in update.chain]
-            full_P = update.full if update.full is not None or chain else self.anchor(fragment)
-            staged = Staged(None if full_P is None else self._upload(fragment, full_P), chain, sent)
+            new_NL = None if update.full is None else self._upload(fragment, update.full)
+            if new_NL is None and not chain:  # the present anchor, in a buffer of its own
+                new_NL = upload(fetch(self._anchors[fragment]), dim=0)[0]
+            staged = Staged(new_NL, chain, sent)
         if update.sent is not None and fragment in self._unmerged:
             self._residuals[fragment] = self._unmerged.pop(fragment)
         return staged

@@ -214,7 +214,7 @@ class FollowerLink:
                 self._asked_for = self.device.local_values(p)
             case "anchor":
                 with self._landing:
-                    count = torch.tensor([float(self._counts[p])])
+                    count = torch.tensor([self._counts[p]], dtype=torch.float32)
                     self._asked_for = torch.cat((count, self.device.anchor(p)))
             case "delta":
                 self._asked_for = self.device.delta(self._snapshot(p, command["boundary"]))  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,11 +43,15 @@ class LeaderLink(Link):
     Args:
         ranks: of this learner, this being rank 0.
         boxes: what each rank holds of each parameter; None: all of it.
+
+    Attributes:
+        make_relay: how parts come together.
     """
 
     agreed = Agreement()  # what all ranks know since the last step ended
     _has_ranks = True
     _relay: Relay
+    make_relay: Callable[..., ShardedRelay] = ShardedRelay
 
     def __init__(
         self, *args: Any, ranks: Ranks, boxes: Sequence[Mapping[str, Box]] | None = None, **kwargs: Any
@@ -98,7 +102,7 @@ class LeaderLink(Link):
         if self._boxes is None:
             self._relay = Relay(own, self._ranks)
         else:
-            self._relay = ShardedRelay(own, self._ranks, plan=plan, config=config, boxes=self._boxes)
+            self._relay = self.make_relay(own, self._ranks, plan=plan, config=config, boxes=self._boxes)
         return self._relay
 
     # -------------------------------------------------------------------------------------------------------- training
@@ -115,7 +119,9 @@ class LeaderLink(Link):
         agreed = self._agreed()
         self._watch.stall_s += time.perf_counter() - entered_s
         tokens, self._skipped_tokens = tokens + agreed.tokens + self._skipped_tokens, 0
-        super().step(tokens, unit)
+        with self._changed:  # the machine and the anchors change together
+            self._make(agreed)
+            super().step(tokens, unit)
 
     def skip_step(self) -> None:
         """What began turned out to be no step; its tokens count in the next one."""
@@ -154,9 +160,10 @@ class LeaderLink(Link):
         until_s = time.monotonic() + within_s
         while self._left is None and self._error is None and time.monotonic() < until_s:
             self._begin()
-            self._agreed()
-            self._handle(events.Pause())
+            agreed = self._agreed()
             with self._changed:
+                self._make(agreed)
+                self._handle(events.Pause())
                 self._changed.wait(TICK_S)
         self._relay.landed.clear()
         self._line.hurry()
@@ -177,6 +184,10 @@ class LeaderLink(Link):
         if agreed.num_failed and not self._has_failed:
             raise DiLoCoError("another rank of this learner has stopped; its own output says why; start it again")
         return agreed
+
+    def _make(self, agreed: Agreement) -> None:
+        if not agreed.num_failed:
+            self._relay.make(agreed.land, agreed.snapshot)
 
     def _mark(self, p: int) -> messages.Mark:
         """See `Link._mark`; training goes on while the parts come together, so it may take more than one attempt."""

@@ -111,11 +111,13 @@ class Ranks:
         with self._telling:
             self._tell(command, payload)
 
-    def collect(self, command: Mapping[str, Any], numels: Sequence[int]) -> list[Tensor]:
-        """Rank 0: have the others do this, and take what each of them `deliver`s: float32, so many numbers."""
+    def collect(
+        self, command: Mapping[str, Any], numels: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> list[Tensor]:
+        """Rank 0: have the others do this, and take what each of them `deliver`s: so many numbers."""
         with self._telling:
             self._tell(command, None)
-            found = [torch.empty(numel) for numel in numels]
+            found = [torch.empty(numel, dtype=dtype) for numel in numels]
             for rank, values in enumerate(found, start=1):
                 if values.numel():
                     dist.recv(values, rank, group=self._commands)

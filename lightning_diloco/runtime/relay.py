@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ class Relay:
         self.show_anchor, self.show_local = own.show_anchor, own.show_local
 
     # --- training thread -----------------------------------------------------------------------------------------
+
+    def make(self, land: Sequence[int], snapshot: Sequence[int]) -> None:
+        """What was promised for this boundary, before the machine asks for it; here nothing is done before that."""
 
     def adopt(self, fragment: int, values: Tensor) -> None:
         """See `FragmentDevice.adopt`; waits for the others unless they expect it."""

@@ -69,7 +69,7 @@ class ShardedRelay(Relay):
 
     def own_anchor(self, fragment: int) -> Tensor:
         """How often it has landed, then this rank's part of the anchor; while nothing lands here."""
-        return torch.cat((torch.tensor([float(self.counts[fragment])]), self._part.anchor(fragment)))
+        return torch.cat((torch.tensor([self.counts[fragment]], dtype=torch.float32), self._part.anchor(fragment)))
 
     def completed(self, fragment: int, own: Tensor) -> Tensor | None:
         """The whole anchor that `own_anchor` is part of; None if it has landed somewhere else since, or not yet."""
@@ -77,7 +77,7 @@ class ShardedRelay(Relay):
         found = [own, *self._ranks.collect({"do": "anchor", "fragment": fragment}, sizes[1:])]
         if any(float(each[0]) != float(own[0]) for each in found):
             return None
-        return assemble(self._plans, fragment, [each[1:] for each in found])
+        return self._assembled(fragment, [each[1:] for each in found])
 
     def _anchor(self, fragment: int) -> Tensor:
         """While nothing lands anywhere."""
@@ -89,7 +89,10 @@ class ShardedRelay(Relay):
         return digest(self._anchor(fragment))
 
     def _whole(self, p: int, own_L: Tensor, command: Mapping[str, Any]) -> Tensor:
-        return assemble(self._plans, p, [own_L, *self._ranks.collect(command, self._sizes(p)[1:])])
+        return self._assembled(p, [own_L, *self._ranks.collect(command, self._sizes(p)[1:])])
+
+    def _assembled(self, p: int, parts: Sequence[Tensor]) -> Tensor:
+        return assemble(self._plans, p, parts)
 
     def _sizes(self, p: int) -> list[int]:
         return [plan.layout(p, self._config.block_size).numel for plan in self._plans]

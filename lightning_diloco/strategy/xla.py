@@ -1,4 +1,4 @@
-"""A learner on one XLA device, or on all devices of a host as one program (SPMD).
+"""A learner on one XLA device, or on all devices of a host as one program (SPMD); of several hosts: xla_hosts.py.
 
 1. A graph ends where an inner step, a micro-batch or a validation batch ends. Otherwise it would grow from one to the
    next, and be compiled anew for every number of them.
@@ -80,17 +80,17 @@ class XLAHooks(DecoupledDiLoCoStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """End the graph of each batch."""
-        return self._ended(super().validation_step(*args, **kwargs))
+        return self._with_ended_graph(super().validation_step(*args, **kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """End the graph of each batch."""
-        return self._ended(super().test_step(*args, **kwargs))
+        return self._with_ended_graph(super().test_step(*args, **kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """End the graph of each batch."""
-        return self._ended(super().predict_step(*args, **kwargs))
+        return self._with_ended_graph(super().predict_step(*args, **kwargs))
 
-    def _ended(self, output: Any) -> Any:
+    def _with_ended_graph(self, output: Any) -> Any:
         self._end_graph()
         return output
 
@@ -118,6 +118,8 @@ class SingleDeviceXLADiLoCo(XLAHooks, SingleDeviceXLAStrategy):
 class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
     """A learner with all XLA devices of one host, as one program: parameters and batches are laid out over them.
 
+    Where several hosts make up the mesh, it becomes a `SpmdXLAHostsDiLoCo`.
+
     Attributes:
         sharding_rules: (regular expression, dimension) pairs; the first that is found in a parameter's name counts. A
             parameter that no rule names is laid out along the largest dimension that the number of devices divides; the
@@ -133,7 +135,13 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
         from lightning_diloco.devices import xla
 
         self._num_devices = xla.use_mesh()
+        if xla.host()[1] > 1 and type(self) is SpmdXLADiLoCo:
+            from lightning_diloco.strategy.xla_hosts import SpmdXLAHostsDiLoCo
+
+            self.__class__ = SpmdXLAHostsDiLoCo
+            return self._bind()
         super()._bind()
+        self.global_rank, self.world_size = xla.host()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         from lightning_diloco.devices import xla
@@ -174,11 +182,11 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On the host: what checkpoints are made of must not gather shards on a device, by a new graph each time."""
-        return _fetched(super().optimizer_state(optimizer))
+        return self._fetched(super().optimizer_state(optimizer))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """On the host, see `optimizer_state`."""
-        return _fetched(super().lightning_module_state_dict())
+        return self._fetched(super().lightning_module_state_dict())
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """State that lies along with its parameter is laid out like it."""
@@ -191,12 +199,14 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
                     if isinstance(value, torch.Tensor) and value.shape == param.shape and value.device.type == "xla":
                         xla.shard(value, xla.sharded_dim(param))
 
+    def _fetched(self, state: dict[str, Any]) -> dict[str, Any]:
+        def fetched(leaf: Any) -> Any:
+            is_there = isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
+            return self._fetch(leaf.detach()) if is_there else leaf
 
-def _fetched(state: dict[str, Any]) -> dict[str, Any]:
-    from lightning_diloco.devices import xla
+        return tree_map(fetched, state)  # type: ignore[no-any-return]
 
-    def fetch(leaf: Any) -> Any:
-        is_there = isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
-        return xla.fetch(leaf.detach()) if is_there else leaf
+    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        from lightning_diloco.devices import xla
 
-    return tree_map(fetch, state)  # type: ignore[no-any-return]
+        return xla.fetch(tensor)

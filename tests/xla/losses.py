@@ -1,4 +1,7 @@
-"""The losses of 16 steps over some XLA devices, without a link, as JSON: python -m tests.xla.losses NUM_DEVICES."""
+"""The losses of 16 steps over some XLA devices, without a link, as JSON.
+
+python -m tests.xla.losses NUM_DEVICES [shuffled]
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.xla.test_xla_trainer import Line, loader, trainer_for
 
@@ -30,6 +34,10 @@ if __name__ == "__main__":
     torch.manual_seed(5)
     model = Noting()
     with tempfile.TemporaryDirectory() as root:
-        trainer_for(Path(root), 16, devices=int(sys.argv[1]), fast_dev_run=16).fit(model, loader(), loader())
+        data = loader()
+        if sys.argv[2:]:
+            order = list(DistributedSampler(data.dataset, num_replicas=1, rank=0))
+            data = DataLoader(data.dataset, batch_size=data.batch_size, sampler=order)
+        trainer_for(Path(root), 16, devices=int(sys.argv[1]), fast_dev_run=16).fit(model, data, loader())
     kind = type(model.trainer.strategy).__name__
     print(json.dumps({"strategy": kind, "losses": [float(loss) for loss in model.losses]}))

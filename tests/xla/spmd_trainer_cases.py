@@ -5,7 +5,6 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
-import torch_xla.runtime as xr
 from lightning.fabric.accelerators import XLAAccelerator
 from lightning.pytorch import accelerators
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -88,9 +87,3 @@ def test_several_tpu_chips_of_a_host_are_one_learner_over_a_mesh(tmp_path, monke
     model = Line()
     trainer.fit(model, loader(), loader())
     assert len(model.compilations) == 3
-
-
-def test_mesh_over_several_hosts_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(xr, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match="2 hosts take part in this mesh: a learner can have the devices of one host"):
-        trainer_for(tmp_path, 1, devices=NUM_DEVICES)

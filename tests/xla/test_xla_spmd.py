@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.xla, pytest.mark.slow]
 
@@ -36,7 +39,7 @@ def results(*argv: str, **environment: str) -> dict[str, Any]:
 
 
 def test_cases_pass_on_four_devices() -> None:
-    cases = [str(HERE / f"spmd_{subject}_cases.py") for subject in ("fragment", "trainer")]
+    cases = [str(HERE / f"spmd_{subject}_cases.py") for subject in ("fragment", "host", "trainer")]
     done = run("-m", "pytest", "-q", "-n", "0", "-m", "xla", *cases)
     assert done.returncode == 0, done.stdout[-8000:]
 
@@ -46,6 +49,46 @@ def test_losses_on_four_devices_equal_those_on_one_xla_device() -> None:
     assert (one["strategy"], four["strategy"]) == ("SingleDeviceXLADiLoCo", "SpmdXLADiLoCo")
     assert four["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert len(set(one["losses"])) == 16
+
+
+def test_two_hosts_train_as_one_learner(tmp_path: Path) -> None:
+    """Each computes the other's part, too (see hosts.py), but sees, sends and loads its own only."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "DILOCO_LEARNER": "slice"}
+    said |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "XLA_SAVE_TENSORS_FMT": "text"}
+    processes, logs = [], [tmp_path / f"{number}.txt" for number in range(2)]
+    for number, log in enumerate(logs):
+        with log.open("w") as out:
+            argv = [sys.executable, "-m", "tests.xla.hosts", str(number), str(tmp_path)]
+            env = {**os.environ, **said, "XLA_SAVE_TENSORS_FILE": str(tmp_path / f"graphs{number}")}
+            processes.append(subprocess.Popen(argv, env=env, cwd=HERE.parents[1], stdout=out, stderr=out))
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0, 0], "".join(log.read_text()[-4000:] for log in logs)
+
+    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2))
+    assert (first.pop("rank"), second.pop("rank")) == (0, 1)
+    assert first == second  # losses, parameters, what was exchanged when
+    texts = [path.read_text() for path in sorted(tmp_path.glob("graphs*"))]
+    graphs = [re.findall(r"^Graph Hash: (\w+)", text, re.MULTILINE) for text in texts]
+    assert len(graphs[0]) > 2 * len(first["losses"])
+    assert len(set(graphs[0])) <= 32  # none is new for an exchange
+    assert graphs[0] == graphs[1]  # or hosts would wait for each other for ever
+    assert first["strategy"] == "SpmdXLAHostsDiLoCo"
+    alone = results("tests.xla.losses", "4", "shuffled")  # as Lightning has it for several processes
+    assert first["dry"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert len([fragment for name, fragment in first["made"] if name == "land"]) > 20
+    assert first["val_losses"][-1] < 0.5 * first["val_losses"][0]
+    saved = torch.load(tmp_path / "saved" / "learners" / "slice" / "step=30.ckpt", weights_only=True)
+    assert all(bool(value.isfinite().all() and value.any()) for value in saved["state_dict"].values())
+    (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("diloco/*/summary.json"))
+    assert (summary["status"], summary["ledger_exact"], summary["joins"]) == ("finished", True, 1)
+    assert summary["tokens_seen"] == 4 * len(first["losses"]) * 8
 
 
 def test_nothing_is_gathered_for_an_exchange_but_where_blocks_or_rows_demand_it(tmp_path: Path) -> None:
