@@ -50,6 +50,7 @@ def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> N
     assert furthest(one, spawned) > 1e-4  # one step less makes a difference
     sharded = {"fsdp": "FSDPDiLoCo", "fsdp2": "ModelParallelDiLoCo", "fsdp2-tp": "ModelParallelDiLoCo"}
     for name, strategy in {"scripts": "DDPDiLoCo", **sharded}.items():
+        assert manifest(processes, name)["frozen"] == manifest(processes, "one")["frozen"]
         assert val_losses(processes, name) == pytest.approx(val_losses(processes, "one"), abs=1e-6)
         for rank in processes.ranks_held(name):
             assert (rank["strategy"], len(rank["seen"])) == (strategy, NUM_STEPS * NUM_BATCH // 2)
@@ -61,6 +62,23 @@ def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> N
         found, steps = summary(processes, name), NUM_STEPS - (name == "spawned")
         assert (found["status"], found["joins"], found["ledger_exact"]) == ("finished", 1, True)
         assert found["tokens_seen"] == found["tokens_merged"] == steps * NUM_BATCH * len(found["versions"])
+
+
+def test_long_runs_differ_by_less_than_their_quantizer_changes(processes: Processes) -> None:
+    """Sums in another order move a value at most to the next step of int8; error feedback brings it back."""
+    runs = {"fp32": (*PACED,), "one": ("--paced",), "fsdp2": ("--paced", "--devices", 2, "--inner", "fsdp2")}
+    for name, arguments in runs.items():
+        assert processes.end(processes.trainer(name, *arguments, "--steps", 200)) == 0
+    (exact,), (one,) = processes.ranks_held("fp32"), processes.ranks_held("one")
+    of_quantizer = furthest(exact, one)
+    assert of_quantizer > 1e-5
+    assert all(furthest(one, rank) < of_quantizer for rank in processes.ranks_held("fsdp2"))
+    assert summary(processes, "fsdp2")["rounds"] == summary(processes, "one")["rounds"] > 50
+
+
+def manifest(processes: Processes, name: str) -> dict[str, Any]:
+    (path,) = (processes.root / name).glob("diloco/*/manifest.json")
+    return json.loads(path.read_text())
 
 
 def val_losses(processes: Processes, name: str) -> list[float]:

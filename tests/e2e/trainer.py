@@ -53,6 +53,7 @@ class Regression(L.LightningModule):
         super().__init__()
         torch.manual_seed(7)
         self.layers = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3))
+        self.frozen = nn.Parameter(torch.linspace(-1, 1, 7), requires_grad=False)
         self.num_batch, self.shuffles, self.seen = num_batch, shuffles, list[int]()
         self.val_losses = list[float]()
 
