@@ -6,8 +6,7 @@
    on the devices there.
 3. A batch is all hosts' batches, one after another; each host loads its own. Hooks that change batches do so on a CPU.
 4. Checkpoints hold the anchor, put together from all hosts and written by the first; all of them must be able to read
-   it; the first ones may cost a graph each. Local parameters are not saved: whoever resumes alone goes on from the
-   anchor.
+   it; each may cost a graph. Local parameters are not saved: whoever resumes alone goes on from the anchor.
 
 Not run on several hosts yet: PJRT's CPU device knows one process only. Tested with two processes that both compute the
 whole mesh and look at their own devices only, which shows who launches what, in which order, and who holds what; not
