@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
@@ -188,6 +190,10 @@ class LeaderLink(Link):
     def _make(self, agreed: Agreement) -> None:
         if not agreed.num_failed:
             self._relay.make(agreed.land, agreed.snapshot)
+
+    def _expect(self, p: int, values: Tensor) -> None:
+        """See `Link._expect`."""
+        self._relay.expect(p, values)
 
     def _mark(self, p: int) -> messages.Mark:
         """See `Link._mark`; training goes on while the parts come together, so it may take more than one attempt."""

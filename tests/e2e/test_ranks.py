@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.e2e.conftest import HERE, Processes, until
 pytestmark = pytest.mark.slow
 
 PACED = ("--paced", "--options", json.dumps({"wire": "fp32"}))
+OF_THE_RUN = json.dumps({"sync_every": None, "num_fragments": None, "overlap": None})
 NUM_STEPS, NUM_BATCH, SAVE_AT = 24, 8, 13
 VALIDATE_EVERY = 5
 
@@ -76,6 +78,29 @@ def test_long_runs_differ_by_less_than_their_quantizer_changes(processes: Proces
     assert summary(processes, "fsdp2")["rounds"] == summary(processes, "one")["rounds"] > 50
 
 
+@pytest.mark.parametrize("inner", ["auto", "fsdp2"])
+def test_all_ranks_adopt_what_a_restored_run_directory_holds(processes: Processes, inner: str) -> None:
+    syncer = processes.syncer(data_parts=1)
+    steps = ("--steps", 100_000, "--pause-s", 0.02, "--stop-file", processes.stop_file)
+    several = ("--devices", 2, "--inner", inner, "--options", OF_THE_RUN)
+    found = {"DILOCO_JOIN": processes.address.join_string(), "DILOCO_LEARNER": "several"}
+    learner = processes.trainer("several", *several, *steps, **found)
+    until(lambda: processes.status()["num_commits"] >= 4, "commits", processes)
+    shutil.copytree(processes.run_dir, processes.root / "backup")
+    processes.until_commits(8)
+    syncer.kill()
+    syncer.wait()
+    shutil.rmtree(processes.run_dir)
+    (processes.root / "backup").rename(processes.run_dir)
+    processes.syncer(data_parts=1)
+    processes.until_commits(8)
+    processes.stop_file.touch()
+    assert processes.end(learner) == 0
+    one, other = processes.ranks_held("several")
+    assert furthest(one, other) < 1e-6
+    assert "regenerated" in (processes.root / "syncer.log").read_text()
+
+
 def manifest(processes: Processes, name: str) -> dict[str, Any]:
     (path,) = (processes.root / name).glob("diloco/*/manifest.json")
     return json.loads(path.read_text())
@@ -106,12 +131,11 @@ def test_learners_of_different_layouts_share_a_run_and_fail_alone(processes: Pro
     layouts = {"one": (), "ddp": ("--devices", 2), "fsdp2": ("--devices", 2, "--inner", "fsdp2")}
     processes.syncer(data_parts=len(layouts))
     join = processes.address.join_string()
-    of_the_run = json.dumps({"sync_every": None, "num_fragments": None, "overlap": None})
     script = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     learners = {}
     for name, layout in layouts.items():
         (processes.root / name).mkdir()
-        trainer = (HERE / "trainer.py", "--out", processes.root / name / "held", "--options", of_the_run, *layout)
+        trainer = (HERE / "trainer.py", "--out", processes.root / name / "held", "--options", OF_THE_RUN, *layout)
         started = (*(script if layout else ()), *trainer, "--pause-s", 0.02, "--steps", 100_000)
         learners[name] = processes.start(name, *started, DILOCO_JOIN=join, DILOCO_LEARNER=name)
     until(lambda: phases(processes) == dict.fromkeys(layouts, "stepping"), "all of them", processes)

@@ -104,14 +104,19 @@ def samples() -> TensorDataset:
 
 
 class Pace(Callback):
-    """Rank 0 waits after each batch: until nothing is under way, or for some time. After one, a checkpoint is saved."""
+    """Rank 0 waits after each batch: until nothing is under way, or for some time. After one, a checkpoint is saved.
 
-    def __init__(self, pause_s: float | None, save_at: int, path: Path) -> None:
-        self._pause_s, self._save_at, self._path = pause_s, save_at, path
+    Once a file is there, all ranks stop.
+    """
+
+    def __init__(self, pause_s: float | None, save_at: int, path: Path, stop_file: Path | None) -> None:
+        self._pause_s, self._save_at, self._path, self._stop_file = pause_s, save_at, path, stop_file
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == self._save_at:
             trainer.save_checkpoint(self._path)
+        if self._stop_file is not None:
+            trainer.should_stop = trainer.strategy.reduce_boolean_decision(self._stop_file.exists(), all=False)
         if trainer.is_global_zero:
             time.sleep(self._pause_s) if self._pause_s is not None else self._wait(trainer.strategy._link)
 
@@ -134,6 +139,7 @@ def main() -> None:
     parser.add_argument("--options", default="{}", help="of the strategy, JSON")
     parser.add_argument("--paced", action="store_true")
     parser.add_argument("--save-at", type=int, default=-1, help="step after which a checkpoint is saved")
+    parser.add_argument("--stop-file", type=Path, help="once it is there, training stops")
     parser.add_argument("--pause-s", type=float, default=0.0)
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s")
@@ -147,7 +153,9 @@ def main() -> None:
         max_steps=given.steps,
         val_check_interval=5,
         limit_val_batches=int(given.paced),
-        callbacks=Pace(None if given.paced else given.pause_s, given.save_at, given.out.with_suffix(".ckpt")),
+        callbacks=Pace(
+            None if given.paced else given.pause_s, given.save_at, given.out.with_suffix(".ckpt"), given.stop_file
+        ),
         default_root_dir=given.out.parent,
         logger=False,
         enable_checkpointing=False,
