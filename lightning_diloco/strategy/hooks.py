@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -244,6 +244,14 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
             log.warning("the run was left without a farewell: %s", error)
         is_stored = self._healing.wait(preemption.left_s) and self._learner.checkpoint_every > 0
         log.warning("pre-empted; the run was left with%s a checkpoint", "" if is_stored else "out")
+
+    def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What a learner's own checkpoint holds of an optimizer."""
+        return self.optimizer_state(optimizer)
+
+    def give_optimizer_states(self, state: Mapping[str, Any]) -> None:
+        """The inverse for all optimizers, which are in `state["optimizer_states"]`."""
+        self.load_optimizer_state_dict(state)
 
     def teardown(self) -> None:
         """A fit that had nothing to train never ends its training; it leaves here."""

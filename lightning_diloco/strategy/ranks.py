@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.runtime.checkpoints import CheckpointStore
+from lightning_diloco.strategy import optimizer_state
 from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
 from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.preemption import EXIT_CODE
@@ -92,6 +93,15 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         store, every_steps = None if url is None else CheckpointStore(url), self._learner.checkpoint_every
         options: dict[str, Any] = {"every_steps": every_steps, "ranks": self._ranks, "layout": self._layout}
         return RanksHealing(self._trainer, owner, store, **options)
+
+    def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See `DiLoCoHooks.held_optimizer_state`: of this rank."""
+        return optimizer_state.held(optimizer)
+
+    def give_optimizer_states(self, state: Mapping[str, Any]) -> None:
+        """See `DiLoCoHooks.give_optimizer_states`."""
+        for optimizer, held in zip(self.optimizers, state["optimizer_states"], strict=True):
+            optimizer_state.give(optimizer, held, self.root_device)
 
     def _part_boxes(self) -> dict[str, Any] | None:
         """What this rank holds of each parameter; None: all of it."""

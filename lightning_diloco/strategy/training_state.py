@@ -12,7 +12,7 @@ Random numbers are those of torch, CUDA, numpy and Python; an XLA device's own a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_diloco.runtime.tree import UnstorableError, pack
-from lightning_diloco.strategy import optimizer_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_diloco.strategy.hooks import DiLoCoHooks
 
 State = dict[str, Any]
 
@@ -43,11 +44,12 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
     """
     data = call._call_lightning_datamodule_hook(trainer, "state_dict") if trainer.datamodule else {}
     own, sentences = _storable({**call._call_callbacks_state_dict(trainer), DATA: data}, warned)
+    strategy = cast("DiLoCoHooks", trainer.strategy)
     state = {
         "kinds": _kinds(trainer),
         "loops": trainer.fit_loop.state_dict(),
         "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
-        "optimizer_states": [optimizer_state.held(optimizer) for optimizer in trainer.optimizers],
+        "optimizer_states": [strategy.held_optimizer_state(optimizer) for optimizer in trainer.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "precision": trainer.precision_plugin.state_dict(),
         "datamodule": own.pop(DATA, {}),
@@ -77,8 +79,7 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
         is_own: this learner's own, rather than a peer's.
     """
     trainer.fit_loop.load_state_dict(state["loops"])
-    for optimizer, held in zip(trainer.optimizers, state["optimizer_states"], strict=True):
-        optimizer_state.give(optimizer, held, trainer.strategy.root_device)
+    cast("DiLoCoHooks", trainer.strategy).give_optimizer_states(state)
     for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(saved)
     if state["precision"]:
