@@ -44,6 +44,7 @@ TABLES = {
     "sweep": Table(RECIPE.parent / "results" / "sweep.json", TINY, _losses),
     "exchange": Table(HERE / "results" / "exchange.json", PROJECT, _rows),
     "straggler": Table(HERE / "results" / "straggler.json", PROJECT, _rows),
+    "ranks_step": Table(HERE / "results" / "ranks_step.json", PROJECT, _rows),
     "forecast": Table(RECIPE.parent / "results" / "forecast.json", TINY, _rows),
     "chaos": Table(RECIPE.parent / "results" / "chaos.json", TINY, _rows),
     "recoveries": Table(HERE / "results" / "recoveries.json", TINY, _checks),
