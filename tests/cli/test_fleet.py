@@ -16,6 +16,7 @@ import pytest
 from lightning_diloco.cli.fleet import Command, Fleet, describe_exit, describe_log
 
 SLEEP = "import time; time.sleep(60)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
 DEADLINE_S = 10.0
 
 
@@ -127,10 +128,9 @@ def test_stop_asks_a_child_to_end(tmp_path: Path) -> None:
 
 
 def test_stop_kills_a_child_that_will_not_end(tmp_path: Path) -> None:
-    stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
     harness = Harness(tmp_path)
     with harness.fleet as fleet:
-        fleet.start(harness.command(stubborn))
+        fleet.start(harness.command(STUBBORN))
         until(lambda: "ready" in harness.log())
         pid = fleet.pid("l0")
         fleet.stop(["l0"], within_s=0.05)
@@ -139,11 +139,10 @@ def test_stop_kills_a_child_that_will_not_end(tmp_path: Path) -> None:
 
 
 def test_stop_waits_for_nobody_once_there_is_no_time(tmp_path: Path) -> None:
-    stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
     harness = Harness(tmp_path)
     asked = iter([False, False])
     with harness.fleet as fleet:
-        fleet.start(harness.command(stubborn))
+        fleet.start(harness.command(STUBBORN))
         until(lambda: "ready" in harness.log())
         fleet.stop(["l0"], within_s=math.inf, is_urgent=lambda: next(asked, True))
     assert harness.said == ["l0: there is no time; killed"]

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from lightning_diloco.runtime.tape import read_tape
+from tests.cli.line_model import MODEL
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 WITHIN_S = 240.0
 LEARNERS = ("l0", "l1")
 # Its samples are read by a process of its own, which a signal to all would have ended under it.
-SCRIPT = """
+SCRIPT = (
+    """
 import os, sys, time
 from pathlib import Path
 import lightning as L
@@ -33,17 +35,9 @@ class Note(L.Callback):
     def on_train_batch_end(self, trainer, *_):
         with (Path(os.environ["DILOCO_RUN_DIR"]) / (os.environ["DILOCO_LEARNER"] + ".steps")).open("a") as notes:
             print(os.getpid(), trainer.global_step, file=notes)
-
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 1)
-    def training_step(self, batch, batch_idx):
-        time.sleep(0.02)
-        return (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
+"""
+    + MODEL
+    + """
 data = torch.utils.data.DataLoader(torch.randn(65536, 8), batch_size=4, num_workers=1)
 L.Trainer(
     strategy=lightning_diloco.DecoupledDiLoCoStrategy(sync_every=8, num_fragments=2, preemption_s=120.0),
@@ -51,6 +45,7 @@ L.Trainer(
     logger=False, enable_checkpointing=False, callbacks=Note(),
 ).fit(Model(), data)
 """
+)
 
 
 class Run:

@@ -16,13 +16,15 @@ import pytest
 from lightning_diloco.cli.main import main
 from lightning_diloco.runtime.replay import replay
 from lightning_diloco.transport.address import read_join_file
+from tests.cli.line_model import MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 120.0
 # Trains until it is told that it is enough, and notes the moments and the position of every step.
-SCRIPT = """
+SCRIPT = (
+    """
 import hashlib, json, os, time
 from pathlib import Path
 import lightning as L
@@ -39,17 +41,9 @@ class Note(L.Callback):
         with (run_dir / f"{name}.jsonl").open("a") as notes:
             print(json.dumps(row), file=notes)
         trainer.should_stop = (run_dir / "enough").exists()
-
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 1)
-    def training_step(self, batch, batch_idx):
-        time.sleep(0.02)
-        return (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean()
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
+"""
+    + MODEL
+    + """
 L.seed_everything(1)
 data = torch.utils.data.DataLoader(torch.randn(65536, 8), batch_size=4, shuffle=True)
 trainer = L.Trainer(
@@ -59,6 +53,7 @@ trainer = L.Trainer(
 )
 trainer.fit(Model(), data)
 """
+)
 
 
 class Running:
