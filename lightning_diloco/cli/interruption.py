@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from lightning_diloco.config import LearnerConfig
 
 GRACE_S = LearnerConfig().preemption_s + 5.0  # learners end themselves before
+CTRL_C_GRACE_S = 3.5  # somebody sits there and waits: with what the syncer needs to end, 5 s
 SAME_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from typing import Any
 from lightning_diloco.cli.display import Screen
 from lightning_diloco.cli.feed import Fetch, Status, StatusFeed, asking
 from lightning_diloco.cli.fleet import Command, Fleet
-from lightning_diloco.cli.interruption import GRACE_S, Interruption
+from lightning_diloco.cli.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 
 Ask = Callable[[JoinAddress], AbstractContextManager[Fetch]]
@@ -48,7 +49,8 @@ class Plan:
         max_restarts: how often each process may be started again.
         open_s: how long the syncer may take to write its join file.
         linger_s: how long the syncer may take to end after the last learner did.
-        grace_s: how long learners may take to leave a run that is to end.
+        grace_s: how long learners may take to leave a run that is to end; None: CTRL_C_GRACE_S after Ctrl-C, else
+            GRACE_S.
         via: where a learner dials instead of the syncer's address; None: that address.
     """
 
@@ -60,7 +62,7 @@ class Plan:
     max_restarts: int = 3
     open_s: float = 60.0
     linger_s: float = 30.0
-    grace_s: float = GRACE_S
+    grace_s: float | None = None
     via: Via | None = None
 
     @property
@@ -179,7 +181,7 @@ class _Run:
 
     def stop(self) -> None:
         """End what still runs."""
-        grace_s = self._plan.grace_s
+        grace_s = self._grace_s
         if self._interruption.signal:
             self._screen.say(
                 f"{self._interruption.signal.name}: ending the run; learners have {grace_s:g} s to send what they have "
@@ -187,6 +189,12 @@ class _Run:
             )
         for names, within_s in ((self._plan.learners, grace_s), ([_SYNCER], _STOP_SYNCER_S)):
             self._fleet.stop(names, within_s=within_s, is_urgent=lambda: self._interruption.is_urgent)
+
+    @property
+    def _grace_s(self) -> float:
+        if self._plan.grace_s is not None:
+            return self._plan.grace_s
+        return CTRL_C_GRACE_S if self._interruption.signal == signal.SIGINT else GRACE_S
 
     def _wait(self, done: Callable[[], bool], feed: StatusFeed | None = None) -> None:
         self._fleet.watch()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli import page, recipes
-from lightning_diloco.cli.interruption import GRACE_S, Interruption
+from lightning_diloco.cli.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.cli.syncer import NO_WANDB
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
@@ -52,9 +52,8 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--grace",
         type=float,
-        default=GRACE_S,
         metavar="S",
-        help=f"seconds learners have to leave after Ctrl-C or SIGTERM ({GRACE_S:g}); more than their preemption_s",
+        help=f"seconds learners have to leave (after Ctrl-C {CTRL_C_GRACE_S:g}, SIGTERM {GRACE_S:g})",
     )
     parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
     parser.add_argument("--page", default=page.LISTEN, metavar="HOST:PORT", help=page.HELP)
@@ -95,7 +94,7 @@ def call(arguments: argparse.Namespace) -> int:
     from lightning_diloco.cli.local_run import Plan, execute
 
     found = problems(arguments)
-    if not arguments.grace > 0.0:
+    if arguments.grace is not None and not arguments.grace > 0.0:
         found.append(f"--grace {arguments.grace:g}: must be above 0")
     if found:
         raise ConfigError(found)

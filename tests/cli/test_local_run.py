@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lightning_diloco.cli.display import Screen
 from lightning_diloco.cli.feed import Fetch
-from lightning_diloco.cli.interruption import Interruption
+from lightning_diloco.cli.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.cli.local_run import Ended, Plan, execute
 from lightning_diloco.transport.address import JoinAddress
 
@@ -191,21 +191,21 @@ def test_threads_of_the_environment_are_kept(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("prefix", "number", "exit_code"),
+    ("prefix", "number", "exit_code", "grace_s"),
     [
-        ("", signal.SIGINT, 130),
-        ("", signal.SIGTERM, 143),
-        (STUBBORN, signal.SIGINT, 130),
+        ("", signal.SIGINT, 130, CTRL_C_GRACE_S),
+        ("", signal.SIGTERM, 143, GRACE_S),
+        (STUBBORN, signal.SIGINT, 130, 600.0),
     ],
 )
 def test_an_interrupted_run_ends_its_learners_first_and_at_once_when_asked_again(
-    tmp_path: Path, prefix: str, number: signal.Signals, exit_code: int
+    tmp_path: Path, prefix: str, number: signal.Signals, exit_code: int, grace_s: float
 ) -> None:
     syncer = SYNCER.replace("signal.signal(signal.SIGTERM, end)", STUBBORN) if prefix else SYNCER
     here = Path(__file__)
     code = (
         f"import sys; sys.path[:0] = {[str(here.parent), *sys.path]!r}; import {here.stem} as test\n"
-        f"test.drive({str(tmp_path)!r}, {prefix + SLEEP!r}, {syncer!r})"
+        f"test.drive({str(tmp_path)!r}, {prefix + SLEEP!r}, {syncer!r}, {600.0 if prefix else None})"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         deadline_s = time.monotonic() + 20.0
@@ -219,7 +219,7 @@ def test_an_interrupted_run_ends_its_learners_first_and_at_once_when_asked_again
             time.sleep(0.01)
         said, _ = process.communicate(timeout=60.0)
     assert process.returncode == exit_code
-    assert f"{number.name}: ending the run" in said
+    assert f"{number.name}: ending the run; learners have {grace_s:g} s" in said
     assert ("l0, l1: there is no time; killed" in said) == bool(prefix)
     assert (tmp_path / "summary.json").exists() != bool(prefix)
     for pid in pids:
@@ -227,9 +227,9 @@ def test_an_interrupted_run_ends_its_learners_first_and_at_once_when_asked_again
             os.kill(int(pid), 0)
 
 
-def drive(run_dir: str, learner: str, syncer: str) -> None:
+def drive(run_dir: str, learner: str, syncer: str, grace_s: float | None) -> None:
     """What the interrupted process does."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent again, it may come after the end of the run
-    ended, said = run(plan(Path(run_dir), learner, syncer, grace_s=600.0), [{"id": "l0", "phase": "stepping"}])
+    ended, said = run(plan(Path(run_dir), learner, syncer, grace_s=grace_s), [{"id": "l0", "phase": "stepping"}])
     print(said)
     sys.exit(ended.exit_code)
