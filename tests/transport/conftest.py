@@ -18,6 +18,19 @@ from lightning_diloco.transport.identity import ServerIdentity
 from lightning_diloco.transport.memory import MemoryTransport
 
 TOKEN = "a-token-nobody-should-see"
+MIB = 1 << 20
+
+
+def bulk(num_bytes: int = 0) -> Bulk:
+    return Bulk({}, memoryview(bytes(num_bytes)))
+
+
+def every_call(connection: Connection) -> Iterator[Callable[[], object]]:
+    yield lambda: connection.send("s", [{}])
+    yield lambda: connection.poll("s", 0, 0.0)
+    yield connection.status
+    yield lambda: connection.put(bulk(MIB), deadline_s=5)
+    yield lambda: connection.get({}, deadline_s=5)
 
 
 class Recorder:
@@ -113,6 +126,13 @@ def serve(handler: Recorder) -> Iterator[Callable[..., FlightServer]]:
     yield start
     for server in servers:
         server.stop()
+
+
+@pytest.fixture(params=["plain", "tls"])
+def served(
+    request: pytest.FixtureRequest, serve: Callable[..., FlightServer], identity: ServerIdentity
+) -> FlightServer:
+    return serve(tls=identity if request.param == "tls" else None)
 
 
 @pytest.fixture
