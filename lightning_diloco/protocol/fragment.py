@@ -14,9 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_diloco.protocol.actions import Fetch, LearnerAction, Say, Upload
 from lightning_diloco.protocol.events import Staged
 from lightning_diloco.protocol.lessee import Lessee
-from lightning_diloco.protocol.messages import Ready
+from lightning_diloco.protocol.messages import AskFate, Ready
+
+ASK_AGAIN_S = 3.0
+ASK_AGAIN_IF_HELD_S = 30.0
 
 
 @dataclass(slots=True)
@@ -37,6 +41,22 @@ class Outstanding:
     is_held: bool = False
     merged_at: int | None = None
     asked_s: float = float("-inf")
+
+    def upload(self) -> list[LearnerAction]:
+        """Send the payload (again), once it exists."""
+        if not self.is_encoded or self.is_uploading:
+            return []
+        self.is_uploading, self.is_held = True, False
+        return [Upload(self.ready)]
+
+    def ask_fate(self, now_s: float, *, at_once: bool = False) -> list[LearnerAction]:
+        """Ask what became of it, if that may be known, and was not asked just now."""
+        if not self.is_encoded or self.is_uploading or self.merged_at is not None:
+            return []
+        if not at_once and now_s - self.asked_s < (ASK_AGAIN_IF_HELD_S if self.is_held else ASK_AGAIN_S):
+            return []
+        self.asked_s = now_s
+        return [Say(AskFate(self.ready.fragment, self.ready.seq))]
 
 
 @dataclass(slots=True)
@@ -119,6 +139,32 @@ class Fragment:
         self.outstanding = Outstanding(ready)
         self.fresh_from, self.fresh_step, self.snapshot_step = tokens, step, step
         return ready
+
+    def ask_fate(self, now_s: float, *, at_once: bool = False) -> list[LearnerAction]:
+        """See `Outstanding.ask_fate`."""
+        return self.outstanding.ask_fate(now_s, at_once=at_once) if self.outstanding else []
+
+    def fetch(self, p: int) -> list[LearnerAction]:
+        """Ask for the update that is offered, or for the anchor to adopt; one at a time."""
+        if self.is_fetching or self.staged or not (self.must_adopt or self.offered > self.landed):
+            return []
+        self.is_fetching, self.fetches_to_adopt = True, self.must_adopt is not None
+        seq = self.outstanding.ready.seq if self.outstanding else None
+        return [Fetch(p, self.generation, self.landed, seq, self.fetches_to_adopt)]
+
+    def stage(self, update: Staged, generation: int) -> None:
+        """Take an update that fits; what does not is fetched anew at the next tick."""
+        self.is_fetching = False
+        if update.generation != generation or (self.must_adopt is not None) != self.fetches_to_adopt:
+            return
+        if update.version <= self.landed and not self.must_adopt:
+            return
+        mine = self.outstanding
+        contains_mine = mine is not None and mine.merged_at is not None and mine.merged_at <= update.version
+        if mine and contains_mine and update.merged_seq != mine.ready.seq:
+            return  # landing it would leave my contribution in the parameters, so it would be sent twice
+        self.staged = update
+        self.offered = max(self.offered, update.version)
 
     def drop_outstanding(self) -> int:
         """Forget the contribution; returns its tokens."""

@@ -27,8 +27,6 @@ from lightning_diloco.protocol.fragment import Fragment
 from lightning_diloco.protocol.lessee import Lessee
 from lightning_diloco.protocol.promise import Promises
 
-ASK_AGAIN_S = 3.0
-ASK_AGAIN_IF_HELD_S = 30.0
 MAX_REFUSALS = 3
 WAIT_SHARE = 0.5  # of the time to drain, in which others may finish evaluating
 
@@ -119,7 +117,8 @@ class LearnerState:
             case on.Uploaded() | on.UploadFailed():
                 return self._upload_ended(event, now_s)
             case on.Staged():
-                return self._stage(event)
+                self.fragments[event.fragment].stage(event, self.generation)
+                return []
             case on.FetchFailed():
                 self.fragments[event.fragment].is_fetching = False
                 return []
@@ -182,7 +181,7 @@ class LearnerState:
         if f.must_adopt or not self._keeps_all:
             self._book(f.must_adopt or "overwritten", f.drop_fresh(self.step, self.tokens))
             f.must_adopt = None
-        return todo + self._fetch(p, f)
+        return todo + f.fetch(p)
 
     def _answer(self, p: int, f: Fragment, round_id: int) -> list[LearnerAction]:
         is_merged = f.outstanding is not None and f.outstanding.merged_at is not None
@@ -238,7 +237,7 @@ class LearnerState:
         is_repeated = message.round == f.last_round
         f.is_due, f.last_round = f.is_due and is_repeated, message.round
         if f.outstanding and f.outstanding.merged_at is None:
-            return [do.Say(f.outstanding.ready), *self._ask_fate(p, now_s, at_once=True)]
+            return [do.Say(f.outstanding.ready), *f.outstanding.ask_fate(now_s, at_once=True)]
         if is_repeated or self.phase == "evaluating":
             return [do.Say(msg.Decline(p, message.round))]
         f.announced = message.round
@@ -250,13 +249,13 @@ class LearnerState:
         p, f = message.fragment, self.fragments[message.fragment]
         f.offered = max(f.offered, message.version)
         mine = f.outstanding
-        todo = self._fetch(p, f)
+        todo = f.fetch(p)
         if mine is None:
             return todo
         if msg.Contributor(self.learner, self.incarnation, mine.ready.seq) in message.contributors:
             mine.merged_at = message.version
             return todo
-        return todo + self._ask_fate(p, now_s, at_once=True)
+        return todo + mine.ask_fate(now_s, at_once=True)
 
     def _fate(self, message: msg.FateIs) -> list[LearnerAction]:
         p, f = message.fragment, self.fragments[message.fragment]
@@ -268,11 +267,11 @@ class LearnerState:
                 mine.is_held = True
                 return []
             case "unknown":
-                return self._upload(f)
+                return mine.upload()
             case "merged":
                 mine.merged_at = message.version
                 f.offered = max(f.offered, message.version or 0)
-                return self._fetch(p, f)
+                return f.fetch(p)
             case "superseded":
                 if self._keeps_all:
                     f.take_back()
@@ -293,7 +292,7 @@ class LearnerState:
                 "Finite pseudo-gradients within the norm guard are accepted; lower the learning rate or look for NaN."
             )
             return [do.Fail("RefusedError", text)]
-        return [do.Forget(p, message.seq), *self._fetch(p, f)]
+        return [do.Forget(p, message.seq), *f.fetch(p)]
 
     def _welcome_back(self, message: msg.Welcome, now_s: float) -> list[LearnerAction]:
         """The syncer has heard our hello; or its disk was rolled back, and everyone adopts in full."""
@@ -306,10 +305,10 @@ class LearnerState:
             if generation > self.generation:
                 todo += [do.Forget(p, f.outstanding.ready.seq)] if f.outstanding else []
                 self._book("restored", f.rolled_back(message.versions[p], merged[p]))
-                todo += self._fetch(p, f)
+                todo += f.fetch(p)
             elif generation == self.generation:
                 f.offered = max(f.offered, message.versions[p])
-                todo += self._fetch(p, f) + self._ask_fate(p, now_s, at_once=True)
+                todo += f.fetch(p) + f.ask_fate(now_s, at_once=True)
         self.generation = max(self.generation, generation)
         return [*todo, self._leave() if self._is_leaving else self._heartbeat(now_s)]
 
@@ -320,44 +319,14 @@ class LearnerState:
         if f.outstanding is None or f.outstanding.ready.seq != event.seq:
             return []
         f.outstanding.is_encoded = True
-        return self._upload(f)
-
-    def _upload(self, f: Fragment) -> list[LearnerAction]:
-        mine = f.outstanding
-        if mine is None or not mine.is_encoded or mine.is_uploading:
-            return []
-        mine.is_uploading, mine.is_held = True, False
-        return [do.Upload(mine.ready)]
+        return f.outstanding.upload()
 
     def _upload_ended(self, event: on.Uploaded | on.UploadFailed, now_s: float) -> list[LearnerAction]:
         mine = self.fragments[event.fragment].outstanding
         if mine is None or mine.ready.seq != event.seq:
             return []
         mine.is_uploading = False
-        return self._ask_fate(event.fragment, now_s) if isinstance(event, on.UploadFailed) else []
-
-    def _stage(self, event: on.Staged) -> list[LearnerAction]:
-        """Take an update that fits; what does not is fetched anew at the next tick."""
-        f = self.fragments[event.fragment]
-        f.is_fetching = False
-        if event.generation != self.generation or (f.must_adopt is not None) != f.fetches_to_adopt:
-            return []
-        if event.version <= f.landed and not f.must_adopt:
-            return []
-        mine = f.outstanding
-        contains_mine = mine is not None and mine.merged_at is not None and mine.merged_at <= event.version
-        if mine and contains_mine and event.merged_seq != mine.ready.seq:
-            return []  # landing it would leave my contribution in the parameters, so it would be sent twice
-        f.staged = event
-        f.offered = max(f.offered, event.version)
-        return []
-
-    def _fetch(self, p: int, f: Fragment) -> list[LearnerAction]:
-        if f.is_fetching or f.staged or not (f.must_adopt or f.offered > f.landed):
-            return []
-        f.is_fetching, f.fetches_to_adopt = True, f.must_adopt is not None
-        seq = f.outstanding.ready.seq if f.outstanding else None
-        return [do.Fetch(p, f.generation, f.landed, seq, f.fetches_to_adopt)]
+        return mine.ask_fate(now_s) if isinstance(event, on.UploadFailed) else []
 
     # ----------------------------------------------------------------------------------------------------- over time
 
@@ -366,7 +335,7 @@ class LearnerState:
             return [self._leave()]
         todo: list[LearnerAction] = []
         for p, f in enumerate(self.fragments):
-            todo += self._fetch(p, f) + self._ask_fate(p, now_s)
+            todo += f.fetch(p) + f.ask_fate(now_s)
         todo += map(do.Say, self.lessee.ask(now_s, self.generation, self.tokens_per_s, wants=self.phase != "draining"))
         if now_s >= self._next_heartbeat_s:
             todo.append(self._heartbeat(now_s))
@@ -380,15 +349,6 @@ class LearnerState:
     def _finite(self) -> dict[str, float]:
         """Metrics: NaN cannot travel, and a diverged loss must not silence a learner."""
         return {name: value for name, value in self.metrics.items() if math.isfinite(value)}
-
-    def _ask_fate(self, p: int, now_s: float, *, at_once: bool = False) -> list[LearnerAction]:
-        mine = self.fragments[p].outstanding
-        if mine is None or not mine.is_encoded or mine.is_uploading or mine.merged_at is not None:
-            return []
-        if not at_once and now_s - mine.asked_s < (ASK_AGAIN_IF_HELD_S if mine.is_held else ASK_AGAIN_S):
-            return []
-        mine.asked_s = now_s
-        return [do.Say(msg.AskFate(p, mine.ready.seq))]
 
     def _set_evaluating(self, begins: bool, now_s: float) -> list[LearnerAction]:
         if self.phase == "draining":

@@ -10,7 +10,7 @@ import torch
 
 from lightning_diloco.core.parts import part_of
 from lightning_diloco.errors import CorruptMessageError, TransportError
-from lightning_diloco.protocol import learner as learner_machine
+from lightning_diloco.protocol import fragment
 from lightning_diloco.runtime.anchors import bytes_of, tensor_of
 from lightning_diloco.transport.base import Bulk, Json
 from tests.runtime.fleet import OPTIONS, Fleet, Learner, until
@@ -21,7 +21,7 @@ NUM_PARTS = 3
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fates are asked again soon."""
-    monkeypatch.setattr(learner_machine, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(fragment, "ASK_AGAIN_S", 0.05)
 
 
 def parts_of(learner: Learner, bulk: Bulk) -> list[Bulk]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_diloco.errors import TransportError
-from lightning_diloco.protocol import learner as learner_machine
+from lightning_diloco.protocol import fragment
 from lightning_diloco.runtime import parted
 from lightning_diloco.runtime.parted import PartedConnection, PartSender
 from lightning_diloco.transport.base import Bulk, Json
@@ -23,7 +23,7 @@ from tests.runtime.fleet import JOIN, Fleet, Learner, Wire, until
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fates are asked again soon."""
-    monkeypatch.setattr(learner_machine, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(fragment, "ASK_AGAIN_S", 0.05)
     monkeypatch.setattr(parted, "ALONE_S", 0.1)
     monkeypatch.setattr(parted, "PART_S", 0.05)
 

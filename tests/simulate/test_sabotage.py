@@ -12,6 +12,7 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.contributions import Contributions
 from lightning_diloco.protocol.durable import DurableState
+from lightning_diloco.protocol.events import Staged
 from lightning_diloco.protocol.fragment import Fragment
 from lightning_diloco.protocol.learner import LearnerState
 from lightning_diloco.protocol.ledger import Account
@@ -95,12 +96,10 @@ def a_quorum_of_one_is_enough(patch: Patch) -> None:
 
 
 def a_landed_merge_is_not_taken_off_the_parameters(patch: Patch) -> None:
-    def fates_never_name_it(self: LearnerState, event: Any) -> list[Any]:
-        f = self.fragments[event.fragment]
-        f.is_fetching, f.staged = False, event
-        return []
+    def fates_never_name_it(self: Fragment, update: Staged, generation: int) -> None:
+        self.is_fetching, self.staged = False, update
 
-    patch.setattr(LearnerState, "_stage", fates_never_name_it)
+    patch.setattr(Fragment, "stage", fates_never_name_it)
     patch.setattr("lightning_diloco.simulate.process.Update.__init__", _without_sent)
 
 
