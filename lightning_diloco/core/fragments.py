@@ -25,10 +25,10 @@ from functools import cached_property
 from itertools import pairwise
 from math import ceil, prod
 
-from lightning_diloco.core.layout import Entry, FragmentLayout, Shape, Slice, gather, scatter
+from lightning_diloco.core.layout import Entry, FragmentLayout, Shape, Slice, gather, gather_slice, scatter
 from lightning_diloco.errors import ConfigError
 
-__all__ = ["Entry", "FragmentLayout", "FragmentPlan", "Shape", "Slice", "gather", "scatter"]
+__all__ = ["Entry", "FragmentLayout", "FragmentPlan", "Shape", "Slice", "gather", "gather_slice", "scatter"]
 
 # Slices are at most this part of an even share: the first that keeps the peak within reach of the mean. Our choice.
 _FINENESSES = (1, 2, 4, 8)

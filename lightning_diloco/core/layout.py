@@ -83,14 +83,19 @@ def gather(layout: FragmentLayout, tensors: Mapping[str, Tensor], out: Tensor) -
     Returns:
         out.
     """
-    with torch.no_grad():
-        end = 0
-        for entry in layout.entries:
-            out[end : entry.offset].zero_()
-            entry.of(out).view(entry.shape).copy_(entry.slice.of(tensors[entry.slice.name]))
-            end = entry.offset + entry.numel
-        out[end:].zero_()
+    for k in range(len(layout.entries)):
+        gather_slice(layout, k, tensors, out)
     return out
+
+
+def gather_slice(layout: FragmentLayout, k: int, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+    """`gather` of one slice, and of the padding up to the next one."""
+    entry, following = layout.entries[k], layout.entries[k + 1 : k + 2]
+    end, next_offset = entry.offset + entry.numel, following[0].offset if following else layout.padded_numel
+    with torch.no_grad():
+        entry.of(out).view(entry.shape).copy_(entry.slice.of(tensors[entry.slice.name]))
+        if end < next_offset:
+            out[end:next_offset].zero_()
 
 
 def scatter(layout: FragmentLayout, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:

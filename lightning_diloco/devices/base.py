@@ -1,11 +1,16 @@
 """What the link needs from a device.
 
-1. Methods marked *training thread* run inside a hook and never wait for the network or another thread.
-2. Methods marked *link thread* run beside training and never touch live parameters.
-3. For one fragment: `snapshot`, then `encode`; `stage`, then `land`. A fragment is not landed between its `snapshot`
+1. Methods marked *training thread* run inside a hook and never wait for the network. One waits for another thread, and
+   only for what that thread has begun: `settle`.
+2. Methods marked *link thread* run beside training. They read live parameters only by `settle`, and never change them.
+3. Parameters may change only after `settle`: a snapshot has the values of its boundary, whoever copies them, and when.
+   `adopt` and `show_anchor` settle; `land` changes only parameters of its own fragment, which rule 4 keeps apart.
+   Values that somebody changes all the same are sent as they were or as they became, each of them; what is sent is
+   what is taken off at the landing (`core/align.py`), so nothing is lost or counted twice.
+4. For one fragment: `snapshot`, then `encode`; `stage`, then `land`. A fragment is not landed between its `snapshot`
    and the end of its `encode`: the pseudo-gradient is measured against the anchor of the snapshot's moment. The
    learner machine (protocol/learner.py) keeps this order; a device may rely on it.
-4. Anchors are float32, one padded flat vector per fragment (`core.fragments.FragmentLayout`), and bit-identical on
+5. Anchors are float32, one padded flat vector per fragment (`core.fragments.FragmentLayout`), and bit-identical on
    every device: the published start value plus the published updates, added in float32.
 """
 
@@ -61,7 +66,14 @@ class FragmentDevice(Protocol, Generic[SnapshotT, StagedT]):
         """The live parameters as float32 [P] on the host, for seeds and checkpoints. Training thread, between steps."""
 
     def snapshot(self, fragment: int) -> SnapshotT:
-        """Keep what `encode` needs of the live parameters. Training thread; never waits."""
+        """Keep what `encode` needs of the live parameters, or promise to. Training thread; never waits."""
+
+    def settle(self) -> None:
+        """Keep now what snapshots have promised to keep; nothing where none did. Any thread.
+
+        The training thread calls it before parameters change, any other one soon after a snapshot, so that the training
+        thread has little left to do.
+        """
 
     def encode(self, snapshot: SnapshotT) -> Encoded:
         """Pseudo-gradient (anchor - local) of a snapshot, encoded, on the host. Link thread.

@@ -1,7 +1,8 @@
 """Anchors and parameters of a learner whose parameters lie whole on one device; the device only says when work runs.
 
-1. The training thread copies at a snapshot and makes one pass over the parameters at a landing. Everything else, the
-   pseudo-gradient, encoding, decoding and the new anchor, is done by the link thread on its own copies.
+1. A snapshot is a copy of the parameters; whoever makes it, it is made before they change. At a landing the training
+   thread makes one pass over them. Everything else, the pseudo-gradient, encoding, decoding and the new anchor, is done
+   by the link thread on its own copies.
 2. Fragment-sized buffers are recycled and were written to before use: fresh ones cost the training thread more in page
    faults than the copy itself. A landing swaps buffers instead of copying them.
 3. The anchor is float32, a parameter may not be: everything is measured against the value really stored, cast(anchor).
@@ -40,7 +41,7 @@ class Snapshot:
 
     Args:
         fragment: which one.
-        buffer: float32, holds the parameters, later the pseudo-gradient.
+        buffer: float32, holds the parameters once they are settled, later the pseudo-gradient.
     """
 
     fragment: int
@@ -94,6 +95,7 @@ class DenseFragments:
 
     def adopt(self, fragment: int, values: Tensor) -> None:
         """See `FragmentDevice.adopt`."""
+        self.settle()
         self._flat(fragment, self._anchors[fragment]).copy_(values)
         scatter(self._layouts[fragment], values, self._params)
         self._residuals.pop(fragment, None)
@@ -109,9 +111,12 @@ class DenseFragments:
     def snapshot(self, fragment: int) -> Snapshot:
         """See `FragmentDevice.snapshot`."""
         buffer = self._take()
-        gather(self._layouts[fragment], self._params, self._flat(fragment, buffer))
+        self._copy_params(fragment, self._flat(fragment, buffer))
         self._mark()
         return Snapshot(fragment, buffer)
+
+    def settle(self) -> None:
+        """See `FragmentDevice.settle`."""
 
     def land(self, fragment: int, staged: Staged) -> None:
         """See `FragmentDevice.land`."""
@@ -130,6 +135,7 @@ class DenseFragments:
     def show_anchor(self) -> None:
         """See `FragmentDevice.show_anchor`."""
         if self._hidden is None:
+            self.settle()
             self._hidden = {name: param.detach().clone() for name, param in self._params.items()}
             for p, layout in enumerate(self._layouts):
                 scatter(layout, self._flat(p, self._anchors[p]), self._params)
@@ -147,6 +153,7 @@ class DenseFragments:
         """See `FragmentDevice.encode`."""
         p = snapshot.fragment
         with self._aside():
+            self.settle()
             scratch, wanted_P = self._take(), self._flat(p, snapshot.buffer)
             pseudo_gradient(self._stored(p, self._anchors[p], scratch), wanted_P, out=wanted_P)
             if p in self._residuals:
@@ -230,6 +237,10 @@ class DenseFragments:
         return out_P
 
     # --- what devices differ in ----------------------------------------------------------------------------------
+
+    def _copy_params(self, fragment: int, out_P: Tensor) -> None:
+        """Training thread: copy them now, or see to it that they are copied before `settle` returns."""
+        gather(self._layouts[fragment], self._params, out_P)
 
     def _mark(self) -> None:
         """Training thread: the link thread's next work comes after everything so far."""

@@ -123,6 +123,7 @@ class PartFragments(DenseFragments):
         """Anchor minus snapshot, float32 (L,) on the host. Link thread."""
         p = snapshot.fragment
         with self._aside():
+            self.settle()
             scratch, delta_L = self._take(), self._flat(p, snapshot.buffer)
             pseudo_gradient(self._stored(p, self._anchors[p], scratch), delta_L, out=delta_L)
             found = delta_L.to("cpu", copy=True)

@@ -152,6 +152,9 @@ class XlaFragments:
         sync()
         return snapshot
 
+    def settle(self) -> None:
+        """See `FragmentDevice.settle`: a snapshot is computed from what parameters were when it was traced."""
+
     @torch.no_grad()
     def land(self, fragment: int, staged: Staged) -> None:
         """See `FragmentDevice.land`."""

@@ -29,7 +29,7 @@ from lightning_diloco.runtime.parted import PartSender
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import unpacked
 from lightning_diloco.runtime.standing import Standing
-from lightning_diloco.runtime.threads import Crew, compute_alone
+from lightning_diloco.runtime.threads import Crew, Jobs, compute_alone
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Connection
 from lightning_diloco.transport.flight import FlightConnection
@@ -76,6 +76,7 @@ class FollowerLink:
         self._boxes = boxes
         self._dealer: Dealer | None = None
         self._after: Callable[[], None] | None = None
+        self._copies: Jobs | None = None
         self._deals = holds_part
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
@@ -89,6 +90,7 @@ class FollowerLink:
         self._crew.start("follower", self._follow_on)
         self._crew.start("uploads", self._sender.run)
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
+        self._copies = Jobs(self._crew, "copies")
 
     # -------------------------------------------------------------------------------------------------------- training
 
@@ -130,10 +132,17 @@ class FollowerLink:
         if self._deals:
             for p in agreed.snapshot:
                 self._snapshots[p] = (self._ranks.num_begun, self.device.snapshot(p))
+                assert self._copies is not None, "start() comes first"
+                self._copies.put(self.device.settle)
         return agreed
+
+    def settle(self) -> None:
+        """See `Link.settle`."""
+        self.device.settle()
 
     def set_evaluating(self, evaluating: bool) -> None:
         """Rank 0 says so for all."""
+        self.settle()
 
     def set_loss(self, loss: float) -> None:
         """Rank 0 says its own."""
@@ -163,6 +172,8 @@ class FollowerLink:
         if self._crew.stopping.is_set():
             return
         self._crew.stopping.set()
+        if self._copies is not None:
+            self._copies.stop()
         if running := self._crew.join(THREADS_S):
             log.warning("still waiting for rank 0, and left alone: %s", ", ".join(running))
         elif self._is_over:

@@ -1,7 +1,7 @@
 """A learner's tensors on their way: encoded and uploaded, downloaded and staged.
 
-1. Three threads: one uploads, one downloads, so that neither waits for the other, and one computes. None of them
-   touches live parameters, and no two pieces of tensor work run at once.
+1. Four threads: one uploads, one downloads, so that neither waits for the other, one computes, and one copies what was
+   just snapshotted, which must not wait for anything. None of them changes live parameters.
 2. A contribution's bytes are kept until the machine forgets them: whatever is sent again is identical.
 3. At most one download is held beside the staged ones: the next begins when the last is staged.
 4. A call that fails, for whatever reason the syncer or the wire has, is reported to the machine, which asks again.
@@ -52,7 +52,7 @@ class Freight:
         device: anchors and parameters.
         plan: how the model is cut.
         config: of the run.
-        crew: runs the three threads.
+        crew: runs the threads.
         handle: takes the machine's events.
         is_online: whether it is worth trying.
         expect: told of values that will be adopted, before that is possible.
@@ -88,6 +88,7 @@ class Freight:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._staged: dict[int, tuple[Any, Tensor | None]] = {}
         self._work, self._up, self._down = (Jobs(crew, name) for name in ("worker", "uploads", "downloads"))
+        self._copies = Jobs(crew, "copies")
         self.norm = self.relative_error = 0.0
         self.bytes_up = self.bytes_down = 0
 
@@ -95,7 +96,9 @@ class Freight:
 
     def encode(self, ready: messages.Ready) -> None:
         """Training thread: snapshot this fragment, and have it encoded."""
-        self._work.put(partial(self._encode, ready, self._device.snapshot(ready.fragment)))
+        snapshot = self._device.snapshot(ready.fragment)
+        self._copies.put(self._device.settle)
+        self._work.put(partial(self._encode, ready, snapshot))
 
     def upload(self, ready: messages.Ready) -> None:
         """Have its kept bytes sent."""
@@ -134,7 +137,7 @@ class Freight:
 
     def stop(self) -> None:
         """Wake all threads, so that they see that the crew ends."""
-        for jobs in (self._work, self._up, self._down):
+        for jobs in (self._work, self._up, self._down, self._copies):
             jobs.stop()
 
     # ---------------------------------------------------------------------------------------------------- own threads

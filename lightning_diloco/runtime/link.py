@@ -1,8 +1,9 @@
 """A learner's link to its syncer: the protocol machine, driven by the training thread and the threads beside it.
 
 1. The training thread enters in `step`, `set_evaluating` and `finish`. It takes the machine's lock, which others hold
-   for microseconds, and does nothing but snapshots and landings.
-2. Messages travel on a `Line`, tensors as `Freight`; their threads never touch live parameters.
+   for microseconds, and does nothing but snapshots and landings. Before parameters change between two of these, it
+   calls `settle`.
+2. Messages travel on a `Line`, tensors as `Freight`; their threads never change live parameters.
 3. An error in any thread surfaces at the training thread's next call; none is swallowed. A network that fails is no
    error: the learner trains on.
 4. Every fit ends in `close`, which says goodbye if there is somebody to hear it, and leaves no thread behind.
@@ -202,9 +203,16 @@ class Link:
             num_exchanges = self._handle(events.StepDone(state.step + 1, self._tokens, pieces))
         self._watch.left(entered_s, time.perf_counter(), num_exchanges=num_exchanges)
 
+    def settle(self) -> None:
+        """Parameters are about to change: what a snapshot has promised to copy of them is copied when this returns."""
+        entered_s = time.perf_counter()
+        self.device.settle()
+        self._watch.settled(time.perf_counter() - entered_s)
+
     def set_evaluating(self, evaluating: bool) -> None:
         """Validation, or a trial that must not be exchanged, begins or ends."""
         self._raise_error()
+        self.settle()
         self._watch.interrupted()
         self._handle(events.Evaluating(evaluating))
 

@@ -65,6 +65,12 @@ class Recent(_Ordered):
         self._values.append(value)
         insort(self._ordered, value)
 
+    def add_to_last(self, value: float) -> None:
+        """Correct the value added last."""
+        last = self._values.pop()
+        del self._ordered[bisect_left(self._ordered, last)]
+        self.add(last + value)
+
     @property
     def p95(self) -> float:
         """0 before there are values."""
@@ -72,7 +78,7 @@ class Recent(_Ordered):
 
 
 class Stopwatch:
-    """Fed with the moments at which the training thread enters and leaves the step hook."""
+    """Fed with the moments at which the training thread enters and leaves the step hook, and what settling took."""
 
     def __init__(self) -> None:
         self._left_s: float | None = None
@@ -81,7 +87,7 @@ class Stopwatch:
         self._rates = Sample()
         self._exchange_s = Recent()
         self.stall_s = 0.0
-        self.num_exchanges = 0
+        self.num_exchanges = self._last_exchanges = 0
 
     def entered(self, now_s: float, tokens: int) -> None:
         """A step is done; `tokens` were in it."""
@@ -98,9 +104,17 @@ class Stopwatch:
         """The hook is done; it snapshotted or landed this many fragments."""
         self._left_s = now_s
         self.stall_s += now_s - entered_s
-        self.num_exchanges += num_exchanges
+        self.num_exchanges, self._last_exchanges = self.num_exchanges + num_exchanges, num_exchanges
         if num_exchanges:
             self._exchange_s.add((now_s - entered_s) / num_exchanges)
+
+    def settled(self, for_s: float) -> None:
+        """Within a step, copies of what the hook before it snapshotted took the training thread so long."""
+        self.stall_s += for_s
+        if self._left_s is not None:
+            self._left_s += for_s
+        if self._last_exchanges:
+            self._exchange_s.add_to_last(for_s / self._last_exchanges)
 
     def interrupted(self) -> None:
         """What follows until the next step is no step: validation, a checkpoint."""
@@ -118,5 +132,5 @@ class Stopwatch:
 
     @property
     def exchange_p95_s(self) -> float:
-        """95th percentile of the hook's time per snapshot or landing."""
+        """95th percentile of the hook's time per snapshot or landing, what settling takes included."""
         return self._exchange_s.p95

@@ -34,6 +34,10 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
     Every option has a default that works. An unset one (None) is adopted from the run that is joined, or takes its
     default when the run is new; an explicit run option must agree with the run. Nothing is opened before `fit`.
 
+    What is contributed are the parameters as they are when an inner step ends. On a CPU they are copied until the next
+    update by an optimizer of the Trainer: code of yours that changes them elsewhere may be in it with some values, and
+    with the others in the next contribution. Nothing is lost, or counted twice.
+
     Args:
         inner: what trains inside this learner: one of Lightning's strategies, such as `DDPStrategy(...)`; "auto" takes
             what fits the Trainer's devices.

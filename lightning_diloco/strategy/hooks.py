@@ -5,8 +5,13 @@
    validate, test, predict and fast_dev_run start none; nor do the trial fits of a tuner, which call the fit loop.
 2. An inner step ends after `optimizer_step`, once per real step. With manual optimization it ends after a
    `training_step` in which any optimizer stepped: before, gradients may still be computed with the parameters.
-3. Parameters change only at the end of an inner step, around validation, and at the end of training.
-4. What is in Lightning's checkpoints is decided in checkpoints.py, which data this learner reads in leasing.py.
+3. We change parameters only at the end of an inner step, around validation, and at the end of training.
+4. What is snapshotted at the end of an inner step may be copied while the next forward and backward compute. It is
+   settled when these are done, before gradients are clipped and any optimizer changes parameters; also before
+   validation. Who changes parameters elsewhere (clamping at a batch's start or end, `max_norm` of an embedding, an
+   optimizer that steps within the backward) may have some values sent as they were before, and some as they became.
+   Both are right: what is sent counts, and the rest stays progress, for the next time.
+5. What is in Lightning's checkpoints is decided in checkpoints.py, which data this learner reads in leasing.py.
 """
 
 from __future__ import annotations
@@ -302,12 +307,24 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
     ) -> Any:
         """The real step, then the outer loop's share of it."""
         with self._healing.warm_up.slowed(optimizer) if self._healing else nullcontext():
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, self._settling(closure), model, **kwargs)
         self._stepped = True
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
             self._end_inner_step(output)
         return output
+
+    def _settling(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Forward and backward, which need no more than the parameters as they are; then they may change."""
+        if (link := self._link) is None:
+            return closure
+
+        def compute() -> Any:
+            output = closure()
+            link.settle()
+            return output
+
+        return compute
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """With manual optimization, the end of an inner step if any optimizer stepped in it."""

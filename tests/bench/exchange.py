@@ -4,6 +4,9 @@ python -m tests.bench.exchange
 
 A model of 25M parameters in 4 fragments, 2 learners whose compute sleeps 50 ms a step, a syncer. The same checks are
 then made of two runs that must fail them: float32 on the wire, and a link that works on the training thread.
+
+Stall is all that an exchange takes of the training thread: its part of the hook that snapshots and of the hook that
+lands, and what is left to copy when the optimizer is about to change parameters.
 """
 
 from __future__ import annotations

@@ -62,8 +62,9 @@ class Measured:
     """What one learner did.
 
     Args:
-        steps: per inner step, {"hook_s", "hook_cpu_s", "wall_s", "snapshots", "landings"}: time inside the link, how
-            much of it the thread worked, time since the last step, and the fragments exchanged.
+        steps: per inner step, {"hook_s", "hook_cpu_s", "wall_s", "snapshots", "landings"}: time inside the link, at
+            the step's end and before the next update, how much of that the thread worked, time since the last step,
+            and the fragments exchanged.
         num_snapshots, num_landings: over the whole run, the drain included.
         bytes_up, bytes_down: at the socket, see above.
     """

@@ -1,7 +1,8 @@
 """A learner of a bench, as a process: the real Trainer and strategy, with sleep in place of compute.
 
 1. A step sleeps, then updates one of the model's matrices a little: an accelerator would leave the host idle, too.
-2. Everything is measured from outside the link: around `Link.step`, the only call a step makes into it.
+2. Everything is measured from outside the link: around `Link.step` and `Link.settle`, the only calls a step makes into
+   it. Settling ends what the hook before it began, so it counts as part of that one.
 3. `blocks` makes encoding and uploading happen on the training thread: what the bench must notice.
 """
 
@@ -63,8 +64,8 @@ class Journal:
         self._left_s = 0.0
 
     def attach(self) -> None:
-        """Wrap `Link.start`, `Link.step`, and the device's `snapshot` and `land`."""
-        start, step = link.Link.start, link.Link.step
+        """Wrap `Link.start`, `Link.step`, `Link.settle`, and the device's `snapshot` and `land`."""
+        start, step, settle = link.Link.start, link.Link.step, link.Link.settle
         snapshot, land = CpuFragments.snapshot, CpuFragments.land
 
         def started(self_: Any, *args: Any) -> None:
@@ -77,6 +78,13 @@ class Journal:
             step(self_, *args)
             self._wrote(entered_s, time.perf_counter(), time.thread_time() - worked_s)
 
+        def settled(self_: Any) -> None:
+            entered_s, worked_s = time.perf_counter(), time.thread_time()
+            settle(self_)
+            if self.steps:
+                self.steps[-1]["hook_s"] += time.perf_counter() - entered_s
+                self.steps[-1]["hook_cpu_s"] += time.thread_time() - worked_s
+
         def snapshotted(self_: Any, fragment: int) -> Any:
             self.num_snapshots += 1
             self._snapshots.append(fragment)
@@ -87,7 +95,7 @@ class Journal:
             self._landings.append(fragment)
             land(self_, fragment, staged)
 
-        link.Link.start, link.Link.step = started, stepped  # type: ignore[method-assign]
+        link.Link.start, link.Link.step, link.Link.settle = started, stepped, settled  # type: ignore[method-assign]
         CpuFragments.snapshot, CpuFragments.land = snapshotted, landed  # type: ignore[method-assign]
 
     def _wrote(self, entered_s: float, left_s: float, worked_s: float) -> None:

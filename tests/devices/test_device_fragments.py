@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -56,7 +57,11 @@ class Rig:
     def random(self, shape, scale=1.0):
         return torch.randn(shape, generator=self.generator) * scale
 
+    def settle(self):
+        self.device.settle()
+
     def train(self, scale=0.01):
+        self.settle()
         with torch.no_grad():
             for param in self.params.values():
                 param.add_(self.random(param.shape, scale).to(param))
@@ -148,6 +153,32 @@ def test_snapshot_keeps_the_moment_it_was_taken():
     snapshot, then = rig.device.snapshot(0), rig.contribute(0).payload
     rig.train(scale=1.0)
     assert torch.equal(rig.device.encode(snapshot).payload, then)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("settles", [True, False])
+def test_snapshot_is_of_its_boundary_if_it_is_settled_before_parameters_change(dtype, is_begun, settles, monkeypatch):
+    """Bit for bit, whether another thread has not begun to copy or is in the midst of it; unsettled, it differs."""
+    rig = Rig(dtype)
+    rig.train()
+    then = rig.contribute(0).payload
+    snapshot, left = rig.device.snapshot(0), rig.device._copies._left
+    begun, may_end, first, last = threading.Event(), threading.Event(), left[0], left[-1]
+    beside = threading.Thread(target=rig.device._copies.settle, daemon=True)
+    if is_begun:
+        left[0] = lambda: (begun.set(), may_end.wait(10.0), first())
+        left[-1] = lambda: (last(), may_end.set())  # by then the training thread has made all the others
+        beside.start()
+        assert begun.wait(10.0)
+    if not settles:
+        monkeypatch.setattr(rig, "settle", lambda: None)
+
+    rig.train(scale=1.0)
+
+    assert torch.equal(rig.device.encode(snapshot).payload, then) is settles
+    if is_begun:
+        beside.join(10.0)
 
 
 def test_carry_keeps_what_quantization_lost_for_the_next_contribution():

@@ -44,6 +44,9 @@ def main() -> int:
         description = ModelDescription(SHAPES, frozenset({"embedding"}), {}, "tokens")
         link.start(description, lambda plan, run: CpuFragments(plan, params, run, config))
         while not given.until.exists():
+            began_s = time.monotonic()
+            link.settle()
+            longest_s = max(longest_s, time.monotonic() - began_s)
             with torch.no_grad():
                 for name, param in params.items():
                     param.lerp_(target[name], 0.01)

@@ -47,6 +47,7 @@ def main() -> int:
     try:
         with given.out.open("a") as out:
             for batch in loader:
+                link.settle()
                 with torch.no_grad():
                     for param in params.values():
                         param.add_(0.01)

@@ -75,10 +75,11 @@ class Learner:
         return self
 
     def step(self) -> None:
+        time.sleep(PACE_S)
+        self.link.settle()
         with torch.no_grad():
             for name, param in self.params.items():
                 param.lerp_(self.target[name], 0.02)
-        time.sleep(PACE_S)
         self.link.step(TOKENS, self.unit)
         self.steps += 1
 

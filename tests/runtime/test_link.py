@@ -6,10 +6,12 @@ import json
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_diloco.devices import cpu
 from lightning_diloco.errors import ConfigError, FencedError, JoinError, PlanMismatchError, RefusedError
 from lightning_diloco.protocol import rounds
 from lightning_diloco.runtime import joining
@@ -200,6 +202,53 @@ def test_three_refusals_in_a_row_stop_the_learner(tmp_path: Path) -> None:
         summary = fleet.stop()
     assert summary["learners"][0]["id"] == "l0"
     assert_exact(summary)
+
+
+def test_an_error_of_the_thread_that_copies_surfaces_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise ValueError("no such row")
+
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("l0").join()
+        monkeypatch.setattr(cpu, "gather_slice", fail)
+        monkeypatch.setattr(learner.link, "settle", lambda: None)  # it is the other thread that meets it
+        with pytest.raises(ValueError, match="no such row"):
+            until(learner.step, "the error")
+        learner.link.close()
+    assert diloco_threads() == set()
+
+
+def test_what_is_sent_is_of_the_boundary_although_it_is_copied_by_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, at_boundary, makers = list[torch.Tensor](), list[torch.Tensor](), set[str]()
+    snapshot, encode, gather_slice = cpu.CpuFragments.snapshot, cpu.CpuFragments.encode, cpu.gather_slice
+
+    def snapshotted(self: cpu.CpuFragments, p: int) -> Any:
+        at_boundary.append(self.local_values(p))
+        return snapshot(self, p)
+
+    def gathered(*args: Any) -> None:
+        gather_slice(*args)
+        makers.add(threading.current_thread().name)
+
+    def encoded(self: cpu.CpuFragments, taken: Any) -> Any:
+        self.settle()
+        copied.append(self._flat(taken.fragment, taken.buffer).clone())
+        return encode(self, taken)
+
+    monkeypatch.setattr(cpu.CpuFragments, "snapshot", snapshotted)
+    monkeypatch.setattr(cpu.CpuFragments, "encode", encoded)
+    monkeypatch.setattr(cpu, "gather_slice", gathered)
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("l0").go()
+        fleet.until_commits(9)
+        learner.enough().done()
+    assert len(copied) == len(at_boundary) >= 9
+    assert all(map(torch.equal, copied, at_boundary))
+    assert any(name.startswith("diloco-") for name in makers), "nobody but the training thread has copied"
 
 
 def test_second_process_under_a_name_in_use_is_refused(tmp_path: Path) -> None:

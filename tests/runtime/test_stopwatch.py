@@ -49,6 +49,21 @@ def test_percentile_is_per_snapshot_or_landing() -> None:
     assert training.watch.exchange_p95_s == pytest.approx(0.2)
 
 
+def test_what_settling_takes_is_stall_of_the_exchange_before_and_no_part_of_the_step() -> None:
+    training = Training()
+    for _ in range(20):
+        training.step(0.5, hook_s=0.1, num_exchanges=2)
+        training.watch.settled(0.2)
+        training.now_s += 0.2
+    assert training.watch.exchange_p95_s == pytest.approx(0.15)
+    assert training.watch.stall_s == pytest.approx(20 * 0.3)
+    assert training.watch.step_s == pytest.approx(0.5)
+    assert training.watch.tokens_per_s == pytest.approx(20.0)
+    training.step(0.5, hook_s=0.1)
+    training.watch.settled(9.0)  # of no exchange
+    assert training.watch.exchange_p95_s == pytest.approx(0.15)
+
+
 def test_nothing_measured_is_zero() -> None:
     watch = Stopwatch()
     assert (watch.step_s, watch.tokens_per_s, watch.exchange_p95_s, watch.stall_s) == (0.0, 0.0, 0.0, 0.0)

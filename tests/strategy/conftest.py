@@ -81,6 +81,9 @@ class RecordingLink:
         self.run_steps = self.scenario.run_steps
         self.own_run_dir: Path | None = None
         self.events: list[str] = []
+        self.boundary: list[torch.Tensor] = []  # parameters where the last step ended
+        self.unchanged: list[bool] = []  # by step: whether they were still the same when it settled first
+        self.num_settled = 0
         self.steps: list[tuple[int, str]] = []
         self.losses: list[float] = []
         self.eval_losses: list[float] = []
@@ -124,8 +127,18 @@ class RecordingLink:
     def step(self, tokens: int, unit: str) -> None:
         self.events.append("step")
         self.steps.append((tokens, unit))
+        self.boundary = self._parameters()
         if self.scenario.step_error:
             raise self.scenario.step_error
+
+    def settle(self) -> None:
+        self.num_settled += 1
+        if self.boundary:
+            self.unchanged.append(all(map(torch.equal, self.boundary, self._parameters())))
+            self.boundary = []
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [self.device.local_values(p) for p in range(self.plan.num_fragments)]
 
     def set_evaluating(self, evaluating: bool) -> None:
         self.events.append("evaluating" if evaluating else "training")

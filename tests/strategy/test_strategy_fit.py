@@ -155,6 +155,57 @@ def test_manual_optimization_steps_once_per_training_step(scenario, trainer_for,
     assert scenario.link.steps == [(2 * BATCH_TOKENS, "tokens")] * 2
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_settles_after_the_last_backward_and_before_gradients_are_clipped(scenario, model, trainer_for, precision):
+    class Witness(Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_after_backward(self, trainer, pl_module):
+            self.seen.append(("backward", scenario.link.num_settled))
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):  # clipping comes after it
+            self.seen.append(("update", scenario.link.num_settled))
+
+    witness = Witness()
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "precision": precision, "limit_val_batches": 0}
+    trainer_for(max_steps=2, callbacks=witness, **options).fit(model)
+    assert witness.seen == [
+        ("backward", 0),
+        ("backward", 0),
+        ("update", 1),
+        ("backward", 1),
+        ("backward", 1),
+        ("update", 2),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "LBFGS", "two by hand"])
+def test_settles_before_parameters_change(scenario, model, trainer_for, kind):
+    class Candidate(type(model)):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = kind != "two by hand"
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if not self.automatic_optimization:
+                self.manual_backward(loss)
+                for optimizer in self.optimizers():
+                    optimizer.step()
+            return loss
+
+        def configure_optimizers(self):
+            if kind == "two by hand":
+                return [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.body, self.embedding)]
+            return getattr(torch.optim, kind)([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    limit = {"max_steps": -1, "max_epochs": 1, "limit_train_batches": 3} if kind == "two by hand" else {"max_steps": 3}
+    trainer_for(limit_val_batches=0, **limit).fit(Candidate())
+    assert len(scenario.link.steps) == 3
+    assert scenario.link.unchanged == [True, True]
+
+
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
 def test_other_verbs_need_no_link(scenario, model, trainer_for, verb):
     assert getattr(trainer_for(), verb)(model) is not None

@@ -1,0 +1,86 @@
+"""Copies that are promised: who makes them, who waits, and what an error does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lightning_diloco.devices.copies import Copies
+
+WAIT_S = 10.0
+
+
+class Held:
+    """A copy that somebody has begun and that ends when it may."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(WAIT_S)
+
+
+@pytest.fixture
+def aside():
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit
+
+
+def noting(made: list[str], name: str) -> Callable[[], None]:
+    return lambda: made.append(f"{name} by {threading.current_thread().name}")
+
+
+def test_nothing_promised_is_settled():
+    Copies().settle()
+
+
+def test_who_settles_makes_what_nobody_has_begun_in_order():
+    copies, made = Copies(), []
+    copies.promise([noting(made, "a"), noting(made, "b")])
+    copies.settle()
+    copies.settle()  # once is enough
+    me = threading.current_thread().name
+    assert made == [f"a by {me}", f"b by {me}"]
+
+
+def test_who_settles_waits_for_the_copy_that_another_thread_has_begun_and_makes_the_others(aside):
+    copies, held, made = Copies(), Held(), []
+    copies.promise([held, lambda: (made.append("b"), held.may_end.set())])
+    other = aside(copies.settle)
+    assert held.begun.wait(WAIT_S)
+    copies.settle()  # ends only because it makes the second one itself, and not before the first has ended
+    assert made == ["b"]
+    other.result(WAIT_S)
+
+
+def test_settling_does_not_end_while_a_copy_is_being_made(aside):
+    copies, held = Copies(), Held()
+    copies.promise([held])
+    maker = threading.Thread(target=copies.settle, daemon=True)
+    maker.start()
+    assert held.begun.wait(WAIT_S)
+    waiting = aside(copies.settle)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.05)
+    held.may_end.set()
+    waiting.result(WAIT_S)
+    maker.join(WAIT_S)
+
+
+def test_an_error_comes_to_everybody_and_the_others_are_made(aside):
+    copies, made = Copies(), []
+
+    def fail() -> None:
+        raise ValueError("no such row")
+
+    copies.promise([fail, noting(made, "b")])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such row"):
+            aside(copies.settle).result(WAIT_S)
+    with pytest.raises(ValueError, match="no such row"):
+        copies.settle()
+    assert len(made) == 1
