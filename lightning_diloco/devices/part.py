@@ -2,8 +2,10 @@
 
 1. A rank's part of a parameter is a box of it (rows, columns), as FSDP2 and tensor parallel cut it, or a range of its
    elements, as FSDP does.
-2. Anchors, snapshots and landings are of the own boxes. Only a fragment on its way is ever whole, in host memory.
-3. What arrives is decoded whole and cut: every element is computed as on one device, bit for bit.
+2. Anchors, snapshots and landings are of the own boxes. Only encoded is a fragment on its way whole, in host memory,
+   or where it is adopted in full.
+3. Of what arrives, the blocks that reach into the own boxes are decoded: every element is computed as on one device,
+   bit for bit. A rank with columns of a parameter decodes the blocks of all of its rows.
 4. Contributions are dealt out in ranges of whole quantization blocks (`deal.py`), and each rank encodes one: together
    these are what one device sends, bit for bit. Where ranks cannot upload, one of them puts it together (`assemble`).
 
@@ -20,9 +22,10 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.blocks import CHUNK_NUMEL
 from lightning_diloco.core.fragments import Entry, FragmentLayout, FragmentPlan, Shape, Slice
 from lightning_diloco.core.pseudogradient import pseudo_gradient
-from lightning_diloco.core.quantize import decode
+from lightning_diloco.core.quantize import Decoder
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.cuda import CudaFragments
@@ -53,6 +56,27 @@ class Piece:
             view = view.narrow(dim, start, size)
         return view
 
+    def read(self, decoder: Decoder, out: Tensor, block_size: int) -> None:
+        """Decode the box, some rows at a time.
+
+        Args:
+            decoder: of the whole fragment.
+            out: float32, of the own numel, overwritten.
+            block_size: of the encoding.
+        """
+        width = prod(self.whole.shape[1:])
+        (first, *_), (num_rows, *_) = self.starts or (0,), self.own.shape or (1,)
+        step = max(1, CHUNK_NUMEL // width)
+        scratch = torch.empty(min(step, num_rows) * width + 2 * block_size)  # rows begin and end within blocks
+        for row, rows in zip(range(0, num_rows, step), out.view(num_rows, -1).split(step), strict=True):
+            start = self.whole.offset + (first + row) * width
+            stop = start + len(rows) * width
+            low, high = start // block_size * block_size, -(-stop // block_size) * block_size
+            view = decoder.read(low, scratch[: high - low])[start - low : stop - low].view(-1, *self.whole.shape[1:])
+            for dim, (at, size) in enumerate(zip(self.starts[1:], self.own.shape[1:], strict=True), start=1):
+                view = view.narrow(dim, at, size)
+            rows.view(view.shape).copy_(view)
+
 
 class PartPlan:
     """One rank's boxes as a plan: `layout` has its own rows of its own tensors.
@@ -78,6 +102,18 @@ class PartPlan:
         """The part of a whole fragment, (L,)."""
         parts = [piece.window(flat_P).reshape(-1) for piece in self.pieces[p]]
         return torch.cat(parts) if parts else flat_P[:0]
+
+    def decoded(self, p: int, encoded: Tensor, config: RunConfig) -> Tensor:
+        """The part of an encoded fragment, float32 (L,) on the host.
+
+        Raises:
+            CorruptMessageError: see `Decoder`; all of what is encoded is looked at.
+        """
+        decoder = Decoder(encoded, self.wholes[p].padded_numel, config.wire, config.block_size)
+        out_L = torch.empty(sum(piece.own.numel for piece in self.pieces[p]))
+        for piece in self.pieces[p]:
+            piece.read(decoder, piece.own.of(out_L), config.block_size)
+        return out_L
 
     def put(self, p: int, flat_L: Tensor, out_P: Tensor) -> None:
         """Write a part to its places in a whole fragment."""
@@ -133,13 +169,9 @@ class PartFragments(DenseFragments):
     def stage(self, fragment: int, update: Update):  # type: ignore[no-untyped-def]
         """See `FragmentDevice.stage`."""
         full = None if update.full is None else self._part.cut(fragment, update.full)
-        chain = tuple(self._decoded(fragment, encoded) for encoded in update.chain)
-        sent = None if update.sent is None else self._decoded(fragment, update.sent)
+        chain = tuple(self._part.decoded(fragment, encoded, self._config) for encoded in update.chain)
+        sent = None if update.sent is None else self._part.decoded(fragment, update.sent, self._config)
         return super().stage(fragment, Update(full, chain, sent))
-
-    def _decoded(self, p: int, encoded: Tensor) -> Tensor:
-        config, numel = self._config, self._part.wholes[p].padded_numel
-        return self._part.cut(p, decode(encoded, numel=numel, wire=config.wire, block_size=config.block_size))
 
     def _add_decoded(self, encoded: Tensor, out_P: Tensor, sign: int = 1) -> Tensor:
         """Of this part, decoded before."""

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.runtime.agreement import Agreement
 from lightning_diloco.runtime.dealing import Dealer
+from lightning_diloco.runtime.exiting import end_at_once_if_dying
 from lightning_diloco.runtime.joining import MakeDevice
 from lightning_diloco.runtime.manifest import plan_of
 from lightning_diloco.runtime.model import ModelDescription
@@ -30,7 +32,7 @@ from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import unpacked
 from lightning_diloco.runtime.standing import Standing
 from lightning_diloco.runtime.threads import Crew, Jobs, compute_alone
-from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.address import JoinAddress, read_join_file
 from lightning_diloco.transport.base import Connection
 from lightning_diloco.transport.flight import FlightConnection
 
@@ -48,6 +50,7 @@ class FollowerLink:
         holds_part: of the parameters, not all of them; then it measures its part of contributions.
         boxes: what each rank holds of each parameter, where they encode together.
         connect: makes the connection.
+        join: the join string that all ranks were given; None: rank 0 starts a syncer, and it is in its run directory.
     """
 
     agreed = Agreement()  # what all ranks know since the last step ended
@@ -59,6 +62,7 @@ class FollowerLink:
         holds_part: bool = False,
         boxes: Sequence[Mapping[str, Box]] | None = None,
         connect: Callable[[JoinAddress], Connection] = FlightConnection,
+        join: str | None = None,
     ) -> None:
         self._ranks = ranks
         self._holds_part = holds_part
@@ -73,7 +77,7 @@ class FollowerLink:
         self._adopted: dict[int, Tensor] = {}
         self._orders = Orders()
         self._sender = PartSender(self._orders, connect)
-        self._boxes = boxes
+        self._boxes, self._join = boxes, join
         self._dealer: Dealer | None = None
         self._after: Callable[[], None] | None = None
         self._copies: Jobs | None = None
@@ -94,8 +98,8 @@ class FollowerLink:
 
     # -------------------------------------------------------------------------------------------------------- training
 
-    def begin_step(self, tokens: int, *, is_asked: bool = False, saves: bool = False) -> None:
-        """See `LeaderLink.begin_step`; when all take a checkpoint, rank 0 says."""
+    def begin_step(self, tokens: int, *, is_asked: bool = False, saves: bool = False, stops: bool = False) -> None:
+        """See `LeaderLink.begin_step`; when all take a checkpoint, or stop, rank 0 says."""
         agreement = Agreement(tokens=tokens, num_failed=int(self._error is not None), num_asked=int(is_asked))
         self._ranks.begin(agreement.numbers(self.plan.num_fragments))
 
@@ -176,6 +180,7 @@ class FollowerLink:
             self._copies.stop()
         if running := self._crew.join(THREADS_S):
             log.warning("still waiting for rank 0, and left alone: %s", ", ".join(running))
+            end_at_once_if_dying()
         elif self._is_over:
             self._ranks.close()
             self._orders.close()
@@ -235,7 +240,7 @@ class FollowerLink:
                 delta_L = self.device.delta(self._snapshot(p, command["boundary"]))  # type: ignore[attr-defined]
                 self._after = partial(self._deal, p, delta_L)
             case "reach":
-                self._asked_for = torch.tensor([float(self._sender.reach(command["join"]))])
+                self._asked_for = torch.tensor([float(self._sender.reach(partial(self._address, command["run_dir"])))])
             case "expect":
                 self._adopted[p] = payload.view(torch.float32)
             case "stage":
@@ -244,7 +249,15 @@ class FollowerLink:
                 self.learner_id, self.run, self.incarnation = command["learner"], command["run"], command["incarnation"]
                 self.is_late = command["is_late"]
                 self._deals |= command["deals"]
+                self.agreed = Agreement(fleet_tokens=command["fleet_tokens"])
                 self.data_part = None if command["data_part"] is None else tuple(command["data_part"])
+
+    def _address(self, run_dir: str | None) -> JoinAddress:
+        """Known here, as all ranks were given the same, or from a file that only this user can read."""
+        if self._join is not None:
+            return JoinAddress.parse(self._join)
+        assert run_dir is not None, "settings were compared"
+        return read_join_file(Path(run_dir) / "join")
 
     def _encode(self, p: int, boundary: int) -> None:
         """All of it, of parameters equal to those of rank 0, which does the same meanwhile; keep this rank's part."""

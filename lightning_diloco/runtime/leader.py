@@ -23,6 +23,7 @@ from lightning_diloco.devices.part import Box
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.runtime.agreement import Agreement
+from lightning_diloco.runtime.exiting import end_at_once_if_dying
 from lightning_diloco.runtime.joining import MakeDevice
 from lightning_diloco.runtime.line import TICK_S
 from lightning_diloco.runtime.link import Link
@@ -32,10 +33,10 @@ from lightning_diloco.runtime.parted import PartedConnection
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import Relay
 from lightning_diloco.runtime.sharded_relay import ShardedRelay
-from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Connection
 
 SILENT_S = 5.0
+RANK_BYTES = "diloco/rank_bytes"
 _NOTHING = actions.Promise((), ())
 
 
@@ -48,12 +49,14 @@ class LeaderLink(Link):
 
     Attributes:
         make_relay: how parts come together.
+        rank_bytes: what exchanging takes of the rank that it takes most of; 0: not known.
     """
 
     agreed = Agreement()  # what all ranks know since the last step ended
     _has_ranks = True
     _relay: Relay
     make_relay: Callable[..., ShardedRelay] = ShardedRelay
+    rank_bytes = 0
 
     def __init__(
         self, *args: Any, ranks: Ranks, boxes: Sequence[Mapping[str, Box]] | None = None, **kwargs: Any
@@ -66,7 +69,7 @@ class LeaderLink(Link):
         self._ends_together = False
         self._is_over = False
         self._orders, connect = Orders(), self._connect
-        self._connect = lambda address: self._parted_connection(connect(address), address)
+        self._connect = lambda address: self._parted_connection(connect(address))
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
         """See `Link.start`; the other ranks start, or fail, with this one."""
@@ -77,16 +80,19 @@ class LeaderLink(Link):
             raise
         self._parted.prepare(self.plan, self.config, self._relay.dealt)
         self._relay.deals = self._all_reach_the_syncer()
+        self.agreed = Agreement(fleet_tokens=self.fleet_tokens)
         known = {"run": self.run, "incarnation": self.incarnation, "is_late": self.is_late, "deals": self._relay.deals}
-        self._ranks.tell({"do": "go", "learner": self.learner_id, "data_part": self.data_part, **known})
+        known |= {"data_part": self.data_part, "fleet_tokens": self.fleet_tokens}
+        self._ranks.tell({"do": "go", "learner": self.learner_id, **known})
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
 
-    def _parted_connection(self, connection: Connection, address: JoinAddress) -> PartedConnection:
-        self._parted, self._join_string = PartedConnection(connection, self._orders), address.join_string()
+    def _parted_connection(self, connection: Connection) -> PartedConnection:
+        self._parted = PartedConnection(connection, self._orders)
         return self._parted
 
     def _all_reach_the_syncer(self) -> bool:
-        found = self._ranks.collect({"do": "reach", "join": self._join_string}, [1] * (self._ranks.size - 1))
+        own = None if self.own_run_dir is None else str(self.own_run_dir)
+        found = self._ranks.collect({"do": "reach", "run_dir": own}, [1] * (self._ranks.size - 1))
         return self._parted.is_possible([bool(reaches) for reaches in found])
 
     def _relayed(
@@ -109,10 +115,10 @@ class LeaderLink(Link):
 
     # -------------------------------------------------------------------------------------------------------- training
 
-    def begin_step(self, tokens: int, *, is_asked: bool = False, saves: bool = False) -> None:
+    def begin_step(self, tokens: int, *, is_asked: bool = False, saves: bool = False, stops: bool = False) -> None:
         """All batches of a step are known: tell the others what its end will bring."""
         entered_s = time.perf_counter()
-        self._begin(tokens, num_asked=int(is_asked), saves=saves)
+        self._begin(tokens, num_asked=int(is_asked), saves=saves, stops=stops)
         self._watch.stall_s += time.perf_counter() - entered_s
 
     def step(self, tokens: int, unit: str) -> None:
@@ -150,7 +156,9 @@ class LeaderLink(Link):
     def close(self) -> None:
         """See `Link.close`; the groups stay if this ended in any other way: a rank may never answer again."""
         super().close()
-        if self._is_over and not self._crew.join(0.0):
+        if self._crew.join(0.0):
+            end_at_once_if_dying()
+        elif self._is_over:
             self._is_over = False
             self._ranks.close()
             self._orders.close()
@@ -178,7 +186,8 @@ class LeaderLink(Link):
             self._promise = _NOTHING
             self._handle(events.StepBegins())
         promised = {"land": self._promise.land, "snapshot": self._promise.snapshot, "num_failed": int(self._has_failed)}
-        self._ranks.begin(Agreement(tokens=tokens, **{**promised, **said}).numbers(self.plan.num_fragments))
+        agreement = Agreement(tokens=tokens, fleet_tokens=self.fleet_tokens, **{**promised, **said})
+        self._ranks.begin(agreement.numbers(self.plan.num_fragments))
 
     def _agreed(self) -> Agreement:
         agreed = self.agreed = Agreement.of(self._ranks.end())
@@ -205,6 +214,9 @@ class LeaderLink(Link):
                 generation, version = f.generation, f.landed
             if (anchor_P := self._relay.completed(p, own)) is not None:
                 return messages.Mark(generation, version, digest(anchor_P))
+
+    def _reported(self) -> dict[str, float]:
+        return {**super()._reported(), RANK_BYTES: float(self.rank_bytes)}
 
     @property
     def _has_failed(self) -> bool:

@@ -6,8 +6,9 @@
 3. If any rank could not send, the upload has failed, as that of one device does. Rank 0, which holds all of the encoded
    fragment anyway, then uploads alone for ALONE_S: what was lost is sent again whole, and a rank that is cut off for
    long does not cut off its learner. It says so.
-4. The join string is handed to the other ranks once, and never logged. A rank that cannot reach the syncer from the
-   start (another host, a syncer on loopback) makes rank 0 upload alone for good; both say so.
+4. The join string does not cross between ranks, whose groups do not encrypt: each was given it, or reads it from the
+   run directory of a syncer that rank 0 started. A rank that cannot reach the syncer from the start (another host, a
+   syncer on loopback) makes rank 0 upload alone for good; both say so.
 """
 
 from __future__ import annotations
@@ -142,10 +143,10 @@ class PartSender:
         self._kept: dict[int, Tensor] = {}
         self._has_come = threading.Condition()
 
-    def reach(self, join: str) -> bool:
-        """Whether the syncer can be reached from here; connects."""
+    def reach(self, address: Callable[[], JoinAddress]) -> bool:
+        """Whether the syncer can be found and reached from here; connects."""
         try:
-            self._connection = self._connect(JoinAddress.parse(join))
+            self._connection = self._connect(address())
             self._connection.status()
         except DiLoCoError as error:
             log.warning("this rank cannot reach the syncer, so rank 0 uploads its parts: %s", error)

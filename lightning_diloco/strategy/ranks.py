@@ -2,7 +2,7 @@
 
 1. Rank 0 talks to the syncer (`LeaderLink`), the others follow it (`FollowerLink`); both have the methods of a link.
 2. A step begins for them when its last batch is known, and ends where the hooks say. What they tell each other travels
-   while the step computes.
+   while the step computes; so do the fleet's tokens, and that it is to be the last step.
 3. Training data is split over ranks and learners by the same rule as over learners: learners of any layout read
    different samples.
 4. All ranks of a learner have one id, hence one folder. Who starts them hands it on; who is started otherwise
@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -32,6 +34,7 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException
 from torch.optim import Optimizer
 
+from lightning_diloco.devices.part import PartPlan
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.strategy import optimizer_state
@@ -42,7 +45,10 @@ from lightning_diloco.strategy.ranks_healing import RanksHealing, layout_of
 
 if TYPE_CHECKING:
     from lightning_diloco.runtime.follower import FollowerLink
+    from lightning_diloco.runtime.footprint import Footprint
     from lightning_diloco.runtime.leader import LeaderLink
+
+log = logging.getLogger(__name__)
 
 
 class RanksHooks(DecoupledDiLoCoStrategy):
@@ -59,8 +65,7 @@ class RanksHooks(DecoupledDiLoCoStrategy):
 
     def _separate_paths(self, trainer: pl.Trainer) -> None:
         is_named = self._learner.learner or os.environ.get("DILOCO_LEARNER")
-        joins = self._learner.join or os.environ.get("DILOCO_JOIN")
-        if joins and not is_named and self._is_started_by_others:
+        if self._given_join and not is_named and self._is_started_by_others:
             raise ConfigError(
                 f"{self.world_size} processes, started by {type(self.cluster_environment).__name__}, join a run as one "
                 "learner without a name: all of them must know the same; set DILOCO_LEARNER for all, or learner="
@@ -72,21 +77,49 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         assert self.cluster_environment is not None
         return self.cluster_environment.creates_processes_externally and self.world_size > 1
 
+    @property
+    def _given_join(self) -> str | None:
+        return self._learner.join or os.environ.get("DILOCO_JOIN") or None
+
     def _make_link(self) -> LeaderLink | FollowerLink:
         from lightning_diloco.runtime.follower import FollowerLink
         from lightning_diloco.runtime.leader import LeaderLink
         from lightning_diloco.runtime.ranks import Ranks
 
         ranks = Ranks()
-        own = {name: value for name, value in asdict(self._learner).items() if name not in ("join", "learner")}
-        ranks.compare({**self._run_options, **own, "token_count_fn": self._token_count_fn is not None})
+        ranks.compare(self._settings())
         self._heed_sigterm_together()
         own_boxes = self._part_boxes()
         boxes = None if own_boxes is None else ranks.share(own_boxes)
         self._ranks, self._layout = ranks, layout_of(ranks.size, boxes)
         if ranks.rank == 0:
             return LeaderLink(self._run_options, self._learner, self._root_dir, ranks=ranks, boxes=boxes)
-        return FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes)
+        return FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes, join=self._given_join)
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks; values that JSON knows."""
+        own = {name: value for name, value in asdict(self._learner).items() if name not in ("join", "learner")}
+        own |= {"token_count_fn": self._token_count_fn is not None, "join": _told_apart(self._given_join)}
+        of_trainer = ("precision", "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
+        return {**self._run_options, **own, **{name: getattr(self._trainer, name) for name in of_trainer}}
+
+    def _join(self) -> None:
+        super()._join()
+        if (found := self._footprint()) is None:
+            return
+        log.info("rank %d of %d: %s", self._ranks.rank, self._ranks.size, found)
+        largest = max(self._ranks.share(found.peak))
+        if self._ranks.rank == 0:
+            cast("LeaderLink", self._link).rank_bytes = largest
+
+    def _footprint(self) -> Footprint | None:
+        """What exchanging takes of this rank's memory; None: its device says so."""
+        from lightning_diloco.runtime.footprint import footprint
+
+        assert self._link is not None
+        plan, config, boxes = self._link.plan, self._link.config, self._part_boxes()
+        part = None if boxes is None else PartPlan(plan, boxes, config.block_size)
+        return footprint(plan, config, self._learner, rank=self._ranks.rank, size=self._ranks.size, part=part)
 
     def _make_healing(self, owner: Owner, url: str | None) -> Healing:
         url = self._ranks.share(url)[0]  # rank 0 knows whether the run is its own
@@ -182,7 +215,19 @@ class RanksHooks(DecoupledDiLoCoStrategy):
                 tokens if self._counts_tokens else 0,
                 is_asked=self._preemption.is_noticed,
                 saves=self._healing.is_due_after(1),
+                stops=self._wants_to_stop,
             )
+
+    @property
+    def _wants_to_stop(self) -> bool:
+        """Whether rank 0, which alone knows of the run, would stop after this step."""
+        assert self._stopping is not None
+        return self.is_global_zero and self._stopping.verdict(cast("LeaderLink", self._link)) is not None
+
+    @property
+    def fleet_tokens(self) -> int:
+        """See `DiLoCoHooks.fleet_tokens`; what all ranks know, as of the beginning of the last step."""
+        return self._link.agreed.fleet_tokens if self._link is not None else 0
 
     @property
     def _counts_tokens(self) -> bool:
@@ -196,7 +241,10 @@ class RanksHooks(DecoupledDiLoCoStrategy):
             return
         assert self._link is not None
         assert isinstance(self._healing, RanksHealing)
+        assert self._stopping is not None
         self._healing.is_agreed = self._link.agreed.saves
+        if self._link.agreed.stops:
+            self._stopping.stop("rank 0 said so")
         if self._link.agreed.num_asked:
             self._sigterm_came()
             self._trainer._signal_connector.received_sigterm = True
@@ -268,6 +316,11 @@ def _handled(function: Callable[..., Any], trainer: pl.Trainer | None, *args: An
         if trainer is not None:
             _interrupt(trainer, error)
         raise
+
+
+def _told_apart(join: str | None) -> str | None:
+    """Something in place of a join string, which is secret: equal where these are."""
+    return join and f"(SHA-256 {hashlib.sha256(join.encode()).hexdigest()[:12]})"
 
 
 @contextmanager

@@ -5,7 +5,7 @@ By tokens that the whole fleet has seen, wherever a learner stands itself:
 1. Tokens of others are those that the syncer told last, about a second ago; a learner's own are exact. While it is
    offline its own go on counting.
 2. A learner that joins late starts where the run is: its first step has the rate of the run's present position.
-3. All ranks of a learner have one rate: rank 0 tells the others.
+3. All ranks of a learner have one rate, that of the tokens when the step began: rank 0 tells the others then.
 
 By steps (any scheduler with "interval": "step"):
 
@@ -54,7 +54,7 @@ class FleetTokenLR(LambdaLR):
                 'Trainer(strategy="decoupled_diloco"); with another strategy use a schedule by steps'
             )
         # As a function, not an attribute: a checkpoint holds the attributes.
-        super().__init__(optimizer, lambda _: factor(strategy.broadcast(strategy.fleet_tokens)))
+        super().__init__(optimizer, lambda _: factor(strategy.fleet_tokens))
 
     def refresh(self) -> None:
         """Set the rates of the present position, between two steps."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -69,7 +68,7 @@ class ShardedHooks(RanksHooks):
         try:
             state = self._inner_state_dict()
             # On a CPU these were the parameters themselves.
-            return {name: tree_map_only(Tensor, torch.clone, value) for name, value in state.items()}
+            return {name: tree_map_only(Tensor, _copied, value) for name, value in state.items()}
         finally:
             self._device.show_local()
 
@@ -82,3 +81,8 @@ class ShardedHooks(RanksHooks):
 
     def _local_parameters(self) -> dict[str, Tensor]:
         return {}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """By its method: that is what sharded tensors of FSDP know."""
+    return tensor.clone()

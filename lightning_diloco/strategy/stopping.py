@@ -5,7 +5,7 @@
 2. So does the learner that sees `max_fleet_tokens` reached.
 3. The others hear of it within a second or two, stop as Lightning stops early (after `min_steps`, with a last
    validation), drain, and leave: the run ends as any other.
-4. All ranks of a learner stop at the same step.
+4. All ranks of a learner stop at the same step: rank 0 says so when it begins, and nobody waits (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ class Stopping:
         self.reason: str | None = None
 
     def heed(self, link: Link) -> None:
-        """At the end of a step: stop if the run is over, or if its tokens are used up."""
-        trainer, connector = self._trainer, self._trainer._logger_connector
-        # Ranks agree by waiting for each other: no more often than they log.
-        if trainer.should_stop or (trainer.world_size > 1 and not connector.should_update_logs):
-            return
-        why = self._verdict(link) if trainer.strategy.is_global_zero else None
-        if trainer.strategy.reduce_boolean_decision(why is not None, all=False):
-            log.info("stopping: %s", why or "rank 0 said so")
-            trainer.should_stop = True
+        """At the end of a step: stop if the run is over, or if its tokens are used up. Several ranks agree first."""
+        if self._trainer.world_size == 1 and (why := self.verdict(link)) is not None:
+            self.stop(why)
 
-    def _verdict(self, link: Link) -> str | None:
+    def stop(self, why: str) -> None:
+        """This step was the last."""
+        if not self._trainer.should_stop:
+            log.info("stopping: %s", why)
+            self._trainer.should_stop = True
+
+    def verdict(self, link: Link) -> str | None:
+        """Why training should stop; None: it should not."""
         if link.stopped is not None:
             return f"the run is over ({link.stopped})"
         limit = self._max_fleet_tokens

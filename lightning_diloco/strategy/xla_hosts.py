@@ -129,6 +129,9 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
 
         return {"rows": xla.own_rows()}
 
+    def _footprint(self) -> None:
+        """See `RanksHooks._footprint`."""
+
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
         from lightning_diloco.devices.xla_hosts import XlaHostFragments
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan, gather
-from lightning_diloco.core.quantize import encode_fragment
+from lightning_diloco.core.quantize import Decoder, decode, encode_fragment
+from lightning_diloco.devices import part as part_module
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.part import Box, CpuPart, PartPlan, assemble
@@ -73,6 +74,34 @@ def test_parts_exchange_what_one_device_does(boxes, dtype, wire):
         assert torch.equal(assemble(plans, p, [part.anchor(p) for part in parts]), one.anchor(p))
     for h, each in zip(held, boxes, strict=True):
         assert all(torch.equal(h[name], own(params[name], each[name])) for name in SHAPES)
+
+
+@pytest.mark.parametrize("boxes", [CUT_ROWS, CUT_COLUMNS, CUT_ELEMENTS], ids=["rows", "columns", "elements"])
+@pytest.mark.parametrize("wire", ["int8", "int4", "bf16"])
+@pytest.mark.parametrize("chunk", [1, 40, 1 << 18])
+def test_a_part_is_decoded_as_of_the_whole_and_little_more(boxes, wire, chunk, monkeypatch):
+    monkeypatch.setattr(part_module, "CHUNK_NUMEL", chunk)
+    num_read = 0
+    read = Decoder.read
+
+    def counted(self: Decoder, start: int, out: Tensor) -> Tensor:
+        nonlocal num_read
+        num_read += out.numel()
+        return read(self, start, out)
+
+    config = RunConfig(sync_every=4, num_fragments=1, overlap=1, wire=wire, block_size=16)
+    plan = FragmentPlan.balanced(SHAPES, num_fragments=1, max_slice_numel=1 << 20)
+    values_P = torch.randn(plan.layout(0, 16).padded_numel, generator=torch.Generator().manual_seed(1))
+    encoded = encode_fragment(plan.layout(0, 16), values_P, wire, 16)
+    whole_P = decode(encoded, numel=values_P.numel(), wire=wire, block_size=16)
+    monkeypatch.setattr(Decoder, "read", counted)
+    for each in boxes:
+        own = PartPlan(plan, each, 16)
+        num_read = 0
+        found_L = own.decoded(0, encoded, config)
+        assert torch.equal(found_L, own.cut(0, whole_P))
+        if chunk == 1 << 18 and boxes is not CUT_COLUMNS:
+            assert num_read < found_L.numel() + 2 * 16 * len(SHAPES)
 
 
 def test_each_rank_holds_its_part_only():

@@ -18,7 +18,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,12 +26,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 
+
+def is_wrapped(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """The first layer is, so that the last belongs to the root."""
+    return recurse or (isinstance(module, nn.Linear) and module.in_features == WIDTH)
+
+
 INNER = {
     "ddp": lambda: "auto",
     "spawn": lambda: DDPStrategy(start_method="spawn"),
+    "fsdp": lambda: FSDPStrategy(auto_wrap_policy=is_wrapped),
     "fsdp2": lambda: ModelParallelStrategy(2, 1),
 }
-NUM_SAMPLES = 1 << 16
+NUM_SAMPLES, WIDTH = 1 << 16, 8
 
 
 class Noisy(L.LightningModule):
@@ -40,7 +47,7 @@ class Noisy(L.LightningModule):
     def __init__(self, out: Path, pause_s: float) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.layers = nn.Sequential(nn.Linear(8, 33), nn.Dropout(0.1), nn.Linear(33, 3))
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 33), nn.Dropout(0.1), nn.Linear(33, 3))
         self.out, self.pause_s = out, pause_s
 
     def configure_model(self) -> None:
@@ -83,7 +90,7 @@ class Noisy(L.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     def train_dataloader(self) -> DataLoader[Any]:
-        x = torch.randn(NUM_SAMPLES, 8, generator=torch.Generator().manual_seed(3))
+        x = torch.randn(NUM_SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
         return DataLoader(TensorDataset(torch.arange(NUM_SAMPLES), x), batch_size=4, shuffle=True)
 
 

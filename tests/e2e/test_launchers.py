@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 from itertools import chain
@@ -60,12 +61,18 @@ def test_learners_of_several_ranks_read_each_sample_once(processes: Processes) -
 
 
 def test_settings_that_differ_between_ranks_are_named_by_all(processes: Processes) -> None:
-    options = [{"sync_every": 4, "overlap": 1}, {"sync_every": 6, "overlap": 1, "evaluate": "local"}]
+    join, named = "diloco://127.0.0.1:1/run#token", {"learner": "l0", "overlap": 1}
+    options = [
+        {**named, "sync_every": 4, "join": f"{join}Of0"},
+        {**named, "sync_every": 6, "join": f"{join}Of1", "evaluate": "local"},
+    ]
     started = srun(processes, "mixed", options=options)
     assert all(processes.end(process) for process in started)
     for rank in range(NUM_RANKS):
         log = (processes.root / f"mixed-{rank}.log").read_text()
         assert "sync_every=4 on rank 0, but 6 on rank 1: all ranks of a learner must have the same settings" in log
         assert "evaluate='anchor' on rank 0, but 'local' on rank 1" in log
+        assert re.search(r"join='\(SHA-256 \w{12}\)' on rank 0, but '\(SHA-256 \w{12}\)' on rank 1", log)
+        assert "tokenOf" not in log
         assert "overlap" not in log.split("ConfigError")[-1]
     assert not list(processes.root.glob("**/manifest.json"))  # before any run began

@@ -121,6 +121,18 @@ def test_a_killed_ddp_learner_comes_back_with_all_it_had_and_leaves_when_asked(p
     healer.leaves_when_asked(process)
 
 
+def test_a_killed_fsdp_learner_comes_back_with_all_it_had_and_leaves_when_asked(processes: Processes) -> None:
+    healer = Healer(processes)
+    process = healer.start("fsdp")
+    healer.until_kept(2)
+    healer.kill(rank=1)
+    assert healer.end(process) not in (0, PREEMPTED)
+
+    process = healer.start("fsdp")
+    assert healer.came_back_at(1) >= 10
+    healer.leaves_when_asked(process)
+
+
 def test_a_torn_part_of_a_killed_fsdp2_learner_makes_it_take_the_checkpoint_before(processes: Processes) -> None:
     healer = Healer(processes)
     process = healer.start("fsdp2")

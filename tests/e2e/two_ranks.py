@@ -9,6 +9,7 @@ parameters, then digests of its anchors go to DIR/digests.RANK, or "rows" of the
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from dataclasses import replace
@@ -55,7 +56,8 @@ def main(folder: Path, rank: int, size: int, line: str, *, steps: int, cut: str)
     if rank == 0:
         link = LeaderLink({}, own, folder, ranks=ranks, boxes=boxes, connect=connect)
     else:
-        link = FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes, connect=connect)  # type: ignore[assignment]
+        own_part = {"holds_part": boxes is not None, "boxes": boxes, "join": os.environ["DILOCO_JOIN"]}
+        link = FollowerLink(ranks, **own_part, connect=connect)  # type: ignore[assignment]
     description = ModelDescription(dict(SHAPES), frozenset(), {}, "tokens")
     if boxes is None:
         link.start(description, lambda plan, config: CpuFragments(plan, params, config, own))

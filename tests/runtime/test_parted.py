@@ -16,6 +16,7 @@ from lightning_diloco.errors import TransportError
 from lightning_diloco.protocol import fragment
 from lightning_diloco.runtime import parted
 from lightning_diloco.runtime.parted import PartedConnection, PartSender
+from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json
 from tests.runtime.fleet import JOIN, Fleet, Learner, Wire, until
 
@@ -79,7 +80,7 @@ class Ranks:
         self._thread = threading.Thread(target=self.sender.run, daemon=True)
 
     def go(self) -> Learner:
-        assert self.sender.reach(JOIN)
+        assert self.sender.reach(lambda: JoinAddress.parse(JOIN))
         self._thread.start()
         join = self.learner.join
 
