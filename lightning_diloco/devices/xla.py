@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ import torch.distributed as dist
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
-import torch_xla.core.xla_op_registry as ops
 import torch_xla.runtime as xr
 from torch import Tensor
 from torch_xla.debug import metrics
@@ -75,21 +74,19 @@ def upload_samples(tensor: Tensor) -> Tensor:
     return xm.send_cpu_data_to_device([tensor], torch_xla.device(), input_sharding=layout)[0]
 
 
-def fetch(tensor: Tensor) -> Tensor:
-    """A copy on the host; of several devices each sends its own part. Any thread, see rules 2 and 4.
+def fetch(*tensors: Tensor) -> list[Tensor]:
+    """Copies on the host; of several devices each sends its own part. Any thread, see rules 2 and 4.
+
+    With several devices this waits for all that was handed to them, and nothing new begins there meanwhile: once for
+    all tensors.
 
     Returns:
-        The tensor; zero where it lies on other hosts only.
+        The tensors; zero where they lie on other hosts only.
     """
     if not is_mesh():
-        return tensor.cpu()
-    out = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return [tensor.cpu() for tensor in tensors]
     xm.wait_device_ops()
-    for values, place in _shards(tensor):
-        if place is Ellipsis:
-            return out.copy_(values)
-        out[tuple(place)] = values[tuple(slice(part.stop - part.start) for part in place)]
-    return out
+    return [_joined(tensor) for tensor in tensors]
 
 
 def use_mesh() -> int:
@@ -169,12 +166,14 @@ def rows_of(tensor: Tensor, start: Tensor, num_rows: int) -> Tensor:
         start: int32 scalar, first row.
         num_rows: number of rows.
     """
-    return _ROWS_OF(tensor, start, num_rows=num_rows)
+    program = _rows_of(tensor.shape, tensor.dtype, num_rows)
+    return torch_xla._XLAC._xla_user_computation("xla::diloco_rows_of", [tensor, start], program)[0]
 
 
 def with_rows(tensor: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     """The tensor with some rows replaced, see `rows_of`. Training thread."""
-    return _WITH_ROWS(tensor, rows, start)
+    program = _with_rows(tensor.shape, tensor.dtype, len(rows))
+    return torch_xla._XLAC._xla_user_computation("xla::diloco_with_rows", [tensor, rows, start], program)[0]
 
 
 def num_compilations() -> int:
@@ -215,22 +214,36 @@ def _shards(tensor: Tensor) -> list[tuple[Tensor, Any]]:
     return [(values, place) for (values, _), (_, place) in zip(shards, places, strict=True)]
 
 
+def _joined(tensor: Tensor) -> Tensor:
+    out = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    for values, place in _shards(tensor):
+        if place is Ellipsis:
+            return out.copy_(values)
+        out[tuple(place)] = values[tuple(slice(part.stop - part.start) for part in place)]
+    return out
+
+
 def _partition(tensor: Tensor, dim: int | None) -> tuple[str | None, ...]:
     return tuple("all" if k == dim else None for k in range(tensor.dim()))
+
+
+@cache
+def _rows_of(shape: torch.Size, dtype: torch.dtype, num_rows: int) -> Any:
+    return _program(lambda x, start: x.dynamic_slice(_starts(x, start), [num_rows, *shape[1:]]), [shape], dtype)
+
+
+@cache
+def _with_rows(shape: torch.Size, dtype: torch.dtype, num_rows: int) -> Any:
+    shapes = [shape, torch.Size([num_rows, *shape[1:]])]
+    return _program(lambda x, rows, start: x.dynamic_update_slice(rows, _starts(x, start)), shapes, dtype)
+
+
+def _program(lower: Callable[..., Any], shapes: Sequence[torch.Size], dtype: torch.dtype) -> Any:
+    """Of tensors and where rows start; kept here: torch_xla's own registry takes longer to find it than to trace it."""
+    kinds = [xb.mkshape(xb.Op.from_torch_type(dtype), list(shape)) for shape in shapes]
+    return xb.create_computation("diloco", lower, [*kinds, xb.mkshape(xb.Type.S32, [])])
 
 
 def _starts(tensor: Any, start: Any) -> Sequence[Any]:
     zero = xb.Op.zero(start.builder(), start.shape().dtype)
     return [start] + [zero] * (len(tensor.shape().sizes) - 1)
-
-
-def _lower_rows_of(tensor: Any, start: Any, *, num_rows: int) -> Any:
-    return tensor.dynamic_slice(_starts(tensor, start), [num_rows, *tensor.shape().sizes[1:]])
-
-
-def _lower_with_rows(tensor: Any, rows: Any, start: Any) -> Any:
-    return tensor.dynamic_update_slice(rows, _starts(tensor, start))
-
-
-_ROWS_OF = ops.register("diloco::rows_of", _lower_rows_of)
-_WITH_ROWS = ops.register("diloco::with_rows", _lower_with_rows)

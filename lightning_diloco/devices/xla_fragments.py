@@ -175,7 +175,8 @@ class XlaFragments:
     def show_anchor(self) -> None:
         """See `FragmentDevice.show_anchor`; the local values wait in host memory."""
         if self._hidden is None:
-            self._hidden = {name: fetch(param.detach()) for name, param in self._params.items()}
+            values = fetch(*(param.detach() for param in self._params.values()))
+            self._hidden = dict(zip(self._params, values, strict=True))
             for p in range(len(self._layouts)):
                 self._put(p, self._on_device(p))
 
@@ -191,23 +192,23 @@ class XlaFragments:
 
     def encode(self, snapshot: Snapshot) -> Encoded:
         """See `FragmentDevice.encode`."""
-        return self._encoded(snapshot, self._fetched(snapshot))
+        return self._encoded(snapshot, *self._fetched(snapshot))
 
-    def _fetched(self, snapshot: Snapshot) -> Parts:
-        """Its parts on the host; what encoding lost is kept."""
+    def _fetched(self, snapshot: Snapshot) -> list[Tensor]:
+        """Its parts and norms on the host; what encoding lost is kept."""
         p = snapshot.fragment
-        parts = tuple(fetch(part) for part in snapshot.parts)
+        found = fetch(*snapshot.parts, snapshot.norms)
         if snapshot.lost is not None:
             self._unmerged[p] = snapshot.lost
         if self._on_host:
             self._bring((p + 1) % len(self._layouts))
-        return parts
+        return found
 
-    def _encoded(self, snapshot: Snapshot, parts: Parts) -> Encoded:
-        p = snapshot.fragment
-        payload = self._codecs[p].payload(parts)
+    def _encoded(self, snapshot: Snapshot, *found: Tensor) -> Encoded:
+        p, (*parts, norms) = snapshot.fragment, found
+        payload = self._codecs[p].payload(tuple(parts))
         check_fragment(self._wire_layouts[p], payload, self._config.wire, self._config.block_size)
-        norm, lost = fetch(snapshot.norms).tolist()
+        norm, lost = norms.tolist()
         return Encoded(payload, norm, lost / norm if norm else 0.0)
 
     def stage(self, fragment: int, update: Update) -> Staged:
@@ -226,7 +227,7 @@ class XlaFragments:
             chain = [codec.upload(encoded) for encoded in update.chain]
             new_NL = None if update.full is None else self._upload(fragment, update.full)
             if new_NL is None and not chain:  # the present anchor, in a buffer of its own
-                new_NL = upload(fetch(self._anchors[fragment]), dim=0)[0]
+                new_NL = upload(*fetch(self._anchors[fragment]), dim=0)[0]
             staged = Staged(new_NL, chain, sent)
         if update.sent is not None and fragment in self._unmerged:
             self._residuals[fragment] = self._unmerged.pop(fragment)
@@ -262,7 +263,7 @@ class XlaFragments:
         return upload(self._layouts[fragment].from_wire(values_P), dim=0)[0]
 
     def _fetch(self, fragment: int, values_NL: Tensor) -> Tensor:
-        return self._layouts[fragment].to_wire(fetch(values_NL))
+        return self._layouts[fragment].to_wire(*fetch(values_NL))
 
     # --- graphs: training thread ---------------------------------------------------------------------------------
 
@@ -315,12 +316,11 @@ class XlaFragments:
         sync()
 
     def _rows(self, piece: _Piece, param: Tensor) -> Tensor:
-        param = param.detach()
         return param if piece.start is None else rows_of(param, piece.start, piece.part.entry.shape[0])
 
     def _write(self, piece: _Piece, rows: Tensor) -> None:
         param, rows = self._params[piece.name], rows.to(piece.dtype)
-        param.copy_(rows if piece.start is None else with_rows(param.detach(), rows, piece.start))
+        param.copy_(rows if piece.start is None else with_rows(param, rows, piece.start))
 
     # --- start ---------------------------------------------------------------------------------------------------
 

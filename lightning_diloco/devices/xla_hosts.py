@@ -43,11 +43,12 @@ class XlaHostFragments(XlaFragments):
 
     def delta(self, snapshot: Snapshot) -> Tensor:
         """This host's rows of an encoded contribution, as uint8 (R,). Link thread."""
-        return torch.cat([self._own(part).view(torch.uint8) for part in self._fetched(snapshot)])
+        *parts, _ = self._fetched(snapshot)
+        return torch.cat([self._own(part).view(torch.uint8) for part in parts])
 
     def rows(self, values_NL: Tensor) -> Tensor:
         """This host's rows of what lies on the devices, (R,); waits for it."""
-        return self._own(fetch(values_NL))
+        return self._own(fetch(values_NL)[0])
 
     def _fetch(self, fragment: int, values_NL: Tensor) -> Tensor:
         return self.rows(values_NL)
@@ -79,7 +80,7 @@ class XlaHostFragments(XlaFragments):
             mine = [each[:size].clone() for each, size in zip(rest, sizes, strict=True)]  # aligned
             rest = [each[size:] for each, size in zip(rest, sizes, strict=True)]
             parts.append(self._joined([each.view(part.dtype) for each in mine], part.shape[1]))
-        return self._encoded(snapshot, tuple(parts))
+        return self._encoded(snapshot, *parts, *fetch(snapshot.norms))
 
     def _joined(self, found: Sequence[Tensor], width: int) -> Tensor:
         """[N, width] of all hosts' rows."""

@@ -147,14 +147,18 @@ class XlaLayout:
         count = self.num_devices
         if part.is_local:
             return rows.reshape(part.num_runs, count, part.run).transpose(0, 1).reshape(count, part.width)
-        return pad(rows.reshape(-1), (0, count * part.width - part.entry.numel)).view(count, part.width)
+        if missing := count * part.width - part.entry.numel:
+            rows = pad(rows.reshape(-1), (0, missing))
+        return rows.reshape(count, part.width)
 
     def rows_of(self, part: Part, values: Tensor) -> Tensor:
         """The inverse of `part_of`."""
         if part.is_local:
             runs = values.reshape(self.num_devices, part.num_runs, part.run)
             return runs.transpose(0, 1).reshape(part.entry.shape)
-        return values.reshape(-1)[: part.entry.numel].view(part.entry.shape)
+        if values.numel() > part.entry.numel:
+            values = values.reshape(-1)[: part.entry.numel]
+        return values.reshape(part.entry.shape)
 
     def shared(self, x: Tensor) -> Tensor:
         """A tensor that was just computed, each device keeping its part along dimension 0."""

@@ -209,4 +209,4 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
     def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         from lightning_diloco.devices import xla
 
-        return xla.fetch(tensor)
+        return xla.fetch(tensor)[0]

@@ -13,7 +13,7 @@ from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.xla_hosts import XlaHostFragments
 from lightning_diloco.errors import ConfigError
 from tests.devices.test_device_fragments import BLOCK
-from tests.xla.spmd_fragment_cases import NUM_DEVICES, Sharded, _small_units, train  # noqa: F401
+from tests.xla.spmd_fragment_cases import NUM_DEVICES, Sharded, _small_units  # noqa: F401
 
 pytestmark = pytest.mark.xla
 
@@ -72,7 +72,7 @@ def test_parts_of_all_hosts_are_what_one_host_sees(rows, wire, dtype, place):
     rig = TwoHosts(rows, dtype, wire=wire, anchor_device=place)
     assert [host._own_rows for host in rig.hosts] == rows
     for p in rig.fragments:
-        train(rig)
+        rig.train()
         local = rig.each(lambda host, _, p=p: host.local_values(p))
         assert torch.equal(rig.first.whole(p, local), rig.device.local_values(p))
         expected = rig.contribute(p)
@@ -95,7 +95,7 @@ def test_parts_of_all_hosts_are_what_one_host_sees(rows, wire, dtype, place):
         anchors = rig.each(lambda host, _, p=p: host.anchor(p))
         assert [len(part) for part in anchors] == rig.first.numels(p)
         assert torch.equal(rig.first.whole(p, anchors), rig.device.anchor(p))
-        assert torch.equal(xla.fetch(after), xla.fetch(rig.device.local(p)))
+        assert torch.equal(*xla.fetch(after, rig.device.local(p)))
 
 
 def test_a_host_does_not_see_what_lies_elsewhere():
@@ -103,7 +103,7 @@ def test_a_host_does_not_see_what_lies_elsewhere():
     for rows in HOSTS[1]:
         with looking_from(rows):
             assert xla.own_rows() == rows
-            found = xla.fetch(rig.params["matrix"].detach())
+            (found,) = xla.fetch(rig.params["matrix"].detach())
         lies_here = found.abs().sum(0).view(NUM_DEVICES, -1).bool().all(1)  # its columns are cut
         assert lies_here.nonzero().view(-1).tolist() == rows
 
@@ -112,7 +112,7 @@ def test_samples_of_a_host_become_a_batch_over_all_devices(monkeypatch):
     samples = torch.randn(8, 3)
     batch = xla.upload_samples(samples)
     assert xla.sharded_dim(batch) == 0
-    assert torch.equal(xla.fetch(batch), samples)
+    assert torch.equal(xla.fetch(batch)[0], samples)
     assert float(xla.upload_samples(torch.tensor(3.0))) == 3
     with pytest.raises(ConfigError, match=r"a batch of shape \(6, 3\) on a host with 4 devices"):
         xla.upload_samples(samples[:6])
