@@ -9,6 +9,7 @@
 5. A child that serves another one's work is not started again once that one has finished: it would find nobody. If it
    was ended by a signal then, nothing of the work is lost.
 6. To be asked to end is for a child itself, which decides about its own children; only SIGKILL goes to all of them.
+7. A child whose absence costs time has another process beside it, which waits on its stdin to be told to take over.
 
 Rules and bounds are our choice.
 """
@@ -21,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ _LEASH = str(Path(__file__).with_name("leash.py"))
 _USAGE_EXIT_CODE = 2
 _PREEMPTED_EXIT_CODE = 128 + signal.SIGTERM
 _POLL_S = 0.02
+_STANDBY_AFTER_S = 2.0  # the child itself starts first
 _TAIL_BYTES = 1 << 16
 
 
@@ -46,6 +48,7 @@ class Command:
         log_path: stdout and stderr are appended here; its folder is made.
         env: added to our own environment.
         until: a child after whose end there is nothing to do for this one.
+        standby: program and arguments of a process that becomes this child when it reads a line; empty: none is kept.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Command:
     log_path: Path
     env: Mapping[str, str] = field(default_factory=dict)
     until: str | None = None
+    standby: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -61,6 +65,8 @@ class _Child:
     process: subprocess.Popen[bytes]
     num_restarts: int = 0
     outcome: Outcome = "running"
+    standby: subprocess.Popen[bytes] | None = None
+    started_s: float = field(default_factory=time.monotonic)
 
     @property
     def has_finished(self) -> bool:
@@ -89,7 +95,7 @@ class Fleet:
 
     def start(self, command: Command) -> None:
         """Start one child."""
-        self._children[command.name] = _Child(command, _spawn(command))
+        self._children[command.name] = _Child(command, _spawn(command, command.argv))
 
     def watch(self) -> None:
         """Look once at every child; start the dead again, or say why not. Never waits."""
@@ -97,6 +103,7 @@ class Fleet:
             if child.outcome == "running" and child.process.poll() is not None:
                 _signal_group(child, signal.SIGKILL)
                 self._bury(child, child.process.returncode)
+            _keep_standby(child)
 
     def outcome(self, name: str) -> Outcome:
         """What became of a child, as of the last `watch` or `stop`."""
@@ -131,6 +138,7 @@ class Fleet:
         for child in children:
             _signal_group(child, signal.SIGKILL)
             child.process.wait()
+            _keep_standby(child)
 
     def _bury(self, child: _Child, code: int) -> None:
         name, how = child.command.name, describe_exit(code)
@@ -145,7 +153,7 @@ class Fleet:
             self._bury_late(child, code, f"{name} died ({how}) after the end of {child.command.until}")
         elif code == _PREEMPTED_EXIT_CODE:
             self._say(f"{name} was pre-empted (SIGTERM) and left; it is started again")
-            child.process = _spawn(child.command)
+            _start_again(child)
         elif child.num_restarts >= self._max_restarts:
             self._give_up(child, f"{name} died ({how}); restarts used up: {child.num_restarts} of {self._max_restarts}")
         else:
@@ -153,7 +161,7 @@ class Fleet:
             # An exception's name and message; what was said last before a signal has nothing to do with it.
             why = "".join(f": {line.strip()}" for line in last_lines(child.command.log_path, 1) if code > 0)
             self._say(f"{name} died ({how}{why}); restart {child.num_restarts} of {self._max_restarts}")
-            child.process = _spawn(child.command)
+            _start_again(child)
 
     def _bury_late(self, child: _Child, code: int, what: str) -> None:
         if code < 0 or code == _PREEMPTED_EXIT_CODE:
@@ -193,12 +201,39 @@ def last_lines(path: Path, num_lines: int) -> list[str]:
     return lines[-num_lines:]
 
 
-def _spawn(command: Command) -> subprocess.Popen[bytes]:
+def _start_again(child: _Child) -> None:
+    standby, child.standby, child.started_s = child.standby, None, time.monotonic()
+    is_ready = standby is not None and standby.poll() is None
+    if standby is not None:
+        _close_stdin(standby, b"\n")
+    child.process = standby if standby is not None and is_ready else _spawn(child.command, child.command.argv)
+
+
+def _keep_standby(child: _Child) -> None:
+    """Have one beside a running child, and none beside another. One that died is not missed before it is needed."""
+    if child.outcome != "running":
+        if child.standby is not None:
+            _close_stdin(child.standby)
+            child.standby.kill()
+            child.standby.wait()
+            child.standby = None
+    elif child.command.standby and child.standby is None and time.monotonic() > child.started_s + _STANDBY_AFTER_S:
+        child.standby = _spawn(child.command, child.command.standby, stdin=subprocess.PIPE)
+
+
+def _close_stdin(process: subprocess.Popen[bytes], last_words: bytes = b"") -> None:
+    with contextlib.suppress(BrokenPipeError):  # it has just died
+        assert process.stdin is not None
+        process.stdin.write(last_words)
+        process.stdin.close()
+
+
+def _spawn(command: Command, argv: Sequence[str], *, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     command.log_path.parent.mkdir(parents=True, exist_ok=True)
     with command.log_path.open("ab") as log:
         return subprocess.Popen(
-            (sys.executable, "-IS", _LEASH, str(os.getpid()), *command.argv),
-            stdin=subprocess.DEVNULL,
+            (sys.executable, "-IS", _LEASH, str(os.getpid()), *argv),
+            stdin=stdin,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **command.env},

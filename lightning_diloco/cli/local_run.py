@@ -14,12 +14,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_diloco.cli import standby
 from lightning_diloco.cli.display import Screen
 from lightning_diloco.cli.feed import Fetch, Status, StatusFeed, asking
 from lightning_diloco.cli.fleet import Command, Fleet
@@ -29,6 +30,7 @@ from lightning_diloco.transport.address import JoinAddress, read_join_file
 Ask = Callable[[JoinAddress], AbstractContextManager[Fetch]]
 Meddle = Callable[[Fleet, Status | None], None]
 Via = Callable[[str, JoinAddress], JoinAddress]
+Tell = Callable[[str, str], Mapping[str, str]]
 
 _SYNCER = "syncer"
 _GONE = ("left", "lapsed")
@@ -52,6 +54,7 @@ class Plan:
         grace_s: how long learners may take to leave a run that is to end; None: CTRL_C_GRACE_S after Ctrl-C, else
             GRACE_S.
         via: where a learner dials instead of the syncer's address; None: that address.
+        tell: more variables of a learner's environment, from the run's id and the learner's; None: no more.
     """
 
     run_dir: Path
@@ -64,6 +67,7 @@ class Plan:
     linger_s: float = 30.0
     grace_s: float | None = None
     via: Via | None = None
+    tell: Tell | None = None
 
     @property
     def learners(self) -> list[str]:
@@ -72,7 +76,8 @@ class Plan:
 
     def syncer(self) -> Command:
         """The syncer's command."""
-        return Command(name=_SYNCER, argv=self.syncer_argv, log_path=self.run_dir / "syncer" / "log.txt")
+        log_path = self.run_dir / "syncer" / "log.txt"
+        return Command(name=_SYNCER, argv=self.syncer_argv, log_path=log_path, standby=standby.argv(self.syncer_argv))
 
     def learner(self, name: str, address: JoinAddress) -> Command:
         """A learner's command; the secret travels in the environment, where other users cannot read it."""
@@ -83,6 +88,7 @@ class Plan:
             "DILOCO_LEARNER": name,
             "DILOCO_RUN_DIR": str(self.run_dir),
             "PL_TRAINER_DEFAULT_ROOT_DIR": str(folder),  # read by Lightning where a script gives no other
+            **(self.tell(address.run, name) if self.tell else {}),
         }
         if self.threads is not None or "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = str(self.threads or max(1, _num_cores() // self.num_learners))

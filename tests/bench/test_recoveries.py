@@ -30,11 +30,12 @@ def restart(**changed: Any) -> dict[str, Any]:
         {"what": "installed", "fragment": 0, **anchor()},
         {"what": "told", "fragment": 0, "generation": 0, "version": 1},
         {"what": "booked", "account": ["l0", 1], "booked": {"lapsed": 7}},
+        {"what": "killed", "point": "sync:after", "t": 0.5},
     ]
     restored = {"what": "restored", "lsn": 2, "t": 1.0, "fragments": [anchor()], "accounts": [account]}
     for name, value in changed.items():
         (account if name in account else restored)[name] = value
-    (row,) = recoveries.recoveries([before, [{"what": "started", "process_s": 0.5}, restored]])
+    (row,) = recoveries.recoveries([before, [{"what": "started"}, restored]])
     return {name: row[name] for name in CHECKS}
 
 

@@ -23,8 +23,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lightning_diloco.cli.main import main as diloco
 from lightning_diloco.protocol import SyncerState, codec
 from lightning_diloco.protocol.ledger import Account
@@ -156,7 +154,7 @@ def main() -> int:
     journal = Journal(Path(given["journal"]), has_disk=given["fsync"])
     chance = random.Random(f"{given['seed']}/{journal.life}")
     run_dir = Path(options[options.index("--run-dir") + 1])
-    journal.write("started", process_s=psutil.Process().create_time())
+    journal.write("started")
     journal.cut_power(run_dir / "syncer" / "log", chance)
     if journal.life < given["num_kills"]:
         service_module.Durable = functools.partial(Durable, faults=Executioner(journal, chance))

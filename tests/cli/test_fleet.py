@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from lightning_diloco.cli import fleet as fleet_module
 from lightning_diloco.cli.fleet import Command, Fleet, describe_exit, describe_log
 
 SLEEP = "import time; time.sleep(60)"
@@ -55,6 +57,14 @@ class Harness:
             self.fleet.start(self.command(code, name))
             until(lambda: self.fleet.outcome(name) != "running", self.fleet.watch)
         return "\n".join(self.said)
+
+    @contextmanager
+    def ready(self, code: str) -> Iterator[Fleet]:
+        """The fleet, with one child that has said "ready"."""
+        with self.fleet:
+            self.fleet.start(self.command(code))
+            until(lambda: "ready" in self.log())
+            yield self.fleet
 
     def log(self, name: str = "l0") -> str:
         return (self.folder / name / "log.txt").read_text()
@@ -99,6 +109,50 @@ def test_a_learner_that_was_pre_empted_is_started_again_and_nothing_is_held_agai
     assert said == "l0 was pre-empted (SIGTERM) and left; it is started again\nl0 finished"
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "_STANDBY_AFTER_S", -1.0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_standby_takes_over_from_a_child_that_dies(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, max_restarts=1)
+    log = str(tmp_path / "l0" / "log.txt")
+    child = f"import time\nwhile 'ready' not in open({log!r}).read(): time.sleep(0.01)\nraise SystemExit(7)"
+    ready = "import os, sys; print('ready', flush=True); sys.stdin.readline() and print('taken', os.getpid())"
+    with harness.fleet as fleet:
+        fleet.start(harness.command(child, standby=python(ready)))
+        until(lambda: fleet.outcome("l0") != "running", fleet.watch)
+    assert fleet.outcome("l0") == "finished"
+    assert f"taken {fleet.pid('l0')}" in harness.log()
+    assert harness.said == ["l0 died (exit code 7: ready); restart 1 of 1", "l0 finished"]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_without_its_standby_a_child_is_started_as_ever(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, max_restarts=9)
+    once, gone = str(tmp_path / "once"), str(tmp_path / "gone")
+    child = (
+        f"import os, time\nif os.path.exists({once!r}): raise SystemExit(0)\n"
+        f"while not os.path.exists({gone!r}): time.sleep(0.01)\nopen({once!r}, 'w')\nraise SystemExit(7)"
+    )
+    with harness.fleet as fleet:
+        fleet.start(harness.command(child, standby=python(f"open({gone!r}, 'w')")))
+        until(lambda: fleet.outcome("l0") != "running", fleet.watch)
+    assert fleet.outcome("l0") == "finished"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_standby_ends_with_its_child(tmp_path: Path) -> None:
+    harness = Harness(tmp_path)
+    with harness.fleet as fleet:
+        fleet.start(harness.command(SLEEP, standby=python(f"import os; print(os.getpid(), flush=True); {SLEEP}")))
+        until(lambda: harness.log().endswith("\n"), fleet.watch)
+        assert is_alive(int(harness.log()))
+        fleet.stop(["l0"], within_s=DEADLINE_S)
+        assert not is_alive(int(harness.log()))
+
+
 def test_what_a_dead_child_left_running_is_killed(tmp_path: Path) -> None:
     leaver = (
         f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-ISc', {SLEEP!r}]); "
@@ -115,9 +169,7 @@ def test_stop_asks_a_child_to_end(tmp_path: Path) -> None:
         "print('ready', flush=True)\ntime.sleep(60)"
     )
     harness = Harness(tmp_path)
-    with harness.fleet as fleet:
-        fleet.start(harness.command(obedient))
-        until(lambda: "ready" in harness.log())
+    with harness.ready(obedient) as fleet:
         pid = fleet.pid("l0")
         fleet.stop(["l0"], within_s=DEADLINE_S)
         assert not is_alive(pid)
@@ -129,9 +181,7 @@ def test_stop_asks_a_child_to_end(tmp_path: Path) -> None:
 
 def test_stop_kills_a_child_that_will_not_end(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
-    with harness.fleet as fleet:
-        fleet.start(harness.command(STUBBORN))
-        until(lambda: "ready" in harness.log())
+    with harness.ready(STUBBORN) as fleet:
         pid = fleet.pid("l0")
         fleet.stop(["l0"], within_s=0.05)
         assert not is_alive(pid)
@@ -141,9 +191,7 @@ def test_stop_kills_a_child_that_will_not_end(tmp_path: Path) -> None:
 def test_stop_waits_for_nobody_once_there_is_no_time(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     asked = iter([False, False])
-    with harness.fleet as fleet:
-        fleet.start(harness.command(STUBBORN))
-        until(lambda: "ready" in harness.log())
+    with harness.ready(STUBBORN) as fleet:
         fleet.stop(["l0"], within_s=math.inf, is_urgent=lambda: next(asked, True))
     assert harness.said == ["l0: there is no time; killed"]
 
@@ -156,9 +204,7 @@ def test_only_the_child_itself_is_asked_to_end_not_the_processes_it_started(tmp_
         "signal.signal(signal.SIGTERM, end)\nprint('ready', flush=True)\nchild.wait()"
     )
     harness = Harness(tmp_path)
-    with harness.fleet as fleet:
-        fleet.start(harness.command(parent))
-        until(lambda: "ready" in harness.log())
+    with harness.ready(parent) as fleet:
         fleet.stop(["l0"], within_s=DEADLINE_S)
     _, said, pid = harness.log().split()
     assert said == "alive"
