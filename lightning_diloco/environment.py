@@ -32,7 +32,9 @@ VARIABLES = {
     "DILOCO_LEARNER": Variable(
         "id of this learner; default: one is made up", ("runtime/link.py", "strategy/identity.py", "strategy/ranks.py")
     ),
-    "DILOCO_RUN_DIR": Variable("run directory, in which this learner has a folder", ("strategy/paths.py",)),
+    "DILOCO_RUN_DIR": Variable(
+        "run directory, in which this learner has a folder", ("runtime/link.py", "strategy/paths.py")
+    ),
     "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local_run.py",)),
     "PJRT_DEVICE": Variable("platform of XLA devices, TPU or CPU", ("strategy/xla_accelerator.py",)),
     "PL_GLOBAL_SEED": Variable("Lightning's global seed: the order of a split data set", ("strategy/data.py",)),

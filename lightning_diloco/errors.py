@@ -7,6 +7,7 @@
     │   └── NonFiniteError    NaN or Inf where finite numbers are needed
     ├── RemoteError           the other side refused, or cannot be reached
     │   ├── JoinError         a run could not be joined
+    │   │   └── RunOverError  because it has ended
     │   ├── AuthError         wrong token, or a certificate that is not the pinned one
     │   ├── FencedError       a newer process runs under this learner id
     │   ├── RefusedError      contributions were refused three times in a row
@@ -58,6 +59,10 @@ class RemoteError(DiLoCoError):
 
 class JoinError(RemoteError):
     """A run could not be joined."""
+
+
+class RunOverError(JoinError):
+    """The run has ended by itself; there is nothing left to do in it."""
 
 
 class AuthError(RemoteError):

@@ -4,14 +4,17 @@
 2. An embedded one ends when nobody is left; or when its starter died before anybody took part.
 3. The last leaver evaluates the final anchor. It is waited for as long as it listens, up to EVALUATE_WAIT_S.
 4. Any other syncer serves until it is told to stop.
+5. A learner that is started again beside the run directory may find a summary instead of a syncer.
 
 Source: our choice.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from pathlib import Path
 
 from lightning_diloco.protocol import SyncerState
 
@@ -61,3 +64,17 @@ class Ending:
             return False
         num_finished = len({m.learner for m in state.roster.in_state("left") if m.ending == "finished"})
         return state.is_finished and num_finished >= self._expect
+
+
+def is_over(run_dir: Path, run: str) -> bool:
+    """Whether this run has finished, and nobody has served its directory since.
+
+    Args:
+        run_dir: RUN_DIR.
+        run: run id.
+    """
+    join, path = run_dir / "join", run_dir / "summary.json"
+    if not (path.exists() and join.exists()) or path.stat().st_mtime_ns < join.stat().st_mtime_ns:
+        return False
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    return (summary["run"], summary["status"]) == (run, "finished")

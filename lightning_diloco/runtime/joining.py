@@ -1,6 +1,7 @@
 """The one wait: from the first hello to the moment a learner may step.
 
-1. A learner that cannot reach the syncer says so, names it, and tries again until a deadline.
+1. A learner that cannot reach the syncer says so, names it, and tries again until a deadline; or until it finds the
+   run's summary, where it shares the run's directory.
 2. In an empty run one learner seeds; everybody else adopts the run's anchors before its first step.
 3. The conversation is asked again until answered; every message of it may be repeated safely.
 """
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -30,10 +32,12 @@ from lightning_diloco.errors import (
     FencedError,
     JoinError,
     PlanMismatchError,
+    RunOverError,
     TransportError,
 )
 from lightning_diloco.protocol import LearnerState, messages
 from lightning_diloco.runtime.anchors import bytes_of, tensor_of
+from lightning_diloco.runtime.ending import is_over
 from lightning_diloco.runtime.manifest import check_model, make_manifest, plan_of
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.outbox import RESET
@@ -100,6 +104,7 @@ class Joining:
         options: explicit run options.
         model: of this learner.
         make_device: builds anchors for a plan.
+        run_dir: RUN_DIR, if it is on this machine.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class Joining:
         options: Mapping[str, Any],
         model: ModelDescription,
         make_device: MakeDevice,
+        run_dir: Path | None = None,
     ) -> None:
         self._connection = connection
         self._address = address
@@ -120,6 +126,7 @@ class Joining:
         self._options = dict(options)
         self._model = model
         self._make_device = make_device
+        self._run_dir = run_dir
         self._cursor = 0
         self._num_resets = 0
         self._offered: Json | None = None
@@ -129,6 +136,7 @@ class Joining:
 
         Raises:
             JoinError: the syncer cannot be reached, or refused.
+            RunOverError: the run has ended.
             AuthError: wrong token or certificate.
             ConfigError: an explicit option contradicts the run's.
             PlanMismatchError: another model than the run's.
@@ -221,6 +229,11 @@ class Joining:
             try:
                 return call()
             except TransportError as error:
+                if self._run_dir is not None and is_over(self._run_dir, self._address.run):
+                    raise RunOverError(
+                        f"run {self._address.run} has finished, nothing is left to train; what came of it is in "
+                        f"{self._run_dir}/summary.json; a new run needs a new directory"
+                    ) from error
                 waited_s = time.monotonic() - silent_since_s
                 if waited_s >= REACH_S:
                     raise JoinError(

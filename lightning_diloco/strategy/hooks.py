@@ -35,7 +35,7 @@ from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import FragmentDevice
-from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.errors import DiLoCoError, RunOverError
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.strategy.checkpoints import AnchorInCheckpoints
@@ -125,7 +125,11 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
         self._counter = TokenCounter(self._token_count_fn)
         self._stepped, self._tuner_checkpoint = False, None
         self._link = self._make_link()
-        self._link.start(self._describe(), self._make_device)
+        try:
+            self._link.start(self._describe(), self._make_device)
+        except RunOverError as over:  # who starts learners again need not start this one
+            log.warning("%s", over)
+            raise SystemExit(0) from over
         self._heal()
         self._stopping = Stopping(self._trainer, self._learner.max_fleet_tokens)
         self._stopping.heed(self._link)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
 from lightning_diloco.protocol import SyncerState
 from lightning_diloco.protocol.roster import Member
 from lightning_diloco.runtime import ending
-from lightning_diloco.runtime.ending import EVALUATE_WAIT_S, LISTENING_S, Ending
+from lightning_diloco.runtime.ending import EVALUATE_WAIT_S, LISTENING_S, Ending, is_over
 
 LEASE_S = SyncerState(run="r").config.lease_s
 
@@ -78,6 +80,20 @@ def test_embedded_syncer_whose_starter_died_before_it_joined_ends_after_a_lease(
     assert not watch.has_come(run_of(), clock[0] + 0.5 * LEASE_S)
     assert watch.has_come(run_of(), clock[0] + 1.5 * LEASE_S)
     watch.contacted()
+
+
+def test_a_run_is_over_with_a_summary_of_its_own_that_nobody_served_after(tmp_path: Path) -> None:
+    join, summary = tmp_path / "join", tmp_path / "summary.json"
+    assert not is_over(tmp_path, "r")
+    for path, t_s in ((join, 10), (summary, 20)):
+        path.write_text(json.dumps({"run": "r", "status": "finished"}))
+        os.utime(path, (t_s, t_s))
+    assert is_over(tmp_path, "r")
+    assert not is_over(tmp_path, "another")
+    os.utime(join, (30, 30))
+    assert not is_over(tmp_path, "r"), "it is served again"
+    summary.write_text(json.dumps({"run": "r", "status": "interrupted"}))
+    assert not is_over(tmp_path, "r"), "it can be taken up again"
 
 
 def test_syncer_that_expects_nobody_serves_on(clock: list[float]) -> None:
