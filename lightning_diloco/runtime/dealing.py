@@ -9,19 +9,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.blocks import chunk_numel
-from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.parts import joined, part_range
 from lightning_diloco.core.quantize import Decoder, check_fragment, encode_unchecked, wire_nbytes
 from lightning_diloco.devices.base import Encoded
 from lightning_diloco.devices.deal import dealt, gathered, num_dealt
-from lightning_diloco.devices.part import Box, PartPlan
+from lightning_diloco.devices.part import PartPlan
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.runtime.ranks import Ranks
 
@@ -33,14 +32,12 @@ class Dealer:
 
     Args:
         ranks: of this learner.
-        plan: of the run.
+        plans: of each rank.
         config: of the run.
-        boxes: of each rank.
     """
 
-    def __init__(self, ranks: Ranks, plan: FragmentPlan, config: RunConfig, boxes: Sequence[Mapping[str, Box]]) -> None:
-        self._ranks, self._config = ranks, config
-        self._plans = [PartPlan(plan, each, config.block_size) for each in boxes]
+    def __init__(self, ranks: Ranks, plans: Sequence[PartPlan], config: RunConfig) -> None:
+        self._ranks, self._plans, self._config = ranks, plans, config
 
     def part(self, p: int, delta_L: Tensor) -> Tensor:
         """Encode this rank's range of a fragment, and send it to rank 0; all ranks at once.

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
-from lightning_diloco.devices.part import Box
+from lightning_diloco.devices.part import Box, PartPlan
 from lightning_diloco.errors import DiLoCoError, JoinError, NonFiniteError
 from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.codec import Json
@@ -272,7 +272,8 @@ class FollowerLink:
         """With all other ranks; keep the part that this one encoded."""
         if self._dealer is None:
             assert self._boxes is not None, "ranks with parts that are not boxes do not deal"
-            self._dealer = Dealer(self._ranks, self.plan, self.config, self._boxes)
+            plans = [PartPlan(self.plan, each, self.config.block_size) for each in self._boxes]
+            self._dealer = Dealer(self._ranks, plans, self.config)
         self._sender.keep_part(p, self._dealer.bare(self._dealer.part(p, delta_L)))
 
     def _snapshot(self, p: int, boundary: int) -> Any:

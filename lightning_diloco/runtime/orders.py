@@ -2,22 +2,17 @@
 
 1. One order at a time, from one thread of each rank: `give` on rank 0, `take` and `answer` on the others.
 2. Whoever gives an order does its own share meanwhile. An order is done when all ranks have done theirs.
-3. Orders travel as torch.distributed carries everything: between ranks, which trust each other, without encryption.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
+from lightning_diloco.runtime.channel import Channel
 from lightning_diloco.transport.base import Json
-
-_FOREVER = timedelta(days=30)
 
 
 class Orders:
@@ -29,7 +24,7 @@ class Orders:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=_FOREVER)
+        self._channel = Channel()
         self._giving = threading.Lock()
 
     def give(self, order: Json, meanwhile: Callable[[], object], *, within_s: float = -1.0) -> bool:
@@ -43,36 +38,23 @@ class Orders:
         if not self._giving.acquire(timeout=within_s):
             return False
         try:
-            text = torch.frombuffer(bytearray(json.dumps(order).encode()), dtype=torch.uint8)
-            dist.broadcast(torch.tensor([text.numel()]), 0, group=self._group)
-            dist.broadcast(text, 0, group=self._group)
+            self._channel.tell(order)
             try:
                 meanwhile()
             finally:
-                all_could = self._all_could(True)
+                all_could = self._channel.all_could(True)
             return all_could
         finally:
             self._giving.release()
 
     def take(self) -> Json:
         """Another rank: the next order; `answer` must follow."""
-        size = torch.empty(1, dtype=torch.int64)
-        dist.broadcast(size, 0, group=self._group)
-        text = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(text, 0, group=self._group)
-        order = json.loads(text.numpy().tobytes())
-        assert isinstance(order, dict)
-        return order
+        return self._channel.hear()[0]
 
     def answer(self, could: bool) -> None:
         """Another rank: its share of the order that was taken last is done, or could not be."""
-        self._all_could(could)
+        self._channel.all_could(could)
 
     def close(self) -> None:
         """End the group, when no thread uses it any more."""
-        dist.destroy_process_group(self._group)
-
-    def _all_could(self, mine: bool) -> bool:
-        could = torch.tensor([int(mine)])
-        dist.all_reduce(could, dist.ReduceOp.MIN, group=self._group)
-        return bool(could)
+        self._channel.close()

@@ -18,7 +18,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_diloco.errors import ConfigError, DiLoCoError
+from lightning_diloco.runtime.channel import Channel, patient_group
 from lightning_diloco.runtime.threads import Crew
 
 PULSE_S = 1.0
-_FOREVER = timedelta(days=30)
-_DONE, _FAILED = 1, 0
 T = TypeVar("T")
 
 
@@ -45,15 +43,16 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.num_begun = 0
-        made = [dist.new_group(backend="gloo", timeout=_FOREVER) for _ in range(4)]
-        self._texts, self._steps, self._commands, self._pulses = made
+        self._texts, self._steps, self._pulses = (patient_group() for _ in range(3))
+        self._commands = Channel()
         self._telling = threading.Lock()
         self._begun: tuple[dist.Work, Tensor] | None = None
         self._beat_s = time.monotonic()
 
     def close(self) -> None:
         """End the groups, when no thread uses them any more, and see to it that those of training end in time, too."""
-        for group in (self._texts, self._steps, self._commands, self._pulses):
+        self._commands.close()
+        for group in (self._texts, self._steps, self._pulses):
             dist.destroy_process_group(group)
         del self._texts, self._steps, self._commands, self._pulses
         atexit.unregister(_end_training_groups)
@@ -116,22 +115,22 @@ class Ranks:
     ) -> list[Tensor]:
         """Rank 0: have the others do this, and take what each of them `deliver`s: so many numbers."""
         with self._telling:
-            self._tell(command, None)
+            self._tell(command)
             found = [torch.empty(numel, dtype=dtype) for numel in numels]
             for rank, values in enumerate(found, start=1):
                 if values.numel():
-                    dist.recv(values, rank, group=self._commands)
+                    dist.recv(values, rank, group=self._commands.group)
             return found
 
     def deliver(self, values: Tensor) -> None:
         """Another rank: what `collect` asked for, after the answer."""
         if values.numel():
-            dist.send(values, 0, group=self._commands)
+            dist.send(values, 0, group=self._commands.group)
 
     def together(self, command: Mapping[str, Any], do: Callable[[], T]) -> T:
         """Rank 0: have the others begin this, and do one's own part of it."""
         with self._telling:
-            self._tell(command, None)
+            self._tell(command)
             return do()
 
     def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -143,7 +142,7 @@ class Ranks:
         """
         kinds = ((dist.isend, outgoing), (dist.irecv, incoming))
         works = [
-            move(values, rank, group=self._commands)
+            move(values, rank, group=self._commands.group)
             for move, by_rank in kinds
             for rank, values in enumerate(by_rank)
             if rank != self.rank and values.numel()
@@ -151,24 +150,13 @@ class Ranks:
         for work in works:
             work.wait()
 
-    def _tell(self, command: Mapping[str, Any], payload: Tensor | None) -> None:
-        head = torch.frombuffer(bytearray(json.dumps(command).encode()), dtype=torch.uint8)
-        body = torch.empty(0, dtype=torch.uint8) if payload is None else payload
-        dist.broadcast(torch.tensor([head.numel(), body.numel()]), 0, group=self._commands)
-        for part in (head, body):
-            if part.numel():
-                dist.broadcast(part, 0, group=self._commands)
-        self._all_done(_DONE)
+    def _tell(self, command: Mapping[str, Any], payload: Tensor | None = None) -> None:
+        self._commands.tell(command, payload)
+        self._end_command(True)
 
     def listen(self) -> tuple[dict[str, Any], Tensor]:
         """Another rank: the next command and its payload; `answer` must follow."""
-        sizes = torch.empty(2, dtype=torch.int64)
-        dist.broadcast(sizes, 0, group=self._commands)
-        parts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
-        for part in parts:
-            if part.numel():
-                dist.broadcast(part, 0, group=self._commands)
-        return json.loads(parts[0].numpy().tobytes()), parts[1]
+        return self._commands.hear()
 
     def answer(self, done: bool) -> None:
         """Another rank: the command that was heard last is done, or failed.
@@ -176,12 +164,10 @@ class Ranks:
         Raises:
             DiLoCoError: it failed elsewhere.
         """
-        self._all_done(_DONE if done else _FAILED)
+        self._end_command(done)
 
-    def _all_done(self, mine: int) -> None:
-        done = torch.tensor([mine])
-        dist.all_reduce(done, dist.ReduceOp.MIN, group=self._commands)
-        if mine and not int(done):
+    def _end_command(self, done: bool) -> None:
+        if not self._commands.all_could(done) and done:
             raise DiLoCoError("a rank of this learner could not follow rank 0; its own output says why; start again")
 
     def _all_texts(self, text: str) -> list[str]:

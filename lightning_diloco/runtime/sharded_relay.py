@@ -43,7 +43,7 @@ class ShardedRelay(Relay):
         super().__init__(own, ranks)
         self._part, self._config = own, config
         self._plans = [PartPlan(plan, each, config.block_size) for each in boxes]
-        self._dealer = Dealer(ranks, plan, config, boxes)
+        self._dealer = Dealer(ranks, self._plans, config)
         self.local_values, self.anchor, self.digest = self._local_values, self._anchor, self._digest
 
     def encode(self, snapshot: Any) -> Encoded:

@@ -42,8 +42,8 @@ def encoded_together(cut: str, wire: str, wholes: dict[int, Tensor], plan: Fragm
     config, boxes = RunConfig(num_fragments=2, wire=wire, block_size=16, max_slice_numel=100), CUTS[cut]
     lines = {(a, b): queue.SimpleQueue[Tensor]() for a in range(2) for b in range(2)}
     ranks = [Threads(rank, lines) for rank in range(2)]
-    dealers = [Dealer(each, plan, config, boxes) for each in ranks]
     plans = [PartPlan(plan, each, 16) for each in boxes]
+    dealers = [Dealer(each, plans, config) for each in ranks]
     with ThreadPoolExecutor(1) as other:
         for p, whole_P in wholes.items():
             theirs = other.submit(dealers[1].part, p, plans[1].cut(p, whole_P))
