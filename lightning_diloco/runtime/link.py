@@ -38,9 +38,7 @@ from lightning_diloco.runtime.leased import LeaseDesk
 from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.naming import own_name
-from lightning_diloco.runtime.report import EVAL_LOSS, EXCHANGE_P95, LOSS, STALL
-from lightning_diloco.runtime.standing import Standing, metrics, standing
-from lightning_diloco.runtime.stopwatch import Stopwatch
+from lightning_diloco.runtime.self_report import SaysOfItself
 from lightning_diloco.runtime.threads import Crew
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Connection
@@ -53,7 +51,7 @@ GOODBYE_S = 2.0
 THREADS_S = 3.0
 
 
-class Link:
+class Link(SaysOfItself):
     """One learner's part in a run; one thread, the one that trains, calls its methods.
 
     Args:
@@ -73,6 +71,7 @@ class Link:
         *,
         connect: Callable[[JoinAddress], Connection] = FlightConnection,
     ) -> None:
+        super().__init__()
         self._run_options = run_options
         self._learner = learner
         self._root_dir = root_dir
@@ -81,10 +80,8 @@ class Link:
         self._changed = threading.Condition(threading.RLock())
         self._crew = Crew(self._fail)
         self._error: BaseException | None = None
-        self._watch = Stopwatch()
         self._tokens = 0
         self._unit: str | None = None
-        self._losses: dict[str, float] = {}
         self._left: actions.Left | None = None
         self._has_verdict = False
         self._embedded: EmbeddedSyncer | None = None
@@ -112,7 +109,6 @@ class Link:
             options=self._run_options,
             model=model,
             make_device=make_device,
-            run_dir=Path(folder) if (folder := os.environ.get("DILOCO_RUN_DIR")) else None,
         ).run()
         log.info("learner %s takes part in %s as incarnation %d", self.learner_id, address, joined.welcome.incarnation)
         self.plan: FragmentPlan = joined.plan
@@ -216,29 +212,6 @@ class Link:
         self.settle()
         self._watch.interrupted()
         self._handle(events.Evaluating(evaluating))
-
-    def held_up(self, for_s: float) -> None:
-        """Something else of ours took the training thread for so long."""
-        self._watch.interrupted()
-        self._watch.stall_s += for_s
-
-    def set_loss(self, loss: float) -> None:
-        """What people see beside this learner."""
-        self._losses[LOSS] = loss
-
-    def set_eval_loss(self, loss: float) -> None:
-        """What this learner found when it validated the anchor."""
-        self._losses[EVAL_LOSS] = loss
-
-    def metrics(self) -> dict[str, float]:
-        """What goes to loggers, by name."""
-        with self._changed:
-            return metrics(self._machine, self._watch, self._freight, self._line)
-
-    def standing(self) -> Standing:
-        """Where this learner stands, for its progress bar."""
-        with self._changed:
-            return standing(self._machine, self._line)
 
     # --------------------------------------------------------------------------------------------------------- the end
 
@@ -405,9 +378,6 @@ class Link:
                 f"this learner counts {unit}, the run counts {self._unit}; all learners must count alike; "
                 "pass token_count_fn to the strategy"
             )
-
-    def _reported(self) -> dict[str, float]:
-        return {STALL: self._watch.stall_s, EXCHANGE_P95: self._watch.exchange_p95_s, **self._losses}
 
 
 def _signed(message: messages.FromLearner) -> messages.FromLearner:
