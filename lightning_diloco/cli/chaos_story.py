@@ -90,7 +90,8 @@ class Story:
 def read(run_dir: Path) -> Story:
     """Collect what a run left behind."""
     tape = list(read_tape(path)) if (path := run_dir / "tape" / "events.jsonl").exists() else []
-    lines = [json.loads(line) for line in (run_dir / FAULTS).read_text(encoding="utf-8").splitlines()]
+    done = (run_dir / FAULTS).read_text(encoding="utf-8") if (run_dir / FAULTS).exists() else ""
+    lines = [json.loads(line) for line in done.splitlines()]
     ends = {line["number"]: line["t"] for line in lines if line["what"] == "end"}
     faults = [{**line, "until_s": ends.get(line["number"], line["t"])} for line in lines if line["what"] == "begin"]
     left = {line["learner"]: line["t"] for line in tape if line["event"] == "leave" and line["reason"] == "finished"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes
-from lightning_diloco.cli.quantities import bits, nbytes, seconds
+from lightning_diloco.cli.quantities import bits, nbytes, seconds, share
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
@@ -29,7 +29,7 @@ _EXAMPLE = """examples:
   diloco plan recipes/tiny/gpt.yaml --learners 2 --link 1Gbit --step 200ms
   diloco plan gemma/12b-8gpu --learners 8 --link 2Gbit --rtt 40ms --mtbf 6h --json"""
 _RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "wire")
-_DEFAULTS = {"learners": 2, "link": 1e9, "rtt": 0.04, "step": 1.0, "restart": 120.0, "disk_rate": 1e9}
+_DEFAULTS = {"learners": 2, "link": 1e9, "rtt": 0.04, "step": 1.0, "restart": 120.0, "pauses": 0.0, "disk_rate": 1e9}
 _MARK = "# plan:"
 
 
@@ -58,9 +58,10 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     add("--link", type=bits, metavar="RATE", help="of each learner, each way, such as 5Gbit (1Gbit)")
     add("--syncer-link", type=bits, metavar="RATE", help="of the syncer (M times --link)")
     add("--rtt", type=seconds, metavar="TIME", help="round trip between learner and syncer (40ms)")
-    add("--step", type=seconds, metavar="TIME", help="of one inner step (1s)")
+    add("--step", type=seconds, metavar="TIME", help="of a usual inner step (1s)")
+    add("--pauses", type=share, metavar="SHARE", help="of the time, in validation and slower steps, such as 5%% (none)")
     add("--mtbf", type=seconds, metavar="TIME", help="between failures of one learner, such as 6h (no failures)")
-    add("--restart", type=seconds, metavar="TIME", help="from a failure to the new process (2min)")
+    add("--restart", type=seconds, metavar="TIME", help="from a failure to the next step (2min)")
     add("--disk-rate", type=nbytes, metavar="SIZE", help="the syncer's disk takes per second (1GB)")
     for what in ("device-memory", "host-memory", "syncer-memory", "syncer-disk"):
         add(f"--{what}", type=nbytes, metavar="SIZE", help="such as 80GiB (not judged)")
@@ -135,6 +136,7 @@ def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:
         on_cpu=drawn.accelerator == "cpu",
         mtbf_s=machines.get("mtbf"),
         restart_s=machines["restart"],
+        pauses=machines["pauses"],
         max_steps=machines.get("max_steps") or drawn.max_steps,
         device_capacity=machines.get("device_memory"),
         host_capacity=machines.get("host_memory"),
@@ -210,10 +212,14 @@ def _notes(found: Forecast, drawn: Blueprint) -> list[str]:
         notes.append("no failures; give --mtbf")
     else:
         notes.append(
-            f"a learner fails every {scenario.mtbf_s / 3600:.1f} h, is back after {scenario.restart_s:.0f} s and the "
-            "adoption, and loses half a period of its steps and what was in flight: "
-            "goodput = exp(-(down + lost) / mtbf) * (1 - stall); validation is not counted"
+            f"a learner fails every {scenario.mtbf_s / 3600:.3g} h, at any time, makes its next step after "
+            f"{scenario.restart_s:.0f} s and the adoption, and loses half a period of steps and what was in flight: "
+            "goodput = exp(-(down + lost) / mtbf) * (1 - stall) * (1 - pauses)"
         )
+    if scenario.pauses:
+        notes.append(f"{scenario.pauses:.1%} of the time goes into validation and into steps longer than the usual one")
+    else:
+        notes.append("steps take equally long, and nothing comes between them; give --pauses")
     if drawn.devices is None:
         notes.append(f'trainer.devices is "auto": taken as {devices}; give --devices')
     return notes

@@ -1,4 +1,4 @@
-"""Times, rates and sizes as people write them on a command line: 40ms, 5Gbit, 80GiB."""
+"""Times, rates, sizes and shares as people write them on a command line: 40ms, 5Gbit, 80GiB, 5%."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ def bits(text: str) -> float:
 def nbytes(text: str) -> int:
     """Bytes."""
     return int(_quantity(text, _BYTES, "b", "a size such as 80GiB or 1TB"))
+
+
+def share(text: str) -> float:
+    """Part of a whole, at least 0 and less than 1."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
+    value = float(matched[1]) / (100 if matched[2] else 1) if matched else 1.0
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a share below 1, such as 5% or 0.05")
+    return value
 
 
 def _quantity(text: str, units: Mapping[str, float], default: str | None, allowed: str) -> float:

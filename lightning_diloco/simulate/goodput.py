@@ -1,17 +1,25 @@
 """The expected goodput, in closed form.
 
-    goodput = exp(-(down + lost) / T) * (1 - stall)
+    goodput = exp(-(down + lost) / T) * (1 - stall) * (1 - pauses)
+
+It is measured against a learner's own median speed (tokens per second of its median step), so whatever makes a step
+longer than that one is lost.
 
 1. Failures of a learner are independent and come every T (mtbf) on average, at any time, that of its restart included;
    none if it is not given. So a moment counts if there was no failure in the `down` before it, or the learner would
    not be there, and none in the `lost` after it, or what it did would never be merged.
-2. down: until its process stands again and has adopted the anchors; nobody waits for it.
+2. down: until its new process makes its first step, the download of the anchors included; nobody waits for it.
 3. lost: on average half a period of H steps, and the time in flight.
 4. Every exchange costs the training thread one copy and one pass over the fragment.
 5. Data parallel stops as a whole, M times as often, until the failed part is back; here it even loses no step.
-6. Steps take equally long. Validation, and what else the user's code does between steps, is not counted.
+6. pauses: what a run without failures loses, too, to validation, and to steps longer than the median one. Nothing here
+   can know it; whoever has a run without failures can read it off: 1 - steps * median step / time.
+7. Learners have machines of their own: one that starts again slows no other down.
 
-The syncer's own failures stop no learner. Source: our choice; compared with real runs in `tests/bench/forecast.py`.
+The syncer's own failures and a learner's cut network stop no learner. It is an expectation: over a short run chance
+counts as much, as failures come in a bunch, while a learner is down already, or do not.
+
+Source: our choice; compared with real runs in `tests/bench/forecast.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +42,14 @@ def stall_share(sizes: FragmentSizes, training: Training, exchange: Exchange, *,
 
 
 def expected_goodput(
-    config: RunConfig, fleet: Machines, exchange: Exchange, *, stall: float, mtbf_s: float | None, restart_s: float
+    config: RunConfig,
+    fleet: Machines,
+    exchange: Exchange,
+    *,
+    stall: float,
+    mtbf_s: float | None,
+    restart_s: float,
+    pauses: float = 0.0,
 ) -> float:
     """Share of the planned tokens that is merged, 0..1.
 
@@ -44,17 +59,21 @@ def expected_goodput(
         exchange: its timing.
         stall: share of a step, 0..1.
         mtbf_s: mean time between failures of one learner; None: no failures.
-        restart_s: from a failure to the process that joins again.
+        restart_s: from a failure to the first step of the new process, the download of the anchors left out.
+        pauses: share of the time without failures that is not steps of the median length, 0..1.
     """
+    steady = (1 - stall) * (1 - pauses)
     if mtbf_s is None:
-        return 1 - stall
+        return steady
     down_s = restart_s + exchange.adopt_s
     lost_s = config.sync_every * fleet.step_s / 2 + exchange.landing_s
-    return math.exp(-(down_s + lost_s) / mtbf_s) * (1 - stall)
+    return math.exp(-(down_s + lost_s) / mtbf_s) * steady
 
 
-def data_parallel_goodput(fleet: Machines, exchange: Exchange, *, mtbf_s: float | None, restart_s: float) -> float:
+def data_parallel_goodput(
+    fleet: Machines, exchange: Exchange, *, mtbf_s: float | None, restart_s: float, pauses: float = 0.0
+) -> float:
     """The same for one job over all learners that waits for each of them."""
     if mtbf_s is None:
-        return 1.0
-    return math.exp(-fleet.num_learners * (restart_s + exchange.adopt_s) / mtbf_s)
+        return 1 - pauses
+    return (1 - pauses) * math.exp(-fleet.num_learners * (restart_s + exchange.adopt_s) / mtbf_s)

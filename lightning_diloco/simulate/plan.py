@@ -33,7 +33,8 @@ class Scenario:
         fleet: all of them.
         on_cpu: learners train on CPUs.
         mtbf_s: mean time between failures of one learner; None: none.
-        restart_s: from a failure to the process that joins again.
+        restart_s: from a failure to the first step of the new process, the download of the anchors left out.
+        pauses: share of the time without failures that is not steps of the usual length, 0..1: validation, slow steps.
         max_steps: of a learner; None: not fixed.
         device_capacity: bytes of one device; None: not judged. Likewise the others.
         host_capacity: of a learner's host.
@@ -49,6 +50,7 @@ class Scenario:
     on_cpu: bool = False
     mtbf_s: float | None = None
     restart_s: float = goodput.RESTART_S
+    pauses: float = 0.0
     max_steps: int | None = None
     device_capacity: int | None = None
     host_capacity: int | None = None
@@ -156,7 +158,7 @@ def forecast(scenario: Scenario) -> Forecast:
         "disk": memory.disk_bytes(sizes, replaced=replaced),
     }
     stall = goodput.stall_share(sizes, training, exchange, on_cpu=scenario.on_cpu)
-    failing: dict[str, Any] = {"mtbf_s": scenario.mtbf_s, "restart_s": scenario.restart_s}
+    lost: dict[str, Any] = {name: getattr(scenario, name) for name in ("mtbf_s", "restart_s", "pauses")}
     return Forecast(
         scenario=scenario,
         plan=plan,
@@ -164,8 +166,8 @@ def forecast(scenario: Scenario) -> Forecast:
         exchange=exchange,
         **items,
         resources=(*_rates(sizes, config, fleet, exchange), *_capacities(scenario, items)),
-        goodput=goodput.expected_goodput(config, fleet, exchange, stall=stall, **failing),
-        data_parallel_goodput=goodput.data_parallel_goodput(fleet, exchange, **failing),
+        goodput=goodput.expected_goodput(config, fleet, exchange, stall=stall, **lost),
+        data_parallel_goodput=goodput.data_parallel_goodput(fleet, exchange, **lost),
         totals=None
         if scenario.max_steps is None
         else Totals.of(sizes, config, num_learners=fleet.num_learners, num_steps=scenario.max_steps),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_diloco.cli.main import main
-from lightning_diloco.cli.quantities import bits, nbytes, seconds
+from lightning_diloco.cli.quantities import bits, nbytes, seconds, share
 
 TINY = str(Path(__file__).parents[2] / "recipes" / "tiny" / "gpt.yaml")
 KEYS = {
@@ -138,14 +138,14 @@ def test_a_script_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (seconds, "40ms", 0.04), (seconds, "2s", 2), (seconds, "1.5", 1.5), (seconds, "6h", 21600),
         (bits, "5Gbit", 5e9), (bits, "500Mbit/s", 5e8), (nbytes, "80GiB", 80 << 30), (nbytes, "1TB", 10**12),
-        (nbytes, "7", 7),
+        (nbytes, "7", 7), (share, "5%", 0.05), (share, "0.05", 0.05), (share, "0", 0),
     ],
 )  # fmt: skip
 def test_quantities_are_read_as_people_write_them(read: Any, text: str, value: float) -> None:
     assert read(text) == value
 
 
-@pytest.mark.parametrize("option", ["--link=5", "--link=5GB", "--rtt=fast", "--step=-1s", "--mtbf=6 weeks"])
+@pytest.mark.parametrize("option", ["--link=5", "--link=5GB", "--rtt=fast", "--step=-1s", "--mtbf=6w", "--pauses=5"])
 def test_quantities_that_cannot_be_meant_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", TINY, option])

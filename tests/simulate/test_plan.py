@@ -154,6 +154,13 @@ def test_without_failures_only_the_stall_is_lost() -> None:
     assert found.data_parallel_goodput == 1
 
 
+@pytest.mark.parametrize("mtbf_s", [None, 6 * 3600.0])
+def test_pauses_are_lost_whether_anything_fails_or_not(mtbf_s: float | None) -> None:
+    without, paused = (forecast(dataclasses.replace(large(), mtbf_s=mtbf_s, pauses=share)) for share in (0.0, 0.25))
+    assert paused.goodput == pytest.approx(0.75 * without.goodput)
+    assert paused.data_parallel_goodput == pytest.approx(0.75 * without.data_parallel_goodput)
+
+
 @pytest.mark.parametrize("mtbf_s", [1800.0, 6 * 3600.0, 7 * 86400.0])
 def test_failures_cost_data_parallel_more_and_less_when_rarer(mtbf_s: float) -> None:
     found = forecast(dataclasses.replace(large(), mtbf_s=mtbf_s))
