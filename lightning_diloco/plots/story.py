@@ -13,7 +13,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +160,8 @@ def _commit(line: Mapping[str, Any]) -> Commit:
 
 
 def _whole_run(notes: Sequence[Mapping[str, Any]], name: str) -> Points:
-    """A total over the run; a syncer that starts again counts bytes from zero, the picture does not."""
-    points, before, last = Points(), 0.0, 0.0
-    for note in notes:
-        if note[name] < last:
-            before += last
-        last = note[name]
-        points.append((note["t"], before + last))
-    return points
+    """A total over the run; a syncer that starts again knows a little less at first."""
+    return list(zip((note["t"] for note in notes), accumulate((note[name] for note in notes), max), strict=True))
 
 
 def _lane(name: str, lines: Sequence[Mapping[str, Any]], notes: Sequence[Mapping[str, Any]], end_s: float) -> Lane:

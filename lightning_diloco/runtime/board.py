@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from lightning_diloco.protocol import SyncerState
 from lightning_diloco.runtime import report
 from lightning_diloco.runtime.bulk import BulkDesk
+from lightning_diloco.runtime.past import Past
 from lightning_diloco.transport.base import Json
 
 log = logging.getLogger(__name__)
@@ -47,12 +48,15 @@ class Board:
     Args:
         state: the machine.
         desk: counts bytes.
+        past: of the run, before this process.
     """
 
-    def __init__(self, state: SyncerState, desk: BulkDesk) -> None:
+    def __init__(self, state: SyncerState, desk: BulkDesk, past: Past | None = None) -> None:
         self._state = state
+        self._past = past or Past()
         self._desk = desk
         self._started_s = time.monotonic()
+        self._began_s = self._started_s if self._past.began_s is None else self._past.began_s
         self._disk: tuple[str, float] | None = None
         self._numbers = itertools.count()
         self._recent: deque[Json] = deque(maxlen=NUM_RECENT)
@@ -94,8 +98,8 @@ class Board:
     # --------------------------------------------------------------------------------------------------------- tells
 
     def age_s(self) -> float:
-        """Since this process began."""
-        return time.monotonic() - self._started_s
+        """Since the run began."""
+        return time.monotonic() - self._began_s
 
     def news(self, session: str) -> News:
         """The news for this session."""
@@ -104,7 +108,8 @@ class Board:
     def status(self) -> Json:
         """The run as people see it."""
         with self.looking:
-            status = report.status(self._state, disk=self._disk, uptime_s=self.age_s(), **self._figures())
+            uptime_s = time.monotonic() - self._started_s
+            status = report.status(self._state, disk=self._disk, uptime_s=uptime_s, **self._figures())
         return {**status, "recent": list(self._recent)}
 
     def summary(self, status: str) -> Json:
@@ -112,4 +117,6 @@ class Board:
         return report.summary(self._state, status=status, wall_s=self.age_s(), **self._figures())
 
     def _figures(self) -> Json:
-        return {"now_s": time.monotonic(), "bytes_up": self._desk.bytes_up, "bytes_down": self._desk.bytes_down}
+        past, desk = self._past, self._desk
+        up, down = past.bytes_up + desk.bytes_up, past.bytes_down + desk.bytes_down
+        return {"now_s": time.monotonic(), "bytes_up": up, "bytes_down": down}

@@ -22,7 +22,7 @@ from lightning_diloco.protocol import SyncerState, codec, records
 from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.files import Buffer, Faults, no_faults
 from lightning_diloco.runtime.manifest import plan_of
-from lightning_diloco.runtime.past import recall
+from lightning_diloco.runtime.past import Past, recall
 from lightning_diloco.runtime.redo_log import RedoLog
 from lightning_diloco.runtime.snapshots import SnapshotStore
 from lightning_diloco.runtime.tape import Tape, read_tape
@@ -40,12 +40,16 @@ class Durable:
     Args:
         run_dir: RUN_DIR.
         faults: hook at named points, for crash tests.
+
+    Attributes:
+        past: the run before this process, once it is restored.
     """
 
     def __init__(self, run_dir: Path, *, faults: Faults = no_faults) -> None:
         self.log = RedoLog(run_dir / "syncer" / "log", faults=faults)
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
         self.tape = Tape(run_dir / "tape" / "events.jsonl")
+        self.past = Past()
         self._writing: threading.Thread | None = None
         self._snapshot_again_s = 0.0
         self._tape_failed = False
@@ -61,6 +65,7 @@ class Durable:
         Raises:
             CorruptLogError: what had been durable cannot be read back.
         """
+        unix_s = time.time()  # the moment of now_s
         snapshot = self.snapshots.latest()
         store = None
         if snapshot is not None:
@@ -77,7 +82,7 @@ class Durable:
             elif isinstance(change, records.Regenerated) and store is not None:
                 store.regenerate(change.generation)
         self.tape.truncate_after(self.log.last_lsn)
-        recall(state.roster, read_tape(self.tape.path), now_s=now_s, unix_s=time.time())
+        self.past = recall(state.roster, read_tape(self.tape.path), now_s=now_s, unix_s=unix_s)
         if state.manifest is None or store is None:
             return None  # a seed that was stored but never recorded is stored again
         state.set_digests(store.digests())

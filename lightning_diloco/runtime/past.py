@@ -1,19 +1,35 @@
-"""What the tape says of the time before this syncer process: who joined and left when, and how fast each one was.
+"""What the tape says of the time before this syncer process: who joined and left when, how fast each one was, and how
+many bytes came and went.
 
-The log has what counts; these times only describe. What the tape does not know stays unknown, and a figure that needs
-it is null.
+The log has what counts; this only describes. What the tape does not know stays unknown, and a figure that needs it is
+null; the bytes since the last note before a kill are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from lightning_diloco.protocol.roster import Member, Roster
 from lightning_diloco.runtime.progress import EVENT as PROGRESS
 from lightning_diloco.transport.base import Json
 
 
-def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float) -> None:
+@dataclass(slots=True)
+class Past:
+    """Figures of the run before this process.
+
+    Args:
+        began_s: time of the first line of the tape, by the clock of this process; None: there was none.
+        bytes_up, bytes_down: payload bytes.
+    """
+
+    began_s: float | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float) -> Past:
     """Give restored members their times back.
 
     Args:
@@ -21,11 +37,16 @@ def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float
         lines: of the tape.
         now_s: by the clock of this process.
         unix_s: the same moment by that of the tape.
+
+    Returns:
+        The rest of it.
     """
+    past = Past()
     members = {(member.learner, member.incarnation): member for member in roster.members.values()}
     newest: dict[str, Member] = {}
     for line in lines:
         at_s = now_s - (unix_s - line["t"])
+        past.began_s = at_s if past.began_s is None else past.began_s
         if line["event"] == "join" and (joined := members.get((line["learner"], line["incarnation"]))):
             if (replaced := newest.get(joined.learner)) is not None and replaced.ended_s is None:
                 replaced.ended_s = at_s
@@ -33,6 +54,8 @@ def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float
         elif line["event"] == "leave" and (left := newest.get(line["learner"])):
             left.ended_s = at_s
         elif line["event"] == PROGRESS:
+            past.bytes_up, past.bytes_down = line["bytes_up"], line["bytes_down"]
             for learner in line["learners"]:
                 if (member := newest.get(learner["id"])) is not None:
                     member.tokens_per_s = learner["tokens_per_s"] or member.tokens_per_s
+    return past

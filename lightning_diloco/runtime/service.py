@@ -90,7 +90,7 @@ class SyncerService:
         self._store = self._durable.restore(self.state, time.monotonic())
         self._desk = BulkDesk()
         self._desk.remember_merged(self.state.roster)
-        self._board = Board(self.state, self._desk)
+        self._board = Board(self.state, self._desk, self._durable.past)
         self._merger = Merger(self._durable, self._recorder, self._board.disk_failed)
         self._outbox = Outbox()
         self._events: queue.SimpleQueue[events.SyncerEvent | Installable | None] = queue.SimpleQueue()

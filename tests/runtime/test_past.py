@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from lightning_diloco.protocol.roster import Member, Roster
 from lightning_diloco.runtime import report
-from lightning_diloco.runtime.past import recall
+from lightning_diloco.runtime.past import Past, recall
+from lightning_diloco.runtime.tape import read_tape
 from lightning_diloco.transport.base import Json
-from tests.runtime.fleet import Fleet
+from tests.runtime.fleet import Fleet, until
 
 
 def rates(**tokens_per_s: float) -> list[Json]:
     return [{"id": name, "tokens_per_s": rate} for name, rate in tokens_per_s.items()]
 
 
+def progress(t: float, up: int, **tokens_per_s: float) -> Json:
+    return {"t": t, "event": "progress", "learners": rates(**tokens_per_s), "bytes_up": up, "bytes_down": 2 * up}
+
+
 TAPE: list[Json] = [
     {"t": 100.0, "event": "join", "learner": "l0", "incarnation": 1},
     {"t": 101.0, "event": "join", "learner": "l1", "incarnation": 1},
-    {"t": 104.0, "event": "progress", "learners": rates(l0=7.0, l1=0.0)},
+    progress(104.0, 10, l0=7.0, l1=0.0),
     {"t": 105.0, "event": "join", "learner": "l0", "incarnation": 2},
-    {"t": 106.0, "event": "progress", "learners": rates(l0=9.0, l1=3.0)},
+    progress(106.0, 15, l0=9.0, l1=3.0),
     {"t": 107.0, "event": "leave", "learner": "l1"},
     {"t": 108.0, "event": "commit", "learners": ["l0"]},
 ]
@@ -36,7 +42,7 @@ def test_times_and_rates_come_back_by_this_process_s_clock() -> None:
         "c": Member("c", "l1", 1, 1, state="left"),
         "d": Member("d", "l2", 1, 2, state="active"),
     }
-    recall(roster, TAPE, now_s=30.0, unix_s=110.0)
+    past = recall(roster, TAPE, now_s=30.0, unix_s=110.0)
     found = {key: (m.active_s, m.ended_s, m.tokens_per_s) for key, m in roster.members.items()}
     assert found == {
         "a": (20.0, 25.0, 7.0),
@@ -44,6 +50,7 @@ def test_times_and_rates_come_back_by_this_process_s_clock() -> None:
         "c": (21.0, 27.0, 3.0),
         "d": (None, None, 0.0),
     }
+    assert past == Past(began_s=20.0, bytes_up=15, bytes_down=30)
 
 
 def test_goodput_spans_a_restart_of_the_syncer(tmp_path: Path) -> None:
@@ -57,6 +64,24 @@ def test_goodput_spans_a_restart_of_the_syncer(tmp_path: Path) -> None:
         fleet.until_commits(6)
         learner.enough().done()
         assert 0.0 < fleet.stop()["goodput"] < 1.5
+
+
+def test_bytes_and_wall_time_span_a_restart_of_the_syncer(tmp_path: Path) -> None:
+    def notes() -> list[Json]:
+        lines = read_tape(tmp_path / "tape" / "events.jsonl")
+        return [line for line in lines if line["event"] == "progress" and line["bytes_up"] > 0]
+
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("a").go()
+        until(notes, "a note with bytes in it")
+        fleet.restart()
+        fleet.until_commits(3)
+        learner.enough().done()
+        noted, *_ = notes()
+        passed_s, summary = time.time() - noted["t"], fleet.stop()
+    assert summary["bytes_up"] > noted["bytes_up"]
+    assert summary["bytes_down"] > noted["bytes_down"]
+    assert summary["wall_s"] > passed_s
 
 
 def test_goodput_is_unknown_if_the_tape_is_gone(tmp_path: Path) -> None:
