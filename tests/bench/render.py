@@ -38,6 +38,11 @@ def _losses(found: Results) -> str:
     return quality.summary(found["results"])
 
 
+def _survivors(found: Results) -> str:
+    about = "What two learners that sleep in each step notice of faults that hit a third one and the syncer."
+    return f"{about}\n\n{_rows(found)}"
+
+
 TINY, PROJECT = RECIPE.parent / "README.md", HERE.parents[1] / "README.md"
 TABLES = {
     "quality": Table(RECIPE.parent / "results" / "quality.json", TINY, _losses),
@@ -48,14 +53,18 @@ TABLES = {
     "forecast": Table(RECIPE.parent / "results" / "forecast.json", TINY, _rows),
     "chaos": Table(RECIPE.parent / "results" / "chaos.json", TINY, _rows),
     "recoveries": Table(HERE / "results" / "recoveries.json", TINY, _checks),
+    "survivors": Table(HERE / "results" / "survivors.json", TINY, _survivors),
     "soak": Table(HERE / "results" / "soak.json", TINY, _rows),
 }
 
 
 def rendered() -> dict[str, str]:
-    """The text between the markers of each name, from what is stored for it."""
+    """The text between the markers of each name that has stored results."""
     texts = {}
     for name, table in TABLES.items():
+        if not table.results.exists():
+            print(f"{name}: no stored results, its README is left as it is")
+            continue
         found = json.loads(table.results.read_text())
         texts[name] = f"{table.make(found)}\n\n{_origin(found['circumstances'])}"
     return texts

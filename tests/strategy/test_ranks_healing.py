@@ -94,6 +94,11 @@ def found(ranks: list[RanksHealing]) -> list[tuple[str, int, int] | None]:
     return [told(it) for it in all_ranks(lambda rank: rank._find(), ranks)]
 
 
+def both(step: int, learner: str = "l0") -> list[tuple[str, int, int]]:
+    """What two ranks find: each its part of the same."""
+    return [(learner, step, 0), (learner, step, 1)]
+
+
 def part_file(store: CheckpointStore, rank: int, of: int = 0) -> Path:
     whole = store.read(store.entries("l0")[of])
     return Path(store.url, "l0", "parts", f"{rank}-{whole.parts[rank]}.safetensors")
@@ -105,7 +110,7 @@ def test_each_rank_goes_on_from_its_part_of_the_newest(store, learner):
         write(ranks, step)
         assert all(rank.wait(0) for rank in ranks)
     assert [entry.step for entry in store.entries("l0")] == [30, 20]
-    assert found(learner()) == [("l0", 30, 0), ("l0", 30, 1)]
+    assert found(learner()) == both(30)
     assert len(list(Path(store.url, "l0", "parts").iterdir())) == 4, "parts that nothing names are gone"
 
 
@@ -115,14 +120,14 @@ def test_a_torn_part_makes_all_ranks_take_the_one_before(store, learner, caplog,
     for step in (10, 20):
         write(learner(), step)
     damage(part_file(store, rank))
-    assert found(learner()) == [("l0", 10, 0), ("l0", 10, 1)]
+    assert found(learner()) == both(10)
     assert part_file(store, rank).name in caplog.text
 
 
 def test_a_part_that_one_rank_objects_to_is_taken_by_none(store, learner, caplog):
     write(learner(), 10)
     write(learner(), 20, objection="it has another optimizer")
-    assert found(learner()) == [("l0", 10, 0), ("l0", 10, 1)]
+    assert found(learner()) == both(10)
     assert "step 20 of l0 does not fit: it has another optimizer" in caplog.text
 
 
@@ -132,7 +137,7 @@ def test_parts_without_what_names_them_are_no_checkpoint(store, learner, caplog)
     write(ranks, 20, hook=lambda: None)
     assert not any(rank.wait(0) for rank in ranks)
     assert "no checkpoint was written, training goes on: .hook is a function" in caplog.text
-    assert found(learner()) == [("l0", 10, 0), ("l0", 10, 1)]
+    assert found(learner()) == both(10)
 
 
 def test_a_store_that_fails_for_one_rank_is_said_and_the_others_go_on(store, learner, tmp_path, caplog):
@@ -156,9 +161,9 @@ def test_another_layout_is_refused_and_said(store, learner, caplog, other):
 
 def test_a_peer_of_the_same_layout_helps_and_ones_own_comes_first(learner):
     write(learner("peer"), 20)
-    assert found(learner()) == [("peer", 20, 0), ("peer", 20, 1)]
+    assert found(learner()) == both(20, "peer")
     write(learner(), 10)
-    assert found(learner()) == [("l0", 10, 0), ("l0", 10, 1)]
+    assert found(learner()) == both(10)
 
 
 def test_a_rank_that_is_gone_leaves_no_checkpoint_and_no_hanging_thread(store, learner):
