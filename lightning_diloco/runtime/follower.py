@@ -138,6 +138,8 @@ class FollowerLink:
                 self._snapshots[p] = (self._ranks.num_begun, self.device.snapshot(p))
                 assert self._copies is not None, "start() comes first"
                 self._copies.put(self.device.settle)
+            if not self._holds_part:  # see `Relay.snapshot`
+                self.device.settle()
         return agreed
 
     def settle(self) -> None:

@@ -60,8 +60,14 @@ class Relay:
         self.counts[fragment] += 1
 
     def snapshot(self, fragment: int) -> Any:
-        """See `FragmentDevice.snapshot`; the others take theirs at the same boundary."""
-        return self._ranks.num_begun, self._own.snapshot(fragment)
+        """See `FragmentDevice.snapshot`; the others take theirs at the same boundary, and encode the same bytes.
+
+        So it is settled here: one rank could copy before, and another after somebody changes parameters elsewhere than
+        in an update.
+        """
+        snapshot = self._own.snapshot(fragment)
+        self._own.settle()
+        return self._ranks.num_begun, snapshot
 
     def land(self, fragment: int, staged: Any) -> None:
         """See `FragmentDevice.land`."""

@@ -46,6 +46,10 @@ class ShardedRelay(Relay):
         self._dealer = Dealer(ranks, self._plans, config)
         self.local_values, self.anchor, self.digest = self._local_values, self._anchor, self._digest
 
+    def snapshot(self, fragment: int) -> Any:
+        """See `FragmentDevice.snapshot`; each rank has values of its own, which need not be settled yet."""
+        return self._ranks.num_begun, self._part.snapshot(fragment)
+
     def encode(self, snapshot: Any) -> Encoded:
         """See `FragmentDevice.encode`; where ranks cannot upload, this one puts the parts together and encodes."""
         boundary, own = snapshot
