@@ -1,4 +1,4 @@
-"""What a learner knows of one fragment: its token ranges, its one contribution, its updates.
+"""One fragment at a learner: its token ranges, its one contribution, its updates, and when these are asked for.
 
 The counter of a learner is cut, per fragment, into ranges:
 
