@@ -5,7 +5,8 @@
 2. The link thread moves finished tensors to the host and host tensors to the device. It traces nothing.
 3. Fragments of the same shape signature share their graphs: a snapshot, an update of the anchor ("device" only), a
    landing. None has variants: a contribution that was not merged lands as one of zeros, an update over several versions
-   as several updates. After every signature was exchanged once, nothing is compiled any more.
+   as several updates. After every signature was exchanged once, nothing is compiled any more. Plans of 12B decoders
+   have 3 signatures (Gemma) or 4 (Mistral): 9 or 12 graphs, 6 or 8 with "host".
 4. Anchors are never updated in place: a buffer that a graph updates is given away with it.
 5. "host" anchors lie in host memory; the fragment due next is brought to the device while the one before is encoded.
 6. On several devices each has its part of everything here, in the order of xla_layout.py.

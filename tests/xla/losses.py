@@ -1,6 +1,6 @@
 """The losses of 16 steps over some XLA devices, without a link, as JSON.
 
-python -m tests.xla.losses NUM_DEVICES [shuffled]
+python -m tests.xla.losses NUM_DEVICES BATCH_SIZE [shuffled]
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if __name__ == "__main__":
     torch.manual_seed(5)
     model = Noting()
     with tempfile.TemporaryDirectory() as root:
-        data = loader()
-        if sys.argv[2:]:
+        data = loader(int(sys.argv[2]))
+        if sys.argv[3:]:
             order = list(DistributedSampler(data.dataset, num_replicas=1, rank=0))
             data = DataLoader(data.dataset, batch_size=data.batch_size, sampler=order)
         trainer_for(Path(root), 16, devices=int(sys.argv[1]), fast_dev_run=16).fit(model, data, loader())

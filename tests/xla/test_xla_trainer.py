@@ -164,4 +164,4 @@ def test_precision_that_xla_does_not_have_is_refused(tmp_path, precision):
 def test_300_exchanges_over_a_bad_link_are_those_of_the_host(tmp_path, precision):
     from tests.xla.stress import train_through_adversity
 
-    train_through_adversity(tmp_path, devices=1, precision=precision, looks=True)
+    train_through_adversity(tmp_path, 1, precision)
