@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import lightning as L
 import pytest
 import torch
@@ -90,6 +92,15 @@ def test_rule_that_does_not_divide_is_refused(tmp_path, monkeypatch):
     trainer = trainer_for(tmp_path, 1, devices=NUM_DEVICES, fast_dev_run=1)
     with pytest.raises(ConfigError, match=r"layers\.2\.bias of shape \(4,\) is to be laid out along dimension 1"):
         trainer.fit(Line(), loader())
+
+
+def test_accumulation_does_not_grow_the_graph(tmp_path):
+    model = Line()
+    options = {"devices": NUM_DEVICES, "accumulate_grad_batches": 2, "limit_val_batches": 0}
+    trainer_for(tmp_path, 40, **options).fit(model, loader(4))
+    assert len(model.syncs) == 80
+    assert all(before < after for before, after in pairwise(model.syncs))
+    assert model.compilations[-1] == model.compilations[60]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
