@@ -18,6 +18,8 @@ pytestmark = pytest.mark.chaos
 NUM_FRAGMENTS = 4
 HOOK_S = 1.0  # what waited for the network would have waited for a deadline, or for the end of the fault
 ROUNDS_DISTURBED = 80  # some seconds, more than a lease
+NUM_RESETS = 20
+RECONNECT_S = 5.0  # TCP, TLS and the first call are three round trips
 
 
 @pytest.fixture
@@ -78,8 +80,12 @@ def test_a_network_that_is_slow_delayed_and_full_of_resets_costs_nothing_but_tim
     processes: Processes,  # noqa: F811
     network: FaultProxy,
 ) -> None:
-    learners = processes.learner("l0", through=network), processes.learner("l1")
+    learners = processes.learner("l0", through=network, deadline_s=RECONNECT_S), processes.learner("l1")
     until_merged_again(processes, "l0")
-    network.delay_s, network.rate_bps, network.reset_probability = 0.1, 1e6, 0.02
+    # 200 ms each way; and each chunk that is sent resets its connection with 5 %: of calls, which are several, more.
+    network.delay_s, network.rate_bps, network.reset_probability = 0.2, 1e6, 0.05
+    connections = network.num_connections
+    until_merged_again(processes, "l0")
+    until(lambda: network.num_connections > connections + NUM_RESETS, "connections that were reset", processes)
     until_merged_again(processes, "l0")
     assert_a_good_end(processes, *learners)

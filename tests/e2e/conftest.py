@@ -78,12 +78,14 @@ class Processes:
         until(lambda: join.exists() and join.stat().st_mtime_ns != before, "the join file", self)
         return process
 
-    def learner(self, name: str, through: FaultProxy | None = None) -> subprocess.Popen[bytes]:
-        """Start it; `through` a bad network, if one is given, on which it soon gives a call up."""
+    def learner(
+        self, name: str, through: FaultProxy | None = None, *, deadline_s: float = 1.0
+    ) -> subprocess.Popen[bytes]:
+        """Start it; `through` a bad network, if one is given, on which it gives a call up after `deadline_s`."""
         address, patience = self.address, ()
         if through is not None:
             host, port = split_host_port(through.address)
-            address, patience = replace(address, host=host, port=port), ("--deadline-s", 1.0)
+            address, patience = replace(address, host=host, port=port), ("--deadline-s", deadline_s, "--drain-s", 120.0)
         join = address.join_string()
         arguments = ("--out", self.root / f"{name}.json", "--until", self.stop_file, "--seed", sum(name.encode()))
         return self.start(name, HERE / "learner.py", *arguments, *patience, DILOCO_JOIN=join, DILOCO_LEARNER=name)

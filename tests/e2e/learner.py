@@ -31,12 +31,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--options", default="{}", help="run options, JSON")
     parser.add_argument("--deadline-s", type=float, default=10.0, help="of calls over the network")
+    parser.add_argument("--drain-s", type=float, default=20.0)
     given = parser.parse_args()
     logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(levelname)s %(message)s")
     torch.manual_seed(given.seed)
     params = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
     target = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    config = LearnerConfig(drain_s=20.0)
+    config = LearnerConfig(drain_s=given.drain_s)
     connect = partial(FlightConnection, control_deadline_s=given.deadline_s)
     link = Link(json.loads(given.options), config, given.out.parent, connect=connect)
     steps, longest_s = 0, 0.0
