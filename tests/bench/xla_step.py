@@ -9,8 +9,9 @@ PJRT_DEVICE=CPU python -m tests.bench.xla_step [--shared]
 3. The control waits for the device in every hook: the same check must fail there.
 4. PJRT's CPU device has cores of its own, in all modes alike (cores.py). With --shared it has not: the link's threads
    and the syncer take its cores then, as they would not take a TPU's. What each of them computed in a step is told.
-5. A host that gets far ahead of its device waits for it wherever it hands on the next graph: hooks, which hand on three
-   of four, take about a step then. It costs nothing: the device has work. The training thread's CPU time is the cost.
+5. torch_xla hands a graph to PJRT's CPU device when the one before has been computed. So the first sync of a hook waits
+   for the step, and the next step is traced while the device has nothing to do; without the strategy it is traced
+   beside the step. On such a device tracing is part of the strategy's cost, whatever cores there are.
 """
 
 from __future__ import annotations
