@@ -14,6 +14,8 @@ LINE = "#0072B2"
 _LANE = 0.28
 _NUM_BINS = 60
 _LABEL_GAP = 11.0
+# Points: beside a mark, of a character of its text, and what there is on the right of the axes.
+_MARK_GAP, _CHARACTER, _MARGIN = 12.0, 4.0, 36.0
 
 
 def timeline(axes: Any, story: Story) -> None:
@@ -28,6 +30,8 @@ def timeline(axes: Any, story: Story) -> None:
     axes.set_yticks(range(y + 1), [*story.lanes, "commits"])
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.set(ylim=(y + 0.6, -0.75), xlim=(0, story.end_s * 1.01), xlabel="seconds")
+    for row, lane in enumerate(story.lanes.values()):
+        _mark_texts(axes, lane, row, colors[lane.name])
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_visible(False)
     axes.set_title("The fleet")
@@ -43,10 +47,26 @@ def _lane(axes: Any, lane: Lane, y: int, color: str) -> None:
             axes.barh(**box, color="white", edgecolor="#B0B0B0", hatch="////", lw=0)
         else:
             axes.barh(**box, color=color, alpha=PHASES.get(span.phase, 0.25), lw=0)
-    for t_s, event in lane.marks[1:]:
+    for t_s, _ in lane.marks[1:]:
         axes.plot(t_s, y - _LANE - 0.12, marker="v", ms=3.5, color=color, clip_on=False)
-        axes.annotate("joins again" if event == "join" else event + "s", (t_s, y - _LANE - 0.12), xytext=(5, 0),
-                      textcoords="offset points", ha="left", va="center", fontsize=7, color=color)  # fmt: skip
+
+
+def _mark_texts(axes: Any, lane: Lane, y: int, color: str) -> None:
+    """What its marks mean; those too close together for a text of their own share one."""
+    points = axes.get_window_extent().width * 72 / axes.figure.dpi / axes.get_xlim()[1]  # per second
+    shared: list[tuple[float, float, str]] = []  # first and last mark, in seconds, and the text
+    for t_s, event in lane.marks[1:]:
+        text = "joins again" if event == "join" else event + "s"
+        if shared and (t_s - shared[-1][1]) * points < _MARK_GAP + _CHARACTER * len(shared[-1][2]):
+            first_s, _, before = shared.pop()
+            shared.append((first_s, t_s, f"{before}, {text}"))
+        else:
+            shared.append((t_s, t_s, text))
+    for first_s, last_s, text in shared:
+        over = (last_s - axes.get_xlim()[1]) * points + _CHARACTER * len(text)
+        x, side, offset = (last_s, "left", 5) if over < _MARGIN else (first_s, "right", -5)
+        axes.annotate(text, (x, y - _LANE - 0.12), xytext=(offset, 0), textcoords="offset points", ha=side,
+                      va="center", fontsize=7, color=color)  # fmt: skip
 
 
 def loss(axes: Any, story: Story, *, over: str, names: bool = True) -> None:
