@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.e2e.conftest import HERE, Processes, until
 
@@ -64,6 +65,31 @@ def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> N
         found, steps = summary(processes, name), NUM_STEPS - (name == "spawned")
         assert (found["status"], found["joins"], found["ledger_exact"]) == ("finished", 1, True)
         assert found["tokens_seen"] == found["tokens_merged"] == steps * NUM_BATCH * len(found["versions"])
+
+
+@pytest.mark.parametrize("inner", ["fsdp-sharded", "fsdp2-sharded"])
+def test_a_sharded_checkpoint_holds_the_anchor_and_is_gone_on_from(processes: Processes, inner: str) -> None:
+    paced = (*PACED, "--momentum", 0.9)
+    several = (*paced, "--devices", 2, "--inner", inner)
+    for name, layout in {"one": paced, "sharded": several}.items():
+        assert processes.end(processes.trainer(name, "--save-at", SAVE_AT, *layout)) == 0
+    folder = processes.root / "sharded" / "held.ckpt"
+    dcp_to_torch_save(folder, whole := processes.root / "whole.ckpt")
+    of_one = torch.load(processes.root / "one" / "held.ckpt", weights_only=True)["state_dict"]
+    found = torch.load(whole, weights_only=False)["model" if inner == "fsdp-sharded" else "state_dict"]
+    assert found.keys() == of_one.keys()
+    assert all(torch.allclose(found[name], values, atol=1e-6) for name, values in of_one.items())
+
+    again = ("--ckpt", folder, "--steps", SAVE_AT)  # nothing is left to train
+    assert processes.end(processes.trainer("again", *several, *again)) == 0
+    for rank in processes.ranks_held("again"):
+        assert rank["steps"] == SAVE_AT
+        assert all(
+            torch.allclose(torch.tensor(values), of_one[name].flatten(), atol=1e-6)
+            for name, values in rank["params"].items()
+        )
+    assert processes.end(processes.trainer("further", *several, "--ckpt", folder)) == 0
+    assert summary(processes, "further")["tokens_merged"] == (NUM_STEPS - SAVE_AT) * NUM_BATCH * 2
 
 
 def test_long_runs_differ_by_less_than_their_quantizer_changes(processes: Processes) -> None:

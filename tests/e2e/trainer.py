@@ -40,7 +40,9 @@ INNER = {
     "auto": lambda: "auto",
     "spawn": lambda: DDPStrategy(start_method="spawn"),
     "fsdp": lambda: FSDPStrategy(auto_wrap_policy=is_wrapped),
+    "fsdp-sharded": lambda: FSDPStrategy(auto_wrap_policy=is_wrapped, state_dict_type="sharded"),
     "fsdp2": lambda: ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
+    "fsdp2-sharded": lambda: ModelParallelStrategy(2, 1),
     "tp": lambda: ModelParallelStrategy(1, 2, save_distributed_checkpoint=False),
     "fsdp2-tp": lambda: ModelParallelStrategy(2, 2, save_distributed_checkpoint=False),
 }
@@ -48,6 +50,8 @@ INNER = {
 
 class Regression(L.LightningModule):
     """Two layers; every batch says which samples it holds."""
+
+    momentum = 0.0
 
     def __init__(self, num_batch: int, shuffles: bool) -> None:
         super().__init__()
@@ -67,7 +71,7 @@ class Regression(L.LightningModule):
         self.val_losses.append(float(nn.functional.mse_loss(self.layers(x), y)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
 
     def configure_model(self) -> None:
         if not isinstance(self.trainer.strategy, ModelParallelStrategy):
@@ -139,6 +143,8 @@ def main() -> None:
     parser.add_argument("--options", default="{}", help="of the strategy, JSON")
     parser.add_argument("--paced", action="store_true")
     parser.add_argument("--save-at", type=int, default=-1, help="step after which a checkpoint is saved")
+    parser.add_argument("--momentum", type=float, default=0.0, help="so that the optimizer has a state")
+    parser.add_argument("--ckpt", type=Path, help="a checkpoint to go on from")
     parser.add_argument("--stop-file", type=Path, help="once it is there, training stops")
     parser.add_argument("--pause-s", type=float, default=0.0)
     given = parser.parse_args()
@@ -163,7 +169,8 @@ def main() -> None:
         enable_model_summary=False,
     )
     model = Regression(num_batch=8, shuffles=not given.paced)
-    trainer.fit(model)
+    model.momentum = given.momentum
+    trainer.fit(model, ckpt_path=given.ckpt)
     held = {
         "strategy": type(strategy).__name__,
         "params": _params(trainer, model),
