@@ -15,13 +15,16 @@ from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import page, recipes
 from lightning_diloco.cli.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.cli.syncer import NO_WANDB
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_diloco.cli.local_run import Tell
 
 _EXAMPLE = """examples:
   diloco run recipes/tiny/gpt.yaml --local 2 --trainer.max_steps 60
@@ -31,6 +34,11 @@ VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")
 _VALUED, _FLAGS = (*VALUED, "--grace", "--page", "--wandb"), (*FLAGS, "--no-page")
 _WANDB = "lightning_diloco.tracking.Wandb"
+_WANDB_HELP = "log learners and syncer to Weights & Biases, in one group; a script's learners by its own WandbLogger"
+_SCRIPT_S_OWN = (
+    "W&B: the script's own WandbLogger logs its learners into this group; without one, only the syncer is logged, "
+    f"unless its Trainer has callbacks=[{_WANDB}(%r)]"
+)
 
 
 def add_parser(verbs: Any) -> None:
@@ -57,7 +65,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
     parser.add_argument("--page", default=page.LISTEN, metavar="HOST:PORT", help=page.HELP)
-    parser.add_argument("--wandb", metavar="PROJECT", help="log learners and syncer to Weights & Biases, in one group")
+    parser.add_argument("--wandb", metavar="PROJECT", help=_WANDB_HELP)
     parser.add_argument("--no-page", action="store_true", help="serve no live page")
     parser.set_defaults(call=call)
 
@@ -99,7 +107,7 @@ def call(arguments: argparse.Namespace) -> int:
     if found:
         raise ConfigError(found)
     target = recipes.resolve(arguments.target)
-    tracking = _tracking(arguments.wandb, target)
+    tracking, tell = _tracking(arguments.wandb, target)
     num_learners = arguments.local
     run_dir = make_run_dir(arguments.run_dir, target.stem)
     if arguments.origin is not None:
@@ -108,12 +116,13 @@ def call(arguments: argparse.Namespace) -> int:
         begin_from(arguments.origin, run_dir)
     plan = Plan(
         run_dir=run_dir,
-        syncer_argv=(*syncer_argv(run_dir, num_learners), *(["--wandb", arguments.wandb] if tracking else [])),
+        syncer_argv=(*syncer_argv(run_dir, num_learners), *(["--wandb", arguments.wandb] if arguments.wandb else [])),
         learner_argv=learner_argv(target, [*tracking, *arguments.passed_on], num_learners),
         num_learners=num_learners,
         threads=arguments.threads,
         max_restarts=arguments.max_restarts,
         grace_s=arguments.grace,
+        tell=tell,
     )
     console = Console()
     live = console.is_terminal and not arguments.no_table
@@ -123,6 +132,8 @@ def call(arguments: argparse.Namespace) -> int:
         with show_page as watch:
             with Screen(console, live=live, watch=watch) as screen:
                 screen.say(f"run directory: {run_dir}  (each process logs to log.txt in its folder there)")
+                if tell is not None:
+                    screen.say(_SCRIPT_S_OWN % arguments.wandb)
                 ended = execute(plan, screen, interruption)
             if watch is not None and ended.summary is not None:
                 watch.ended(ended.summary)
@@ -130,18 +141,17 @@ def call(arguments: argparse.Namespace) -> int:
     return ended.exit_code
 
 
-def _tracking(project: str | None, target: Path) -> list[str]:
-    """What a recipe is told so that its learners log to this W&B project."""
+def _tracking(project: str | None, target: Path) -> tuple[list[str], Tell | None]:
+    """What makes learners log to this W&B project: arguments of a recipe, or the environment of a script."""
     if project is None:
-        return []
+        return [], None
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(NO_WANDB.format(project=project))
     if target.suffix == ".py":
-        raise ConfigError(
-            f"--wandb {project} with {target}: it sets an option of a recipe, and this is a script; add "
-            f"callbacks=[{_WANDB}({project!r})] to its Trainer"
-        )
-    return [f"--trainer.callbacks+={_WANDB}", f"--trainer.callbacks.project={project}"]
+        from lightning_diloco.tracking.script import environment
+
+        return [], partial(environment, project)
+    return [f"--trainer.callbacks+={_WANDB}", f"--trainer.callbacks.project={project}"], None
 
 
 def problems(arguments: argparse.Namespace) -> list[str]:

@@ -43,12 +43,12 @@ def test_options_of_the_page_are_ours_and_not_the_recipes() -> None:
     assert run.split(words) == (words[:7], words[7:])
 
 
-def test_wandb_is_an_option_of_a_recipe_and_a_line_of_a_script() -> None:
-    assert run._tracking(None, Path("gpt.yaml")) == []
-    told = run._tracking("mine", Path("gpt.yaml"))
-    assert told == ["--trainer.callbacks+=lightning_diloco.tracking.Wandb", "--trainer.callbacks.project=mine"]
-    with pytest.raises(ConfigError, match=r"callbacks=\[lightning_diloco.tracking.Wandb\('mine'\)\] to its Trainer"):
-        run._tracking("mine", Path("train.py"))
+def test_wandb_is_an_option_of_a_recipe_and_the_environment_of_a_script() -> None:
+    assert run._tracking(None, Path("gpt.yaml")) == ([], None)
+    options = ["--trainer.callbacks+=lightning_diloco.tracking.Wandb", "--trainer.callbacks.project=mine"]
+    assert run._tracking("mine", Path("gpt.yaml")) == (options, None)
+    arguments, tell = run._tracking("mine", Path("train.py"))
+    assert (arguments, tell is not None) == ([], True)
 
 
 def test_without_wandb_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
