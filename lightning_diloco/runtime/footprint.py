@@ -3,9 +3,11 @@
 1. Held as long as the learner trains: anchors and spare buffers, each as long as the largest part of a fragment that
    this rank holds; residuals, where landing loses what was not sent; and contributions whose fate is not known. Of
    these rank 0 keeps all bytes, every other rank its own part.
-2. For moments: what the largest fragment needs while it is encoded, while updates of it arrive, or while it is adopted
+2. So it is while one fragment after another is exchanged. What is on its way at the same time, because exchanging takes
+   longer than the steps between two fragments, takes buffers of its own: a snapshot, and what a landing needs.
+3. For moments: what the largest fragment needs while it is encoded, while updates of it arrive, or while it is adopted
    in full; never two of these at once on one rank.
-3. Left out: parameters, gradients and optimizer; sockets and threads; a copy of the own parameters while the anchor is
+4. Left out: parameters, gradients and optimizer; sockets and threads; a copy of the own parameters while the anchor is
    validated.
 
 Source: devices/dense.py, devices/part.py and runtime/dealing.py; a test compares it with what real ranks take.
@@ -23,6 +25,7 @@ from lightning_diloco.devices.part import PartPlan
 from lightning_diloco.runtime.anchors import CHAIN_LENGTH
 
 SPARE_BUFFERS = 4
+FURTHER_BUFFERS = 4  # a snapshot, a new anchor, and the values before and after
 _FLOAT_BYTES = 4
 _MIB = 2**20
 
@@ -37,6 +40,7 @@ class Footprint:
         residuals: what encodings lost.
         sent: contributions of all fragments, encoded.
         passing: at most, for moments.
+        further: at most, for each fragment that is on its way beside another one.
     """
 
     anchors: int
@@ -44,18 +48,20 @@ class Footprint:
     residuals: int
     sent: int
     passing: int
+    further: int
 
     @property
     def peak(self) -> int:
-        """At most, all at once."""
+        """At most, with one fragment at a time."""
         return self.anchors + self.buffers + self.residuals + self.sent + self.passing
 
     def __str__(self) -> str:
         named = {"anchors": self.anchors, "buffers": self.buffers, "residuals": self.residuals, "sent": self.sent}
         held = ", ".join(f"{name} {nbytes / _MIB:.1f}" for name, nbytes in named.items() if nbytes)
+        passing, further = self.passing / _MIB, self.further / _MIB
         return (
-            f"exchanging takes up to {self.peak / _MIB:.1f} MiB of this rank: {held}, "
-            f"and {self.passing / _MIB:.1f} while a fragment passes"
+            f"exchanging takes up to {self.peak / _MIB:.1f} MiB of this rank: {held}, and {passing:.1f} while a "
+            f"fragment passes; {further:.1f} MiB more for each further one that is on its way at the same time"
         )
 
 
@@ -82,6 +88,7 @@ def footprint(
         buffers=SPARE_BUFFERS * own + LANDING_CHUNK_NUMEL * _FLOAT_BYTES,
         residuals=2 * len(owns) * own if feeds_back else 0,
         sent=sum(wired) // (size if rank else 1),
+        further=FURTHER_BUFFERS * own,
         passing=_passing(whole, own, max(wired), is_first=rank == 0, size=size, is_part=part is not None),
     )
 

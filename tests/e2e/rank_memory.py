@@ -1,0 +1,79 @@
+"""One rank of `two_ranks.py`, of a larger model: what exchanging took of its memory goes to DIR/memory.RANK.
+
+    rank_memory.py DIR RANK SIZE LINE STEPS CUT BUFFERS
+
+BUFFERS is "own", or "whole" for buffers as long as whole fragments, as if this rank gathered them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.config import LearnerConfig
+from lightning_diloco.devices.part import PartFragments, PartPlan
+from lightning_diloco.runtime.follower import FollowerLink
+from lightning_diloco.runtime.footprint import FURTHER_BUFFERS, SPARE_BUFFERS, footprint
+from lightning_diloco.runtime.leader import LeaderLink
+from tests.e2e import two_ranks
+
+SHAPES = {f"p{k}": (1024, 2048) for k in range(8)}  # none is cut into slices: each rank holds a part of all of them
+taken: dict[str, int] = {}
+
+
+def resident(what: str) -> int:
+    """VmRSS is what this process has now, VmHWM the most it had since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = (int(line.split()[1]) for line in lines if line.startswith(what))
+    return kib * 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def watch(link: type[LeaderLink] | type[FollowerLink]) -> None:
+    """From the moment at which parameters are there until all has landed."""
+    start, finish = link.start, link.finish
+
+    def started(self: Any, *args: Any) -> None:
+        forget_peak()
+        taken["before"] = resident("VmRSS")
+        start(self, *args)
+
+    def finished(self: Any) -> bool:
+        is_last = finish(self)
+        taken["peak"] = resident("VmHWM")
+        found = stated(self)
+        spare = self.device._own._spare if isinstance(self, LeaderLink) else self.device._spare
+        taken["further"] = max(0, len(spare) - SPARE_BUFFERS)  # made for fragments at the same time
+        taken["stated"] = found.peak + taken["further"] * found.further // FURTHER_BUFFERS
+        return is_last
+
+    link.start, link.finish = started, finished  # type: ignore[method-assign, assignment]
+
+
+def stated(link: Any) -> Any:
+    """As the strategy states it."""
+    ranks, boxes = link._ranks, link._boxes
+    part = None if boxes is None else PartPlan(link.plan, boxes[ranks.rank], link.config.block_size)
+    return footprint(link.plan, link.config, LearnerConfig(), rank=ranks.rank, size=ranks.size, part=part)
+
+
+if __name__ == "__main__":
+    folder, rank, size, line, steps, cut, buffers = sys.argv[1:]
+    two_ranks.SHAPES = SHAPES
+    if buffers == "whole":
+        new = PartFragments._new_buffer
+
+        def longer(self: Any) -> Any:
+            self._buffer_numel = max(whole.padded_numel for whole in self._part.wholes)
+            return new(self)
+
+        PartFragments._new_buffer = longer  # type: ignore[method-assign]
+    for link in (LeaderLink, FollowerLink):
+        watch(link)
+    two_ranks.main(Path(folder), int(rank), int(size), line, steps=int(steps), cut=cut)
+    Path(folder, f"memory.{rank}").write_text(json.dumps(taken))
