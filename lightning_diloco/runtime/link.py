@@ -109,6 +109,7 @@ class Link(SaysOfItself):
             options=self._run_options,
             model=model,
             make_device=make_device,
+            run_dir=Path(folder) if (folder := os.environ.get("DILOCO_RUN_DIR")) else None,
         ).run()
         log.info("learner %s takes part in %s as incarnation %d", self.learner_id, address, joined.welcome.incarnation)
         self.plan: FragmentPlan = joined.plan
