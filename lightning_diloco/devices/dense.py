@@ -68,7 +68,8 @@ class DenseFragments:
 
     Args:
         plan: of the run.
-        params: live parameters by name, at least those of the plan, all on one device, any float dtype.
+        params: live parameters by name, at least those of the plan, all on one device, any float dtype. Each is asked
+            for when it is used: an inner strategy may have put other memory in its place.
         config: of the run.
         learner: of this learner; `align`, `blend_alpha` and `error_feedback` count here.
     """
@@ -76,12 +77,12 @@ class DenseFragments:
     def __init__(
         self, plan: FragmentPlan, params: Mapping[str, Tensor], config: RunConfig, learner: LearnerConfig
     ) -> None:
-        self._params = {name: params[name] for name in plan.shapes}
+        self._params, self._names = params, tuple(plan.shapes)
         self._config, self._learner = config, learner
         self._layouts = [plan.layout(p, config.block_size) for p in range(plan.num_fragments)]
         self._dtypes = [[self._params[e.slice.name].dtype for e in layout.entries] for layout in self._layouts]
         self._casts = [any(dtype != torch.float32 for dtype in dtypes) for dtypes in self._dtypes]
-        self._device = next(iter(self._params.values())).device
+        self._device = params[self._names[0]].device
         # All buffers are alike, so that any of them can take any fragment.
         self._buffer_numel = max(layout.padded_numel for layout in self._layouts)
         self._spare = deque(self._new_buffer() for _ in range(_NUM_SPARE_BUFFERS))
@@ -136,7 +137,7 @@ class DenseFragments:
         """See `FragmentDevice.show_anchor`."""
         if self._hidden is None:
             self.settle()
-            self._hidden = {name: param.detach().clone() for name, param in self._params.items()}
+            self._hidden = {name: self._params[name].detach().clone() for name in self._names}
             for p, layout in enumerate(self._layouts):
                 scatter(layout, self._flat(p, self._anchors[p]), self._params)
 

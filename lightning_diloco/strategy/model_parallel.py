@@ -2,12 +2,16 @@
 
 1. What a rank holds of a parameter is a box of a DTensor.
 2. Ranks of one tensor parallel group read the same samples, which count once.
+3. A DTensor's local tensor is asked for at each use. FSDP2 of torch 2.9 puts another one in its place at the first
+   forward where shards are uneven: who had kept the first would change what nobody reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from math import prod
 
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -24,10 +28,11 @@ class ModelParallelDiLoCo(ShardedHooks, ModelParallelStrategy):
     _inner = ModelParallelStrategy
 
     def _held(self) -> dict[str, tuple[Tensor, Box]]:
-        return {
-            name: (param.to_local() if isinstance(param, DTensor) else param, box(name, param))
-            for name, param in self._params.items()
-        }
+        parts = self._live_parts()
+        return {name: (parts[name], box(name, param)) for name, param in self._params.items()}
+
+    def _live_parts(self) -> Mapping[str, Tensor]:
+        return LocalTensors(self._params)
 
     def _drop_gathered(self) -> None:
         assert self.model is not None
@@ -38,6 +43,28 @@ class ModelParallelDiLoCo(ShardedHooks, ModelParallelStrategy):
     @property
     def _counts_tokens(self) -> bool:
         return self.device_mesh["tensor_parallel"].get_local_rank() == 0
+
+
+class LocalTensors(Mapping[str, Tensor]):
+    """What this rank holds of parameters, see rule 3.
+
+    Args:
+        params: by name, DTensors or others.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = params
+
+    def __getitem__(self, name: str) -> Tensor:
+        param = self._params[name]
+        with torch.no_grad():
+            return (param.to_local() if isinstance(param, DTensor) else param).detach()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
 
 
 def box(name: str, param: Tensor) -> Box:

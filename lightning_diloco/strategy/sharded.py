@@ -33,6 +33,10 @@ class ShardedHooks(RanksHooks):
         """This rank's part of each parameter, and where it lies in it."""
         raise NotImplementedError
 
+    def _live_parts(self) -> Mapping[str, Tensor]:
+        """This rank's part of each parameter, as it is whenever it is asked for."""
+        return {name: part.detach() for name, (part, _) in self._held().items()}
+
     def _drop_gathered(self) -> None:
         """Have the next forward gather parameters anew."""
         raise NotImplementedError
@@ -47,7 +51,7 @@ class ShardedHooks(RanksHooks):
         return {name: box for name, (_, box) in self._held().items()}
 
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
-        params = {name: part.detach() for name, (part, _) in self._held().items()}
+        params = self._live_parts()
         on_cuda = any(part.is_cuda for part in params.values())
         self._device = (CudaPart if on_cuda else CpuPart)(plan, params, config, self._learner, self._part_boxes())
         return self._device
