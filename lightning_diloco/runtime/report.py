@@ -87,8 +87,9 @@ def status(
 def goodput(state: SyncerState, now_s: float) -> float | None:
     """Tokens merged, divided by what the planned learners would have trained undisturbed.
 
-    A learner's planned time runs from its first start to its announced leave, downtime included; its undisturbed rate
-    is the median it measured itself. None before anything was measured, and where the tape does not know of a learner
+    A learner's planned time runs from its first start to its announced leave, downtime included. Its undisturbed rate
+    is the median it measured itself; of several incarnations each counts by what it trained: the last one may have
+    trained for seconds, and alone. None before anything was measured, and where the tape does not know of a learner
     when it began (`past.py`).
     """
     accounts = state.ledger.accounts
@@ -100,10 +101,14 @@ def goodput(state: SyncerState, now_s: float) -> float | None:
         by_learner.setdefault(member.learner, []).append(member)
     for members in by_learner.values():
         starts = [m.active_s for m in members if m.active_s is not None]
-        rates = [m.tokens_per_s for m in members if m.tokens_per_s > 0]
-        if starts and rates:
+        trained = [
+            (accounts[key].seen, m.tokens_per_s) for m in members if (key := (m.learner, m.incarnation)) in accounts
+        ]
+        undisturbed_s = sum(tokens / rate for tokens, rate in trained if rate > 0)
+        if starts and undisturbed_s:
             ends = [m.ended_s if m.ended_s is not None else now_s for m in members]
-            capacity += (max(ends) - min(starts)) * rates[-1]
+            rate = sum(tokens for tokens, rate in trained if rate > 0) / undisturbed_s
+            capacity += (max(ends) - min(starts)) * rate
     merged = state.ledger.totals().merged / max(1, state.ledger.num_fragments)
     return merged / capacity if capacity > 0 else None
 

@@ -37,13 +37,16 @@ def test_disk_that_takes_nothing_is_the_first_thing_said() -> None:
     assert (status["state"], status["reason"]) == ("suspended", "no space left")
 
 
-def test_goodput_counts_downtime_and_every_incarnation_once() -> None:
-    first = Member("a", "l0", 1, 0, state="fenced", active_s=0.0, ended_s=2.0, tokens_per_s=5.0)
+def test_goodput_counts_downtime_and_every_incarnation_by_what_it_trained() -> None:
+    first = Member("a", "l0", 1, 0, state="fenced", active_s=0.0, ended_s=6.0, tokens_per_s=5.0)
     second = Member("b", "l0", 2, 0, state="left", active_s=6.0, ended_s=8.0, tokens_per_s=10.0)
     state = run_of(first, second)
-    state.ledger.account("l0", 1).merge(0, 1, 0, 8)
-    state.ledger.account("l0", 2).merge(0, 2, 0, 16)
-    assert report.goodput(state, 10.0) == pytest.approx(24 / (8.0 * 10.0))
+    for member, tokens in ((first, 20), (second, 10)):
+        account = state.ledger.account("l0", member.incarnation)
+        account.merge(0, member.incarnation, 0, tokens)
+        account.seen = tokens
+    undisturbed = (20 + 10) / (20 / 5.0 + 10 / 10.0)
+    assert report.goodput(state, 10.0) == pytest.approx(30 / (8.0 * undisturbed))
 
 
 def test_goodput_is_unknown_before_anything_was_measured() -> None:
