@@ -18,11 +18,16 @@ import lightning_diloco
 from lightning.pytorch.loggers import WandbLogger
 from tests.strategy.conftest import TinyModel
 
+class UntilNewsCame(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = "fleet_tokens" in trainer.logged_metrics
+
 opened, real = [], wandb.init
 wandb.init = lambda **options: opened.append(real(**options)) or opened[-1]
 torch.manual_seed(7)
-trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=8, limit_val_batches=0, log_every_n_steps=1,
-                    strategy="decoupled_diloco", logger=WandbLogger(PROJECT), enable_checkpointing=False)
+trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=100_000, limit_val_batches=0, log_every_n_steps=1,
+                    strategy="decoupled_diloco", logger=WandbLogger(PROJECT), enable_checkpointing=False,
+                    callbacks=UntilNewsCame())
 trainer.fit(TinyModel())
 assert len(opened) == 1
 """
