@@ -109,26 +109,17 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_killed_ddp_learner_comes_back_with_all_it_had_and_leaves_when_asked(processes: Processes) -> None:
+@pytest.mark.parametrize(("killed", "again"), [("ddp", "spawn"), ("fsdp", "fsdp")])  # spawn has the layout of ddp
+def test_a_killed_learner_comes_back_with_all_it_had_and_leaves_when_asked(
+    processes: Processes, killed: str, again: str
+) -> None:
     healer = Healer(processes)
-    process = healer.start("ddp")
+    process = healer.start(killed)
     healer.until_kept(2)
     healer.kill(rank=1)
     assert healer.end(process) not in (0, PREEMPTED)
 
-    process = healer.start("spawn")  # the layout is the same
-    assert healer.came_back_at(1) >= 10
-    healer.leaves_when_asked(process)
-
-
-def test_a_killed_fsdp_learner_comes_back_with_all_it_had_and_leaves_when_asked(processes: Processes) -> None:
-    healer = Healer(processes)
-    process = healer.start("fsdp")
-    healer.until_kept(2)
-    healer.kill(rank=1)
-    assert healer.end(process) not in (0, PREEMPTED)
-
-    process = healer.start("fsdp")
+    process = healer.start(again)
     assert healer.came_back_at(1) >= 10
     healer.leaves_when_asked(process)
 
