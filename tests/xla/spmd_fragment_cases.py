@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_diloco.devices import xla, xla_layout
-from tests.devices.test_device_fragments import Rig
+from tests.devices.rig import Rig
 from tests.xla.fragment_cases import FragmentCases, OnXla, memory
 
 pytestmark = pytest.mark.xla

@@ -12,7 +12,7 @@ from lightning_diloco.devices import xla
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.xla_hosts import XlaHostFragments
 from lightning_diloco.errors import ConfigError
-from tests.devices.test_device_fragments import BLOCK
+from tests.devices.rig import BLOCK
 from tests.xla.spmd_fragment_cases import NUM_DEVICES, Sharded, _small_units  # noqa: F401
 
 pytestmark = pytest.mark.xla

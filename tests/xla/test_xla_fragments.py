@@ -8,7 +8,7 @@ import torch
 from lightning_diloco.devices import xla
 from lightning_diloco.devices.base import Update
 from lightning_diloco.errors import CorruptMessageError
-from tests.devices.test_device_fragments import Rig
+from tests.devices.rig import Rig
 from tests.xla.fragment_cases import DTYPES, PLACES, FragmentCases, OnXla, memory
 
 pytestmark = pytest.mark.xla
