@@ -41,6 +41,11 @@ def chunk_numel(x: Tensor, block_size: int) -> int:
     return max(1, whole // block_size) * block_size
 
 
+def all_finite(x: Tensor) -> bool:
+    """One pass without a temporary: the extremes are finite exactly if everything is (NaN propagates)."""
+    return x.numel() == 0 or bool(torch.stack(torch.aminmax(x)).isfinite().all())
+
+
 def quantize_into(x_P: Tensor, packed: Tensor, scales_B: Tensor, *, bits: Bits, block_size: int) -> None:
     """Quantize a vector; a block that holds NaN or Inf gets a scale that is not finite and undefined integers.
 

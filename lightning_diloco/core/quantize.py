@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import Wire
-from lightning_diloco.core.blocks import Bits, dequantize_into, num_blocks, packed_nbytes, quantize_into
+from lightning_diloco.core.blocks import Bits, all_finite, dequantize_into, num_blocks, packed_nbytes, quantize_into
 from lightning_diloco.core.layout import FragmentLayout
 from lightning_diloco.errors import CorruptMessageError, NonFiniteError
 
@@ -67,7 +67,7 @@ def quantize(x: Tensor, *, bits: Bits = 8, block_size: int = 256, name: str = "v
     q = torch.empty(packed_nbytes(x.numel(), bits, block_size), dtype=torch.int8, device=x.device)
     scales = torch.empty(num_blocks(x.numel(), block_size), dtype=torch.bfloat16, device=x.device)
     quantize_into(x, q, scales, bits=bits, block_size=block_size)
-    if not _all_finite(scales):
+    if not all_finite(scales):
         raise _non_finite(name)
     return Quantized(q, scales, x.numel(), bits, block_size)
 
@@ -115,7 +115,7 @@ def encode(x: Tensor, *, wire: Wire, block_size: int, name: str) -> Tensor:
         NonFiniteError: x holds NaN, Inf, or values too large for bf16.
     """
     buffer = encode_unchecked(x, wire=wire, block_size=block_size)
-    if not _all_finite(_float_part(buffer, x.numel(), wire, block_size)):
+    if not all_finite(_float_part(buffer, x.numel(), wire, block_size)):
         raise _non_finite(name)
     return buffer
 
@@ -138,11 +138,11 @@ def check_fragment(layout: FragmentLayout, buffer: Tensor, wire: Wire, block_siz
         NonFiniteError: naming up to five slices.
     """
     floats = _float_part(buffer, layout.padded_numel, wire, block_size)
-    if _all_finite(floats):
+    if all_finite(floats):
         return
     per_float = 1 if wire in _FLOATS else block_size
     bounds = [(e.slice, e.offset // per_float, num_blocks(e.offset + e.numel, per_float)) for e in layout.entries]
-    culprits = [str(rows) for rows, start, stop in bounds if not _all_finite(floats[start:stop])]
+    culprits = [str(rows) for rows, start, stop in bounds if not all_finite(floats[start:stop])]
     raise _non_finite(", ".join(culprits[:5]) + (f" and {len(culprits) - 5} more" if len(culprits) > 5 else ""))
 
 
@@ -169,7 +169,7 @@ class Decoder:
         self._block_size = block_size
         self._bits = _BITS.get(wire)
         self._floats = _float_part(buffer, numel, wire, block_size)
-        healthy = _all_finite(self._floats)
+        healthy = all_finite(self._floats)
         if self._bits is not None:
             self._packed = buffer[: packed_nbytes(numel, self._bits, block_size)].view(torch.int8)
             healthy = healthy and not bool((self._floats < 0).any())
@@ -256,11 +256,6 @@ def _float_part(buffer: Tensor, numel: int, wire: Wire, block_size: int) -> Tens
     dtype = _FLOATS.get(wire, torch.bfloat16)
     part = buffer if wire in _FLOATS else buffer[packed_nbytes(numel, _BITS[wire], block_size) :]
     return (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)
-
-
-def _all_finite(x: Tensor) -> bool:
-    """One pass without a temporary: the extremes are finite exactly if everything is (NaN propagates)."""
-    return x.numel() == 0 or bool(torch.stack(torch.aminmax(x)).isfinite().all())
 
 
 def _non_finite(name: str) -> NonFiniteError:

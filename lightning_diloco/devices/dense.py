@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.align import LANDING_CHUNK_NUMEL, land_carry_
-from lightning_diloco.core.blocks import chunk_numel
+from lightning_diloco.core.blocks import all_finite, chunk_numel
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan, gather, scatter
 from lightning_diloco.core.pseudogradient import pseudo_gradient, store_cast
@@ -302,7 +302,7 @@ def check_full(values: Tensor, numel: int) -> None:
     Raises:
         CorruptMessageError: see above.
     """
-    if values.dtype != torch.float32 or values.shape != (numel,) or not bool(torch.isfinite(values).all()):
+    if values.dtype != torch.float32 or values.shape != (numel,) or not all_finite(values):
         raise CorruptMessageError(
             f"a full fragment came as {values.dtype} of shape {tuple(values.shape)}: {numel} finite float32 values are "
             "expected; the message was discarded and may be sent again"

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import RunConfig
+from lightning_diloco.core.blocks import all_finite
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.merge import MergeReport, merge_fragment
@@ -313,7 +314,7 @@ def _stem(p: int) -> str:
 
 
 def _check_finite(x: Tensor, what: str, advice: str) -> None:
-    if not torch.stack(torch.aminmax(x)).isfinite().all():
+    if not all_finite(x):
         raise NonFiniteError(f"found NaN or Inf in {what}; only finite values are kept; {advice}")
 
 

@@ -14,9 +14,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from lightning_diloco.core.blocks import all_finite
 from lightning_diloco.core.merge import MergeReport, contribution_weight
 from lightning_diloco.errors import NonFiniteError, StorageError
 from lightning_diloco.protocol import actions, events
@@ -97,7 +97,7 @@ class Merger:
         gradient = _Gradient(job, weights, max_norm, values_P, found)
         clipped = tuple(c.session for c, norm in zip(contributions, found.norms, strict=True) if norm > max_norm)
         merged = events.Merged(p, job.action.round, clipped)
-        if not torch.isfinite(values_P).all():
+        if not all_finite(values_P):
             return [_refuse_longest(gradient, "the sum of this round's contributions is not finite"), merged]
         self._gradients[p] = gradient
         return [merged]
