@@ -26,6 +26,16 @@ _BEFORE = {
     "waiting": "waiting for learners",
     "seeding": "the first learner's parameters become the anchors",
 }
+_TRAINING = {"open": "training"}  # as the live page says it
+_STYLES = {
+    "stepping": "green",
+    "evaluating": "cyan",
+    "draining": "cyan",
+    "joining": "cyan",
+    "stalled": "yellow",
+    "lapsed": "red",
+    "left": "dim",
+}
 _NUM_WAITS_LIVE = 4
 _REDRAW_S = 0.25
 _LARGE_NATS = 20.0
@@ -100,7 +110,7 @@ def status_view(status: Status, *, num_waits: int | None = None) -> Group:
     for learner in status["learners"]:
         table.add_row(
             Text(learner["id"]),
-            learner["phase"],
+            Text(learner["phase"], style=_STYLES.get(learner["phase"], "")),
             str(learner["step"]),
             _number(learner["metrics"].get("loss"), ".4f"),
             _count(learner["tokens_per_s"]),
@@ -109,7 +119,13 @@ def status_view(status: Status, *, num_waits: int | None = None) -> Group:
         )
     waits = list(wait_lines(status))
     left_out = [] if num_waits is None or len(waits) <= num_waits else [f"and {len(waits) - num_waits} more waits"]
-    return Group(table, *map(Text, (run_line(status), *waits[:num_waits], *left_out)))
+    below = Table.grid(padding=(0, 2))
+    below.add_column(style="bold")
+    below.add_column(overflow="fold")
+    for name, lines in {**_parts(status), "waits": [*waits[:num_waits], *left_out]}.items():
+        for k, line in enumerate(lines):
+            below.add_row("" if k else name, Text(line))
+    return Group(table, below)
 
 
 def status_lines(status: Status, age_s: float) -> list[str]:
@@ -125,16 +141,26 @@ def status_lines(status: Status, age_s: float) -> list[str]:
 
 def run_line(status: Status) -> str:
     """The run as a whole, in one line."""
+    return ", ".join(line for lines in _parts(status).values() for line in lines)
+
+
+def _parts(status: Status) -> dict[str, list[str]]:
+    """What there is to say of the run as a whole, by what it is about."""
     if status["state"] in _BEFORE:
-        return _BEFORE[status["state"]]
+        return {"run": [_BEFORE[status["state"]]]}
     versions: Sequence[int] = status["versions"]
-    span = f"{min(versions)}..{max(versions)} in {len(versions)} fragments" if versions else "-"
+    span = f"versions {min(versions)}..{max(versions)} of {len(versions)} fragments" if versions else "no versions"
     why = f" ({status['reason']})" if status["reason"] else ""
-    return (
-        f"{status['state']}{why}: round {span}, {status['num_commits']} commits, quorum {status['effective_quorum']}, "
-        f"participation {_percent(status['participation'])}, goodput {_percent(status['goodput'])}, "
-        f"{_count(status['fleet_tokens'])} tokens, up {_bytes(status['bytes_up'])}, down {_bytes(status['bytes_down'])}"
+    word = _TRAINING.get(status["state"], status["state"])
+    fleet = (
+        f"{_count(status['fleet_tokens'])} tokens, participation {_percent(status['participation'])}, "
+        f"goodput {_percent(status['goodput'])}"
     )
+    return {
+        "run": [f"{word}{why}: {status['num_commits']} commits, {span}, quorum {status['effective_quorum']}"],
+        "fleet": [fleet],
+        "syncer": [f"{_bytes(status['bytes_up'])} received, {_bytes(status['bytes_down'])} sent"],
+    }
 
 
 def wait_lines(status: Status) -> Iterator[str]:
@@ -142,8 +168,8 @@ def wait_lines(status: Status) -> Iterator[str]:
     if not status["waits"]:
         yield "waiting for nobody"
     for wait in status["waits"]:
-        since = "" if wait["since_s"] is None else f" since {wait['since_s']:.1f} s"
-        until = "" if wait["until_s"] is None else f", for at most {wait['until_s']:.1f} s more"
+        since = "" if wait["since_s"] is None else f" for {wait['since_s']:.1f} s"
+        until = "" if wait["until_s"] is None else f", at most {wait['until_s']:.1f} s more"
         yield f"{wait['what']}: waiting for {', '.join(wait['for']) or 'nobody'}{since}{until}; then: {wait['then']}"
 
 
@@ -160,12 +186,12 @@ def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
         "status": str(summary["status"]),
         "wall time": f"{summary['wall_s']:.1f} s",
         "tokens": f"{_count(summary['fleet_tokens'])} seen by the fleet",
-        "merged / seen": f"{merged} / {seen} token-fragments ({_percent(merged / seen if seen else None)})",
+        "merged / seen": f"{merged:,} / {seen:,} token-fragments ({_percent(merged / seen if seen else None)})",
         "discarded": discarded or "nothing",
-        "pending": str(summary["tokens_pending"]),
+        "pending": f"{summary['tokens_pending']:,}",
         "participation": _percent(summary["participation"]),
         "goodput": _percent(summary["goodput"]),
-        "bytes up / down": f"{_bytes(summary['bytes_up'])} / {_bytes(summary['bytes_down'])}",
+        "received / sent": f"{_bytes(summary['bytes_up'])} / {_bytes(summary['bytes_down'])}",
         "joins / lapses": f"{summary['joins']} / {summary['lapses']}",
         **{f"stall of {name}": _number(stall_s, ".3f", " s") for name, stall_s in (summary["stall_s"] or {}).items()},
         **_evaluated(summary),
@@ -197,7 +223,8 @@ def _count(value: float | None) -> str:
 
 
 def _bytes(value: float) -> str:
-    return f"{_count(value)}B"
+    number = _count(value)
+    return f"{number[:-1]} {number[-1]}B" if number[-1].isalpha() else f"{number} B"
 
 
 def _percent(share: float | None) -> str:

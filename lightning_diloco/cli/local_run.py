@@ -63,7 +63,7 @@ class Plan:
     num_learners: int
     threads: int | None = None
     max_restarts: int = 3
-    open_s: float = 60.0
+    open_s: float = 180.0
     linger_s: float = 30.0
     grace_s: float | None = None
     via: Via | None = None

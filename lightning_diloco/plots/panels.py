@@ -14,6 +14,7 @@ LINE = "#0072B2"
 _LANE = 0.28
 _NUM_BINS = 60
 _LABEL_GAP = 11.0
+_FAR = 8.0  # a cap so many times above all traffic would press it flat
 # Points: beside a mark, of a character of its text, and what there is on the right of the axes.
 _MARK_GAP, _CHARACTER, _MARGIN = 12.0, 4.0, 36.0
 
@@ -87,7 +88,7 @@ def loss(axes: Any, story: Story, *, over: str, names: bool = True) -> None:
     if names:
         _label_ends(axes, ends)
     axes.set(xlabel={"tokens": "tokens of the fleet", "seconds": "seconds", "bytes": "bytes up and down"}[over])
-    axes.xaxis.set_major_formatter(quantity)
+    axes.xaxis.set_major_formatter(lambda value, _: quantity(value) + ("B" if over == "bytes" and value else ""))
     axes.set_xlim(left=0)
 
 
@@ -151,6 +152,7 @@ def versions(axes: Any, story: Story) -> None:
                       va="top", color=FAINT)  # fmt: skip
     axes.set(xlim=(0, story.end_s * 1.01), xlabel="seconds", ylabel="version")
     axes.set_ylim(bottom=0)
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_title("Versions of the fragments")
 
 
@@ -163,15 +165,27 @@ def bandwidth(axes: Any, story: Story, *, cap_bps: float | None = None) -> None:
             axes.step(*_columns(rates), where="mid", color=color)
             ends.append((*rates[-1], name, color))
     if cap_bps is not None:
-        axes.set_ylim(top=1.2 * max(cap_bps, axes.get_ylim()[1]))
-        axes.axhline(cap_bps, color=INK, lw=1.0, ls=(0, (4, 3)))
-        axes.annotate(f"cap {quantity(cap_bps)}bit/s", (0.01, cap_bps), xycoords=("axes fraction", "data"),
-                      xytext=(0, 3), textcoords="offset points", color=INK)  # fmt: skip
+        both = [*_rates(story.bytes_up), *_rates(story.bytes_down)]
+        _cap(axes, cap_bps, max((rate for _, rate in both), default=0.0))
     axes.set(xlim=(0, story.end_s * 1.01), xlabel="seconds", ylabel="bit/s")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(quantity)
     _label_ends(axes, ends)
     axes.set_title("Traffic at the syncer, each way")
+
+
+def _cap(axes: Any, cap_bps: float, most_bps: float) -> None:
+    """A line, or words where a line would leave no room for what is below it."""
+    said = f"cap {quantity(cap_bps)}bit/s"
+    if cap_bps > _FAR * most_bps:
+        axes.set_ylim(top=1.3 * most_bps if most_bps else 1.0)
+        axes.annotate(f"{said}, far above: at most {100 * most_bps / cap_bps:.2g} % of it is used", (0.01, 0.97),
+                      xycoords="axes fraction", va="top", color=FAINT)  # fmt: skip
+        return
+    axes.set_ylim(top=1.2 * max(cap_bps, axes.get_ylim()[1]))
+    axes.axhline(cap_bps, color=INK, lw=1.0, ls=(0, (4, 3)))
+    axes.annotate(said, (0.01, cap_bps), xycoords=("axes fraction", "data"),
+                  xytext=(0, 3), textcoords="offset points", color=INK)  # fmt: skip
 
 
 def _rates(points: Points) -> Points:

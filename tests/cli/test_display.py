@@ -66,9 +66,9 @@ def test_the_table_shows_each_learner() -> None:
 
 def test_the_table_shows_the_run() -> None:
     text = drawn(status_view(status()))
-    for part in ("run gpt", "round 4..5 in 3 fragments", "13 commits", "quorum 1", "participation 97.5 %"):
+    for part in ("run gpt", "training: 13 commits, versions 4..5 of 3 fragments, quorum 1", "2.5 MB received"):
         assert part in text
-    assert "goodput -, 61.44k tokens, up 2.5MB, down 900B" in text.replace("\n", " ")
+    assert "61.44k tokens, participation 97.5 %, goodput -" in text
 
 
 def test_a_run_that_has_not_begun_says_what_it_waits_for() -> None:
@@ -79,13 +79,13 @@ def test_a_run_that_has_not_begun_says_what_it_waits_for() -> None:
 
 def test_the_reason_of_a_suspended_run_is_shown() -> None:
     assert status_lines(status(state="suspended", reason="the disk is full"), 1.0)[0].endswith(
-        "suspended (the disk is full): round 4..5 in 3 fragments, 13 commits, quorum 1, participation 97.5 %, "
-        "goodput -, 61.44k tokens, up 2.5MB, down 900B"
+        "suspended (the disk is full): 13 commits, versions 4..5 of 3 fragments, quorum 1, 61.44k tokens, "
+        "participation 97.5 %, goodput -, 2.5 MB received, 900 B sent"
     )
 
 
 def test_a_wait_says_for_whom_since_when_until_when_and_what_then() -> None:
-    line = "fragment 3, round 17: waiting for l1 since 1.2 s, for at most 0.4 s more; then: merge l0"
+    line = "fragment 3, round 17: waiting for l1 for 1.2 s, at most 0.4 s more; then: merge l0"
     assert list(wait_lines(status())) == [line]
 
 
@@ -160,12 +160,12 @@ SUMMARY = {
 
 def test_the_summary_shows_every_figure_and_where_the_files_are() -> None:
     text = drawn(summary_view(SUMMARY, Path("/runs/gpt")))
-    assert {cells(text, name)[1] for name in ("status", "wall time", "merged", "discarded", "bytes up")} == {
+    assert {cells(text, name)[1] for name in ("status", "wall time", "merged", "discarded", "received")} == {
         "finished",
         "93.2 s",
-        "23760000 / 24000000 token-fragments (99.0 %)",
+        "23,760,000 / 24,000,000 token-fragments (99.0 %)",
         "lapsed 240k",
-        "12MB / 11MB",
+        "12 MB / 11 MB",
     }
     assert cells(text, "stall of l0")[1] == "0.123 s"
     assert cells(text, "stall of l1")[1] == "-"

@@ -1,12 +1,16 @@
-"""Texts of the timeline can be read: none lies on another, or outside the picture."""
+"""Panels can be read: no text lies on another, no curve is pressed flat, and what is counted has whole numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lightning_diloco.plots.story import Lane
+from lightning_diloco.plots.story import Lane, read
+from tests.plots.conftest import LINES, commit
 
 END_S = 1000.0
 
@@ -42,3 +46,34 @@ def test_texts_of_marks_do_not_overlap(marks: list[tuple[float, str]], texts: li
     assert [text.get_text() for text in axes.texts] == texts
     assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
+
+
+@pytest.fixture
+def axes() -> Any:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(8, 3), layout="constrained").subplots()
+
+
+@pytest.mark.parametrize(("factor", "is_drawn"), [(2.0, True), (1000.0, False)])
+def test_a_cap_leaves_room_for_the_traffic_below_it(
+    make_run: Callable[..., Path], axes: Any, factor: float, is_drawn: bool
+) -> None:
+    from lightning_diloco.plots import panels
+
+    story = read(make_run())
+    most_bps = max(rate for _, rate in panels._rates(story.bytes_down))
+    panels.bandwidth(axes, story, cap_bps=factor * most_bps)
+    assert axes.get_ylim()[1] < 4 * most_bps
+    assert any(line.get_linestyle() == "--" for line in axes.lines) is is_drawn
+    (said,) = (text.get_text() for text in axes.texts if "cap" in text.get_text())
+    assert said.endswith("at most 0.1 % of it is used") is not is_drawn
+
+
+def test_versions_are_counted_in_whole_numbers(make_run: Callable[..., Path], axes: Any) -> None:
+    from lightning_diloco.plots import panels
+
+    panels.versions(axes, read(make_run([*LINES, *(commit(10 + k / 8, 0, 2 + k, "l1") for k in range(17))])))
+    assert axes.get_ylim()[1] > 17
+    assert all(tick == int(tick) for tick in axes.get_yticks())
