@@ -23,6 +23,12 @@ function count(value) {
   return `${Number((value / size).toPrecision(3))}${unit}`;
 }
 
+// 8.69 MB, 900 B
+function quantity(value, unit) {
+  const [, digits, prefix] = count(value).match(/^(.*?)([kMG]?)$/);
+  return `${digits} ${prefix}${unit}`;
+}
+
 const percent = (share) => (known(share) ? `${(100 * share).toFixed(1)} %` : "–");
 const number = (value, digits) => (known(value) ? value.toFixed(digits) : "–");
 
@@ -126,7 +132,10 @@ function health(state, age) {
   if (summary) {
     const tone = summary.status === "finished" ? "info" : "warn";
     const loss = known(summary.eval_loss) ? ` The final anchor's loss is ${summary.eval_loss.toFixed(4)}.` : "";
-    return [tone, summary.status, `The run is over after ${duration(summary.wall_s)}.${loss}`];
+    const end = summary.status === "interrupted"
+      ? `The run was interrupted after ${duration(summary.wall_s)}; the same command with the same --run-dir goes on.`
+      : `The run is over after ${duration(summary.wall_s)}.`;
+    return [tone, summary.status, `${end}${loss}`];
   }
   if (problem) {
     const since = known(age) ? ` for ${duration(age)}` : "";
@@ -141,7 +150,9 @@ function figures(told) {
   const learners = told.learners || [];
   const all = new Set(learners.map((one) => one.id)).size;
   const there = learners.filter((one) => !["left", "lapsed"].includes(one.phase)).length;
-  const rate = learners.filter((one) => one.phase === "stepping").reduce((sum, one) => sum + one.tokens_per_s, 0);
+  const rate = known(told.wall_s)
+    ? told.fleet_tokens / told.wall_s // of all of it
+    : learners.filter((one) => one.phase === "stepping").reduce((sum, one) => sum + one.tokens_per_s, 0);
   const rounds = told.num_commits ?? told.rounds;
   const shown = {
     learners: known(told.wall_s) ? all : `${there} of ${all}`, // wall_s: it is over
@@ -150,19 +161,20 @@ function figures(told) {
     rounds: Array.isArray(rounds) ? "–" : count(rounds),
     participation: percent(told.participation),
     goodput: percent(told.goodput),
-    received: `${count(told.bytes_up)}B`,
-    sent: `${count(told.bytes_down)}B`,
+    received: quantity(told.bytes_up, "B"),
+    sent: quantity(told.bytes_down, "B"),
   };
   $("figures").replaceChildren(...Object.entries(shown).map(([name, value]) =>
     element("div", { className: "figure" }, element("b", {}, value), element("span", {}, name))));
 }
 
 function learners(told) {
+  const ago = (seconds) => `${duration(seconds)} ${known(told.wall_s) ? "before the end" : "ago"}`;
   const made = (told.learners || []).slice().sort((a, b) => (a.id < b.id ? -1 : 1)).map((one) => {
     const rows = {
       step: count(one.step), loss: number(one.metrics.loss, 3), "tokens/s": count(one.tokens_per_s),
       staleness: one.staleness_versions, stall: duration(one.metrics["diloco/stall_s"]),
-      merged: known(one.last_contribution_s_ago) ? `${duration(one.last_contribution_s_ago)} ago` : "–",
+      merged: known(one.last_contribution_s_ago) ? ago(one.last_contribution_s_ago) : "–",
     };
     const facts = Object.entries(rows).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, String(value))]);
     const name = element("span", {}, element("i", { css: { background: colorOf(one.id) } }), one.id);
@@ -225,7 +237,7 @@ function draw(state) {
   const goodput = state.rows.filter((row) => known(row.goodput)).map((row) => scaled([row.t - start, row.goodput]));
   chart($("goodput"), [{ color: COLORS[2], points: goodput }], { x: time, y: (y) => `${Math.round(100 * y)} %`, low: 0, high: Math.max(1, ...goodput.map((point) => point[1])) });
   const bandwidth = [["up", "bytes_up", COLORS[0]], ["down", "bytes_down", COLORS[4]]].map(([name, key, color]) =>
-    ({ name, color, points: rates(state.rows, key).map(scaled), last: (rate) => `${count(8 * rate)}bit/s` }));
+    ({ name, color, points: rates(state.rows, key).map(scaled), last: (rate) => (live ? quantity(8 * rate, "bit/s") : "") }));
   chart($("bandwidth"), bandwidth, { x: time, y: (y) => count(8 * y), low: 0 });
   legend($("bandwidth-legend"), bandwidth);
   events(state.events);

@@ -101,6 +101,16 @@ def test_the_end_is_shown_with_the_loss_of_the_final_anchor(rendered: Callable[.
     assert "finished The run is over after 2 min 5 s. The final anchor's loss is 3.2100." in text_of(html)
 
 
+def test_an_interrupted_run_is_told_how_it_goes_on(rendered: Callable[..., str]) -> None:
+    summary = {**status(100), "status": "interrupted", "wall_s": 100.0, "fleet_tokens": 2.5e6, "eval_loss": None}
+    figures = {"bytes_up": 8_690_000, "bytes_down": 900, "rounds": 12}
+    html = rendered(Answering(lambda watch: watch.saw(status(10)), lambda watch: watch.ended({**summary, **figures})))
+    text = text_of(html)
+    assert "was interrupted after 1 min 40 s; the same command with the same --run-dir goes on." in text
+    for part in ("8.69 MB received", "900 B sent", "25k tokens/s", "before the end"):
+        assert part in text
+
+
 def test_a_page_whose_server_is_gone_says_so(rendered: Callable[..., str]) -> None:
     def gone(watch: Watch) -> None:
         raise ConnectionError
