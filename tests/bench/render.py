@@ -43,6 +43,11 @@ def _survivors(found: Results) -> str:
     return f"{about}\n\n{_rows(found)}"
 
 
+def _busy_survivors(found: Results) -> str:
+    about = "What a learner of the recipe, busy in each step, notices when the other one is killed."
+    return f"{about}\n\n{_rows(found)}"
+
+
 TINY, PROJECT = RECIPE.parent / "README.md", HERE.parents[1] / "README.md"
 TABLES = {
     "quality": Table(RECIPE.parent / "results" / "quality.json", TINY, _losses),
@@ -54,6 +59,7 @@ TABLES = {
     "chaos": Table(RECIPE.parent / "results" / "chaos.json", TINY, _rows),
     "recoveries": Table(HERE / "results" / "recoveries.json", TINY, _checks),
     "survivors": Table(HERE / "results" / "survivors.json", TINY, _survivors),
+    "busy_survivors": Table(HERE / "results" / "busy_survivors.json", TINY, _busy_survivors),
     "soak": Table(HERE / "results" / "soak.json", TINY, _rows),
 }
 

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from tests.bench import chaos, exchange, forecast, participation, quality, ranks_step, report, soak, survivors
+from tests.bench import (
+    busy_survivors,
+    chaos,
+    exchange,
+    forecast,
+    participation,
+    quality,
+    ranks_step,
+    report,
+    soak,
+    survivors,
+    timed_recipe,
+)
 from tests.bench.processes import Measured
 from tests.bench.tiny import RECIPE, Tiny
 
@@ -114,6 +131,59 @@ def test_a_step_that_a_fault_made_longer_is_seen(longest_ms: float, holds: bool)
     rows = [{**calm, "longest [ms]": 70.0}, {**faulty, "longest [ms]": longest_ms}, {**calm, "longest [ms]": 60.0}]
     assert [*survivors.checks_of(rows, {**faulty, "longest [ms]": 2000.0}).values()] == [holds, True, True]
     assert [*survivors.checks_of(rows, rows[1]).values()] == [holds, True, not holds]
+
+
+def seen(*, step_s: float = 0.05, hook_s: float = 0.003, is_back: bool = True) -> busy_survivors.Seen:
+    """A survivor whose steps and hooks were different after the kill."""
+    steps = [0.048, 0.052] * 200
+    return busy_survivors.Seen(
+        before_s=steps,
+        after_s=[step_s / 0.05 * s for s in steps],
+        hooks_before_s=[0.002, 0.004] * 200,
+        hooks_after_s=[hook_s] * 400,
+        num_merged_after=8,
+        was_back=is_back,
+        ledger_exact=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("survivor", "failed"),
+    [
+        ({}, []),
+        ({"step_s": 0.04}, []),  # what the other no longer takes
+        ({"hook_s": 0.053}, []),
+        ({"hook_s": 0.055}, ["is started again: the longest hook"]),
+        ({"step_s": 0.053}, ["is started again: steps"]),
+        ({"is_back": False}, ["who was started again"]),
+    ],
+    ids=["as before", "faster", "within", "hooks", "steps", "never back"],
+)
+def test_a_busy_survivor_that_notices_is_seen(survivor: dict[str, Any], failed: list[str]) -> None:
+    runs = [
+        (busy_survivors.DEAD, seen(is_back=False), seen(is_back=False)),
+        (busy_survivors.AGAIN, seen(**survivor), seen()),
+    ]
+    checks = busy_survivors.checks_of(runs, control=seen(step_s=0.1, hook_s=5.0))
+    found = [sentence for sentence, holds in checks.items() if not holds]
+    assert len(found) == len(failed)
+    assert all(sentence.startswith(start) for sentence, start in zip(found, failed, strict=True))
+    blind = busy_survivors.checks_of(runs, control=seen())
+    assert sum(not holds for holds in blind.values()) == len(failed) + 2, "a control that shows nothing is seen, too"
+
+
+@pytest.mark.slow
+def test_hooks_of_a_recipe_s_learner_are_timed_from_outside(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "tests.bench.timed_recipe", str(RECIPE), "--trainer.max_steps=4"]
+    argv += ["--trainer.limit_val_batches=0", "--data.max_bytes=200000", f"--data.cache_dir={tmp_path}"]
+    told = {"DILOCO_RUN_DIR": str(tmp_path), "DILOCO_LEARNER": "l0", "OMP_NUM_THREADS": "1"}
+    began_s = time.time()
+    ended = subprocess.run(argv, env={**os.environ, **told}, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    (path,) = (tmp_path / "learners" / "l0").glob(timed_recipe.PATTERN)
+    pairs = busy_survivors._pairs(path)
+    assert len(pairs) == 4
+    assert all(began_s < t < time.time() and 0.0 < hook_s < 10.0 for t, hook_s in pairs)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,290 @@
+"""What a learner that keeps its core busy notices when another one is killed: nothing, next to two plain Trainers.
+
+python -m tests.bench.busy_survivors --out tests/bench/results/busy_survivors.json
+
+1. Two learners of the tiny recipe, each with a core's worth of work. The second one is killed (SIGKILL), and stays dead
+   or is started again. The first one's steps are timed before and after by the step clock, what our hooks take of
+   each of them from outside (`timed_recipe.py`).
+2. No hook may be longer than the longest without a fault, by more than TOLERANCE_S. Hooks of a step count together.
+3. A core that gets free, and a process that imports torch, change the other's steps by themselves. So the same recipe
+   runs without the strategy, two processes that do not know each other, one of which is killed likewise. The steps of
+   the survivor may get longer by no more than they do there; what the machine's noise can be is taken from how much
+   means of ten blocks of steps differ.
+4. The control is a link that waits while a peer is gone: both checks must fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lightning_diloco.cli import chaos_story, step_clock
+from lightning_diloco.cli import run as cli_run
+from lightning_diloco.cli.display import Screen
+from lightning_diloco.cli.feed import Status
+from lightning_diloco.cli.fleet import Command, Fleet
+from lightning_diloco.cli.interruption import Interruption
+from lightning_diloco.cli.local_run import Plan, execute
+from tests.bench import report, timed_recipe
+from tests.bench.tiny import RECIPE
+
+ROOT = Path(__file__).parents[2]
+SURVIVOR, VICTIM = "l0", "l1"
+DEAD, AGAIN = "stays dead", "is started again"
+WARM_UP_S = 3.0
+START_S = 120.0
+LOOK_S = 0.1
+LINGER_S = 2.0  # for a learner that is dead, the syncer would wait longer
+NUM_BLOCKS = 10
+T_95 = 2.101  # Student's t of 2 * (NUM_BLOCKS - 1) degrees of freedom, two-sided
+TOLERANCE_S = 0.05
+OVERRIDES = (
+    "--trainer.max_steps=1000000",
+    "--trainer.limit_val_batches=0",
+    "--trainer.callbacks+=lightning_diloco.cli.step_clock.StepClock",
+    "--trainer.callbacks+=tests.bench.idle_learner.EndWith",  # its path follows
+)
+
+
+class Killer:
+    """Kills one of two learners when both have stepped for a while, and ends the run a while later.
+
+    Args:
+        folder: of both learners' folders.
+        seconds: to each of the two.
+        end: file whose appearance ends the learners.
+    """
+
+    def __init__(self, folder: Path, seconds: float, end: Path) -> None:
+        self._folder, self._seconds, self._end = folder, seconds, end
+        self.began_s = self.killed_s = self.ended_s = 0.0
+        self._until_s = time.time() + START_S
+
+    def __call__(self, fleet: Fleet, status: Status | None) -> None:
+        now_s = time.time()
+        if not self.began_s:
+            if all(_steps(self._folder / name) for name in (SURVIVOR, VICTIM)):
+                self.began_s = now_s + WARM_UP_S
+            elif now_s > self._until_s:
+                raise TimeoutError(f"two learners have not stepped after {START_S:.0f} s")
+        elif not self.killed_s and now_s >= self.began_s + self._seconds:
+            self.killed_s = time.time()
+            os.killpg(fleet.pid(VICTIM), signal.SIGKILL)
+        elif self.killed_s and not self.ended_s and now_s >= self.killed_s + self._seconds:
+            self.ended_s = now_s
+            self._end.touch()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What was seen of the survivor.
+
+    Args:
+        before_s, after_s: its steps before and after the kill.
+        hooks_before_s, hooks_after_s: time inside our hooks, step by step; empty without the strategy.
+        num_merged_after: its contributions merged after the kill.
+        was_back: whether the victim stepped again.
+        ledger_exact: what the run's summary says; None without the strategy.
+    """
+
+    before_s: Sequence[float]
+    after_s: Sequence[float]
+    hooks_before_s: Sequence[float]
+    hooks_after_s: Sequence[float]
+    num_merged_after: int
+    was_back: bool
+    ledger_exact: bool | None
+
+
+def run(seconds: float, *, strategy: bool, restarts: bool, waits: bool = False) -> Seen:
+    """One run.
+
+    Args:
+        seconds: before the kill, and after it.
+        strategy: ours, or a plain Trainer.
+        restarts: the victim is started again.
+        waits: the control.
+    """
+    with tempfile.TemporaryDirectory(prefix="diloco-survivors-") as name, contextlib.ExitStack() as stack:
+        run_dir, end = Path(name), Path(name) / "end"
+        killer = Killer(run_dir / "learners", seconds, end)
+        waiting = ["--waits", str(end)] if waits else []
+        module = (sys.executable, "-m", "tests.bench.timed_recipe", *waiting, "--local", "2")
+        options = [*OVERRIDES, f"--trainer.callbacks.path={end}", *([] if strategy else ["--trainer.strategy=auto"])]
+        plan = Plan(
+            run_dir=run_dir,
+            syncer_argv=cli_run.syncer_argv(run_dir, 2),
+            learner_argv=(*module, str(RECIPE), *options),
+            num_learners=2,
+            threads=1,
+            max_restarts=int(restarts),
+            linger_s=LINGER_S,
+        )
+        screen = stack.enter_context(Screen(Console(), live=False, period_s=30.0))
+        if strategy:
+            execute(plan, screen, stack.enter_context(Interruption()), meddle=killer)
+        else:
+            _execute_alone(plan, screen, killer)
+        return _seen(run_dir, killer)
+
+
+def _execute_alone(plan: Plan, screen: Screen, killer: Killer) -> None:
+    """The learners of a plan without a syncer."""
+    with Fleet(max_restarts=plan.max_restarts, say=screen.say) as fleet:
+        for name in plan.learners:
+            folder = plan.run_dir / "learners" / name
+            env = {"DILOCO_RUN_DIR": str(plan.run_dir), "DILOCO_LEARNER": name, "OMP_NUM_THREADS": str(plan.threads)}
+            fleet.start(Command(name=name, argv=plan.learner_argv, log_path=folder / "log.txt", env=env))
+        while fleet.outcome(SURVIVOR) == "running":
+            killer(fleet, None)
+            time.sleep(LOOK_S)
+            fleet.watch()
+
+
+def _seen(run_dir: Path, killer: Killer) -> Seen:
+    folder = run_dir / "learners"
+    if not killer.ended_s:
+        raise RuntimeError(f"the survivor failed:\n{(folder / SURVIVOR / 'log.txt').read_text()[-4000:]}")
+    (steps,) = _steps(folder / SURVIVOR)
+    gaps = [(stop, stop - start) for start, stop in pairwise(steps)]
+    hooks = [pair for path in (folder / SURVIVOR).glob(timed_recipe.PATTERN) for pair in _pairs(path)]
+    story = chaos_story.read(run_dir)
+
+    def within(pairs: Sequence[tuple[float, float]], since_s: float, until_s: float) -> list[float]:
+        return [value for t, value in pairs if since_s < t <= until_s]
+
+    before, after = (killer.began_s, killer.killed_s), (killer.killed_s, killer.ended_s)
+    return Seen(
+        before_s=within(gaps, *before),
+        after_s=within(gaps, *after),
+        hooks_before_s=within(hooks, *before),
+        hooks_after_s=within(hooks, *after),
+        num_merged_after=sum(t > killer.killed_s and SURVIVOR in names for t, names in story.commits),
+        was_back=len(_steps(folder / VICTIM)) > 1,
+        ledger_exact=None if story.summary is None else story.summary["ledger_exact"],
+    )
+
+
+def _steps(folder: Path) -> list[Sequence[float]]:
+    """The steps of each process of a learner that made one."""
+    return [steps for path in folder.glob(step_clock.PATTERN) if (steps := step_clock.read_steps(path))]
+
+
+def _pairs(path: Path) -> list[tuple[float, float]]:
+    values = step_clock.read_steps(path)
+    return list(zip(values[::2], values[1::2], strict=False))
+
+
+def row_of(name: str, seen: Seen) -> dict[str, Any]:
+    """One run in figures."""
+
+    def longest_ms(values: Sequence[float]) -> float | None:
+        return 1e3 * max(values) if values else None
+
+    def share(hooks: Sequence[float], steps: Sequence[float]) -> str | None:
+        return f"{sum(hooks) / sum(steps):.2%}" if hooks else None
+
+    return {
+        "run": name,
+        "steps": f"{len(seen.before_s)} -> {len(seen.after_s)}",
+        "in hooks": share(seen.hooks_before_s, seen.before_s),
+        "in hooks, after": share(seen.hooks_after_s, seen.after_s),
+        "longest hook [ms]": longest_ms(seen.hooks_before_s),
+        "longest hook, after [ms]": longest_ms(seen.hooks_after_s),
+        "step [ms]": 1e3 * statistics.mean(seen.before_s),
+        "step, after [ms]": 1e3 * statistics.mean(seen.after_s),
+        "change": f"{math.expm1(change_of(seen)[0]):+.1%}",
+        "merged after": seen.num_merged_after if seen.hooks_before_s else None,
+    }
+
+
+def change_of(seen: Seen) -> tuple[float, float]:
+    """By how much the mean step got longer, as a natural logarithm, and the standard error of that."""
+    (before_s, before), (after_s, after) = _mean(seen.before_s), _mean(seen.after_s)
+    return math.log(after_s / before_s), math.hypot(before, after)
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and its standard error by the means of blocks, relative to it."""
+    bounds = [round(k * len(values) / NUM_BLOCKS) for k in range(NUM_BLOCKS + 1)]
+    blocks = [statistics.mean(values[start:stop]) for start, stop in pairwise(bounds)]
+    mean_s = statistics.mean(values)
+    return mean_s, statistics.stdev(blocks) / math.sqrt(NUM_BLOCKS) / mean_s
+
+
+def checks_of(runs: Sequence[tuple[str, Seen, Seen]], control: Seen) -> dict[str, bool]:
+    """What has to hold.
+
+    Args:
+        runs: how each went on, what was seen with the strategy, and without.
+        control: the last of them with learners that wait, and with the strategy.
+    """
+    calm_s = max(time_s for _, seen, _ in runs for time_s in seen.hooks_before_s)
+    checks = {}
+    for how, seen, plain in runs:
+        for said, found in [("", seen), *([("control, ", control)] if plain is runs[-1][2] else [])]:
+            holds = found is seen
+            longer_s, excess, noise = max(found.hooks_after_s) - calm_s, *excess_of(found, plain)
+            at_most = "at most" if holds else "not at most"
+            checks[f"{said}{how}: the longest hook is {1e3 * longer_s:+.0f} ms longer, {at_most} +50 ms"] = (
+                longer_s <= TOLERANCE_S
+            ) is holds
+            checks[f"{said}{how}: steps are {excess:+.1%} longer than without it, {at_most} {noise:+.1%} (noise)"] = (
+                excess <= noise
+            ) is holds
+        checks[f"{how}: {seen.num_merged_after} contributions of the survivor were merged after the kill"] = (
+            seen.num_merged_after > 0 and bool(seen.ledger_exact)
+        )
+    checks["who was started again stepped again"] = all(
+        found.was_back is (how == AGAIN) for how, *both in runs for found in both
+    )
+    return checks
+
+
+def excess_of(seen: Seen, plain: Seen) -> tuple[float, float]:
+    """How much longer the kill made steps than it makes them without the strategy, and what that may be by chance."""
+    (change, error), (plain_change, plain_error) = change_of(seen), change_of(plain)
+    return math.expm1(change - plain_change), math.expm1(T_95 * math.hypot(error, plain_error))
+
+
+def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+    """Run, print, store; 1 if the survivor noticed, or that of the control did not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="before and after the kill, of each of five runs")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    os.environ["PYTHONPATH"] = str(ROOT)  # for the learners
+    runs = [
+        (how, *(run(args.seconds, strategy=strategy, restarts=how == AGAIN) for strategy in (True, False)))
+        for how in (DEAD, AGAIN)
+    ]
+    control = run(args.seconds, strategy=True, restarts=True, waits=True)
+    rows = [
+        row_of(name, seen)
+        for how, *both in runs
+        for name, seen in zip((f"the other {how}", f"plain, the other {how}"), both, strict=True)
+    ]
+    rows.append(row_of(f"control, the other {AGAIN}", control))
+    checks = checks_of(runs, control)
+    say(report.table(rows))
+    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": checks})
+    return int(not all(checks.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

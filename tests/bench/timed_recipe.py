@@ -1,0 +1,104 @@
+"""A learner of a recipe, as `diloco run` starts one, whose hooks are timed from outside.
+
+python -m tests.bench.timed_recipe [--waits FILE] ARGUMENTS     arguments are those of lightning_diloco.cli.fit
+
+1. All that a training step calls of ours is wrapped (CALLS). For each inner step, `hooks-<pid>.f64` gets two float64:
+   unix seconds at its end, and what all calls took since the step before. One write of 16 bytes, which SIGKILL spares.
+2. The learner is otherwise that of the recipe. Under another strategy nothing of ours is called, and no file appears.
+3. `--waits` is the control: no step ends while fewer learners take part than before, unless FILE exists.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.cli import fit
+from lightning_diloco.runtime import link
+from lightning_diloco.runtime.leased import LeaseDesk
+from lightning_diloco.strategy.healing import Healing
+from lightning_diloco.strategy.hooks import DiLoCoHooks
+
+PATTERN = "hooks-*.f64"
+CALLS: tuple[tuple[type, str], ...] = (
+    (DiLoCoHooks, "_note_leased"),
+    (LeaseDesk, "take"),
+    (Healing, "batch_begins"),
+    (link.Link, "settle"),
+    (DiLoCoHooks, "_end_inner_step"),
+)
+LOOK_S = 0.01
+
+
+class HookClock:
+    """Times CALLS; the last of them ends a step.
+
+    Args:
+        folder: where the file appears.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / PATTERN.replace("*", str(os.getpid()))
+        self._fd: int | None = None
+        self._taken_s = 0.0
+
+    def attach(self) -> None:
+        """Wrap them all."""
+        for owner, name in CALLS:
+            setattr(owner, name, self._timed(getattr(owner, name), ends_step=(owner, name) == CALLS[-1]))
+
+    def _timed(self, call: Callable[..., Any], *, ends_step: bool) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            entered_s = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._taken_s += time.perf_counter() - entered_s
+                if ends_step:
+                    self._write()
+
+        return timed
+
+    def _write(self) -> None:
+        if self._fd is None:
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(self._fd, array("d", [time.time(), self._taken_s]).tobytes())
+        self._taken_s = 0.0
+
+
+def wait_for_peers(unless: Path) -> None:
+    """Make links what they must not be: no step ends while fewer learners take part than ever before did.
+
+    Args:
+        unless: a file that ends all waiting.
+    """
+    step, most = link.Link.step, 1
+
+    def stepped(self: link.Link, *args: Any) -> None:
+        nonlocal most
+        step(self, *args)
+        while (here := self.standing().num_learners or 1) < most and not unless.exists():
+            time.sleep(LOOK_S)
+        most = max(most, here)
+
+    link.Link.step = stepped  # type: ignore[method-assign]
+
+
+def main() -> int:
+    """Fit."""
+    if sys.argv[1] == "--waits":
+        wait_for_peers(unless=Path(sys.argv[2]))
+        del sys.argv[1:3]
+    HookClock(Path(os.environ["DILOCO_RUN_DIR"]) / "learners" / os.environ["DILOCO_LEARNER"]).attach()
+    return fit.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
