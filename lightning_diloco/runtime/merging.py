@@ -3,15 +3,14 @@
 1. One thread does it, a round at a time, on payloads it was handed: whatever happens to them meanwhile, they stay.
 2. `merge` changes nothing. `commit` computes the next state, then makes the record durable; installing the state is
    left to the caller, so that anchors and machine change together.
-3. Norms are guarded: a contribution longer than NORM_GUARD times what is usual for the fragment is scaled down. Finite
+3. Norms are guarded: a contribution much longer than what is usual for the fragment is scaled down. Finite
    contributions whose sum is not lose the longest one, which is refused, and are merged again without it. Both are
    counted by learner.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,10 +23,6 @@ from lightning_diloco.runtime.anchors import Anchor, AnchorStore, bytes_of
 from lightning_diloco.runtime.durable import Durable
 from lightning_diloco.runtime.recorded import Recorded, Recorder
 from lightning_diloco.transport.base import Json
-
-NORM_GUARD = 10.0
-MIN_GUARD_SAMPLES = 8
-MAX_GUARD_SAMPLES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +81,13 @@ class Merger:
         self._recorder = recorder
         self._disk_failed = disk_failed
         self._gradients: dict[int, _Gradient] = {}
-        self._usual: dict[int, tuple[float, int]] = {}
+        self._usual = durable.past.usual
 
     def merge(self, store: AnchorStore, job: MergeJob) -> list[events.SyncerEvent]:
         """Compute a round's outer gradient; returns what the machine is to be told."""
         p, contributions = job.action.fragment, job.action.contributions
         weights = tuple(contribution_weight(c.ready.tokens, c.ready.steps) for c in contributions)
-        max_norm = self._max_norm(p)
+        max_norm = self._usual.limit(p)
         values_P, found = store.merge(p, job.payloads, weights, max_norm=max_norm)
         gradient = _Gradient(job, weights, max_norm, values_P, found)
         clipped = tuple(c.session for c, norm in zip(contributions, found.norms, strict=True) if norm > max_norm)
@@ -109,7 +104,8 @@ class Merger:
         try:
             anchor = store.next_state(p, gradient.values, steps=job.steps)
         except NonFiniteError as error:
-            return [_refuse_longest(gradient, str(error)), events.CommitFailed(p, job.round, str(error))]
+            # In this order: while a commit counts as being written, nothing of its members is judged.
+            return [events.CommitFailed(p, job.round, str(error)), _refuse_longest(gradient, str(error))]
         try:
             if self._recorder is not None:
                 self._recorder.keep(gradient.recorded(job.record))
@@ -119,18 +115,6 @@ class Merger:
             return [events.CommitFailed(p, job.round, str(error))]
         made = events.Committed(p, job.round, anchor.digest)
         return [Installable(made, anchor, gradient.sessions, gradient.report)]
-
-    def learn(self, p: int, norms: Sequence[float]) -> None:
-        """What was committed is usual."""
-        mean, num_samples = self._usual.get(p, (0.0, 0))
-        for norm in norms:
-            num_samples += 1
-            mean += (min(norm, NORM_GUARD * mean if mean else norm) - mean) / min(num_samples, MAX_GUARD_SAMPLES)
-        self._usual[p] = (mean, num_samples)
-
-    def _max_norm(self, p: int) -> float:
-        mean, num_samples = self._usual.get(p, (0.0, 0))
-        return NORM_GUARD * mean if num_samples >= MIN_GUARD_SAMPLES and mean > 0 else math.inf
 
 
 def _refuse_longest(gradient: _Gradient, problem: str) -> events.PayloadReceived:

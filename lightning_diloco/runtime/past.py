@@ -1,5 +1,5 @@
-"""What the tape says of the time before this syncer process: who joined and left when, how fast each one was, and how
-many bytes came and went.
+"""What the tape says of the time before this syncer process: who joined and left when, how fast each one was, how
+many bytes came and went, and how long contributions usually were.
 
 The log has what counts; this only describes. What the tape does not know stays unknown, and a figure that needs it is
 null; the bytes since the last note before a kill are not counted.
@@ -8,10 +8,11 @@ null; the bytes since the last note before a kill are not counted.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_diloco.protocol.roster import Member, Roster
 from lightning_diloco.runtime.progress import EVENT as PROGRESS
+from lightning_diloco.runtime.usual_norms import UsualNorms
 from lightning_diloco.transport.base import Json
 
 
@@ -22,11 +23,13 @@ class Past:
     Args:
         began_s: time of the first line of the tape, by the clock of this process; None: there was none.
         bytes_up, bytes_down: payload bytes.
+        usual: norms of what was committed; this process goes on with it.
     """
 
     began_s: float | None = None
     bytes_up: int = 0
     bytes_down: int = 0
+    usual: UsualNorms = field(default_factory=UsualNorms, compare=False)
 
 
 def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float) -> Past:
@@ -53,6 +56,8 @@ def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float
             joined.active_s, newest[joined.learner] = at_s, joined
         elif line["event"] == "leave" and (left := newest.get(line["learner"])):
             left.ended_s = at_s
+        elif line["event"] == "outer":
+            past.usual.learn(line["fragment"], line["norms"])
         elif line["event"] == PROGRESS:
             past.bytes_up, past.bytes_down = line["bytes_up"], line["bytes_down"]
             for learner in line["learners"]:

@@ -316,7 +316,7 @@ class SyncerService:
         p, record, found = made.event.fragment, self.state.applying(made.event.fragment), made.report
         self._desk.note_merged(record)
         self._store.install(p, made.anchor)
-        self._merger.learn(p, found.norms)
+        self._durable.past.usual.learn(p, found.norms)
         self._board.merged(made.sessions, found.cosines)
         lengths = {"merged_norm": found.merged_norm, "norms": found.norms, "cosines": found.cosines}
         self._durable.note("outer", fragment=p, version=record.version, **lengths)

@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lightning_diloco.config import PROTOCOL_VERSION
+from lightning_diloco.core.quantize import encode
 from lightning_diloco.errors import CorruptMessageError, DiLoCoError, TransportError
 from lightning_diloco.protocol import messages
 from lightning_diloco.runtime import outbox, service
+from lightning_diloco.runtime.anchors import bytes_of
 from lightning_diloco.runtime.syncer import SyncerOptions, SyncerService
 from lightning_diloco.transport.base import Bulk
 from lightning_diloco.transport.memory import MemoryTransport
@@ -36,7 +40,7 @@ from tests.fuzz.strategies import (
     near_valid,
     texts,
 )
-from tests.fuzz.target import Peer, Target, held_bytes
+from tests.fuzz.target import STEP_S, STEPS, TOKENS, Honest, Peer, Target, held_bytes, message_fields
 
 NUM_VALUES, NUM_SCALES = 64, 4
 CHECK_EVERY = 100
@@ -242,6 +246,29 @@ def test_start_values_of_a_run_that_has_them_are_not_kept(target: Target) -> Non
         target.wire.put(header, bytes(256))
     target.check()
     assert target.service._desk._seed == {}
+
+
+class Absurd(Honest):
+    """Its values are finite, and next to the largest float32."""
+
+    def payload(self, p: int) -> Tensor:
+        x = torch.full((self.plan.layout(p, self.config.block_size).padded_numel,), 3e38)
+        return encode(x, wire=self.config.wire, block_size=self.config.block_size, name="x")
+
+
+def test_values_that_would_overflow_the_anchor_are_refused_before_any_norm_is_usual(target: Target) -> None:
+    """The outer gradient is finite, the anchor after it would not be: found when the commit is about to be written."""
+    absurd = Absurd(target.transport.connect(), "absurd")
+    absurd.join()
+    intent, ready = messages.Intent(0, STEP_S), messages.Ready(0, 1, 0, 0, 0, TOKENS, STEPS)
+    absurd.say(intent)
+    absurd.hear(messages.Announce, intent, fragment=0)
+    absurd.say(ready)
+    header = {"session": absurd.session, "ready": message_fields(ready)}
+    absurd.connection.put(Bulk(header, bytes_of(absurd.payload(0))), deadline_s=5.0)
+    fate = absurd.hear(messages.FateIs, messages.AskFate(0, 1), fate="refused")
+    assert "not finite" in fate.reason or "NaN or Inf" in fate.reason
+    target.check()
 
 
 @pytest.mark.slow

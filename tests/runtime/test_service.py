@@ -13,7 +13,7 @@ import torch
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.errors import ConfigError, PlanMismatchError
-from lightning_diloco.protocol import actions, events, messages, rounds
+from lightning_diloco.protocol import SyncerState, actions, events, messages, rounds
 from lightning_diloco.runtime import durable, joining, link, service
 from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.durable import Durable
@@ -169,20 +169,33 @@ def test_gradient_that_overflows_the_momentum_is_not_committed(tmp_path: Path) -
     at = Arithmetic(tmp_path)
     at.store._anchors[0].momentum.fill_(3.3e38)
     assert at.merger.merge(at.store, at.job(3e38)) == [events.Merged(0, 1)]
-    refused, failed = at.merger.commit(at.store, at.apply())
-    assert isinstance(refused, events.PayloadReceived)
+    failed, refused = at.merger.commit(at.store, at.apply())
     assert isinstance(failed, events.CommitFailed)
+    assert isinstance(refused, events.PayloadReceived)
     assert (at.durable.log.last_lsn, at.disk_errors) == (0, [])
     at.durable.close()
 
 
 def test_contribution_far_above_the_usual_norm_is_scaled_down(tmp_path: Path) -> None:
     at = Arithmetic(tmp_path)
-    at.merger.learn(0, [1.0] * 8)
+    at.durable.past.usual.learn(0, [1.0] * 8)
     at.merger.merge(at.store, at.job(1000.0))
     (made,) = at.merger.commit(at.store, at.apply())
     assert isinstance(made, Installable)
     assert torch.linalg.vector_norm(made.anchor.momentum).item() == pytest.approx(10.0, rel=0.01)
+    at.durable.close()
+
+
+def test_the_usual_norm_outlives_the_syncer(tmp_path: Path) -> None:
+    before = Durable(tmp_path)
+    for version in range(8):
+        before.note("outer", fragment=0, version=version, merged_norm=1.0, norms=[1.0], cosines=[1.0])
+    before.close()
+
+    at = Arithmetic(tmp_path)
+    at.durable.restore(SyncerState(run="run"), 0.0)
+    at.merger = Merger(at.durable, None, at.disk_errors.append)
+    assert at.merger.merge(at.store, at.job(1000.0)) == [events.Merged(0, 1, ("s0",))]
     at.durable.close()
 
 
