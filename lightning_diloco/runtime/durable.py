@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,6 +66,7 @@ class Durable:
             CorruptLogError: what had been durable cannot be read back.
         """
         unix_s = time.time()  # the moment of now_s
+        in_log: list[Json] = []
         snapshot = self.snapshots.latest()
         store = None
         if snapshot is not None:
@@ -75,6 +76,7 @@ class Durable:
         for record in self.log.records(snapshot.lsn + 1 if snapshot else self.log.first_lsn):
             change = records.decode(record.header)
             state.apply(change)
+            in_log += _told_of(change, state)
             if isinstance(change, records.CommitRecord):
                 if store is None:
                     raise CorruptLogError(f"log record {record.lsn} is a commit, but no snapshot has the start values")
@@ -82,12 +84,24 @@ class Durable:
             elif isinstance(change, records.Regenerated) and store is not None:
                 store.regenerate(change.generation)
         self.tape.truncate_after(self.log.last_lsn)
-        self.past = recall(state.roster, read_tape(self.tape.path), now_s=now_s, unix_s=unix_s)
+        self.past = recall(state.roster, self._completed_tape(in_log), now_s=now_s, unix_s=unix_s)
         if state.manifest is None or store is None:
             return None  # a seed that was stored but never recorded is stored again
         state.set_digests(store.digests())
         state.resume(now_s)
         return store
+
+    def _completed_tape(self, in_log: Sequence[Json]) -> Iterator[Json]:
+        """The tape, read once, for it is long; who joined and left and is only in the log is told at its end, late."""
+        on_tape: list[Json] = []
+        for line in read_tape(self.tape.path):
+            if line["event"] in ("join", "leave"):
+                on_tape.append(line)
+            yield line
+        for told in in_log:
+            if not any(told.items() <= line.items() for line in on_tape):
+                self.note(**told, restored=True)
+                yield {**told, "t": time.time()}
 
     def write(self, record: Json, payload: Buffer = b"") -> None:
         """Append a record and make it durable, or raise `StorageError` and leave the log as it was."""
@@ -158,6 +172,18 @@ class Durable:
             self.log.close()
         finally:
             self.tape.close()
+
+
+def _told_of(change: records.LogRecord, state: SyncerState) -> list[Json]:
+    """What the tape has about this record, if it is one that figures of the whole run need; the state is after it."""
+    match change:
+        case records.Activated():
+            member = state.roster[change.session]
+            return [{"event": "join", "learner": member.learner, "incarnation": member.incarnation}]
+        case records.Departed():
+            learner = state.roster[change.session].learner
+            return [{"event": "leave", "learner": learner, "reason": change.reason, "tokens": change.progress.tokens}]
+    return []
 
 
 def seeded_store(manifest: Json, values: Sequence[Tensor]) -> AnchorStore:

@@ -2,7 +2,7 @@
 
 1. A line is `{"t": unix seconds, "event": name, "lsn": log sequence number or null, ...}`.
 2. The tape is not fsynced line by line: after a crash it may lack its end, or be ahead of a log that lost its own. It
-   is then cut to the log (`truncate_after`) and completed from it (records after `last_lsn`). Therefore it is synced
+   is then cut to the log (`truncate_after`), and who joined and left is completed from it. Therefore it is synced
    before the log drops records.
 3. A line without its end, left by a crash, is cut at opening.
 
@@ -85,6 +85,8 @@ class Tape:
             The bytes cut off.
         """
         with self._mutex:
+            if self.last_lsn <= lsn:
+                return 0  # without reading all of it once more
             before = self._file.end
             end = self._measure(up_to_lsn=lsn)
             if end < before:

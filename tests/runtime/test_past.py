@@ -66,6 +66,33 @@ def test_goodput_spans_a_restart_of_the_syncer(tmp_path: Path) -> None:
         assert 0.0 < fleet.stop()["goodput"] < 1.5
 
 
+def test_who_joined_and_left_is_known_after_a_power_cut_that_took_the_tape_s_end(tmp_path: Path) -> None:
+    tape = tmp_path / "tape" / "events.jsonl"
+    with Fleet(tmp_path) as fleet:
+        stays, leaves = fleet.learner("stays").go(), fleet.learner("leaves").go()
+        fleet.until_commits(6)
+        leaves.enough().done()
+        fleet.stop()
+        lines = tape.read_bytes().splitlines(keepends=True)
+        first_join = next(k for k, line in enumerate(lines) if b'"event":"join"' in line)
+        tape.write_bytes(b"".join(lines[:first_join]))
+        began_s = time.time()
+        fleet.restart()
+        told = [line for line in read_tape(tape) if line["event"] in ("join", "leave")]
+        assert [(line["event"], line["learner"], line["restored"]) for line in told] == [
+            ("join", told[0]["learner"], True),
+            ("join", told[1]["learner"], True),
+            ("leave", "leaves", True),
+        ]
+        assert {line["learner"] for line in told[:2]} == {"stays", "leaves"}
+        assert all(line["t"] >= began_s for line in told)
+        fleet.until_commits(6)
+        stays.enough().done()
+        assert fleet.stop()["goodput"] > 0.0
+        fleet.restart()
+        assert sum(line["event"] == "join" for line in read_tape(tape)) == 2, "what is there is not told again"
+
+
 def test_bytes_and_wall_time_span_a_restart_of_the_syncer(tmp_path: Path) -> None:
     def notes() -> list[Json]:
         lines = read_tape(tmp_path / "tape" / "events.jsonl")
