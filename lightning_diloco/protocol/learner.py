@@ -317,7 +317,7 @@ class LearnerState:
     def _encoded(self, event: on.Encoded) -> list[LearnerAction]:
         f = self.fragments[event.fragment]
         if f.outstanding is None or f.outstanding.ready.seq != event.seq:
-            return []
+            return [do.Forget(event.fragment, event.seq)]  # decided before there were bytes, which nobody wants now
         f.outstanding.is_encoded = True
         return f.outstanding.upload()
 

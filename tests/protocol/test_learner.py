@@ -100,6 +100,16 @@ def test_a_merge_changes_nothing_until_it_has_landed(learner: Learner) -> None:
     assert learner.state.progress.pending[0] == ((10, 20),)
 
 
+@pytest.mark.parametrize("fate", ["superseded", "refused"])
+def test_bytes_of_a_contribution_that_was_decided_while_it_was_encoded_are_forgotten(
+    learner: Learner, fate: msg.Fate
+) -> None:
+    learner.hear(msg.Announce(0, 1))
+    (snapshot,) = of_kind(learner.step(), do.Snapshot)
+    learner.hear(msg.FateIs(0, snapshot.ready.seq, fate))
+    assert learner.handle(on.Encoded(0, snapshot.ready.seq)) == [do.Forget(0, snapshot.ready.seq)]
+
+
 def test_the_merge_of_others_leaves_the_contribution_outstanding(learner: Learner) -> None:
     learner.snapshot()
     learner.handle(on.Uploaded(0, 1))
