@@ -8,7 +8,8 @@
 2. Its name holds the digest of its bytes and is given last, so what has the name is whole; a reader checks it anyhow.
 3. A store is a local folder or any URL that fsspec knows. A local file is durable before it has its name.
 4. A learner that sees a marker takes a checkpoint soon, and names the marker in it and in all later ones.
-5. The checkpoint of several ranks holds nothing itself but the digests of their parts. It is written when all of them
+5. What a killed process was writing is removed by the next one that writes in its place.
+6. The checkpoint of several ranks holds nothing itself but the digests of their parts. It is written when all of them
    are there, so what can be listed is complete; parts that none names are removed.
 
 Source: our choice.
@@ -17,6 +18,8 @@ Source: our choice.
 from __future__ import annotations
 
 import contextlib
+import glob
+import hashlib
 import os
 import re
 import tempfile
@@ -37,7 +40,7 @@ from lightning_diloco.runtime.tree import UnstorableError
 NUM_KEPT = 2
 _NAME = re.compile(r"(\d{14})-(\d{9})-([0-9a-f]{32})\.safetensors")
 _PART_NAME = re.compile(r"(\d+)-([0-9a-f]{32})\.safetensors")
-_PARTS, _WANTED = "parts", "wanted"
+_PARTS, _WANTED, _PARTIAL = "parts", "wanted", ".partial"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -111,7 +114,7 @@ class CheckpointStore:
 
     def write_part(self, rank: int, part: Checkpoint) -> str:
         """Keep what this rank holds, for a checkpoint that will name it; returns its digest. Raises as `write`."""
-        with self._telling("write a checkpoint to"), self._scratch(part.learner, _PARTS) as scratch:
+        with self._telling("write a checkpoint to"), self._scratch(part.learner, _PARTS, str(rank)) as scratch:
             digest = checkpoint_file.write(scratch, part)
             self._publish(scratch, self._part_path(part.learner, rank, digest))
         return digest
@@ -189,12 +192,24 @@ class CheckpointStore:
             return checkpoint_file.read(copy, digest, name=path)
 
     @contextlib.contextmanager
-    def _scratch(self, *below: str) -> Iterator[Path]:
-        """A local file to fill; for a local store beside its final place, so that it can be renamed."""
-        folder = Path(self._root, *below) if self.is_local else None
-        if folder is not None:
+    def _scratch(self, learner: str, *of_rank: str) -> Iterator[Path]:
+        """A local file to fill; for a local store beside its final place, so that it can be renamed.
+
+        Args:
+            learner: whose.
+            of_rank: (_PARTS, rank) of a part; other ranks write theirs in the same folder at the same time.
+        """
+        below = (learner, *of_rank[:1])
+        if self.is_local:
+            folder, prefix = Path(self._root, *below), "".join(f"{rank}-" for rank in of_rank[1:])
             make_directory(folder)
-        number, name = tempfile.mkstemp(".partial", dir=folder)
+        else:
+            place = hashlib.sha256("/".join((self.url, learner, *of_rank)).encode()).hexdigest()[:16]
+            folder, prefix = Path(tempfile.gettempdir()), f"diloco-{place}-"
+        for left_behind in folder.glob(f"{glob.escape(prefix)}*{_PARTIAL}"):
+            with contextlib.suppress(OSError):  # of another user, where all write to one folder
+                left_behind.unlink()
+        number, name = tempfile.mkstemp(_PARTIAL, prefix, folder)
         os.close(number)
         try:
             yield Path(name)

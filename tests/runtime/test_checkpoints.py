@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,21 @@ def test_what_a_crash_left_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "l0").mkdir()
     (tmp_path / "l0" / "tmpabc.partial").write_bytes(b"half")
     assert store.entries("l0") == []
+
+
+def test_what_a_killed_process_was_writing_is_removed_by_the_next_one(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where those for other file systems are made
+    killed = [store._scratch("l0"), store._scratch("l0", "parts", "1"), store._scratch("l1")]  # never left again
+    whole, part, of_another = (writing.__enter__() for writing in killed)
+
+    store.write_part(0, checkpoint())
+    store.write(checkpoint())
+    assert (whole.exists(), part.exists(), of_another.exists()) == (False, True, True)
+    store.write_part(1, checkpoint())
+    assert (part.exists(), of_another.exists()) == (False, True)
+    assert len(store.entries("l0")) == 1
 
 
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
