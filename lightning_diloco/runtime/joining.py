@@ -53,6 +53,7 @@ REACH_S = 60.0
 ANSWER_S = 900.0
 BULK_S = 600.0
 AGAIN_S = 1.0
+STORED_S, STORED_AGAIN_S = 3600.0, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +174,20 @@ class Joining:
             values = Bulk(header, bytes_of(device.local_values(p)))
             self._insist(partial(self._connection.put, values, deadline_s=BULK_S))
         seed_plan = messages.encode(messages.SeedPlan(grant.lease, self._offered))
+        offered_s, pause_s = time.monotonic(), STORED_AGAIN_S
         while True:
             self._insist(partial(self._connection.send, self._session, [seed_plan]))
             answer = self._ask(hello, messages.Welcome | messages.SeedGrant)
             # The same lease again: it is being stored, or the disk did not take it yet. A reset lost the values.
             if answer != grant or self._num_resets > num_resets:
                 return answer, device
+            if (waited_s := time.monotonic() - offered_s) >= STORED_S:
+                raise JoinError(
+                    f"the syncer at {self._address} has not stored the start values that it was given {waited_s:.0f} s "
+                    "ago; look at its log and at `diloco status`; its disk must take three times the run's state"
+                )
+            time.sleep(pause_s)  # less than a lease: who is silent for longer loses that of the seed
+            pause_s = min(2 * pause_s, AGAIN_S)
 
     def _adopt(
         self, welcome: messages.Welcome, plan: FragmentPlan, config: RunConfig, device: FragmentDevice[Any, Any]
