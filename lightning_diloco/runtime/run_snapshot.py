@@ -170,11 +170,11 @@ def _answers(
     deadline_s, answers = time.monotonic() + within_s, dict[str, Entry]()
     while missing := sorted(set(stepping()) - answers.keys()):
         answers |= {name: entry for name in missing if (entry := _answer(store, name, marker)) is not None}
-        if missing and time.monotonic() > deadline_s:
-            late = ", ".join(sorted(set(missing) - answers.keys()))
+        late = sorted(set(missing) - answers.keys())
+        if late and time.monotonic() > deadline_s:
             raise StorageError(
-                f"no checkpoint of {late} came within {within_s:.0f} s; every learner that trains must write to "
-                f"{store.url}; give it more time, or set checkpoint_every and checkpoint_store there"
+                f"no checkpoint of {', '.join(late)} came within {within_s:.0f} s; every learner that trains must "
+                f"write to {store.url}; give it more time, or set checkpoint_every and checkpoint_store there"
             )
         time.sleep(LOOK_S)
     others = {name: entries[0] for name in store.learners() if name not in answers and (entries := store.entries(name))}

@@ -90,6 +90,13 @@ def test_a_learner_that_does_not_answer_is_named_and_nothing_counts(
     learner.enough().done()
 
 
+def test_answers_that_come_with_the_end_of_the_time_count(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
+    fleet.learner("a").go()
+    fleet.until_commits(3)
+    found = take(fleet.run_dir, tmp_path / "kept", store, answering(store, "a"), within_s=0.0)
+    assert found.steps == {"a": 5}
+
+
 def test_one_that_does_not_train_is_kept_as_it_was_last(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
     fleet.learner("a").go().enough().done()
     store.write(Checkpoint(RUN, "gone", 1, "p", 3, {}))
