@@ -16,19 +16,32 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.strategy.schedules import FleetTokenLR
 
 NUM_SAMPLES, WIDTH = 384, 8
 HIDDEN = 34  # halves of it are odd, and so are the parts of the last layer
+RATE = 0.05
 PACE_S = 20.0
+
+
+def decayed(step: int) -> float:
+    """Of the learning rate, by steps."""
+    return 8 / (8 + step)
+
+
+def decayed_by_tokens(tokens: int) -> float:
+    """Likewise, by what the fleet has seen."""
+    return 1 / (1 + tokens)
 
 
 def is_wrapped(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -49,9 +62,13 @@ INNER = {
 
 
 class Regression(L.LightningModule):
-    """Two layers; every batch says which samples it holds."""
+    """Two layers; every batch says which samples it holds. Of each step it notes what it was made with."""
 
     momentum = 0.0
+    decays = False
+    fails = (-1, -1)  # batch and rank
+    stops = ("never", -1, (-1,))  # where, in or after which batch, and on which ranks
+    by_tokens = False
 
     def __init__(self, num_batch: int, shuffles: bool) -> None:
         super().__init__()
@@ -60,18 +77,67 @@ class Regression(L.LightningModule):
         self.frozen = nn.Parameter(torch.linspace(-1, 1, 7), requires_grad=False)
         self.num_batch, self.shuffles, self.seen = num_batch, shuffles, list[int]()
         self.val_losses = list[float]()
+        self.losses, self.norms, self.rates = list[float](), list[float](), list[float]()
+        self.computed_in = set[str]()
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         index, x, y = batch
+        if (batch_idx, self.trainer.global_rank) == self.fails:
+            raise ValueError("bad input on one rank")
         self.seen += index.tolist()
-        return nn.functional.mse_loss(self.layers(x), y)
+        found = self.layers(x)
+        self.computed_in.add(str(found.dtype))
+        loss = nn.functional.mse_loss(found, y)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._stop("batch", batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self._stop("epoch", self.current_epoch)
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self._stop("validation", self.trainer.fit_loop.epoch_loop.batch_idx)
+
+    def _stop(self, *at: Any) -> None:
+        where, number, ranks = self.stops
+        if at == (where, number) and self.trainer.global_rank in ranks:
+            self.trainer.should_stop = True
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.rates += [group["lr"] for group in optimizer.param_groups]
+
+    def configure_gradient_clipping(
+        self, optimizer: torch.optim.Optimizer, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """As Lightning does it; under FSDP it refuses, and users call FSDP's own."""
+        if gradient_clip_val is None:
+            return
+        if isinstance(self.trainer.strategy, FSDPStrategy):
+            norm = self.trainer.strategy.model.clip_grad_norm_(gradient_clip_val)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
         _, x, y = batch
-        self.val_losses.append(float(nn.functional.mse_loss(self.layers(x), y)))
+        loss = nn.functional.mse_loss(self.layers(x), y)
+        self.val_losses.append(float(loss))
+        self.log("val_loss", loss, sync_dist=False)  # each rank has its own
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=RATE, momentum=self.momentum)
+        if not (self.decays or self.by_tokens):
+            return optimizer
+        schedule = (
+            FleetTokenLR(optimizer, decayed_by_tokens, self.trainer)
+            if self.by_tokens
+            else torch.optim.lr_scheduler.LambdaLR(optimizer, decayed)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_model(self) -> None:
         if not isinstance(self.trainer.strategy, ModelParallelStrategy):
@@ -147,11 +213,22 @@ def main() -> None:
     parser.add_argument("--ckpt", type=Path, help="a checkpoint to go on from")
     parser.add_argument("--stop-file", type=Path, help="once it is there, training stops")
     parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
+    parser.add_argument("--clip", type=float, help="norm to which gradients are clipped")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--decays", action="store_true", help="the learning rate, by a schedule")
+    parser.add_argument("--by-tokens", action="store_true", help="the learning rate, of the fleet")
+    parser.add_argument("--stops", nargs="+", help="where, at which one of these, and the ranks that stop training")
+    parser.add_argument("--early", type=float, help="validation loss of a rank that is low enough")
+    parser.add_argument("--fails", nargs=2, type=int, default=(-1, -1), help="batch and rank that meet bad input")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s")
     print("rank", os.environ.get("LOCAL_RANK", "0"), "is process", os.getpid(), flush=True)
     options = {"sync_every": 4, "num_fragments": 2, "overlap": 1, **json.loads(given.options)}
     strategy = DecoupledDiLoCoStrategy(INNER[given.inner](), **options)
+    pause_s, checkpoint = None if given.paced else given.pause_s, given.out.with_suffix(".ckpt")
+    pace = Pace(pause_s, given.save_at, checkpoint, given.stop_file)
+    early = [] if given.early is None else [EarlyStopping("val_loss", stopping_threshold=given.early)]
     trainer = L.Trainer(
         accelerator="cpu",
         devices=given.devices,
@@ -159,9 +236,10 @@ def main() -> None:
         max_steps=given.steps,
         val_check_interval=5,
         limit_val_batches=int(given.paced),
-        callbacks=Pace(
-            None if given.paced else given.pause_s, given.save_at, given.out.with_suffix(".ckpt"), given.stop_file
-        ),
+        accumulate_grad_batches=given.accumulate,
+        gradient_clip_val=given.clip,
+        precision=given.precision,
+        callbacks=[pace, *early],
         default_root_dir=given.out.parent,
         logger=False,
         enable_checkpointing=False,
@@ -169,7 +247,11 @@ def main() -> None:
         enable_model_summary=False,
     )
     model = Regression(num_batch=8, shuffles=not given.paced)
-    model.momentum = given.momentum
+    model.momentum, model.decays, model.fails = given.momentum, given.decays, tuple(given.fails)
+    model.by_tokens = given.by_tokens
+    if given.stops:
+        where, number, *ranks = given.stops
+        model.stops = (where, int(number), tuple(map(int, ranks)))
     trainer.fit(model, ckpt_path=given.ckpt)
     held = {
         "strategy": type(strategy).__name__,
@@ -177,6 +259,10 @@ def main() -> None:
         "seen": model.seen,
         "val_losses": model.val_losses,
         "steps": trainer.global_step,
+        "losses": model.losses,
+        "norms": model.norms,
+        "rates": model.rates,
+        "computed_in": sorted(model.computed_in),
     }
     Path(f"{given.out}.{trainer.global_rank}.json").write_text(json.dumps(held))
 
