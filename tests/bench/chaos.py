@@ -31,7 +31,7 @@ from tests.bench import report
 FAULTS_PER_HOUR, MINUTES, SEED = 85, 20, 1
 COMMAND = (
     f"chaos recipes/tiny/gpt.yaml --local 4 --faults-per-hour {FAULTS_PER_HOUR} --seed {SEED} --duration {MINUTES}m "
-    "--compare --no-table --trainer.max_steps 8000 --trainer.val_check_interval 1600"
+    "--compare --no-table --trainer.max_steps 7000 --trainer.val_check_interval 1400"
 )
 STEP_EFFICIENCY, PARTICIPATION, EXCESS, RECOVERY_S = 0.95, 0.90, 0.01, 30.0
 
