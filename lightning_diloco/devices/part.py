@@ -138,6 +138,9 @@ class PartFragments(DenseFragments):
         config: of the run.
         learner: of this learner.
         boxes: where these tensors lie in the parameters.
+
+    Attributes:
+        part: what this rank holds of the plan.
     """
 
     def __init__(
@@ -148,12 +151,12 @@ class PartFragments(DenseFragments):
         learner: LearnerConfig,
         boxes: Mapping[str, Box],
     ) -> None:
-        self._part = PartPlan(plan, boxes, config.block_size)
-        super().__init__(self._part, params, config, learner)  # type: ignore[arg-type]
+        self.part = PartPlan(plan, boxes, config.block_size)
+        super().__init__(self.part, params, config, learner)  # type: ignore[arg-type]
 
     def adopt(self, fragment: int, values: Tensor) -> None:
         """See `FragmentDevice.adopt`."""
-        super().adopt(fragment, self._part.cut(fragment, values))
+        super().adopt(fragment, self.part.cut(fragment, values))
 
     def delta(self, snapshot: Snapshot) -> Tensor:
         """Anchor minus snapshot, float32 (L,) on the host. Link thread."""
@@ -168,9 +171,9 @@ class PartFragments(DenseFragments):
 
     def stage(self, fragment: int, update: Update):  # type: ignore[no-untyped-def]
         """See `FragmentDevice.stage`."""
-        full = None if update.full is None else self._part.cut(fragment, update.full)
-        chain = tuple(self._part.decoded(fragment, encoded, self._config) for encoded in update.chain)
-        sent = None if update.sent is None else self._part.decoded(fragment, update.sent, self._config)
+        full = None if update.full is None else self.part.cut(fragment, update.full)
+        chain = tuple(self.part.decoded(fragment, encoded, self._config) for encoded in update.chain)
+        sent = None if update.sent is None else self.part.decoded(fragment, update.sent, self._config)
         return super().stage(fragment, Update(full, chain, sent))
 
     def _add_decoded(self, encoded: Tensor, out_P: Tensor, sign: int = 1) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.config import LearnerConfig
-from lightning_diloco.devices.part import PartFragments, PartPlan
+from lightning_diloco.devices.part import PartFragments
 from lightning_diloco.runtime.follower import FollowerLink
 from lightning_diloco.runtime.footprint import FURTHER_BUFFERS, SPARE_BUFFERS, footprint
 from lightning_diloco.runtime.leader import LeaderLink
@@ -57,9 +57,9 @@ def watch(link: type[LeaderLink] | type[FollowerLink]) -> None:
 
 def stated(link: Any) -> Any:
     """As the strategy states it."""
-    ranks, boxes = link._ranks, link._boxes
-    part = None if boxes is None else PartPlan(link.plan, boxes[ranks.rank], link.config.block_size)
-    return footprint(link.plan, link.config, LearnerConfig(), rank=ranks.rank, size=ranks.size, part=part)
+    device = link.device._own if isinstance(link, LeaderLink) else link.device
+    where = {"rank": link._ranks.rank, "size": link._ranks.size, "part": getattr(device, "part", None)}
+    return footprint(link.plan, link.config, LearnerConfig(), **where)
 
 
 if __name__ == "__main__":
@@ -69,7 +69,7 @@ if __name__ == "__main__":
         new = PartFragments._new_buffer
 
         def longer(self: Any) -> Any:
-            self._buffer_numel = max(whole.padded_numel for whole in self._part.wholes)
+            self._buffer_numel = max(whole.padded_numel for whole in self.part.wholes)
             return new(self)
 
         PartFragments._new_buffer = longer  # type: ignore[method-assign]
