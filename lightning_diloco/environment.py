@@ -30,7 +30,8 @@ VARIABLES = {
         ("cli/status.py", "runtime/link.py", "strategy/identity.py", "strategy/ranks.py"),
     ),
     "DILOCO_LEARNER": Variable(
-        "id of this learner; default: one is made up", ("runtime/link.py", "strategy/identity.py", "strategy/ranks.py")
+        "id of this learner; default: one is made up",
+        ("runtime/link.py", "strategy/identity.py", "strategy/launchers.py", "strategy/ranks.py"),
     ),
     "DILOCO_RUN_DIR": Variable(
         "run directory, in which this learner has a folder", ("runtime/link.py", "strategy/paths.py")
@@ -43,5 +44,5 @@ VARIABLES = {
 }
 """Every variable by name."""
 
-WHOLE_IN = ("cli/fit.py", "cli/fleet.py", "runtime/embedded.py", "strategy/ranks.py")
+WHOLE_IN = ("cli/fit.py", "cli/fleet.py", "runtime/embedded.py", "strategy/launchers.py")
 """Modules that take all of it: for the arguments of a learner, and for child processes."""

@@ -16,7 +16,7 @@ class Agreement:
         num_asked: ranks that were asked to end by a signal.
         fleet_tokens: rank 0 says what all learners of the run have seen when the step begins.
         saves: rank 0 says that all take a checkpoint before the next batch.
-        stops: rank 0 says that this is the last step of training.
+        stops: a rank says that this is the last step of training.
         is_over: rank 0 says that there are no more boundaries.
         is_last: rank 0 says that nobody else is in the run.
         land, snapshot: rank 0 says what is done at this boundary, by fragment.

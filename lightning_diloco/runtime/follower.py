@@ -17,12 +17,11 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.devices.part import Box, PartPlan
-from lightning_diloco.errors import DiLoCoError, JoinError, NonFiniteError
+from lightning_diloco.errors import DiLoCoError, JoinError, NonFiniteError, RunOverError
 from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.runtime.agreement import Agreement
 from lightning_diloco.runtime.dealing import Dealer
-from lightning_diloco.runtime.exiting import end_at_once_if_dying
 from lightning_diloco.runtime.joining import MakeDevice
 from lightning_diloco.runtime.manifest import plan_of
 from lightning_diloco.runtime.model import ModelDescription
@@ -88,6 +87,7 @@ class FollowerLink:
 
         Raises:
             JoinError: it could not.
+            RunOverError: it could not because the run has ended.
         """
         while self._follow(make_device) != "go":
             pass
@@ -99,9 +99,9 @@ class FollowerLink:
     # -------------------------------------------------------------------------------------------------------- training
 
     def begin_step(self, tokens: int, *, is_asked: bool = False, saves: bool = False, stops: bool = False) -> None:
-        """See `LeaderLink.begin_step`; when all take a checkpoint, or stop, rank 0 says."""
-        agreement = Agreement(tokens=tokens, num_failed=int(self._error is not None), num_asked=int(is_asked))
-        self._ranks.begin(agreement.numbers(self.plan.num_fragments))
+        """See `LeaderLink.begin_step`; when all take a checkpoint, rank 0 says."""
+        said = Agreement(tokens=tokens, num_failed=int(self._error is not None), num_asked=int(is_asked), stops=stops)
+        self._ranks.begin(said.numbers(self.plan.num_fragments))
 
     def step(self, tokens: int, unit: str) -> None:
         """Land what was promised."""
@@ -182,7 +182,6 @@ class FollowerLink:
             self._copies.stop()
         if running := self._crew.join(THREADS_S):
             log.warning("still waiting for rank 0, and left alone: %s", ", ".join(running))
-            end_at_once_if_dying()
         elif self._is_over:
             self._ranks.close()
             self._orders.close()
@@ -215,6 +214,9 @@ class FollowerLink:
             self._after()
             self._after = None
         if command["do"] == "fail":
+            self._is_over = True
+            if command["is_over"]:
+                raise RunOverError(command["why"])
             raise JoinError(f"rank 0 of this learner could not join: {command['why']}")
         return str(command["do"])
 

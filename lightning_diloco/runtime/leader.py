@@ -20,10 +20,9 @@ from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.devices.part import Box
-from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.errors import DiLoCoError, RunOverError
 from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.runtime.agreement import Agreement
-from lightning_diloco.runtime.exiting import end_at_once_if_dying
 from lightning_diloco.runtime.joining import MakeDevice
 from lightning_diloco.runtime.line import TICK_S
 from lightning_diloco.runtime.link import Link
@@ -76,7 +75,8 @@ class LeaderLink(Link):
         try:
             super().start(model, partial(self._relayed, model, make_device))
         except BaseException as error:
-            self._ranks.tell({"do": "fail", "why": str(error)})
+            self._ranks.tell({"do": "fail", "why": str(error), "is_over": isinstance(error, RunOverError)})
+            self._is_over = True
             raise
         self._parted.prepare(self.plan, self.config, self._relay.dealt)
         self._relay.deals = self._all_reach_the_syncer()
@@ -156,9 +156,7 @@ class LeaderLink(Link):
     def close(self) -> None:
         """See `Link.close`; the groups stay if this ended in any other way: a rank may never answer again."""
         super().close()
-        if self._crew.join(0.0):
-            end_at_once_if_dying()
-        elif self._is_over:
+        if self._is_over and not self._crew.join(0.0):
             self._is_over = False
             self._ranks.close()
             self._orders.close()

@@ -18,17 +18,22 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_diloco.errors import ConfigError, DiLoCoError
 from lightning_diloco.runtime.channel import Channel, patient_group
+from lightning_diloco.runtime.exiting import end_as_ever, end_at_once_if_dying
 from lightning_diloco.runtime.threads import Crew
 
 PULSE_S = 1.0
+COME_S = 0.01
+_numbers = count()  # of what is made here: the same on all ranks
 T = TypeVar("T")
 
 
@@ -42,12 +47,13 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.num_begun = 0
+        self.num_begun, self._number = 0, next(_numbers)
         self._texts, self._steps, self._pulses = (patient_group() for _ in range(3))
         self._commands = Channel()
         self._telling = threading.Lock()
         self._begun: tuple[dist.Work, Tensor] | None = None
         self._beat_s = time.monotonic()
+        end_at_once_if_dying()
 
     def close(self) -> None:
         """End the groups, when no thread uses them any more, and see to it that those of training end in time, too."""
@@ -57,6 +63,7 @@ class Ranks:
         del self._texts, self._steps, self._commands, self._pulses
         atexit.unregister(_end_training_groups)
         atexit.register(_end_training_groups)
+        end_as_ever()
 
     # ----------------------------------------------------------------------------------------------- training threads
 
@@ -94,6 +101,28 @@ class Ranks:
         (work, sums), self._begun = self._begun, None
         work.wait()
         return [int(number) for number in sums.tolist()]
+
+    def count(self, mine: bool) -> int:
+        """Of how many ranks this is true. Waits for all; between two steps."""
+        number = torch.tensor([int(mine)])
+        dist.all_reduce(number, group=self._steps)
+        return int(number)
+
+    def all_come(self, within_s: float) -> bool:
+        """Whether all ranks call this after the same step; those that do are told the same.
+
+        No collective: ranks that do not call it know nothing of it.
+
+        Args:
+            within_s: how long who calls it waits for the others.
+        """
+        store, key = _get_default_store(), f"diloco/all_come/{self._number}/{self.num_begun}"
+        until_s, said = time.monotonic() + within_s, "not all"
+        if store.add(f"{key}/num", 1) == self.size:
+            said = "all"
+        while said != "all" and not store.check([f"{key}/said"]) and time.monotonic() < until_s:
+            time.sleep(COME_S)
+        return bool(store.compare_set(f"{key}/said", "", said) == b"all")  # the first to say it has said it for all
 
     # -------------------------------------------------------------------------------------------------------- commands
 

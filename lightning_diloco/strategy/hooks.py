@@ -128,7 +128,8 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
         try:
             self._link.start(self._describe(), self._make_device)
         except RunOverError as over:  # who starts learners again need not start this one
-            log.warning("%s", over)
+            if self.is_global_zero:
+                log.warning("%s", over)
             raise SystemExit(0) from over
         self._heal()
         self._stopping = Stopping(self._trainer, self._learner.max_fleet_tokens)

@@ -1,4 +1,4 @@
-"""A learner with several processes: what its hooks do besides, and how its processes are started.
+"""A learner with several processes: what its hooks do besides; `launchers.py` starts and ends them.
 
 1. Rank 0 talks to the syncer (`LeaderLink`), the others follow it (`FollowerLink`); both have the methods of a link.
 2. A step begins for them when its last batch is known, and ends where the hooks say. What they tell each other travels
@@ -17,36 +17,34 @@ import hashlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.trainer.call import _interrupt
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from torch import nn
-from torch.multiprocessing import ProcessExitedException
 from torch.optim import Optimizer
 
-from lightning_diloco.devices.part import PartPlan
+from lightning_diloco.devices.part import PartFragments
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.strategy import optimizer_state
 from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
 from lightning_diloco.strategy.healing import Healing, Owner
-from lightning_diloco.strategy.preemption import EXIT_CODE
+from lightning_diloco.strategy.launchers import Processes, Scripts
 from lightning_diloco.strategy.ranks_healing import RanksHealing, layout_of
+from lightning_diloco.strategy.stopping import StoppingTogether
 
 if TYPE_CHECKING:
     from lightning_diloco.runtime.follower import FollowerLink
     from lightning_diloco.runtime.footprint import Footprint
     from lightning_diloco.runtime.leader import LeaderLink
+    from lightning_diloco.runtime.link import Link
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +53,14 @@ class RanksHooks(DecoupledDiLoCoStrategy):
     """Mixin: put it before one of Lightning's strategies with several processes."""
 
     _link: LeaderLink | FollowerLink | None
+    _together: StoppingTogether | None = None
 
     # --- start ---------------------------------------------------------------------------------------------------
 
     def _own_launcher(self) -> _Launcher:
         if isinstance(self._launcher, _MultiProcessingLauncher):
-            return _Processes(self, self._launcher._start_method)
-        return _Scripts(self)
+            return Processes(self, self._launcher._start_method)
+        return Scripts(self)
 
     def _separate_paths(self, trainer: pl.Trainer) -> None:
         is_named = self._learner.learner or os.environ.get("DILOCO_LEARNER")
@@ -105,6 +104,7 @@ class RanksHooks(DecoupledDiLoCoStrategy):
 
     def _join(self) -> None:
         super()._join()
+        self._together = StoppingTogether(self._trainer, self._ranks)
         if (found := self._footprint()) is None:
             return
         log.info("rank %d of %d: %s", self._ranks.rank, self._ranks.size, found)
@@ -117,9 +117,9 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         from lightning_diloco.runtime.footprint import footprint
 
         assert self._link is not None
-        plan, config, boxes = self._link.plan, self._link.config, self._part_boxes()
-        part = None if boxes is None else PartPlan(plan, boxes, config.block_size)
-        return footprint(plan, config, self._learner, rank=self._ranks.rank, size=self._ranks.size, part=part)
+        part = self._device.part if isinstance(self._device, PartFragments) else None
+        where: dict[str, Any] = {"rank": self._ranks.rank, "size": self._ranks.size, "part": part}
+        return footprint(self._link.plan, self._link.config, self._learner, **where)
 
     def _make_healing(self, owner: Owner, url: str | None) -> Healing:
         url = self._ranks.share(url)[0]  # rank 0 knows whether the run is its own
@@ -220,8 +220,11 @@ class RanksHooks(DecoupledDiLoCoStrategy):
 
     @property
     def _wants_to_stop(self) -> bool:
-        """Whether rank 0, which alone knows of the run, would stop after this step."""
+        """Whether this rank would stop after this step; of the run knows rank 0 alone."""
         assert self._stopping is not None
+        assert self._together is not None
+        if self._together.is_put_off:
+            return True
         return self.is_global_zero and self._stopping.verdict(cast("LeaderLink", self._link)) is not None
 
     @property
@@ -244,10 +247,26 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         assert self._stopping is not None
         self._healing.is_agreed = self._link.agreed.saves
         if self._link.agreed.stops:
-            self._stopping.stop("rank 0 said so")
+            assert self._together is not None
+            self._together.is_agreed = True
+            self._stopping.stop("a rank of this learner said so")
         if self._link.agreed.num_asked:
             self._sigterm_came()
             self._trainer._signal_connector.received_sigterm = True
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def on_validation_end(self) -> None:
+        """See `DiLoCoHooks.on_validation_end`; who stops because of the anchor stops all ranks."""
+        if self._together is not None and self._exchanging and not self._trainer.sanity_checking:
+            self._together.agree_now()
+        super().on_validation_end()
+
+    def _let_go(self) -> Link | None:
+        if self._together is not None:
+            self._together.close()
+            self._together = None
+        return super()._let_go()
 
     # --- the signal that asks to end -----------------------------------------------------------------------------
 
@@ -267,70 +286,9 @@ class RanksHooks(DecoupledDiLoCoStrategy):
     def _exit_code(self) -> int:
         """Who started the others would kill all at the first of them that ends with a code."""
         is_watched = isinstance(self.cluster_environment, LightningEnvironment) and self.local_rank > 0
-        return 0 if is_watched and isinstance(self._launcher, _Scripts) else super()._exit_code
-
-
-class _Scripts(_SubprocessScriptLauncher):
-    """Starts the script once more for each rank, after the paths of the learner were separated."""
-
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
-
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        if trainer is not None:
-            self._strategy._separate_paths(trainer)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
-
-    def _call_children_scripts(self) -> None:
-        with _handed_on(self._strategy._learner.learner):
-            super()._call_children_scripts()
-
-
-class _Processes(_MultiProcessingLauncher):
-    """Starts a function in a process for each rank, after the paths of the learner were separated.
-
-    This process has no rank: it passes SIGTERM on, and ends as its ranks do.
-    """
-
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        if trainer is not None:
-            self._strategy._separate_paths(trainer)  # type: ignore[attr-defined]
-        before = signal.getsignal(signal.SIGTERM)
-        _SignalConnector._register_signal(signal.SIGTERM, lambda signum, _: self.kill(signum))
-        try:
-            return super().launch(partial(_handled, function, trainer), *args, trainer=trainer, **kwargs)
-        except ProcessExitedException as error:
-            if error.exit_code == EXIT_CODE:
-                raise SystemExit(EXIT_CODE) from error
-            raise
-        finally:
-            _SignalConnector._register_signal(signal.SIGTERM, before)
-
-
-def _handled(function: Callable[..., Any], trainer: pl.Trainer | None, *args: Any, **kwargs: Any) -> Any:
-    """What a rank raises, Lightning handles only in the process that started it; it has to be handled in its own."""
-    try:
-        return function(*args, **kwargs)
-    except BaseException as error:
-        if trainer is not None:
-            _interrupt(trainer, error)
-        raise
+        return 0 if is_watched and isinstance(self._launcher, Scripts) else super()._exit_code
 
 
 def _told_apart(join: str | None) -> str | None:
     """Something in place of a join string, which is secret: equal where these are."""
     return join and f"(SHA-256 {hashlib.sha256(join.encode()).hexdigest()[:12]})"
-
-
-@contextmanager
-def _handed_on(learner: str | None) -> Iterator[None]:
-    """Processes that are started meanwhile find this learner id in their environment."""
-    before = os.environ.get("DILOCO_LEARNER")
-    if learner is not None:
-        os.environ["DILOCO_LEARNER"] = learner
-    try:
-        yield
-    finally:
-        if learner is not None and before is None:
-            del os.environ["DILOCO_LEARNER"]

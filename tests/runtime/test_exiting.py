@@ -22,7 +22,7 @@ DYING = """
 import atexit, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
-from lightning_diloco.runtime.exiting import end_at_once_if_dying
+from lightning_diloco.runtime.exiting import end_as_ever, end_at_once_if_dying, end_at_once_with
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=1, world_size=2)
 thread = threading.Thread(target=dist.broadcast, args=(torch.zeros(1), 0), daemon=True)
@@ -65,8 +65,16 @@ def test_a_script_that_dies_of_an_error_ends_with_code_1(tmp_path: Path) -> None
     assert output.count("what was registered has run") == 1
 
 
-def test_without_that_it_aborts(tmp_path: Path) -> None:
-    code, output = code_and_output(tmp_path, "", "raise ValueError('boom')")
+def test_a_process_whose_error_another_one_takes_ends_with_its_code(tmp_path: Path) -> None:
+    code, output = code_and_output(tmp_path, "end_at_once_with(3)", "sys.exit(3)")
+    assert code == 3, output
+    assert output.count("what was registered has run") == 1
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('boom')", "sys.exit(3)"])
+@pytest.mark.parametrize("protect", ["", "end_at_once_with(3); end_as_ever()"])
+def test_without_that_it_aborts(tmp_path: Path, protect: str, end: str) -> None:
+    code, output = code_and_output(tmp_path, protect, end)
     assert code == -6, output
 
 

@@ -1,0 +1,83 @@
+"""One rank of a learner fails, or all are refused: each ends with exit code 1 and says why; none hangs or aborts."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Processes, until
+from tests.e2e.test_launchers import srun
+from tests.e2e.test_ranks import OF_THE_RUN, rank_pids
+from tests.e2e.test_ranks_healing import is_alive
+
+pytestmark = pytest.mark.slow
+
+SEVERAL, SPAWNED, UNSET = ("--devices", 2), ("--devices", 2, "--inner", "spawn"), json.loads(OF_THE_RUN)
+ABORTED = re.compile(r"SIGABRT|SIGKILL|Fatal Python error|terminated with signal|terminate called|zombies")
+OTHER = re.compile(r"DiLoCoError: (?:another rank|a rank|rank 0) of this learner .*start.*again")
+
+
+def log_of(processes: Processes, name: str) -> str:
+    return (processes.root / f"{name}.log").read_text()
+
+
+def end(processes: Processes, name: str, learner: subprocess.Popen[bytes]) -> str:
+    """Wait for the end of all its processes; returns what they said."""
+    code = processes.end(learner)
+    pids = rank_pids(processes, name).values()
+    until(lambda: not any(map(is_alive, pids)), "the end of all ranks", processes)
+    said = log_of(processes, name)
+    assert (code, ABORTED.findall(said)) == (1, []), said
+    return said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", [SEVERAL, (*SEVERAL, "--inner", "fsdp2"), SPAWNED], ids=["ddp", "fsdp2", "spawned"])
+def test_bad_input_on_one_rank_ends_all(processes: Processes, layout: tuple[Any, ...], rank: int) -> None:
+    said = end(processes, "bad", processes.trainer("bad", *layout, "--fails", 5, rank))
+    assert said.count("ValueError: bad input on one rank") == 1
+    if layout is not SPAWNED:  # the process that spawned ranks shows the first error only
+        assert len(OTHER.findall(said)) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_that_others_started_ends_with_code_1(processes: Processes, rank: int) -> None:
+    ranks = srun(processes, "bad", "--fails", 5, rank, options=[{"learner": "bad"}] * 2)
+    assert [processes.end(process) for process in ranks] == [1, 1]
+    said = [log_of(processes, f"bad-{k}") for k in range(2)]
+    assert [text.count("ValueError: bad input on one rank") for text in said] == [int(k == rank) for k in range(2)]
+    assert [len(OTHER.findall(text)) for text in said] == [int(k != rank) for k in range(2)]
+    assert not [found for text in said for found in ABORTED.findall(text)]
+
+
+@pytest.mark.parametrize("layout", [SEVERAL, SPAWNED], ids=["scripts", "spawned"])
+def test_ranks_whose_run_wants_other_options_are_all_told_so(processes: Processes, layout: tuple[Any, ...]) -> None:
+    processes.syncer(sync_every=4, num_fragments=2, overlap=1)
+    found = {"DILOCO_JOIN": processes.address.join_string(), "DILOCO_LEARNER": "refused"}
+    options = json.dumps({**UNSET, "sync_every": 6})
+    said = end(processes, "refused", processes.trainer("refused", *layout, "--options", options, **found))
+    assert "sync_every" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("layout", [SEVERAL, SPAWNED], ids=["scripts", "spawned"])
+def test_a_learner_started_again_after_its_run_ends_well_and_says_so_once(
+    processes: Processes, layout: tuple[Any, ...]
+) -> None:
+    processes.syncer(expect=1)
+    found = {"DILOCO_JOIN": processes.address.join_string(), "DILOCO_LEARNER": "late"}
+    found["DILOCO_RUN_DIR"] = str(processes.run_dir)
+    options = ("--options", OF_THE_RUN, "--steps", 8)
+    assert processes.end(processes.trainer("once", *options, **found)) == 0
+    until((processes.run_dir / "summary.json").exists, "the summary", processes)
+    learner = processes.trainer("again", *layout, *options, **found)
+    assert processes.end(learner) == 0
+    pids = rank_pids(processes, "again").values()
+    until(lambda: not any(map(is_alive, pids)), "the end of all ranks", processes)
+    said = log_of(processes, "again")
+    assert said.count("has finished, nothing is left to train") == 1
+    assert "Traceback" not in said
+    assert processes.ranks_held("again") == []
