@@ -1,7 +1,7 @@
 """A learner as a Trainer, in one process or several. Each rank writes what it held at the end to OUT.<rank>.json.
 
 With --paced, a step begins only when everything of the last one has landed: then what is exchanged when does not depend
-on the clock, and runs can be compared number by number.
+on the clock, and runs can be compared number by number. So can runs of several learners with --go, see in_step.py.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.strategy.schedules import FleetTokenLR
+from tests.e2e.in_step import InStep
 
 NUM_SAMPLES, WIDTH = 384, 8
 HIDDEN = 34  # halves of it are odd, and so are the parts of the last layer
 RATE = 0.05
-PACE_S = 20.0
+PACE_S = 180.0
 
 
 def decayed(step: int) -> float:
@@ -70,12 +71,13 @@ class Regression(L.LightningModule):
     stops = ("never", -1, (-1,))  # where, in or after which batch, and on which ranks
     by_tokens = False
 
-    def __init__(self, num_batch: int, shuffles: bool) -> None:
+    def __init__(self, num_batch: int, shuffles: bool, part: tuple[int, int]) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.layers = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3))
         self.frozen = nn.Parameter(torch.linspace(-1, 1, 7), requires_grad=False)
         self.num_batch, self.shuffles, self.seen = num_batch, shuffles, list[int]()
+        self.samples = Subset(samples(), range(part[0], NUM_SAMPLES, part[1]))
         self.val_losses = list[float]()
         self.losses, self.norms, self.rates = list[float](), list[float](), list[float]()
         self.computed_in = set[str]()
@@ -151,12 +153,12 @@ class Regression(L.LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         if self.shuffles:
-            return DataLoader(samples(), batch_size=self._batch_of_rank, shuffle=True)
+            return DataLoader(self.samples, batch_size=self._batch_of_rank, shuffle=True)
         return self.val_dataloader()
 
     def val_dataloader(self) -> DataLoader[Any]:
-        sampler = DistributedSampler(samples(), shuffle=False, **self._split)
-        return DataLoader(samples(), batch_size=self._batch_of_rank, sampler=sampler)
+        sampler = DistributedSampler(self.samples, shuffle=False, **self._split)
+        return DataLoader(self.samples, batch_size=self._batch_of_rank, sampler=sampler)
 
     @property
     def _split(self) -> dict[str, int]:
@@ -213,6 +215,9 @@ def main() -> None:
     parser.add_argument("--ckpt", type=Path, help="a checkpoint to go on from")
     parser.add_argument("--stop-file", type=Path, help="once it is there, training stops")
     parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="of the samples, and of how many")
+    parser.add_argument("--go", type=Path, help="the file that lets all learners of a run go on together")
     parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
     parser.add_argument("--clip", type=float, help="norm to which gradients are clipped")
     parser.add_argument("--precision", default="32-true")
@@ -229,24 +234,25 @@ def main() -> None:
     pause_s, checkpoint = None if given.paced else given.pause_s, given.out.with_suffix(".ckpt")
     pace = Pace(pause_s, given.save_at, checkpoint, given.stop_file)
     early = [] if given.early is None else [EarlyStopping("val_loss", stopping_threshold=given.early)]
+    in_step = [] if given.go is None else [InStep(given.go)]
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=given.accelerator,
         devices=given.devices,
         strategy=strategy,
         max_steps=given.steps,
         val_check_interval=5,
-        limit_val_batches=int(given.paced),
+        limit_val_batches=int(given.paced and given.go is None),
         accumulate_grad_batches=given.accumulate,
         gradient_clip_val=given.clip,
         precision=given.precision,
-        callbacks=[pace, *early],
+        callbacks=[pace, *early, *in_step],
         default_root_dir=given.out.parent,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = Regression(num_batch=8, shuffles=not given.paced)
+    model = Regression(num_batch=8, shuffles=not given.paced, part=tuple(given.part))
     model.momentum, model.decays, model.fails = given.momentum, given.decays, tuple(given.fails)
     model.by_tokens = given.by_tokens
     if given.stops:
