@@ -1,39 +1,58 @@
-"""The tiny recipe on XLA: another accelerator and fewer steps, nothing else changed."""
+"""The tiny recipe on XLA: another accelerator, and little else changed."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytestmark = [pytest.mark.xla, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).parents[2]
-NUM_STEPS = 48
+NUM_FRAGMENTS, NUM_TOKENS = 12, 512  # of the recipe: fragments, and the vocabulary
 
 
-def test_tiny_recipe_learns_on_xla(tmp_path: Path) -> None:
-    words = ["run", "recipes/tiny/gpt.yaml", "--local", "1", "--run-dir", str(tmp_path / "run"), "--no-table"]
-    changed = ["--trainer.accelerator", "xla", "--trainer.max_steps", str(NUM_STEPS)]
+def run(folder: Path, *changed: object, **environment: str) -> tuple[dict[str, Any], str]:
+    """Its summary, and what its learner said."""
+    words = ["run", "recipes/tiny/gpt.yaml", "--local", "1", "--run-dir", str(folder / "run"), "--no-table"]
     ended = subprocess.run(
-        [sys.executable, "-m", "lightning_diloco.cli.main", *words, *changed],
+        [sys.executable, "-m", "lightning_diloco.cli.main", *words, "--trainer.accelerator", "xla", *map(str, changed)],
         check=False,
-        env={**os.environ, "PJRT_DEVICE": "CPU"},
+        env={**os.environ, "PJRT_DEVICE": "CPU", **environment},
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=400,
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["status"], summary["ledger_exact"]) == ("finished", True)
-    assert summary["tokens_seen"] == 12 * NUM_STEPS * 16 * 128  # fragments, steps, batch size, length
+    return summary, (folder / "run" / "learners" / "l0" / "log.txt").read_text()
+
+
+def test_tiny_recipe_learns_on_xla(tmp_path: Path) -> None:
+    num_steps = 48
+    summary, log = run(tmp_path, "--trainer.max_steps", num_steps)
+    assert summary["tokens_seen"] == NUM_FRAGMENTS * num_steps * 16 * 128  # batch size, length
     assert summary["tokens_merged"] > 0.5 * summary["tokens_seen"]
-    assert summary["eval_loss"] < math.log(512) - 1  # of 512 tokens, equally likely
-    log = (tmp_path / "run" / "learners" / "l0" / "log.txt").read_text()
+    assert summary["eval_loss"] < math.log(NUM_TOKENS) - 1  # of as many, equally likely
     assert "anchor_device='device': anchors take" in log  # said on XLA devices only
+
+
+def test_tiny_recipe_learns_on_a_mesh(tmp_path: Path) -> None:
+    """All devices of the process are one learner: of a batch each has its samples, of a parameter its part."""
+    num_steps = 48
+    small = ["--model.init_args.config.num_hidden_layers", 1, "--data.init_args.seq_len", 32]
+    changed = ["--trainer.devices", 4, "--trainer.max_steps", num_steps, *small]
+    summary, log = run(tmp_path, *changed, CPU_NUM_DEVICES="4")
+    assert summary["tokens_seen"] == NUM_FRAGMENTS * num_steps * 16 * 32
+    assert summary["tokens_merged"] > 0.5 * summary["tokens_seen"]
+    assert summary["eval_loss"] < math.log(NUM_TOKENS) - 0.5
+    assert re.search(r"anchors take [\d.]+ MiB of each of 4 device\(s\)", log)
