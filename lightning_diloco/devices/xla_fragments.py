@@ -168,9 +168,9 @@ class XlaFragments:
         if staged.kept is None:
             self._anchors[fragment] = new_NL
         else:
-            self._anchors[fragment] = staged.kept
-            if self._brought is None or self._brought[0] is old_NL:
+            if self._brought is None or self._brought[0] is self._anchors[fragment]:
                 self._brought = (staged.kept, new_NL)
+            self._anchors[fragment] = staged.kept
 
     @torch.no_grad()
     def show_anchor(self) -> None:

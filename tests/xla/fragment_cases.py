@@ -41,9 +41,18 @@ class OnXla(Rig):
 
 def fetched_bytes(work):
     """How many bytes come from the device meanwhile."""
-    before = (metrics.metric_data("InboundData") or (0, 0.0, []))[1]
+    return _moved("InboundData", work)
+
+
+def sent_bytes(work):
+    """How many bytes go to the device meanwhile."""
+    return _moved("OutboundData", work)
+
+
+def _moved(name, work):
+    before = (metrics.metric_data(name) or (0, 0.0, []))[1]
     work()
-    return metrics.metric_data("InboundData")[1] - before
+    return (metrics.metric_data(name) or (0, 0.0, []))[1] - before
 
 
 def memory(dim=None, **learner):
@@ -146,6 +155,16 @@ class FragmentCases:
             expected = elements + 2 * elements // layout.unit + 2 * 4 * layout.num_devices  # scales, norms
             assert fetched_bytes(lambda p=p: rig.contribute(p)) == expected
             assert fetched_bytes(lambda p=p: rig.local(p)) == 4 * elements
+
+    def test_a_landing_brings_the_anchor_that_a_snapshot_needs(self):
+        """Of "host" anchors; that of the fragment due next had been brought before, and is an old one now."""
+        rig = self.on_xla(anchor_device="host")
+        rig.train()
+        rig.contribute(0)
+        rig.receive(1, rig.published(1))
+        rig.train()
+        assert sent_bytes(lambda: rig.device.snapshot(1)) == 0
+        assert sent_bytes(lambda: rig.device.snapshot(2)) > 0  # it was not due
 
     @pytest.mark.parametrize("anchor_device", PLACES)
     def test_nothing_is_compiled_after_every_fragment_was_exchanged_once(self, anchor_device):
