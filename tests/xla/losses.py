@@ -1,6 +1,6 @@
-"""The losses of 16 steps over some XLA devices, without a link, as JSON.
+"""The losses of 16 steps over some XLA devices, without a link, for each way of reading the data, as JSON.
 
-python -m tests.xla.losses NUM_DEVICES BATCH_SIZE [shuffled]
+python -m tests.xla.losses NUM_DEVICES BATCH_SIZE[-shuffled]...
 """
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ class Noting(Line):
         return loss
 
 
-if __name__ == "__main__":
+def trained(num_devices: int, reading: str) -> dict[str, object]:
+    """The strategy, and the losses."""
     torch.manual_seed(5)
     model = Noting()
+    batch_size, _, shuffled = reading.partition("-")
+    data = loader(int(batch_size))
+    if shuffled:
+        order = list(DistributedSampler(data.dataset, num_replicas=1, rank=0))
+        data = DataLoader(data.dataset, batch_size=data.batch_size, sampler=order)
     with tempfile.TemporaryDirectory() as root:
-        data = loader(int(sys.argv[2]))
-        if sys.argv[3:]:
-            order = list(DistributedSampler(data.dataset, num_replicas=1, rank=0))
-            data = DataLoader(data.dataset, batch_size=data.batch_size, sampler=order)
-        trainer_for(Path(root), 16, devices=int(sys.argv[1]), fast_dev_run=16).fit(model, data, loader())
+        trainer_for(Path(root), 16, devices=num_devices, fast_dev_run=16).fit(model, data, loader())
     kind = type(model.trainer.strategy).__name__
-    print(json.dumps({"strategy": kind, "losses": [float(loss) for loss in model.losses]}))
+    return {"strategy": kind, "losses": [float(loss) for loss in model.losses]}
+
+
+if __name__ == "__main__":
+    print(json.dumps({reading: trained(int(sys.argv[1]), reading) for reading in sys.argv[2:]}))

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,15 @@ def test_cases_pass_on_four_devices() -> None:
     assert done.returncode == 0, done.stdout[-8000:]
 
 
+@cache
+def losses(num_devices: str) -> dict[str, Any]:
+    """By batch size; shuffled as Lightning has it for several processes."""
+    return results("tests.xla.losses", num_devices, "8", "6", "8-shuffled", CPU_NUM_DEVICES=num_devices)
+
+
 @pytest.mark.parametrize("batch_size", ["8", "6"])  # of 6, one device has padding only
 def test_losses_on_four_devices_equal_those_on_one_xla_device(batch_size: str) -> None:
-    one, four = (results("tests.xla.losses", count, batch_size, CPU_NUM_DEVICES=count) for count in ("1", "4"))
+    one, four = (losses(count)[batch_size] for count in ("1", "4"))
     assert (one["strategy"], four["strategy"]) == ("SingleDeviceXLADiLoCo", "SpmdXLADiLoCo")
     assert four["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert len(set(one["losses"])) == 16
@@ -81,8 +88,7 @@ def test_two_hosts_train_as_one_learner(tmp_path: Path) -> None:
     assert len(set(graphs[0])) <= 32  # none is new for an exchange
     assert graphs[0] == graphs[1]  # or hosts would wait for each other for ever
     assert first["strategy"] == "SpmdXLAHostsDiLoCo"
-    alone = results("tests.xla.losses", "4", "8", "shuffled")  # as Lightning has it for several processes
-    assert first["dry"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert first["dry"] == pytest.approx(losses("4")["8-shuffled"]["losses"], rel=1e-5)
     assert len([fragment for name, fragment in first["made"] if name == "land"]) > 20
     assert first["val_losses"][-1] < 0.5 * first["val_losses"][0]
     saved = torch.load(tmp_path / "saved" / "learners" / "slice" / "step=30.ckpt", weights_only=True)
