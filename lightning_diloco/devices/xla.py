@@ -6,9 +6,11 @@
    every fragment would be compiled anew.
 4. With several devices (SPMD) `.cpu()` would gather a sharded tensor on the device, by a graph of its own. Any thread
    may `fetch` it instead, shard by shard. On several hosts that is what lies on the devices of this one.
-5. A cast to bfloat16 and back is taken out by the compiler of some devices unless a barrier stands between.
+5. Which device torch_xla takes by itself is each thread's own choice: another thread than that which chose one would
+   `upload` to the first. The learner's is chosen here, for all threads (`use_device`).
+6. A cast to bfloat16 and back is taken out by the compiler of some devices unless a barrier stands between.
 
-Source: measured with torch_xla 2.9 on PJRT CPU; rule 5: `xla_allow_excess_precision`.
+Source: measured with torch_xla 2.9 on PJRT CPU; rule 6: `xla_allow_excess_precision`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,18 @@ from torch_xla.distributed import spmd
 
 from lightning_diloco.errors import ConfigError
 
+_device_index = 0
+
+
+def use_device(index: int) -> None:
+    """Upload to this one of the process's devices from now on; over a mesh, there is no choice.
+
+    Args:
+        index: among the devices of this process.
+    """
+    global _device_index
+    _device_index = index
+
 
 def sync() -> None:
     """Hand what was traced to the device; returns before it is done. Training thread."""
@@ -46,7 +60,7 @@ def upload(*tensors: Tensor, dim: int | None = None) -> list[Tensor]:
         dim: with several devices, the dimension along which each gets its own part only; None: all of it.
     """
     if not is_mesh():
-        return list(xm.send_cpu_data_to_device(list(tensors), torch_xla.device()))
+        return list(xm.send_cpu_data_to_device(list(tensors), torch.device("xla", _device_index)))
     layouts = [spmd.ShardingSpec(_mesh(), _partition(tensor, dim)) for tensor in tensors]
     return [
         xm.send_cpu_data_to_device([tensor], torch_xla.device(), input_sharding=layout)[0]

@@ -113,6 +113,7 @@ class SingleDeviceXLADiLoCo(XLAHooks, SingleDeviceXLAStrategy):
         SingleDeviceXLAStrategy.__init__(
             self, self.parallel_devices[0], self._accelerator, self._checkpoint_io, precision
         )
+        xla.use_device(self.root_device.index)
 
 
 class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):

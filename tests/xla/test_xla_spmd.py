@@ -33,8 +33,11 @@ def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def results(*argv: str, **environment: str) -> dict[str, Any]:
-    """What a script printed as its last line."""
-    done = run("-m", *argv, **environment)
+    """What a module printed as its last line."""
+    return results_of(run("-m", *argv, **environment))
+
+
+def results_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -108,6 +111,26 @@ def test_nothing_is_gathered_for_an_exchange_but_where_blocks_or_rows_demand_it(
     found = results("tests.xla.collectives", str(tmp_path), *expected, XLA_FLAGS=flags)
     for case, share in expected.items():
         assert found[case]["largest_collective"] == max(1, share * found[case]["fragment"])
+
+
+def test_learner_with_one_of_several_devices_learns_on_that_one(tmp_path: Path) -> None:
+    """What its link uploads, in threads of its own, must go there, too."""
+    script = """
+import json, sys, torch
+from pathlib import Path
+from tests.xla.test_xla_trainer import Line, loader, trainer_for
+torch.manual_seed(5)
+model = Line()
+trainer = trainer_for(Path(sys.argv[1]), 60, devices=[2], val_check_interval=20)
+trainer.fit(model, loader(), loader())
+print(json.dumps({"device": str(trainer.strategy.root_device), "val_losses": model.val_losses}))
+"""
+    found = results_of(run("-c", script, str(tmp_path)))
+    assert found["device"] == "xla:2"
+    assert found["val_losses"][-1] < 0.5 * found["val_losses"][0]
+    (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob("diloco/*/summary.json"))
+    assert summary["ledger_exact"]
+    assert summary["tokens_merged"] == summary["tokens_seen"] > 0
 
 
 def test_spmd_that_is_switched_on_too_late_is_refused() -> None:
