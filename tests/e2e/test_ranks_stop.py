@@ -89,8 +89,8 @@ def test_who_stops_on_one_rank_in_the_midst_of_accumulation_or_when_an_epoch_end
     processes: Processes,
 ) -> None:
     accumulating = ("--accumulate", 3, "--inner", "fsdp2", "--devices", 2)
-    found = trained(processes, "accumulating", *accumulating, "--stops", "batch", 3, 0)
-    assert [(rank["steps"], len(rank["losses"])) for rank in found] == [(2, 6), (2, 6)]
+    found = trained(processes, "accumulating", *accumulating, "--stops", "batch", 6, 0)
+    assert [(rank["steps"], len(rank["losses"])) for rank in found] == [(3, 9), (3, 9)]
     several = ("--devices", 2, "--steps", 100)
     found = trained(processes, "epoch", *several, "--stops", "epoch", 0, 1)
     assert [rank["steps"] for rank in found] == [48, 48]
