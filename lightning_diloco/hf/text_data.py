@@ -2,8 +2,8 @@
 
 1. The constructor checks options and stores; files are looked at in `prepare_data`, before any work.
 2. In a run of several learners the training text is leased: the run's lease table says which ranges this one reads, so
-   that learners may come and go. `leases=False`, and any other strategy, gives an ordinary loader over everything,
-   whose splitting is the strategy's task.
+   that learners may come and go. Where a learner has several ranks, the first reads for all of them. `leases=False`,
+   and any other strategy, gives an ordinary loader over everything, whose splitting is the strategy's task.
 3. With `streaming=True` only the head of the text is prepared, for the tokenizer and for validation. The rest is read
    as it comes; where that is not leased, checkpoints hold its position.
 """
@@ -39,7 +39,7 @@ from lightning_diloco.hf.packing import (
 )
 from lightning_diloco.hf.stream import StreamedRanges, StreamHead
 from lightning_diloco.strategy.own_order import START, OwnOrder, Position
-from lightning_diloco.strategy.ranges import RangeLoader, Ranges
+from lightning_diloco.strategy.ranges import RangeBatches, RangeLoader, Ranges
 
 
 class TextData(L.LightningDataModule):
@@ -66,7 +66,7 @@ class TextData(L.LightningDataModule):
         seed: of the split, and of the shuffling where no distributed sampler is put in.
         num_workers: loader processes, >= 0; what is leased or streamed is read by a thread instead.
         streaming: read the training text as it comes and store nothing of it, for texts too large to prepare.
-        leases: lease ranges of the training text from a run.
+        leases: lease ranges of the training text from a run; False: each process reads a fixed part for itself.
         range_size: sequences, or with `streaming` documents, that are leased together, >= 1; None: 128, or 1024.
         cache_dir: None: `lightning_diloco` in $XDG_CACHE_HOME, else in ~/.cache.
 
@@ -123,12 +123,12 @@ class TextData(L.LightningDataModule):
     def train_dataloader(self) -> Iterable[dict[str, Tensor]]:
         """All training sequences, shuffled; full batches only."""
         hparams = self.hparams
-        batches = {"batch_size": hparams.batch_size, "collate": _batch}
         generator = torch.Generator().manual_seed(hparams.seed)
         loader = None if hparams.streaming else self._loader(TRAIN, shuffle=True, drop_last=True, generator=generator)
         lease = getattr(self._strategy, "lease", None)
         if hparams.leases and lease is not None:
-            leased = lease(self._ranges, num_batches=None if loader is None else len(loader), **batches)
+            num_batches = None if loader is None else len(loader)
+            leased = lease(self._ranges, batch_size=hparams.batch_size, collate=_batch, num_batches=num_batches)
             if leased is not None:
                 self._own_order = self._own_loader = None
                 return leased
@@ -136,7 +136,8 @@ class TextData(L.LightningDataModule):
             part, parts = self._reader
             num_sources = self._ranges.catalogue.num_sources
             self._own_order = OwnOrder(num_sources, part=part, parts=parts, position=self._position)
-            self._own_loader = loader = RangeLoader(self._ranges, self._own_order, **batches)
+            own = RangeBatches(self._ranges, self._own_order, batch_size=hparams.batch_size)
+            self._own_loader = loader = RangeLoader(own, collate=_batch)
         return loader
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -217,9 +218,9 @@ class TextData(L.LightningDataModule):
     @property
     def _reader(self) -> tuple[int, int]:
         """Which reader of a stream this process is, and of how many."""
-        part, parts = getattr(self._strategy, "data_part", None) or (0, 1)
-        ranks, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
-        return part * ranks + rank, parts * ranks
+        if (of_run := getattr(self._strategy, "data_part", None)) is not None:
+            return tuple(of_run)  # of its ranks, too
+        return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     @cached_property
     def _options(self) -> PackingOptions:

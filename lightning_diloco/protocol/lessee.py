@@ -1,6 +1,7 @@
 """What one learner has leased, and which of its tokens were trained on what.
 
-1. Leases are asked for ahead of need, so that training never waits: enough for AHEAD_S at the present pace.
+1. Leases are asked for ahead of need, so that training never waits: enough for AHEAD_S at the present pace, and for
+   two batches.
 2. The training thread takes what is there. With nothing there it reads something again; those tokens count as repeated
    wherever they are merged.
 3. A contribution names the leases its tokens are of. What the syncer no longer knows as this learner's becomes a
@@ -44,6 +45,7 @@ class Lessee:
         self._repeats: deque[tuple[int, int]] = deque(maxlen=1000)
         self._highest = 0
         self._range_tokens = 0
+        self._least = MIN_AHEAD
         self._asked_s = float("-inf")
         self._waits_for_answer = False
 
@@ -56,6 +58,10 @@ class Lessee:
         lease = self._unread.popleft()
         self._spans[lease.number] = Span(lease.number, 0, 0, 0)
         return lease
+
+    def need(self, num_ranges: int) -> None:
+        """So many ranges are in one batch."""
+        self._least = max(self._least, min(MAX_AHEAD, 2 * num_ranges))
 
     def holds(self, number: int) -> bool:
         """Whether a lease that was taken is still this learner's."""
@@ -128,8 +134,8 @@ class Lessee:
 
     def _ahead(self, tokens_per_s: float) -> int:
         if not self._range_tokens:
-            return MIN_AHEAD
-        return min(MAX_AHEAD, max(MIN_AHEAD, math.ceil(AHEAD_S * tokens_per_s / self._range_tokens)))
+            return self._least
+        return min(MAX_AHEAD, max(self._least, math.ceil(AHEAD_S * tokens_per_s / self._range_tokens)))
 
     def hear(self, message: Leases) -> None:
         """The syncer's answer."""

@@ -10,7 +10,8 @@ Source: our choice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,18 @@ class Piece:
     tokens: int
     is_whole: bool = False
     is_last: bool = False
+
+
+def divided(pieces: Iterable[Piece], tokens: int) -> tuple[Piece, ...]:
+    """The same pieces with so many tokens in all, by samples; no token is lost to rounding."""
+    pieces = tuple(pieces)
+    total, done, given, found = sum(piece.samples for piece in pieces), 0, 0, []
+    for piece in pieces:
+        done += piece.samples
+        share = tokens * done // total - given if total else 0
+        given += share
+        found.append(replace(piece, tokens=share))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

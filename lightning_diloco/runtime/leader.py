@@ -22,6 +22,7 @@ from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.devices.part import Box
 from lightning_diloco.errors import DiLoCoError, RunOverError
 from lightning_diloco.protocol import actions, events, messages
+from lightning_diloco.protocol.ranges import Piece, divided
 from lightning_diloco.runtime.agreement import Agreement
 from lightning_diloco.runtime.joining import MakeDevice
 from lightning_diloco.runtime.line import TICK_S
@@ -197,6 +198,10 @@ class LeaderLink(Link):
     def _make(self, agreed: Agreement) -> None:
         if not agreed.num_failed:
             self._relay.make(agreed.land, agreed.snapshot)
+
+    def _collected(self, tokens: int) -> tuple[Piece, ...]:
+        """See `Link._collected`; rank 0 knows of all samples, and of its own tokens only until a step ends."""
+        return divided(super()._collected(tokens), tokens)
 
     def _expect(self, p: int, values: Tensor) -> None:
         """See `Link._expect`."""

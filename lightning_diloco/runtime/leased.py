@@ -1,7 +1,7 @@
 """A learner's leases as the thread that trains sees them: it takes what is there, and says what it trained on.
 
 Asking for more, and hearing of it, is done by the link's threads; nothing here waits for the network, the very first
-lease apart: before it there is nothing to train on.
+leases apart: before them there is nothing to train on.
 """
 
 from __future__ import annotations
@@ -51,6 +51,15 @@ class LeaseDesk:
         Raises:
             JoinError: none came.
         """
+        if (lease := self.within(FIRST_S)) is None:
+            raise JoinError(
+                f"the syncer leased no data to this learner within {FIRST_S:.0f} s; it must be reachable when "
+                "training begins; look at its log and at `diloco status`"
+            )
+        return lease
+
+    def within(self, for_s: float) -> Lease | None:
+        """Wait so long for a range."""
         taken: list[Lease] = []
 
         def has_come() -> bool:
@@ -59,12 +68,12 @@ class LeaseDesk:
             return bool(taken)
 
         with self._changed:
-            if not self._changed.wait_for(has_come, FIRST_S):
-                raise JoinError(
-                    f"the syncer leased no data to this learner within {FIRST_S:.0f} s; it must be reachable when "
-                    "training begins; look at its log and at `diloco status`"
-                )
-        return taken[0]
+            return taken[0] if self._changed.wait_for(has_come, for_s) else None
+
+    def need(self, num_ranges: int) -> None:
+        """So many ranges are in one batch: have more of them at hand."""
+        with self._changed:
+            self._lessee.need(num_ranges)
 
     def holds(self, number: int) -> bool:
         """Whether a lease that was taken is still this learner's."""

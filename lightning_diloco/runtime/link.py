@@ -30,7 +30,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import ConfigError, DiLoCoError
 from lightning_diloco.protocol import LearnerState, actions, events, messages
-from lightning_diloco.protocol.ranges import Catalogue
+from lightning_diloco.protocol.ranges import Catalogue, Piece
 from lightning_diloco.runtime.embedded import EmbeddedSyncer
 from lightning_diloco.runtime.freight import Freight
 from lightning_diloco.runtime.joining import Joining, MakeDevice, where
@@ -197,8 +197,7 @@ class Link(SaysOfItself):
         with self._changed:
             state.step_s, state.tokens_per_s = self._watch.step_s, self._watch.tokens_per_s
             state.metrics = self._reported()
-            pieces = self._desk.collect() if self._desk else ()
-            num_exchanges = self._handle(events.StepDone(state.step + 1, self._tokens, pieces))
+            num_exchanges = self._handle(events.StepDone(state.step + 1, self._tokens, self._collected(tokens)))
         self._watch.left(entered_s, time.perf_counter(), num_exchanges=num_exchanges)
 
     def settle(self) -> None:
@@ -370,6 +369,10 @@ class Link(SaysOfItself):
             "started a syncer for this run at %s; others join it with DILOCO_JOIN=$(cat %s)", address, run_dir / "join"
         )
         return address
+
+    def _collected(self, tokens: int) -> tuple[Piece, ...]:
+        """What a step of so many tokens was trained on, where that is leased."""
+        return self._desk.collect() if self._desk else ()
 
     def _check_unit(self, unit: str) -> None:
         if self._unit is None:

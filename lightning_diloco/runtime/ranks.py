@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from lightning_diloco.errors import ConfigError, DiLoCoError
 from lightning_diloco.runtime.channel import Channel, patient_group
 from lightning_diloco.runtime.exiting import end_as_ever, end_at_once_if_dying
+from lightning_diloco.runtime.handout import Handout
 from lightning_diloco.runtime.threads import Crew
 
 PULSE_S = 1.0
@@ -52,15 +53,18 @@ class Ranks:
         self._commands = Channel()
         self._telling = threading.Lock()
         self._begun: tuple[dist.Work, Tensor] | None = None
+        self._handouts: list[Handout] = []
         self._beat_s = time.monotonic()
         end_at_once_if_dying()
 
     def close(self) -> None:
         """End the groups, when no thread uses them any more, and see to it that those of training end in time, too."""
         self._commands.close()
+        for handout in self._handouts:
+            handout.close()
         for group in (self._texts, self._steps, self._pulses):
             dist.destroy_process_group(group)
-        del self._texts, self._steps, self._commands, self._pulses
+        del self._texts, self._steps, self._commands, self._pulses, self._handouts
         atexit.unregister(_end_training_groups)
         atexit.register(_end_training_groups)
         end_as_ever()
@@ -87,6 +91,15 @@ class Ranks:
         ]
         if problems:
             raise ConfigError(problems)
+
+    def hand_out(self, shares: Sequence[int]) -> Handout:
+        """A way for rows from rank 0 to all, from now on; outside of steps, by all ranks at the same time.
+
+        Args:
+            shares: by rank, which part of each batch it takes.
+        """
+        self._handouts.append(Handout(shares))
+        return self._handouts[-1]
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Start the sum of these over all ranks; does not wait."""

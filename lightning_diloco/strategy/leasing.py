@@ -3,7 +3,9 @@
 1. A data module asks when its training loader is made. Before the run is joined nothing can be leased: it makes a
    loader of its own, and is asked again.
 2. A batch counts when it goes to the device for a step that is exchanged. In a trial that is taken back it does not.
-3. Loaders of users' own are split in fixed parts instead (data.py).
+3. Asked again for the same, it gives the same loader: no range that was begun is left behind.
+4. Of several ranks, the first leases for all (ranks_ranges.py).
+5. Loaders of users' own are split in fixed parts instead (data.py).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_diloco.strategy.ranges import RangeLoader, Ranges, SizedRangeLoader
+from lightning_diloco.strategy.ranges import Batches, RangeBatches, RangeLoader, Ranges, SizedRangeLoader
 
 if TYPE_CHECKING:
     from lightning_diloco.runtime.link import Link
@@ -26,6 +28,7 @@ class LeasesData(Strategy):
 
     _link: Link | None
     _leased: RangeLoader | None = None
+    _leased_as: tuple[object, ...] = ()
     _wanted_leases = False
 
     def lease(
@@ -35,40 +38,48 @@ class LeasesData(Strategy):
 
         Args:
             ranges: the data.
-            batch_size: samples of a batch.
+            batch_size: samples of a batch of this process.
             collate: makes a batch of samples.
-            num_batches: of all the data, for the length of an epoch; None: unknown.
+            num_batches: of this size in all the data, for the length of an epoch; None: unknown.
 
         Returns:
             A loader; its epoch is one part of the data long, of as many parts as were agreed. None: there is no run
-            now, this learner has several processes, or the Trainer must not change what is read.
+            now, or the Trainer must not change what is read.
         """
         self._wanted_leases = True
-        can_lease = getattr(self._link, "lease", None)
-        assert self.lightning_module is not None
-        may_change = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
-        if self._link is not None and self._num_processes > 1:
-            rank_zero_info(
-                f"Leases are for learners of one process. This one has {self._num_processes}: it reads a fixed part of "
-                "the training data, and that part is read by nobody while it is away."
-            )
+        if self._link is None or not self._may_change_data:
             return None
-        if can_lease is None or not may_change:
-            return None
+        wanted = (ranges.catalogue, batch_size, num_batches)
+        if self._leased is not None and self._leased_as == wanted:
+            return self._leased
         self._close_leased()
-        parts = getattr(self._link, "data_part", None) or (0, 1)
-        desk, options = can_lease(ranges.catalogue), {"batch_size": batch_size, "collate": collate}
+        if (batches := self._leased_batches(ranges, batch_size)) is None:
+            return None
+        _, parts = self._link.data_part or (0, 1)
         if num_batches is None:
-            self._leased = RangeLoader(ranges, desk, **options)
+            self._leased = RangeLoader(batches, collate=collate)
         else:
-            share = max(1, num_batches // parts[1])
-            self._leased = SizedRangeLoader(ranges, desk, num_batches=share, **options)
+            share = max(1, num_batches // (parts * self._num_readers))
+            self._leased = SizedRangeLoader(batches, num_batches=share, collate=collate)
+        self._leased_as = wanted
         rank_zero_info("The training data are leased from the run, range by range, and follow whoever is there.")
         return self._leased
 
+    def _leased_batches(self, ranges: Ranges, batch_size: int) -> Batches | None:
+        """Batches of this process; None: the link leases nothing."""
+        can_lease = getattr(self._link, "lease", None)
+        return None if can_lease is None else RangeBatches(ranges, can_lease(ranges.catalogue), batch_size=batch_size)
+
     @property
-    def _num_processes(self) -> int:
-        return getattr(self, "world_size", 1)
+    def _num_readers(self) -> int:
+        """How many processes of this learner train with different samples."""
+        return 1
+
+    @property
+    def _may_change_data(self) -> bool:
+        """Whether the Trainer lets a strategy choose what is read."""
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer._accelerator_connector.use_distributed_sampler)
 
     def _note_leased(self, tokens: int | None) -> None:
         """A training batch goes to the device; None: for a trial."""

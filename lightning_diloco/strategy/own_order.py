@@ -47,6 +47,13 @@ class OwnOrder:
 
     first = take
 
+    def within(self, for_s: float) -> Lease:
+        """See `take`."""
+        return self.take()
+
+    def need(self, num_ranges: int) -> None:
+        """There always are more."""
+
     def holds(self, number: int) -> bool:
         """Whether it was taken and is not read through."""
         return number in self._taken

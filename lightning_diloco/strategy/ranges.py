@@ -5,7 +5,8 @@
 3. A batch counts when it was trained with. What was handed out and not trained with, because a loop ended or a trial
    was taken back, comes first the next time.
 4. With no lease there, because the syncer cannot be reached, recent ranges are read again, and that is said: training
-   never waits. The syncer counts these tokens as repeated.
+   never waits. The syncer counts these tokens as repeated. Only before anything was trained with, leases are waited for
+   a little.
 
 Source: our choice.
 """
@@ -13,24 +14,26 @@ Source: our choice.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_diloco.protocol.ranges import Catalogue, Lease, Piece
+from lightning_diloco.protocol.ranges import Catalogue, Lease, Piece, divided
+from lightning_diloco.strategy.read_ahead import ReadAhead
 
 log = logging.getLogger(__name__)
 
 AHEAD = 2
 NUM_RECENT = 8
 TELL_AGAIN_S = 60.0
+START_S = 5.0
+
+Batch = tuple[Tensor, tuple[Piece, ...]]
 
 
 class Ranges(Protocol):
@@ -51,9 +54,19 @@ class Desk(Protocol):
 
     def take(self) -> Lease | None: ...
     def first(self) -> Lease: ...
+    def within(self, for_s: float) -> Lease | None: ...
+    def need(self, num_ranges: int) -> None: ...
     def holds(self, number: int) -> bool: ...
     def ended(self, lease: Lease) -> None: ...
-    def trained(self, pieces: list[Piece]) -> None: ...
+    def trained(self, pieces: Iterable[Piece]) -> None: ...
+
+
+class Batches(Protocol):
+    """Rows to train with, and which ranges they are of."""
+
+    def next(self) -> Batch: ...
+    def trained(self, pieces: Iterable[Piece]) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -72,78 +85,66 @@ class _Open:
         return rows, Piece(self.number, len(rows), 0, is_whole, is_whole and self.is_last)
 
 
-class RangeLoader:
-    """Batches of whole rows, without an end.
+class RangeBatches:
+    """Batches of equal size, cut from ranges.
 
     Args:
         ranges: what to read.
         desk: which range comes next.
         batch_size: rows of a batch.
-        collate: makes a batch of its rows.
     """
 
-    _num_batches: int | None = None
-
-    def __init__(
-        self,
-        ranges: Ranges,
-        desk: Desk,
-        *,
-        batch_size: int,
-        collate: Callable[[Tensor], Any],
-    ) -> None:
-        self._desk = desk
-        self._batch_size, self._collate = batch_size, collate
-        self._ahead = ReadAhead(ranges.read)
+    def __init__(self, ranges: Ranges, desk: Desk, *, batch_size: int) -> None:
+        self._desk, self._batch_size = desk, batch_size
+        self._reader = ReadAhead(ranges.read)
+        self._num_ahead = AHEAD
         self._recent: deque[Lease] = deque(maxlen=NUM_RECENT)
         self._open: _Open | None = None
-        self._waiting: deque[tuple[Tensor, list[Piece]]] = deque()
-        self._handed: deque[tuple[Tensor, list[Piece]]] = deque()
+        self._parts: list[Tensor] = []
+        self._pieces: list[Piece] = []
+        self._waits_until_s: float | None = None
+        self._is_starting = True
         self._tell_again_s = 0.0
 
-    def __iter__(self) -> Iterator[Any]:
-        self._waiting.extendleft(reversed(self._handed))
-        self._handed.clear()
-        num_left = self._num_batches
-        while num_left is None or num_left > 0:
-            num_left = None if num_left is None else num_left - 1
-            batch = self._waiting.popleft() if self._waiting else self._next_batch()
-            self._handed.append(batch)
-            yield self._collate(batch[0])
+    def next(self) -> Batch:
+        """The next batch."""
+        batch = self._cut(is_needed=True)
+        assert batch is not None
+        return batch
 
-    def trained(self, tokens: int) -> None:
-        """The oldest batch that was handed out has so many tokens, and is in the step that is being computed."""
-        if self._handed:
-            self._desk.trained(_with_tokens(self._handed.popleft()[1], tokens))
+    def next_if_there(self) -> Batch | None:
+        """The next batch, if neither leases nor the reading of ranges have to be waited for."""
+        return self._cut(is_needed=False)
 
-    def tried(self) -> None:
-        """The oldest batch that was handed out is in a trial that will be taken back: it is still to be trained."""
-        if self._handed:
-            self._waiting.append(self._handed.popleft())
+    def trained(self, pieces: Iterable[Piece]) -> None:
+        """These are in the step that is being computed."""
+        self._is_starting = False
+        self._desk.trained(pieces)
 
     def close(self) -> None:
         """End the reading thread."""
-        self._ahead.close()
+        self._reader.close()
 
-    def _next_batch(self) -> tuple[Tensor, list[Piece]]:
-        parts: list[Tensor] = []
-        pieces: list[Piece] = []
-        missing = self._batch_size
-        while missing:
+    def _cut(self, *, is_needed: bool) -> Batch | None:
+        while missing := self._batch_size - sum(map(len, self._parts)):
             if self._open is None or not self._is_mine(self._open.number):
-                self._open = self._next_range()
+                if (found := self._next_range(is_needed=is_needed)) is None:
+                    return None
+                self._open = found
             rows, piece = self._open.cut(missing)
-            parts.append(rows)
-            pieces.append(piece)
-            missing -= len(rows)
+            self._parts.append(rows)
+            self._pieces.append(piece)
             if piece.is_whole:
                 self._open = None
+        parts, pieces, self._parts, self._pieces = self._parts, tuple(self._pieces), [], []
+        if len(pieces) > self._num_ahead:
+            self._num_ahead = len(pieces)
+            self._desk.need(len(pieces))
         return torch.cat(parts), pieces
 
-    def _next_range(self) -> _Open:
-        while True:
-            self._request()
-            lease, rows, is_last, is_again = self._ahead.get()
+    def _next_range(self, *, is_needed: bool) -> _Open | None:
+        while self._request(is_needed=is_needed) and (is_needed or self._reader.is_there):
+            lease, rows, is_last, is_again = self._reader.get()
             if is_again and len(rows):
                 return _Open(None, rows, is_last)
             if not is_again and self._desk.holds(lease.number):
@@ -152,24 +153,82 @@ class RangeLoader:
                 if len(rows):
                     self._recent.append(lease)
                 return _Open(lease.number, rows, is_last)
+        return None
 
-    def _request(self) -> None:
-        """Have ranges read ahead; without any lease, a recent one again."""
-        while self._ahead.num_requested < AHEAD and (lease := self._desk.take()) is not None:
-            self._ahead.request(lease)
-        if self._ahead.num_requested:
-            return
+    def _request(self, *, is_needed: bool) -> bool:
+        """Have ranges read ahead; without any lease, a recent one again if it is needed now. Whether any is read."""
+        while self._reader.num_requested < self._num_ahead and (lease := self._desk.take()) is not None:
+            self._reader.request(lease)
+        if not self._reader.num_requested and is_needed:
+            self._request_one()
+        return self._reader.num_requested > 0
+
+    def _request_one(self) -> None:
         if not self._recent:
-            self._ahead.request(self._desk.first())
-            return
+            self._reader.request(self._desk.first())
+        elif (lease := self._awaited()) is not None:
+            self._reader.request(lease)
+        else:
+            self._read_again()
+
+    def _read_again(self) -> None:
         if time.monotonic() > self._tell_again_s:
             log.warning("no leased data is left and the syncer gives none: recent data are read again until it does")
             self._tell_again_s = time.monotonic() + TELL_AGAIN_S
         self._recent.rotate(-1)
-        self._ahead.request(replace(self._recent[-1], skip=0), is_again=True)
+        self._reader.request(replace(self._recent[-1], skip=0), is_again=True)
+
+    def _awaited(self) -> Lease | None:
+        """One more lease for the first batches, which may take more than are given at first."""
+        if not self._is_starting:
+            return None
+        now_s = time.monotonic()
+        if self._waits_until_s is None:
+            self._waits_until_s = now_s + START_S
+        return self._desk.within(max(0.0, self._waits_until_s - now_s))
 
     def _is_mine(self, number: int | None) -> bool:
         return number is None or self._desk.holds(number)
+
+
+class RangeLoader:
+    """Batches of whole rows, without an end.
+
+    Args:
+        batches: of rows.
+        collate: makes a batch of its rows.
+    """
+
+    _num_batches: int | None = None
+
+    def __init__(self, batches: Batches, *, collate: Callable[[Tensor], Any]) -> None:
+        self._batches, self._collate = batches, collate
+        self._waiting: deque[Batch] = deque()
+        self._handed: deque[Batch] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._waiting.extendleft(reversed(self._handed))
+        self._handed.clear()
+        num_left = self._num_batches
+        while num_left is None or num_left > 0:
+            num_left = None if num_left is None else num_left - 1
+            batch = self._waiting.popleft() if self._waiting else self._batches.next()
+            self._handed.append(batch)
+            yield self._collate(batch[0])
+
+    def trained(self, tokens: int) -> None:
+        """The oldest batch that was handed out has so many tokens, and is in the step that is being computed."""
+        if self._handed:
+            self._batches.trained(divided(self._handed.popleft()[1], tokens))
+
+    def tried(self) -> None:
+        """The oldest batch that was handed out is in a trial that will be taken back: it is still to be trained."""
+        if self._handed:
+            self._waiting.append(self._handed.popleft())
+
+    def close(self) -> None:
+        """End the reading thread."""
+        self._batches.close()
 
 
 class SizedRangeLoader(RangeLoader):
@@ -179,67 +238,10 @@ class SizedRangeLoader(RangeLoader):
         num_batches: of an iteration.
     """
 
-    def __init__(self, ranges: Ranges, desk: Desk, *, num_batches: int, **options: Any) -> None:
-        super().__init__(ranges, desk, **options)
+    def __init__(self, batches: Batches, *, num_batches: int, **options: Any) -> None:
+        super().__init__(batches, **options)
         self._num_batches = num_batches
 
     def __len__(self) -> int:
         assert self._num_batches is not None
         return self._num_batches
-
-
-_Result = tuple[Lease, Tensor, bool, bool]
-
-
-class ReadAhead:
-    """Reads ranges in a thread, in the order in which they are asked for.
-
-    Args:
-        read: one range.
-    """
-
-    def __init__(self, read: Callable[[Lease], tuple[Tensor, bool]]) -> None:
-        self._read = read
-        self._wanted: queue.SimpleQueue[tuple[Lease, bool] | None] = queue.SimpleQueue()
-        self._found: queue.SimpleQueue[_Result | BaseException] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self.num_requested = 0
-
-    def request(self, lease: Lease, *, is_again: bool = False) -> None:
-        """Have this read."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="diloco-reader", daemon=True)
-            self._thread.start()
-        self.num_requested += 1
-        self._wanted.put((lease, is_again))
-
-    def get(self) -> _Result:
-        """What was asked for first; raises what reading it raised."""
-        self.num_requested -= 1
-        found = self._found.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
-
-    def close(self) -> None:
-        """End the thread, after the range it is reading; idempotent."""
-        self._wanted.put(None)
-
-    def _run(self) -> None:
-        while (wanted := self._wanted.get()) is not None:
-            lease, is_again = wanted
-            try:
-                self._found.put((lease, *self._read(lease), is_again))
-            except BaseException as error:
-                self._found.put(error)
-
-
-def _with_tokens(pieces: list[Piece], tokens: int) -> list[Piece]:
-    """Divide a batch's tokens among its pieces, by samples."""
-    total, done, given, found = sum(piece.samples for piece in pieces), 0, 0, []
-    for piece in pieces:
-        done += piece.samples
-        share = tokens * done // total - given
-        given += share
-        found.append(replace(piece, tokens=share))
-    return found

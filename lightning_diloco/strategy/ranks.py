@@ -4,7 +4,7 @@
 2. A step begins for them when its last batch is known, and ends where the hooks say. What they tell each other travels
    while the step computes; so do the fleet's tokens, and that it is to be the last step.
 3. Training data is split over ranks and learners by the same rule as over learners: learners of any layout read
-   different samples.
+   different samples. What is leased, rank 0 leases and reads for all (`ranks_ranges.py`).
 4. All ranks of a learner have one id, hence one folder. Who starts them hands it on; who is started otherwise
    (torchrun, SLURM) is told it by DILOCO_LEARNER.
 5. All ranks write and read checkpoints together (`ranks_healing.py`), and heed SIGTERM together: which of them got the
@@ -37,6 +37,7 @@ from lightning_diloco.strategy import optimizer_state
 from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
 from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.launchers import Processes, Scripts
+from lightning_diloco.strategy.ranges import Batches, RangeBatches, Ranges
 from lightning_diloco.strategy.ranks_healing import RanksHealing, layout_of
 from lightning_diloco.strategy.stopping import StoppingTogether
 
@@ -91,6 +92,7 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         own_boxes = self._part_boxes()
         boxes = None if own_boxes is None else ranks.share(own_boxes)
         self._ranks, self._layout = ranks, layout_of(ranks.size, boxes)
+        self._shares = ranks.share(super().distributed_sampler_kwargs["rank"])
         if ranks.rank == 0:
             return LeaderLink(self._run_options, self._learner, self._root_dir, ranks=ranks, boxes=boxes)
         return FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes, join=self._given_join)
@@ -168,6 +170,25 @@ class RanksHooks(DecoupledDiLoCoStrategy):
             return super().process_dataloader(dataloader)
         finally:
             self._connector.use_distributed_sampler = False
+
+    def _leased_batches(self, ranges: Ranges, batch_size: int) -> Batches:
+        """See `LeasesData._leased_batches`."""
+        from lightning_diloco.strategy.ranks_ranges import FollowersBatches, LeadersBatches
+
+        handout = self._ranks.hand_out(self._shares)
+        if self._ranks.rank > 0:
+            return FollowersBatches(handout)
+        desk = cast("LeaderLink", self._link).lease(ranges.catalogue)
+        return LeadersBatches(RangeBatches(ranges, desk, batch_size=batch_size * self._num_readers), handout)
+
+    @property
+    def _num_readers(self) -> int:
+        return len(set(self._shares))
+
+    @property
+    def _may_change_data(self) -> bool:
+        """See `LeasesData._may_change_data`; also while Lightning is kept from it."""
+        return bool(getattr(self, "_use_distributed_sampler", super()._may_change_data))
 
     @property
     def _splits_here(self) -> bool:

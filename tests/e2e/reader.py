@@ -15,7 +15,7 @@ from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.protocol.ranges import Catalogue, Lease
 from lightning_diloco.runtime.link import Link
 from lightning_diloco.runtime.model import ModelDescription
-from lightning_diloco.strategy.ranges import RangeLoader
+from lightning_diloco.strategy.ranges import RangeBatches, RangeLoader
 
 SHAPES = {"hidden": (48, 32), "bias": (48,)}
 SIZES, RANGE_SIZE, BATCH_SIZE = (500, 130), 24, 5
@@ -43,7 +43,8 @@ def main() -> int:
     link.start(
         ModelDescription(SHAPES, frozenset(), {}, "samples"), lambda plan, run: CpuFragments(plan, params, run, config)
     )
-    loader = RangeLoader(Numbers(), link.lease(Numbers.catalogue), batch_size=BATCH_SIZE, collate=torch.Tensor.tolist)
+    batches = RangeBatches(Numbers(), link.lease(Numbers.catalogue), batch_size=BATCH_SIZE)
+    loader = RangeLoader(batches, collate=torch.Tensor.tolist)
     try:
         with given.out.open("a") as out:
             for batch in loader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from itertools import islice
 
@@ -15,8 +16,9 @@ from lightning_diloco.protocol.messages import Leases
 from lightning_diloco.protocol.ranges import Catalogue, Lease, Piece
 from lightning_diloco.runtime import leased
 from lightning_diloco.runtime.leased import LeaseDesk
+from lightning_diloco.strategy import ranges as ranges_module
 from lightning_diloco.strategy.own_order import OwnOrder
-from lightning_diloco.strategy.ranges import RangeLoader, SizedRangeLoader
+from lightning_diloco.strategy.ranges import RangeBatches, RangeLoader, SizedRangeLoader
 
 RANGE_SIZE = 4
 
@@ -58,8 +60,8 @@ def made() -> Iterator[list[RangeLoader]]:
 
 
 def loader_of(made: list[RangeLoader], ranges: Numbers, desk: Desk | OwnOrder, batch_size: int = 3) -> RangeLoader:
-    made.append(RangeLoader(ranges, desk, batch_size=batch_size, collate=torch.Tensor.tolist))
-    return made[0]
+    made.append(RangeLoader(RangeBatches(ranges, desk, batch_size=batch_size), collate=torch.Tensor.tolist))
+    return made[-1]
 
 
 def test_batches_cross_the_borders_of_ranges_and_say_so(made: list[RangeLoader]) -> None:
@@ -105,10 +107,12 @@ def test_without_leases_recent_ranges_are_read_again_and_that_is_counted(
 ) -> None:
     desk = Desk(*leases(0, 1))
     loader = loader_of(made, Numbers(12), desk, batch_size=4)
-    assert list(islice(loader, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
-    assert "recent data are read again" in caplog.text
+    batches, seen = iter(loader), []
     for _ in range(4):
+        seen.append(next(batches))
         loader.trained(4)
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert "recent data are read again" in caplog.text
     assert [piece.number for piece in desk.collect()] == [1, 2, None, None]
     desk.grant(*leases(2, first=3))
     assert [8, 9, 10, 11] in list(islice(loader, 2))
@@ -122,6 +126,37 @@ def test_the_first_range_is_waited_for_but_not_forever(
         next(iter(loader_of(made, Numbers(12), Desk())))
 
 
+def test_a_first_batch_larger_than_the_first_leases_waits_for_more(made: list[RangeLoader]) -> None:
+    desk = Desk(*leases(0, 1))
+    others = threading.Thread(target=grant_when_awaited, args=(desk, leases(2, first=3)))
+    others.start()
+    assert next(iter(loader_of(made, Numbers(12), desk, batch_size=12))) == [*range(12)]
+    others.join()
+    (asked,) = desk.lessee.ask(0.0, 0, 1.0, wants=True)
+    assert asked.wanted == 6, "two batches of three ranges each"
+
+
+def grant_when_awaited(desk: Desk, more: list[Lease]) -> None:
+    """Give them to a reader that has taken all there is, and waits."""
+    until_s = time.monotonic() + 60.0
+    while not desk._changed._waiters and time.monotonic() < until_s:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    with desk._changed:
+        desk.grant(*more)
+        desk._changed.notify_all()
+
+
+def test_leases_that_do_not_come_hold_up_no_more_than_the_start(
+    made: list[RangeLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges_module, "START_S", 0.01)
+    desk = Desk(*leases(0))
+    loader = loader_of(made, Numbers(12), desk, batch_size=6)
+    assert next(iter(loader)) == [0, 1, 2, 3, 0, 1]
+    loader.trained(6)
+    assert [(piece.number, piece.samples) for piece in desk.collect()] == [(1, 4), (None, 2)]
+
+
 def test_an_error_of_reading_reaches_the_training_thread(made: list[RangeLoader]) -> None:
     ranges = Numbers(12)
     ranges.read = lambda lease: 1 / 0  # type: ignore[method-assign, assignment, return-value]
@@ -131,7 +166,8 @@ def test_an_error_of_reading_reaches_the_training_thread(made: list[RangeLoader]
 
 def test_an_iteration_of_known_length_ends_and_the_next_goes_on(made: list[RangeLoader]) -> None:
     desk = Desk(*leases(0, 1, 2))
-    loader = SizedRangeLoader(Numbers(12), desk, num_batches=2, batch_size=2, collate=torch.Tensor.tolist)
+    batches = RangeBatches(Numbers(12), desk, batch_size=2)
+    loader = SizedRangeLoader(batches, num_batches=2, collate=torch.Tensor.tolist)
     made.append(loader)
     assert len(loader) == 2
     seen = []
@@ -151,11 +187,8 @@ def test_an_own_order_reads_every_source_to_its_end_and_again(made: list[RangeLo
 def test_parts_of_an_own_order_are_disjoint_and_complete(made: list[RangeLoader]) -> None:
     seen = []
     for part in range(2):
-        made.append(
-            RangeLoader(Numbers(14, 7), OwnOrder(2, part=part, parts=2), batch_size=1, collate=torch.Tensor.tolist)
-        )
         epoch = []
-        for (number,) in made[-1]:
+        for (number,) in loader_of(made, Numbers(14, 7), OwnOrder(2, part=part, parts=2), batch_size=1):
             if number in epoch:
                 break
             epoch.append(number)
@@ -167,12 +200,10 @@ def test_parts_of_an_own_order_are_disjoint_and_complete(made: list[RangeLoader]
 def test_an_own_order_goes_on_at_its_position(made: list[RangeLoader], num_trained: int) -> None:
     ranges, order = Numbers(6, 3), OwnOrder(2)
     everything = list(islice(loader_of(made, ranges, OwnOrder(2), batch_size=2), 12))
-    loader = RangeLoader(ranges, order, batch_size=2, collate=torch.Tensor.tolist)
-    made.append(loader)
+    loader = loader_of(made, ranges, order, batch_size=2)
     batches = iter(loader)
     assert [next(batches) for _ in range(num_trained + 1)] == everything[: num_trained + 1]
     for _ in range(num_trained):
         loader.trained(0)
-    again = RangeLoader(ranges, OwnOrder(2, position=order.position), batch_size=2, collate=torch.Tensor.tolist)
-    made.append(again)
+    again = loader_of(made, ranges, OwnOrder(2, position=order.position), batch_size=2)
     assert list(islice(again, 3)) == everything[num_trained : num_trained + 3]
