@@ -38,7 +38,7 @@ class Fleet:
         (self._root / "texts").mkdir()
         letters = random.Random(3)
         for index in range(NUM_DOCUMENTS):
-            text = "".join(letters.choices("abcdefghijklmnopqrstuvwxyz ", k=420))
+            text = "".join(letters.choices("abcdefghijklmnopqrstuvwxyz ", k=433))
             (self._root / "texts" / f"{index}.txt").write_text(text)
         data = text_data(self._root, BATCH_SIZE)
         data.prepare_data()
