@@ -133,7 +133,12 @@ class Fleet:
 
 @pytest.mark.parametrize(
     ("inner", "readers", "accumulate"),
-    [("auto", (0, 1), 1), ("auto", (0, 1), 3), ("fsdp2", (0, 1), 1), ("tp", (0,), 1)],
+    [
+        ("auto", (0, 1), 1),
+        ("fsdp2", (0, 1), 1),
+        pytest.param("auto", (0, 1), 3, marks=pytest.mark.thorough),
+        pytest.param("tp", (0,), 1, marks=pytest.mark.thorough),
+    ],
 )
 def test_two_ranks_and_one_process_merge_every_range_once_in_an_epoch(
     processes: Processes, inner: str, readers: tuple[int, ...], accumulate: int

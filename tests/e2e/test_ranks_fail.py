@@ -35,7 +35,7 @@ def end(processes: Processes, name: str, learner: subprocess.Popen[bytes]) -> st
     return said
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
 @pytest.mark.parametrize("layout", [SEVERAL, (*SEVERAL, "--inner", "fsdp2"), SPAWNED], ids=["ddp", "fsdp2", "spawned"])
 def test_bad_input_on_one_rank_ends_all(processes: Processes, layout: tuple[Any, ...], rank: int) -> None:
     said = end(processes, "bad", processes.trainer("bad", *layout, "--fails", 5, rank))
@@ -44,7 +44,7 @@ def test_bad_input_on_one_rank_ends_all(processes: Processes, layout: tuple[Any,
         assert len(OTHER.findall(said)) == 1
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_each_rank_that_others_started_ends_with_code_1(processes: Processes, rank: int) -> None:
     ranks = srun(processes, "bad", "--fails", 5, rank, options=[{"learner": "bad"}] * 2)
     assert [processes.end(process) for process in ranks] == [1, 1]

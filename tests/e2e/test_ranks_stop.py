@@ -29,7 +29,7 @@ def trained(processes: Processes, name: str, *arguments: object) -> list[dict[st
     return ranks
 
 
-@pytest.mark.parametrize("inner", SEVERAL)
+@pytest.mark.parametrize("inner", ["ddp", pytest.param("fsdp2", marks=pytest.mark.thorough)])
 def test_a_rate_by_fleet_tokens_is_one_for_all_ranks_until_these_are_used_up(processes: Processes, inner: str) -> None:
     """Two learners; what one hears of the other depends on the moment, but never on the rank."""
     limit = 6000  # long enough for both to start
@@ -59,7 +59,7 @@ def test_a_rate_by_fleet_tokens_is_one_for_all_ranks_until_these_are_used_up(pro
     assert one["steps"] < 100_000
 
 
-@pytest.mark.parametrize("inner", SEVERAL)
+@pytest.mark.parametrize("inner", [pytest.param("ddp", marks=pytest.mark.thorough), "fsdp2"])
 def test_early_stopping_by_one_ranks_loss_stops_all(processes: Processes, inner: str) -> None:
     """Of the anchor, validated after every fifth step; only rank 1 has samples on which it is that good."""
     first, other = trained(processes, "early", *SEVERAL[inner], "--early", 0.5)
