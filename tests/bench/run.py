@@ -2,7 +2,7 @@
 
 exchange, straggler, participation, survivors (5 minutes), busy_survivors (5), forecast (14) and ranks_step (15) want a
 quiet machine with two cores, chaos (40) one with four; quality is the same on any machine. recoveries (6) and soak (35)
-mostly sleep.
+mostly sleep. Options that are not known here go to all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: the first {len(SHORT)}"
     )
     parser.add_argument("--out", type=Path, help="a folder for results, NAME.json each")
-    args = parser.parse_args()
+    args, passed_on = parser.parse_known_args()
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(NAMES)}")
     sys.path.insert(0, str(ROOT))
@@ -36,7 +36,7 @@ def main() -> int:
     for name in args.names or SHORT:
         print(f"\n== {name} ==\n", flush=True)
         began_s = time.perf_counter()
-        options = ["--out", str(args.out / f"{name}.json")] if args.out else []
+        options = [*passed_on, *(["--out", str(args.out / f"{name}.json")] if args.out else [])]
         if importlib.import_module(f"tests.bench.{name}").main(options):
             failed.append(name)
         print(f"\n({time.perf_counter() - began_s:.0f} s)", flush=True)

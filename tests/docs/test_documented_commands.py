@@ -1,0 +1,376 @@
+"""Every command of the documentation is executed, by a shell, in a clone of this checkout.
+
+1. A step says which documented commands it stands for: the same program and verb with the same options, placeholders
+   filled in, numbers made small, and options added that make it short.
+2. What a command needs is made by one before it in its chain, as for a reader.
+3. What cannot run here has its reason in `NOT_HERE`, and is taken apart as far as that goes.
+4. `diloco plan`, `ls` and `cp` are called in this process, because starting one takes longer than they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.cli.main import main
+from tests.bench import run as bench
+from tests.docs.commands import ROOT, documented
+from tests.docs.shell import Clone, Step
+
+TINY = "diloco run recipes/tiny/gpt.yaml --local 2"
+SHORT = "--trainer.max_steps 24 --trainer.limit_val_batches 1"
+ENDLESS = "--trainer.max_steps 100000 --trainer.limit_val_batches 1"
+CTRL_C = {"beside": signal.SIGINT, "exits": 130}
+OWN_SCRIPT = """import argparse
+
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_diloco  # noqa: F401
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=1)
+options = {"accelerator": "cpu", "devices": 1, "logger": False, "limit_val_batches": 1}
+trainer = L.Trainer(strategy="decoupled_diloco", max_epochs=parser.parse_args().epochs, **options)
+trainer.fit(BoringModel())
+"""
+OPEN_MODEL = "python -c \"from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('my-model'))\""
+SMALL_GPT2 = (
+    "--trainer.accelerator cpu --trainer.precision 32-true --trainer.accumulate_grad_batches 1 --trainer.max_steps 8 "
+    "--model.init_args.config '{model_type: gpt2, n_positions: 32, n_embd: 16, n_layer: 1, n_head: 2}' "
+    "--data.init_args.path null --data.init_args.subset null --data.init_args.files 'texts/**/*.txt' "
+    "--data.init_args.tokenizer null --data.init_args.vocab_size 300 --data.init_args.seq_len 32"
+)
+
+CHAINS: dict[str, tuple[Step, ...]] = {
+    "a run": (
+        Step(
+            line=f"{TINY} --run-dir runs/mine --wandb my-project --page 127.0.0.1:0 {ENDLESS}",
+            of=(
+                "diloco run RECIPE.yaml --local 2 --wandb PROJECT",
+                f"{TINY} --wandb my-project --page 127.0.0.1:8080",
+            ),
+            says=r"(?s)live page: http.* [1-9]\d* commits",
+            **CTRL_C,
+        ),
+        Step(line="diloco status runs/mine", of=("diloco status RUN_DIR",), says=r"(?s)l1.*training: .*waits"),
+        Step(
+            line="diloco status runs/mine --watch",
+            of=("diloco status runs/mine --watch",),
+            says=r"(?s)training: .*training: ",
+            beside=0,
+        ),
+        Step(
+            line="diloco status runs/mine --serve",
+            of=("diloco status runs/mine --serve",),
+            says="live page: http",
+            **CTRL_C,
+        ),
+        Step(
+            line="diloco snapshot runs/mine --to snapshots/monday",
+            of=("diloco snapshot RUN_DIR --to DIR", "diloco snapshot runs/mine --to snapshots/monday"),
+            leaves=("snapshots/monday/snapshot.json",),
+        ),
+        Step(
+            line="diloco plot runs/mine --to pictures --cap 5Gbit",
+            of=("diloco plot RUN_DIR", "diloco plot runs/mine --to pictures --cap 5Gbit"),
+            leaves=("pictures/*.png", "pictures/*.svg"),
+            ends_others=True,
+        ),
+        Step(
+            line="diloco replay runs/mine",
+            of=("diloco replay RUN_DIR", "diloco replay runs/mine"),
+        ),
+        Step(
+            line="diloco export runs/mine --to my-model",
+            of=(
+                "diloco export RUN_DIR --to DIR",
+                "diloco export RUN_DIR --to my-model",
+                "diloco export runs/mine --to my-model",
+            ),
+            leaves=("my-model/model.safetensors", "my-model/lightning.ckpt"),
+        ),
+        Step(
+            line=OPEN_MODEL,
+            of=(OPEN_MODEL,),
+            says="LlamaForCausalLM",
+        ),
+        Step(
+            line=f"{TINY} -- --model.init_args.config null --model.init_args.name my-model --data.init_args.tokenizer "
+            f"my-model --model.init_args.adapter '{{r: 8, target_modules: all-linear}}' {SHORT}",
+            of=(
+                f"{TINY} -- --model.init_args.config null --model.init_args.name my-model --data.init_args.tokenizer "
+                "my-model --model.init_args.adapter '{r: 8, target_modules: all-linear}'",
+            ),
+            says="finished",
+        ),
+        Step(
+            line=f"{TINY} --from snapshots/monday {ENDLESS}",
+            of=(
+                "diloco run RECIPE --local 2 --from DIR",
+                f"{TINY} --from snapshots/monday",
+            ),
+            says="l0 stepping",
+            **CTRL_C,
+        ),
+    ),
+    "recipes": (
+        Step(line="diloco ls", of=("diloco ls",), says="tiny/gpt"),
+        Step(
+            line="diloco cp tiny/gpt my_gpt.yaml",
+            of=("diloco cp RECIPE PATH", "diloco cp tiny/gpt my_gpt.yaml"),
+            leaves=("my_gpt.yaml",),
+        ),
+        Step(
+            line=f"diloco run my_gpt.yaml --local 2 {SHORT}",
+            of=(
+                "diloco run my_gpt.yaml --local 2",
+                "diloco run RECIPE.yaml --local 4",
+                f"{TINY} --trainer.max_steps 60",
+            ),
+            says="finished",
+        ),
+        Step(
+            line=f"{TINY} -- --data.init_args.files 'texts/**/*.txt' {SHORT}",
+            of=(TINY, f"{TINY} -- --data.init_args.files 'texts/**/*.txt'", f"{TINY} -- --trainer.max_steps 60"),
+            says="finished",
+        ),
+        Step(
+            line="diloco cp diffusion/video mine.yaml",
+            of=("diloco cp diffusion/video PATH",),
+            leaves=("mine.yaml", "video_dit.py"),
+        ),
+        Step(
+            line=f"diloco run recipes/diffusion/video.yaml --local 2 --run-dir runs/video {SHORT}",
+            of=("diloco run recipes/diffusion/video.yaml --local 2",),
+            says="finished",
+        ),
+        Step(
+            line="diloco export runs/video --to clips --config recipes/diffusion/video.yaml",
+            of=("diloco export RUN_DIR --to DIR --config recipes/diffusion/video.yaml",),
+            leaves=("clips/lightning.ckpt",),
+        ),
+    ),
+    "scripts": (
+        Step(line="python train.py", of=("python train.py",), leaves=("diloco/*/summary.json",)),
+        Step(
+            line="diloco run train.py --local 2 --run-dir runs/script -- --epochs 1",
+            of=("diloco run train.py --local 4", "diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"),
+            says="finished",
+        ),
+        Step(
+            line="diloco run recipes/tiny/train.py --local 2 --max-steps 6",
+            of=("diloco run recipes/tiny/train.py --local 2",),
+            says="finished",
+        ),
+        Step(
+            line="python recipes/tiny/train.py --strategy auto --max-steps 6",
+            of=("python recipes/tiny/train.py --strategy auto",),
+            says="max_steps=6. reached",
+        ),
+    ),
+    "several sites": (
+        Step(
+            line="diloco syncer --run-dir runs/sites --listen 127.0.0.1:0",
+            of=(
+                "diloco syncer --run-dir RUN_DIR --listen 0.0.0.0:7654",
+                "diloco syncer --run-dir runs/mine --listen 0.0.0.0:7654",
+            ),
+            leaves=("runs/sites/join",),
+            beside=signal.SIGTERM,  # without --expect it serves until it is told to stop
+        ),
+        Step(line="cp runs/sites/join join"),
+        Step(
+            line='DILOCO_JOIN="$(cat join)" python train.py',
+            of=('DILOCO_JOIN="$(cat join)" python train.py', "DILOCO_JOIN=$(cat RUN_DIR/join) python train.py"),
+            says="max_epochs=1. reached",
+        ),
+        Step(
+            line="diloco syncer --run-dir runs/gpt2 --listen 127.0.0.1:0 --expect 1 --sync-every 48",
+            of=(
+                "diloco syncer --run-dir runs/gpt2 --listen 0.0.0.0:7654 --expect 4",
+                "diloco syncer --run-dir runs/mine --listen 0.0.0.0:7654 --expect 4 --sync-every 96",
+            ),
+            leaves=("runs/gpt2/join",),
+            beside=0,
+        ),
+        Step(
+            line='DILOCO_JOIN="$(cat runs/gpt2/join)" python -m lightning_diloco.cli.fit recipes/gpt2/124m.yaml '
+            + SMALL_GPT2,
+            of=('DILOCO_JOIN="$(cat runs/gpt2/join)" python -m lightning_diloco.cli.fit recipes/gpt2/124m.yaml',),
+            leaves=("runs/gpt2/summary.json",),
+        ),
+    ),
+    "plans": tuple(
+        Step(line=line.replace("RECIPE", "tiny/gpt"), of=(line,), says=says)
+        for line, says in {
+            "diloco plan RECIPE --learners 8 --link 5Gbit": "It fits",
+            "diloco plan recipes/tiny/gpt.yaml --learners 2 --link 1Gbit --step 200ms": "It fits",
+            "diloco plan gemma/12b-8gpu --learners 8 --link 2Gbit --rtt 40ms --mtbf 6h --json": '"feasible": true',
+            "diloco plan diffusion/video": "It fits",
+            "diloco plan gemma/12b-8gpu": "It fits",
+            "diloco plan gemma/12b-v5p": "It fits",
+            "diloco plan gpt2/124m": "It fits",
+            "diloco plan llama/1b": "It fits",
+            "diloco plan llama/1b-v6e": "It fits",
+            "diloco plan mistral/12b-8gpu": "It fits",
+            "diloco plan mistral/12b-v5p": "It fits",
+        }.items()
+    ),
+    "faults": (
+        Step(
+            line="diloco chaos recipes/tiny/gpt.yaml --local 2 --faults-per-hour 85 --kinds kill,cut --duration 20m "
+            "--compare --trainer.max_steps 60 --trainer.limit_val_batches 1",
+            of=(
+                "diloco chaos RECIPE --local 4 --faults-per-hour 85",
+                "diloco chaos recipes/tiny/gpt.yaml --local 4 --faults-per-hour 85 --duration 20m",
+                "diloco chaos recipes/tiny/gpt.yaml --local 4 --faults-per-hour 85 --duration 20m --compare",
+                "diloco chaos recipes/tiny/gpt.yaml --local 2 --faults-per-hour 240 --kinds kill,cut "
+                "--trainer.max_steps 400",
+            ),
+            leaves=("runs/chaos-gpt-*/chaos.json", "runs/chaos-gpt-*/chaos.png"),
+        ),
+    ),
+    "benchmarks": (
+        Step(
+            line="python -m tests.bench.quality --seed 1 --outer-lr 0.4 0.8 --align carry overwrite --steps 3 --jobs 2",
+            of=("python -m tests.bench.quality --seed 1 --outer-lr 0.4 0.8 --align carry overwrite",),
+            says="overwrite",
+        ),
+        Step(
+            line="python tests/bench/run.py quality --seed 1 --steps 3",
+            of=("python tests/bench/run.py quality",),
+            says="missed a bound: none",
+        ),
+        Step(line="python -m tests.bench.render", of=("python -m tests.bench.render",)),
+    ),
+    "contributing": (
+        Step(line="ruff check", of=("ruff check",)),
+        Step(line="ruff format --check", of=("ruff format --check",)),
+        Step(line="mypy -p lightning_diloco.protocol", of=("mypy",), says="no issues"),
+        Step(line="pytest tests/test_config.py", of=("pytest",), says=r"\d+ passed"),
+        Step(
+            line='pytest -n 0 -m "slow or chaos" tests/tracking/test_script_real_run.py -k login',
+            of=('pytest -n 0 -m "(slow or chaos) and not thorough"',),
+            says=r"\d+ passed",
+        ),
+    ),
+}
+
+NOT_HERE = {
+    "pip install -e . -c .ci/constraints.txt": "changes this environment; how a fresh one is made by .ci/run",
+    "pip install -e '.[test]' -c .ci/constraints.txt": "the same; .ci/run types it word for word",
+    "pip install -e '.[wandb]'": "changes this environment",
+    "pip install -e '.[tpu]'": "is for TPU hosts, and brings another torch",
+    "pip install 'lightning-diloco[peft]'": "needs a package index that has a release of ours",
+    "PJRT_DEVICE=TPU python train.py": "needs a TPU; tests/xla run such scripts on PJRT's CPU devices",
+    "hf auth login": "needs an account, and asks for its token",
+    ".ci/run": "downloads two environments; this test is a part of it",
+    "python tests/bench/run.py exchange straggler ranks_step": "half an hour on a quiet machine; parts: tests/bench",
+    "python tests/bench/run.py chaos recoveries soak survivors busy_survivors forecast": "two hours; likewise",
+}
+
+
+def executed() -> Iterator[tuple[str, Step]]:
+    """Documented commands and what is run for them."""
+    for chain in CHAINS.values():
+        for step in chain:
+            for command in step.of:
+                yield command, step
+
+
+def test_no_command_of_the_documentation_is_missing_and_none_here_is_stale() -> None:
+    found = documented()
+    here = [*(command for command, _ in executed()), *NOT_HERE]
+    assert not [f"{command}  ({', '.join(places)})" for command, places in found.items() if command not in here]
+    assert not [command for command in here if command not in found]
+    assert len(here) == len(set(here)), "each by one step"
+
+
+@pytest.mark.parametrize(
+    ("command", "step"), list(executed()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_step_has_the_program_the_verb_and_every_option_of_what_it_stands_for(command: str, step: Step) -> None:
+    wanted, found = shlex.split(command), shlex.split(step.line)
+    is_setting = re.compile(r"^\w+=").match
+    assert [bool(is_setting(word)) for word in wanted[:1]] == [bool(is_setting(word)) for word in found[:1]]
+    if wanted[0] in ("diloco", "pytest", "ruff", "mypy"):
+        assert found[:2] == wanted[:2] or len(wanted) == 1
+    assert not [word for word in wanted if word.startswith("--") and len(word) > 2 and word not in found]
+
+
+@pytest.mark.parametrize("command", NOT_HERE)
+def test_what_cannot_run_here_is_right_as_far_as_one_can_see(command: str) -> None:
+    words = shlex.split(command)
+    match words[0]:
+        case "pip":
+            extras = re.findall(r"\[(\w+)\]", command)
+            declared = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+            assert not [extra for extra in extras if not re.search(rf"^{extra} = ", declared, re.MULTILINE)]
+            assert not [word for word in words if word.startswith(".ci/") and not (ROOT / word).is_file()]
+        case "python":
+            assert (ROOT / words[1]).is_file()
+            assert all(callable(importlib.import_module(f"tests.bench.{name}").main) for name in words[2:])
+            assert set(words[2:]) <= set(bench.NAMES)
+        case ".ci/run":
+            subprocess.run(["bash", "-n", command], cwd=ROOT, check=True)
+        case "hf":
+            assert shutil.which("hf")
+        case _:
+            assert command == "PJRT_DEVICE=TPU python train.py"
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
+    made = Clone(tmp_path_factory.mktemp("clone"))
+    (made.root / "train.py").write_text(OWN_SCRIPT)
+    for k in range(40):
+        text = made.root / "texts" / "more" / f"{k}.txt"
+        text.parent.mkdir(parents=True, exist_ok=True)
+        text.write_text(f"document {k}: " + " ".join(f"{n} times {k} is {n * k}." for n in range(200)))
+    yield made
+    made.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CHAINS)
+def test_commands_of_the_documentation_do_what_is_said(
+    name: str, clone: Clone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(clone.root)
+    try:
+        for step in CHAINS[name]:
+            if step.line.split()[:2] in (["diloco", "plan"], ["diloco", "ls"], ["diloco", "cp"]):
+                said = _in_this_process(step)
+                assert re.search(step.says, said), said
+                assert all(any(clone.root.glob(pattern)) for pattern in step.leaves)
+            else:
+                clone.run(step)
+        clone.end()
+    finally:
+        clone.kill()
+
+
+def _in_this_process(step: Step) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(shlex.split(step.line)[1:]) == step.exits, step.line
+    return said.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_rendered_tables_are_those_of_the_stored_results(clone: Clone) -> None:
+    clone.run(Step(line="python -m tests.bench.render"))
+    for readme in (Path("README.md"), Path("recipes") / "tiny" / "README.md"):
+        assert (clone.root / readme).read_text() == (ROOT / readme).read_text()
