@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     rows.append(row_of(f"control, the other {AGAIN}", control))
     checks = checks_of(runs, control)
     say(report.table(rows))
-    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    say("\n" + report.verdicts(checks))
     report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": checks})
     return int(not all(checks.values()))
 

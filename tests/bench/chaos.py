@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
             shutil.copyfile(run_dir / "chaos.png", args.out.with_suffix(".png"))
     rows, checks = rows_of(found), checks_of(found)
     say(report.table(rows))
-    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    say("\n" + report.verdicts(checks))
     seen = {**report.circumstances(), "command": f"diloco {COMMAND}"}
     report.store(args.out, {"circumstances": seen, "rows": rows, "checks": checks, "report": found})
     return int(not all(checks.values()))

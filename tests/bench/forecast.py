@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
         runs[CHAOS] = run_of(chaos_story.read(args.chaos), pauses_of(calm))
     rows, checks = [row_of(name, **run) for name, run in runs.items()], checks_of(runs)
     say(report.table(rows))
-    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    say("\n" + report.verdicts(checks))
     seen = {**report.circumstances(), "command": "python -m tests.bench.forecast"}
     report.store(args.out, {"circumstances": seen, "rows": rows, "checks": checks, "runs": runs})
     return int(not all(checks.values()))

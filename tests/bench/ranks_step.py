@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
         rows.append(figures(inner, steps_s))
     checks = {sentence: holds for row in rows for sentence, holds in checks_of(row).items()}
     say(report.table(rows))
-    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    say("\n" + report.verdicts(checks))
     report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": checks})
     return int(not all(checks.values()))
 

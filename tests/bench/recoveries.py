@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     control = run(args.control_kills, args.seed, fsync=False)
     checks = checks_of(found, control, args.kills)
     say(report.table(found["recoveries"]))
-    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    say("\n" + report.verdicts(checks))
     rows = [{"run": name, **row} for name, run_ in (("", found), ("control", control)) for row in run_["recoveries"]]
     report.store(
         args.out,

@@ -13,7 +13,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ def _text(value: object) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def verdicts(checks: Mapping[str, bool]) -> str:
+    """A line for each check: whether it holds, and what it says."""
+    return "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items())
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     checks = {"the run ended by itself with an exact ledger": found["exit_code"] == 0 and found["ledger_exact"]}
     checks |= checks_of(rows, control)
     say(report.table([*rows, *control]))
-    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    say("\n" + report.verdicts(checks))
     stored = {"circumstances": report.circumstances(), "rows": [*rows, *control], "checks": checks, "found": found}
     report.store(args.out, stored)
     if args.out:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
         )
     say(report.table(rows))
     checks = _checks(*rows)
-    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    say("\n" + report.verdicts(checks))
     report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": checks})
     return int(not all(checks.values()))
 

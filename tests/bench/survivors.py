@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     control = {"run": "with faults, learners wait", **run(args.control_seconds, args.seed, waits=True)}
     checks = checks_of(rows, control)
     say(report.table([*rows, control]))
-    say("\n" + "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    say("\n" + report.verdicts(checks))
     report.store(args.out, {"circumstances": report.circumstances(), "rows": [*rows, control], "checks": checks})
     return int(not all(checks.values()))
 

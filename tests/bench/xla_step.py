@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     say(report.table(list(rows.values())))
     numel = args.depth * args.width * (args.width + 1)
     say(f"\n{numel / 1e6:.1f}M parameters in 24 fragments, one a step; {cores.text}\n")
-    say("\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items()))
+    say(report.verdicts(checks))
     report.store(args.out, {"circumstances": report.circumstances(), "rows": list(rows.values()), "checks": checks})
     return int(not all(checks.values()))
 

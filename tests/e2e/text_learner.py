@@ -18,13 +18,12 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.hf import TextData
 from lightning_diloco.protocol.ranges import Lease
 from lightning_diloco.strategy.ranges import Ranges
+from tests.e2e.spread import spread
 
 SEQ_LEN, RANGE_SIZE, VOCAB_SIZE, HIDDEN = 16, 10, 300, 34
 INNER = {
@@ -69,14 +68,8 @@ class Echo(L.LightningModule):
         self.out, self.until, self.pause_s = out, until, pause_s
 
     def configure_model(self) -> None:
-        if not isinstance(self.trainer.strategy, ModelParallelStrategy):
-            return
-        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
-        if tensor.size() > 1:
-            parallelize_module(self.layers, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        if data.size() > 1:
-            for layer in (self.layers[0], self.layers):
-                fully_shard(layer, mesh=data)
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            spread(self.layers, self.device_mesh)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         link = self.trainer.strategy._link

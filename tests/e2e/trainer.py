@@ -19,15 +19,15 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.strategy.schedules import FleetTokenLR
 from tests.e2e.in_step import InStep
+from tests.e2e.spread import spread
 
 NUM_SAMPLES, WIDTH = 384, 8
 HIDDEN = 34  # halves of it are odd, and so are the parts of the last layer
@@ -142,14 +142,8 @@ class Regression(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_model(self) -> None:
-        if not isinstance(self.trainer.strategy, ModelParallelStrategy):
-            return
-        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
-        if tensor.size() > 1:
-            parallelize_module(self.layers, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        if data.size() > 1:
-            for layer in (self.layers[0], self.layers):
-                fully_shard(layer, mesh=data)
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            spread(self.layers, self.device_mesh)
 
     def train_dataloader(self) -> DataLoader[Any]:
         if self.shuffles:
@@ -202,7 +196,7 @@ class Pace(Callback):
             time.sleep(0.001)
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--devices", type=int, default=1)
@@ -226,7 +220,11 @@ def main() -> None:
     parser.add_argument("--stops", nargs="+", help="where, at which one of these, and the ranks that stop training")
     parser.add_argument("--early", type=float, help="validation loss of a rank that is low enough")
     parser.add_argument("--fails", nargs=2, type=int, default=(-1, -1), help="batch and rank that meet bad input")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = _arguments()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {os.getpid()} %(levelname)s %(message)s")
     print("rank", os.environ.get("LOCAL_RANK", "0"), "is process", os.getpid(), flush=True)
     options = {"sync_every": 4, "num_fragments": 2, "overlap": 1, **json.loads(given.options)}
