@@ -4,7 +4,8 @@
 2. So a call that found nobody gives its connection up: gRPC would fail calls for seconds before it looked again. And so
    does one that missed its deadline: a path that swallows everything would keep a connection for a minute, where a new
    one may get through at once.
-3. What went wrong is told apart: `AuthError` (token, certificate) needs a person, `TransportError` needs patience.
+3. A client ends with its last use and is never closed: closing one that another thread is in crashes the process.
+4. What went wrong is told apart: `AuthError` (token, certificate) needs a person, `TransportError` needs patience.
 """
 
 from __future__ import annotations
@@ -121,9 +122,7 @@ class FlightConnection:
         """No more calls; those under way end by their own deadlines."""
         with self._lock:
             self._closed = True
-            clients, self._clients = self._clients, {}
-        for client in clients.values():
-            client.close()
+            self._clients.clear()
 
     def _act(self, channel: Channel, name: str, body: Json, deadline_s: float) -> Json:
         action = flight.Action(name, dumps(body))
@@ -154,8 +153,6 @@ class FlightConnection:
             made = self._connected(timeout_s)
             with self._lock:
                 client = made if self._closed else self._clients.setdefault(channel, made)
-            if client is not made:
-                made.close()
         if self._closed:
             raise TransportError(
                 f"the connection to {self._address.host_port} is closed; it must be open; make a new one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 
@@ -119,6 +120,28 @@ def test_stop_is_quick_although_a_poll_waits_and_may_be_repeated(serve, dial, ha
     assert time.monotonic() - began_s < 1.5
     with pytest.raises(TransportError):
         waiting.result(5)
+
+
+def test_a_connection_may_be_closed_beneath_a_call_that_begins(serve, dial, monkeypatch, pool):
+    """gRPC's stub goes with a client that is closed: the call would end the process."""
+    connection, begins, closed = dial(serve().join_address("run")), threading.Event(), threading.Event()
+    connection.status()
+    find_client = connection._client
+
+    def find_and_wait(*arguments):
+        client = find_client(*arguments)
+        begins.set()
+        assert closed.wait(5)
+        return client
+
+    monkeypatch.setattr(connection, "_client", find_and_wait)
+    answer = pool.submit(connection.status)
+    assert begins.wait(5)
+    connection.close()
+    closed.set()
+    assert answer.result(5) == {"status": "running"}
+    with pytest.raises(TransportError, match="is closed"):
+        connection.status()
 
 
 def test_a_port_that_is_taken_is_a_transport_error(serve, handler):
