@@ -107,6 +107,11 @@ class Fragment:
         """Whether an update may land now: not while a delta is measured against the anchor it replaces."""
         return self.staged is not None and (self.outstanding is None or self.outstanding.is_encoded)
 
+    @property
+    def may_snapshot(self) -> bool:
+        """Whether its round may find it without a contribution at the next boundary, where an update may land before."""
+        return self.announced is not None and (self.outstanding is None or self.can_land)
+
     def wants_round(self, tokens: int) -> bool:
         """Whether there is something that only a round can bring on."""
         if self.must_adopt:

@@ -185,7 +185,7 @@ class LearnerState:
 
     def _answer(self, p: int, f: Fragment, round_id: int) -> list[LearnerAction]:
         is_merged = f.outstanding is not None and f.outstanding.merged_at is not None
-        if is_merged or not self._promises.allow_snapshot(p):
+        if is_merged or not (f.outstanding or self._promises.allow_snapshot(p)):
             return []  # an update that contains it is on its way, or others must know first: answer after that
         f.announced = None
         if f.outstanding:

@@ -36,7 +36,7 @@ class Promises:
     def make(self, fragments: Sequence[Fragment]) -> Promise:
         """Promise all that could be done now."""
         land = tuple(p for p, f in enumerate(fragments) if f.can_land)
-        self._promise = Promise(land, tuple(p for p, f in enumerate(fragments) if f.announced is not None))
+        self._promise = Promise(land, tuple(p for p, f in enumerate(fragments) if f.may_snapshot))
         return self._promise
 
     def allow_landing(self, p: int) -> bool:

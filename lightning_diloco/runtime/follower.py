@@ -282,9 +282,14 @@ class FollowerLink:
 
     def _snapshot(self, p: int, boundary: int) -> Any:
         """The one of this boundary; training here may still be on its way to it."""
-        while (found := self._snapshots.get(p, (0, None)))[0] != boundary:
+        while (found := self._snapshots.get(p, (0, None)))[0] < boundary:
             if self._crew.stopping.wait(WAIT_S):
                 raise DiLoCoError("this rank ends before the snapshot that rank 0 asks for; nothing is to be done")
+        if found[0] > boundary:
+            raise DiLoCoError(
+                f"rank 0 asks for fragment {p} as it was at step boundary {boundary}, and this rank has taken it again "
+                f"at {found[0]} since; start the learner again"
+            )
         return found[1]
 
     def _fail(self, error: BaseException) -> None:
