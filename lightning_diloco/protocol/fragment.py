@@ -109,7 +109,7 @@ class Fragment:
 
     @property
     def may_snapshot(self) -> bool:
-        """Whether its round may find it without a contribution at the next boundary, where an update may land before."""
+        """Whether its round may find it without a contribution at the next boundary, after what lands there."""
         return self.announced is not None and (self.outstanding is None or self.can_land)
 
     def wants_round(self, tokens: int) -> bool:

@@ -14,11 +14,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from lightning_diloco.errors import RemoteError
 from lightning_diloco.protocol import codec, messages
 from lightning_diloco.runtime.board import News
+from lightning_diloco.runtime.insisting import insist
 from lightning_diloco.runtime.outbox import RESET
 from lightning_diloco.runtime.threads import Crew
 from lightning_diloco.transport.base import Connection
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 LAST_POLLS_S = 0.2
+NOW_S = 2.0
 TICK_S = 0.1
 RECONNECT_S = (0.1, 0.5)
 MAX_BATCH = 64
@@ -94,9 +97,9 @@ class Line:
         self._outgoing.put(message)
 
     def say_now(self, message: messages.FromLearner) -> None:
-        """Send this at once, waiting for it to arrive."""
+        """Send this at once, and wait for it to arrive, again if need be: nobody will say it later."""
         try:
-            self._send([message])
+            insist(partial(self._send, [message]), within_s=NOW_S)
         except RemoteError as error:
             log.warning("the syncer did not hear %s: %s", type(message).__name__, error)
 

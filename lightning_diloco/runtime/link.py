@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from lightning_diloco.protocol import LearnerState, actions, events, messages
 from lightning_diloco.protocol.ranges import Catalogue, Piece
 from lightning_diloco.runtime.embedded import EmbeddedSyncer
 from lightning_diloco.runtime.freight import Freight
+from lightning_diloco.runtime.insisting import insist
 from lightning_diloco.runtime.joining import Joining, MakeDevice, where
 from lightning_diloco.runtime.leased import LeaseDesk
 from lightning_diloco.runtime.line import TICK_S, Line
@@ -47,6 +49,7 @@ from lightning_diloco.transport.flight import FlightConnection
 log = logging.getLogger(__name__)
 
 LEAVE_S = 10.0
+FINAL_S = 10.0
 GOODBYE_S = 2.0
 THREADS_S = 3.0
 
@@ -287,7 +290,8 @@ class Link(SaysOfItself):
         """Nobody else takes part: what is newest now stays so."""
         try:
             for p, f in enumerate(self._machine.fragments):
-                self._freight.take_final(p, f.generation, f.landed)
+                take = partial(self._freight.take_final, p, f.generation, f.landed)
+                insist(take, within_s=FINAL_S)
         except DiLoCoError as error:
             log.warning("the final anchor could not be fetched, the one before it is kept: %s", error)
 

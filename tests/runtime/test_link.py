@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from lightning_diloco.devices import cpu
-from lightning_diloco.errors import ConfigError, FencedError, JoinError, PlanMismatchError, RefusedError
+from lightning_diloco.errors import ConfigError, FencedError, JoinError, PlanMismatchError, RefusedError, TransportError
 from lightning_diloco.protocol import rounds
 from lightning_diloco.runtime import joining
 from lightning_diloco.transport.address import JoinAddress
@@ -167,6 +168,34 @@ def test_a_failing_upload_is_no_end(tmp_path: Path, error: Exception) -> None:
         assert not failures
         summary = fleet.stop()
     assert summary["tokens_merged"] == summary["tokens_seen"]
+
+
+def test_the_last_learner_takes_the_final_anchor_and_gives_its_verdict_although_calls_fail(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        first, last = fleet.learner("first").go(), fleet.learner("last").go()
+        fleet.until_commits(3)
+        first.enough().done()
+        failures = dict.fromkeys(("get", "send"), 3)
+        finish, report = last.link._take_final, last.link.report
+
+        def fail(name: str) -> None:
+            if failures[name]:
+                failures[name] -= 1
+                raise TransportError(f"{name}: reset by peer")
+
+        def failing(call: Any, name: str) -> Any:
+            def run(*args: Any) -> None:
+                last.wire.before[name] = partial(fail, name)
+                call(*args)
+
+            return run
+
+        last.link._take_final, last.link.report = failing(finish, "get"), failing(report, "send")
+        last.enough().done()
+        assert set(failures.values()) == {0}
+        assert last.is_last
+        assert last.landed == fleet.versions
+        assert fleet.stop()["eval_loss"] == 1.25
 
 
 def test_not_a_number_is_refused_and_the_anchor_adopted(tmp_path: Path) -> None:
