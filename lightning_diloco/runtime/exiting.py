@@ -6,6 +6,9 @@
    registered for its exit has run: with exit code 1, as Python's own. Nothing of the interpreter is taken down.
 3. A process that ends with a code because somebody else takes its exception, such as a spawned one, does likewise.
 4. Who handles the exception, exits with a code of its own, or sits at a prompt ends as ever.
+5. gloo's threads let go of tensors a moment after whoever waited for them goes on, which aborts a process in the same
+   way. They end with their groups, but not with those that a sharded model still holds: so these threads get the time
+   to become idle.
 """
 
 from __future__ import annotations
@@ -14,7 +17,12 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
+import time
+from pathlib import Path
 
+IDLE_S = 0.01
+_TASKS = Path("/proc/self/task")  # where there is none, threads get twice IDLE_S
 _codes: list[int] = []  # with which this process is about to end, if that is known
 
 
@@ -47,3 +55,24 @@ def _end() -> None:
                 stream.flush()
     finally:
         os._exit(_codes[0] if _codes else 1)
+
+
+def let_threads_become_idle(within_s: float = 2.0) -> None:
+    """Wait until no other thread of this process computes, or waits for the interpreter's lock.
+
+    Args:
+        within_s: at most.
+    """
+    num_idle, until_s = 0, time.monotonic() + within_s
+    while num_idle < 2 and time.monotonic() < until_s:
+        time.sleep(IDLE_S)  # lets go of the lock: who waited for it computes when this returns, or is done
+        num_idle = 0 if _others_compute() else num_idle + 1
+
+
+def _others_compute() -> bool:
+    for path in _TASKS.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # that thread has ended
+            state = path.read_text().rpartition(")")[2].split()[0]
+            if state == "R" and path.parent.name != str(threading.get_native_id()):
+                return True
+    return False

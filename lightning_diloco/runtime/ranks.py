@@ -8,7 +8,8 @@
    either, and lapses there. A rank that is gone is an error.
 4. The groups outlive any pause in training: nothing here ends because it was quiet for long.
 5. Groups end before the interpreter does. gloo's threads let go of tensors a moment after whoever waited for them goes
-   on; one that does so in an interpreter that is being taken down aborts the process, whose work was done.
+   on; one that does so in an interpreter that is being taken down aborts the process, whose work was done. A model may
+   hold a group for longer: then its threads become idle before (`exiting.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_diloco.errors import ConfigError, DiLoCoError
 from lightning_diloco.runtime.channel import Channel, patient_group
-from lightning_diloco.runtime.exiting import end_as_ever, end_at_once_if_dying
+from lightning_diloco.runtime.exiting import end_as_ever, end_at_once_if_dying, let_threads_become_idle
 from lightning_diloco.runtime.handout import Handout
 from lightning_diloco.runtime.threads import Crew
 
@@ -254,3 +255,4 @@ class Ranks:
 def _end_training_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    let_threads_become_idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +83,45 @@ def test_who_handles_the_error_keeps_the_exit_code(tmp_path: Path) -> None:
     """With no thread that waits, so that nothing aborts."""
     code, output = code_and_output(tmp_path, "end_at_once_if_dying(); del sys.modules['last']", HANDLED)
     assert code == 7, output
+
+
+COMPUTING = """
+import atexit, sys, threading, time
+import torch
+from lightning_diloco.runtime.exiting import let_threads_become_idle
+
+{protect}
+begins = threading.Event()
+
+
+class InterpreterThatTakesLongToEnd:
+    def __del__(self, sleep=time.sleep, clock=time.monotonic):
+        until_s = clock() + 10.0
+        while clock() < until_s:
+            sleep(0.01)  # lets the thread come back
+
+
+sys.modules["last"] = InterpreterThatTakesLongToEnd()
+
+
+def compute():
+    x = torch.rand(3000, 3000)
+    begins.set()
+    x @ x @ x  # seconds, without the interpreter's lock
+
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # idle for ever, and so not waited for
+torch.set_num_threads(1)
+threading.Thread(target=compute, daemon=True).start()
+begins.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("protect", "code"), [("atexit.register(let_threads_become_idle, 60.0)", 0), ("", -signal.SIGABRT)]
+)
+def test_threads_that_compute_become_idle_before_the_interpreter_ends(protect: str, code: int) -> None:
+    script = COMPUTING.replace("{protect}", protect)
+    arguments = [sys.executable, "-c", script]
+    found = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == code, found.stderr
