@@ -173,6 +173,7 @@ def test_a_busy_survivor_that_notices_is_seen(survivor: dict[str, Any], failed: 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_hooks_of_a_recipe_s_learner_are_timed_from_outside(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.bench.timed_recipe", str(RECIPE), "--trainer.max_steps=4"]
     argv += ["--trainer.limit_val_batches=0", "--data.max_bytes=200000", f"--data.cache_dir={tmp_path}"]

@@ -136,6 +136,7 @@ def test_a_script_that_fails_fails_the_run_and_is_quoted(tmp_path: Path) -> None
     assert run.left_over == []
 
 
+@pytest.mark.thorough
 def test_the_example_script_runs_under_a_launcher(tmp_path: Path) -> None:
     run = Run(tmp_path, TINY / "train.py", "--max-steps", "6")
     assert run.exit_code == 0, run.said

@@ -135,7 +135,7 @@ class Fleet:
     ("inner", "readers", "accumulate"),
     [
         ("auto", (0, 1), 1),
-        ("fsdp2", (0, 1), 1),
+        pytest.param("fsdp2", (0, 1), 1, marks=pytest.mark.thorough),
         pytest.param("auto", (0, 1), 3, marks=pytest.mark.thorough),
         pytest.param("tp", (0,), 1, marks=pytest.mark.thorough),
     ],

@@ -43,6 +43,7 @@ def test_each_rank_takes_what_is_stated(processes: Processes) -> None:
         assert 0.6 * stated < bytes_taken < stated + SLACK
 
 
+@pytest.mark.thorough
 def test_ranks_that_gather_fragments_take_more_than_stated(processes: Processes) -> None:
     """The control: buffers as long as whole fragments."""
     for bytes_taken, stated in taken(processes, "rows", "whole"):

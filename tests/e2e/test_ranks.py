@@ -67,7 +67,7 @@ def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> N
         assert found["tokens_seen"] == found["tokens_merged"] == steps * NUM_BATCH * len(found["versions"])
 
 
-@pytest.mark.parametrize("inner", ["fsdp-sharded", "fsdp2-sharded"])
+@pytest.mark.parametrize("inner", [pytest.param("fsdp-sharded", marks=pytest.mark.thorough), "fsdp2-sharded"])
 def test_a_sharded_checkpoint_holds_the_anchor_and_is_gone_on_from(processes: Processes, inner: str) -> None:
     paced = (*PACED, "--momentum", 0.9)
     several = (*paced, "--devices", 2, "--inner", inner)
@@ -92,6 +92,7 @@ def test_a_sharded_checkpoint_holds_the_anchor_and_is_gone_on_from(processes: Pr
     assert summary(processes, "further")["tokens_merged"] == (NUM_STEPS - SAVE_AT) * NUM_BATCH * 2
 
 
+@pytest.mark.thorough
 def test_long_runs_differ_by_less_than_their_quantizer_changes(processes: Processes) -> None:
     """Sums in another order move a value at most to the next step of int8; error feedback brings it back."""
     runs = {"fp32": (*PACED,), "one": ("--paced",), "fsdp2": ("--paced", "--devices", 2, "--inner", "fsdp2")}
@@ -104,7 +105,7 @@ def test_long_runs_differ_by_less_than_their_quantizer_changes(processes: Proces
     assert summary(processes, "fsdp2")["rounds"] == summary(processes, "one")["rounds"] > 50
 
 
-@pytest.mark.parametrize("inner", ["auto", "fsdp2"])
+@pytest.mark.parametrize("inner", [pytest.param("auto", marks=pytest.mark.thorough), "fsdp2"])
 def test_all_ranks_adopt_what_a_restored_run_directory_holds(processes: Processes, inner: str) -> None:
     syncer = processes.syncer(data_parts=1)
     steps = ("--steps", 100_000, "--pause-s", 0.02, "--stop-file", processes.stop_file)

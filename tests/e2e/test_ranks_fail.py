@@ -17,6 +17,7 @@ from tests.e2e.test_ranks_healing import is_alive
 pytestmark = pytest.mark.slow
 
 SEVERAL, SPAWNED, UNSET = ("--devices", 2), ("--devices", 2, "--inner", "spawn"), json.loads(OF_THE_RUN)
+STARTED = [pytest.param(SEVERAL, id="scripts"), pytest.param(SPAWNED, id="spawned", marks=pytest.mark.thorough)]
 ABORTED = re.compile(r"SIGABRT|SIGKILL|Fatal Python error|terminated with signal|terminate called|zombies")
 OTHER = re.compile(r"DiLoCoError: (?:another rank|a rank|rank 0) of this learner .*start.*again")
 
@@ -36,7 +37,14 @@ def end(processes: Processes, name: str, learner: subprocess.Popen[bytes]) -> st
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
-@pytest.mark.parametrize("layout", [SEVERAL, (*SEVERAL, "--inner", "fsdp2"), SPAWNED], ids=["ddp", "fsdp2", "spawned"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(SEVERAL, id="ddp", marks=pytest.mark.thorough),
+        pytest.param((*SEVERAL, "--inner", "fsdp2"), id="fsdp2"),
+        pytest.param(SPAWNED, id="spawned", marks=pytest.mark.thorough),
+    ],
+)
 def test_bad_input_on_one_rank_ends_all(processes: Processes, layout: tuple[Any, ...], rank: int) -> None:
     said = end(processes, "bad", processes.trainer("bad", *layout, "--fails", 5, rank))
     assert said.count("ValueError: bad input on one rank") == 1
@@ -54,7 +62,7 @@ def test_each_rank_that_others_started_ends_with_code_1(processes: Processes, ra
     assert not [found for text in said for found in ABORTED.findall(text)]
 
 
-@pytest.mark.parametrize("layout", [SEVERAL, SPAWNED], ids=["scripts", "spawned"])
+@pytest.mark.parametrize("layout", STARTED)
 def test_ranks_whose_run_wants_other_options_are_all_told_so(processes: Processes, layout: tuple[Any, ...]) -> None:
     processes.syncer(sync_every=4, num_fragments=2, overlap=1)
     found = {"DILOCO_JOIN": processes.address.join_string(), "DILOCO_LEARNER": "refused"}
@@ -63,7 +71,7 @@ def test_ranks_whose_run_wants_other_options_are_all_told_so(processes: Processe
     assert "sync_every=6 was asked for, the run has sync_every=4" in said.rstrip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("layout", [SEVERAL, SPAWNED], ids=["scripts", "spawned"])
+@pytest.mark.parametrize("layout", STARTED)
 def test_a_learner_started_again_after_its_run_ends_well_and_says_so_once(
     processes: Processes, layout: tuple[Any, ...]
 ) -> None:

@@ -109,7 +109,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("killed", "again"), [("ddp", "spawn"), ("fsdp", "fsdp")])  # spawn has the layout of ddp
+@pytest.mark.parametrize(
+    ("killed", "again"), [("ddp", "spawn"), pytest.param("fsdp", "fsdp", marks=pytest.mark.thorough)]
+)  # spawn has the layout of ddp
 def test_a_killed_learner_comes_back_with_all_it_had_and_leaves_when_asked(
     processes: Processes, killed: str, again: str
 ) -> None:

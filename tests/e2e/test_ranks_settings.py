@@ -41,7 +41,10 @@ ROUNDINGS = {"ddp": 1, "fsdp": 2, "fsdp2": 1}
 IN_FLOAT32 = 1e-5  # with 24 bits, some sums of hundreds of values, and parameters apart by 3.
 
 
-@pytest.mark.parametrize(("precision", "apart"), [("32-true", IN_FLOAT32), ("bf16-mixed", OF_BFLOAT16)])
+@pytest.mark.parametrize(
+    ("precision", "apart"),
+    [("32-true", IN_FLOAT32), pytest.param("bf16-mixed", OF_BFLOAT16, marks=pytest.mark.thorough)],
+)
 def test_accumulation_clipping_precision_and_schedule_are_those_of_one_device(
     processes: Processes, precision: str, apart: float
 ) -> None:

@@ -29,7 +29,8 @@ def trained(processes: Processes, name: str, *arguments: object) -> list[dict[st
     return ranks
 
 
-@pytest.mark.parametrize("inner", ["ddp", pytest.param("fsdp2", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("inner", ["ddp", "fsdp2"])
 def test_a_rate_by_fleet_tokens_is_one_for_all_ranks_until_these_are_used_up(processes: Processes, inner: str) -> None:
     """Two learners; what one hears of the other depends on the moment, but never on the rank."""
     limit = 6000  # long enough for both to start
@@ -71,10 +72,10 @@ def test_early_stopping_by_one_ranks_loss_stops_all(processes: Processes, inner:
 @pytest.mark.parametrize(
     ("where", "number", "ranks", "num_steps"),
     [
-        ("batch", 6, BOTH, 7),  # there, as with Lightning's strategies
+        pytest.param("batch", 6, BOTH, 7, marks=pytest.mark.thorough),  # there, as with Lightning's strategies
         ("batch", 6, ONE, 8),  # after the next one: the others have begun it
-        ("batch", 6, FIRST, 8),
-        ("validation", 4, ONE, 5),
+        pytest.param("batch", 6, FIRST, 8, marks=pytest.mark.thorough),
+        pytest.param("validation", 4, ONE, 5, marks=pytest.mark.thorough),
     ],
 )
 def test_who_stops_on_some_ranks_stops_all(
@@ -85,6 +86,7 @@ def test_who_stops_on_some_ranks_stops_all(
     assert [len(rank["val_losses"]) for rank in found] == [3 if where == "validation" else 4] * 2  # and where it stops
 
 
+@pytest.mark.thorough
 def test_who_stops_on_one_rank_in_the_midst_of_accumulation_or_when_an_epoch_ends_stops_all(
     processes: Processes,
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.xla, pytest.mark.slow]
+pytestmark = [pytest.mark.xla, pytest.mark.slow, pytest.mark.thorough]
 
 REPOSITORY = Path(__file__).parents[2]
 

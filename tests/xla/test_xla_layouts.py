@@ -12,7 +12,7 @@ from lightning_diloco.runtime.tape import read_tape
 from tests.e2e.conftest import Processes, until
 from tests.e2e.test_ranks import furthest
 
-pytestmark = [pytest.mark.xla, pytest.mark.slow]
+pytestmark = [pytest.mark.xla, pytest.mark.slow, pytest.mark.thorough]
 
 LAYOUTS: dict[str, tuple[object, ...]] = {
     "one": (),

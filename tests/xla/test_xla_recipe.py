@@ -46,6 +46,7 @@ def test_tiny_recipe_learns_on_xla(tmp_path: Path) -> None:
     assert "anchor_device='device': anchors take" in log  # said on XLA devices only
 
 
+@pytest.mark.thorough
 def test_tiny_recipe_learns_on_a_mesh(tmp_path: Path) -> None:
     """All devices of the process are one learner: of a batch each has its samples, of a parameter its part."""
     num_steps = 48

@@ -160,7 +160,7 @@ def test_precision_that_xla_does_not_have_is_refused(tmp_path, precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.thorough), "bf16-true"])
 def test_300_exchanges_over_a_bad_link_are_those_of_the_host(tmp_path, precision):
     from tests.xla.stress import train_through_adversity
 
