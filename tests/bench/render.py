@@ -56,6 +56,7 @@ TABLES = {
     "straggler": Table(HERE / "results" / "straggler.json", PROJECT, _rows),
     "ranks_step": Table(HERE / "results" / "ranks_step.json", PROJECT, _rows),
     "forecast": Table(RECIPE.parent / "results" / "forecast.json", TINY, _rows),
+    "memory": Table(RECIPE.parent / "results" / "memory.json", TINY, _rows),
     "chaos": Table(RECIPE.parent / "results" / "chaos.json", TINY, _rows),
     "recoveries": Table(HERE / "results" / "recoveries.json", TINY, _checks),
     "survivors": Table(HERE / "results" / "survivors.json", TINY, _survivors),

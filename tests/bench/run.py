@@ -1,8 +1,8 @@
 """The short benchmarks, or those that are named, one after another: `python tests/bench/run.py [names] [--out DIR]`.
 
 exchange, straggler, participation, survivors (5 minutes), busy_survivors (5), forecast (14) and ranks_step (15) want a
-quiet machine with two cores, chaos (40) one with four; quality is the same on any machine. recoveries (6) and soak (35)
-mostly sleep. Options that are not known here go to all of them.
+quiet machine with two cores, chaos (40) one with four; quality and memory (5) are the same on any machine. recoveries
+(6) and soak (35) mostly sleep. Options that are not known here go to all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("exchange", "straggler", "participation", "quality")
-NAMES = (*SHORT, "ranks_step", "forecast", "survivors", "busy_survivors", "recoveries", "soak", "chaos")
+NAMES = (*SHORT, "ranks_step", "forecast", "memory", "survivors", "busy_survivors", "recoveries", "soak", "chaos")
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ from tests.bench import (
     chaos,
     exchange,
     forecast,
+    memory,
     participation,
     quality,
     ranks_step,
@@ -234,3 +235,13 @@ def test_goodput_that_is_planned_is_that_of_the_measured_runs() -> None:
     checks = forecast.checks_of(found["runs"])
     assert list(checks.values()) == [True] * (len(found["runs"]) + 1), checks
     assert [forecast.row_of(name, **run) for name, run in found["runs"].items()] == found["rows"]
+
+
+def test_memory_that_is_not_as_planned_is_seen() -> None:
+    found = {size: memory.forecast_of(size) for size in (320, 640)}
+    planned = {size: (memory.learner_bytes(each), memory.syncer_bytes(each)) for size, each in found.items()}
+    assert list(memory.checks_of(planned).values()) == [True] * 6
+    taken = {size: (learner, round(1.2 * syncer)) for size, (learner, syncer) in planned.items()}
+    assert [what for what, holds in memory.checks_of(taken).items() if not holds] == [
+        f"{size} parameters: the syncer is off by -16.7%, at most 15%" for size in ("15.2M", "37.0M")
+    ]

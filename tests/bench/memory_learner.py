@@ -1,0 +1,49 @@
+"""A learner of a recipe, as `diloco run` starts one, that notes what it holds before anything of the recipe is made.
+
+python -m tests.bench.memory_learner ARGUMENTS     arguments are those of lightning_diloco.cli.fit
+
+By then all is imported; from then on the kernel counts anew what it has at most. The note is `before` in the learner's
+folder, in bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import datasets  # noqa: F401
+import tokenizers  # noqa: F401
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_diloco.cli import fit
+from lightning_diloco.runtime import link  # noqa: F401
+from tests.bench.resident import resident_now
+
+
+def warm_up() -> None:
+    """What a first step of any size brings with it: threads, kernels and their code."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+
+
+class NotingFit(fit._Fit):
+    """Fits, and notes."""
+
+    def before_instantiate_classes(self) -> None:
+        """Nothing is made yet."""
+        super().before_instantiate_classes()
+        warm_up()
+        folder = Path(os.environ["DILOCO_RUN_DIR"]) / "learners" / os.environ["DILOCO_LEARNER"]
+        Path("/proc/self/clear_refs").write_text("5")
+        (folder / "before").write_text(str(resident_now(os.getpid())))
+
+
+if __name__ == "__main__":
+    fit._Fit = NotingFit  # type: ignore[misc]
+    sys.exit(fit.main())
