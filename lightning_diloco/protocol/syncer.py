@@ -250,6 +250,11 @@ class SyncerState(Joins):
         took_part = self.roster.in_state("active", "left")
         return bool(took_part) and self._is_last()
 
+    @property
+    def somebody_finished(self) -> bool:
+        """Whether anyone left because there was nothing more to train; who only lapsed may come back."""
+        return any(member.ending == "finished" for member in self.roster.in_state("left"))
+
     # ----------------------------------------------------------------------------------------------------- over time
 
     def _tick(self, now_s: float) -> list[SyncerAction]:

@@ -131,7 +131,7 @@ def _present(state: SyncerState) -> list[Member]:
 def _stage(state: SyncerState) -> str:
     if state.manifest is None:
         return "seeding" if state.roster.members else "waiting"
-    return "finished" if state.is_finished else "open"
+    return "finished" if state.is_finished and state.somebody_finished else "open"
 
 
 def _phase(state: SyncerState, m: Member, now_s: float) -> str:

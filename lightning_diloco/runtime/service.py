@@ -134,8 +134,7 @@ class SyncerService:
         self._events.put(None)  # after what the merge thread made durable
         _join(self._loop_thread)
         self._outbox.close()
-        somebody_finished = any(member.ending == "finished" for member in self.state.roster.in_state("left"))
-        is_finished = self.state.is_finished and somebody_finished and self.error is None
+        is_finished = self.state.is_finished and self.state.somebody_finished and self.error is None
         self.state.finish()
         status = "finished" if is_finished else "interrupted"
         summary = self._board.summary(status)

@@ -37,6 +37,15 @@ def test_disk_that_takes_nothing_is_the_first_thing_said() -> None:
     assert (status["state"], status["reason"]) == ("suspended", "no space left")
 
 
+def test_a_run_is_not_finished_while_all_who_lapsed_may_come_back() -> None:
+    lapsed = Member("a", "l0", 1, 0, state="active", is_lapsed=True)
+    state = run_of(lapsed)
+    state.manifest = {}
+    assert report.status(state, disk=None, uptime_s=1.0, **FIGURES)["state"] == "open"
+    lapsed.state, lapsed.ending = "left", "finished"
+    assert report.status(state, disk=None, uptime_s=1.0, **FIGURES)["state"] == "finished"
+
+
 def test_goodput_counts_downtime_and_every_incarnation_by_what_it_trained() -> None:
     first = Member("a", "l0", 1, 0, state="fenced", active_s=0.0, ended_s=6.0, tokens_per_s=5.0)
     second = Member("b", "l0", 2, 0, state="left", active_s=6.0, ended_s=8.0, tokens_per_s=10.0)
