@@ -33,8 +33,8 @@ from lightning_diloco.hf.blueprint import blueprint
 from lightning_diloco.hf.recipe import parse
 from lightning_diloco.simulate.plan import Forecast, forecast
 from tests.bench import report
-from tests.bench.resident import resident_at_most, resident_now
 from tests.bench.tiny import RECIPE
+from tests.resident import resident_at_most, resident_now
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.15

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_diloco.cli import fit
 from lightning_diloco.runtime import link  # noqa: F401
-from tests.bench.resident import resident_now
+from tests.resident import forget_peak, resident_now
 
 
 def warm_up() -> None:
@@ -40,7 +40,7 @@ class NotingFit(fit._Fit):
         super().before_instantiate_classes()
         warm_up()
         folder = Path(os.environ["DILOCO_RUN_DIR"]) / "learners" / os.environ["DILOCO_LEARNER"]
-        Path("/proc/self/clear_refs").write_text("5")
+        forget_peak()
         (folder / "before").write_text(str(resident_now(os.getpid())))
 
 

@@ -8,6 +8,7 @@ BUFFERS is "own", or "whole" for buffers as long as whole fragments, as if this 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,10 @@ from lightning_diloco.runtime.follower import FollowerLink
 from lightning_diloco.runtime.footprint import FURTHER_BUFFERS, SPARE_BUFFERS, footprint
 from lightning_diloco.runtime.leader import LeaderLink
 from tests.e2e import two_ranks
+from tests.resident import forget_peak, resident_at_most, resident_now
 
 SHAPES = {f"p{k}": (1024, 2048) for k in range(8)}  # none is cut into slices: each rank holds a part of all of them
 taken: dict[str, int] = {}
-
-
-def resident(what: str) -> int:
-    """VmRSS is what this process has now, VmHWM the most it had since `forget_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (kib,) = (int(line.split()[1]) for line in lines if line.startswith(what))
-    return kib * 1024
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def watch(link: type[LeaderLink] | type[FollowerLink]) -> None:
@@ -40,12 +31,12 @@ def watch(link: type[LeaderLink] | type[FollowerLink]) -> None:
 
     def started(self: Any, *args: Any) -> None:
         forget_peak()
-        taken["before"] = resident("VmRSS")
+        taken["before"] = resident_now(os.getpid())
         start(self, *args)
 
     def finished(self: Any) -> bool:
         is_last = finish(self)
-        taken["peak"] = resident("VmHWM")
+        taken["peak"] = resident_at_most(os.getpid())
         found = stated(self)
         spare = self.device._own._spare if isinstance(self, LeaderLink) else self.device._spare
         taken["further"] = max(0, len(spare) - SPARE_BUFFERS)  # made for fragments at the same time

@@ -10,7 +10,7 @@ from tests.e2e.conftest import HERE, Processes, until
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 60
+NUM_STEPS = 180
 SLACK = 24 << 20  # connections, threads, and code that is first used while exchanging
 AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "ARROW_DEFAULT_MEMORY_POOL": "system"}  # what is freed is given back
 

@@ -11,8 +11,13 @@ def resident_now(pid: int) -> int:
 
 
 def resident_at_most(pid: int) -> int:
-    """The largest that ever was, or since `clear_refs` was written to."""
+    """The largest that ever was, or since `forget_peak`."""
     return _read(pid, "VmHWM")
+
+
+def forget_peak() -> None:
+    """From here on `resident_at_most` of this process counts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _read(pid: int, what: str) -> int:
