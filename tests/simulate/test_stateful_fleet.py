@@ -162,11 +162,15 @@ TestAnyHistory = AnyHistory.TestCase
 TestAnyHistory.settings = settings(max_examples=15, stateful_step_count=25, **COMMON)
 
 
+@pytest.mark.slow
 class TestAnyLongHistory(AnyHistory.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=40, **COMMON)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+class TestMoreLongHistories(AnyHistory.TestCase):
     settings = settings(max_examples=500, stateful_step_count=40, **COMMON)
-
-
-TestAnyLongHistory = pytest.mark.slow(TestAnyLongHistory)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
