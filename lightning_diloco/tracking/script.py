@@ -13,7 +13,13 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 
-_ASK = "from lightning_diloco.tracking.session import offline_reason; print(offline_reason() or '')"
+# It ends at once: without a network, W&B's service may miss that it should, and its client waits for ten minutes.
+_ASK = """
+import os
+from lightning_diloco.tracking.session import offline_reason
+print(offline_reason() or "", flush=True)
+os._exit(0)
+"""
 
 
 def environment(project: str, run: str, learner: str) -> Mapping[str, str]:
