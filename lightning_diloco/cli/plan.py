@@ -229,5 +229,5 @@ def _warnings(found: Forecast, drawn: Blueprint) -> list[str]:
     """What stands in the way although it fits: learners that the strategy of this version would not start."""
     from lightning_diloco.hf.blueprint import strategy_problem
 
-    problem = strategy_problem(drawn.accelerator, found.scenario.training.devices)
-    return [f"this version does not start such a learner yet: {problem}"] if problem else []
+    problem = strategy_problem(drawn.accelerator, found.scenario.training.devices, drawn.spreads)
+    return [f"a learner would not be like that: {problem}"] if problem else []

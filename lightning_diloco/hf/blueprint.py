@@ -43,6 +43,7 @@ class Blueprint:
         align: of the learners.
         anchor_device: of the learners.
         accelerator: as the recipe names it.
+        spreads: whether the strategy inside shards the model over a learner's devices.
         devices: of one learner, all nodes together; None: "auto".
         param_bytes: of one parameter.
         compute_bytes: of one value of an activation.
@@ -62,6 +63,7 @@ class Blueprint:
     align: Align
     anchor_device: AnchorDevice
     accelerator: str
+    spreads: bool
     devices: int | None
     param_bytes: int
     compute_bytes: int
@@ -100,6 +102,7 @@ def blueprint(config: Any) -> Blueprint:
         align=options.get("align") or LearnerConfig().align,
         anchor_device=options.get("anchor_device") or LearnerConfig().anchor_device,
         accelerator=str(trainer.get("accelerator") or "auto"),
+        spreads=_spreads(options.get("inner")),
         devices=_num_devices(trainer),
         param_bytes=param_bytes,
         compute_bytes=2 if "16" in precision else param_bytes,
@@ -188,6 +191,11 @@ def _init_args(section: Any) -> dict[str, Any]:
     return dict(init_args.as_dict() if hasattr(init_args, "as_dict") else init_args or {})
 
 
+def _spreads(inner: Any) -> bool:
+    class_path = inner.get("class_path", "") if hasattr(inner, "get") else ""
+    return str(class_path).endswith(("ModelParallelStrategy", "FSDPStrategy"))
+
+
 def _text_config(module: nn.Module) -> Any:
     model = getattr(module, "model", None)
     config = getattr(model, "config", None)
@@ -203,17 +211,17 @@ def _num_devices(trainer: Any) -> int | None:
     return devices * nodes if isinstance(devices, int) and devices > 0 else None
 
 
-def strategy_problem(accelerator: str, devices: int) -> str | None:
+def strategy_problem(accelerator: str, devices: int, spreads: bool) -> str | None:
     """Why no learner of this version is like that, with its model spread over these devices; None if one is."""
     kind = {"gpu": "cuda", "tpu": "xla", "auto": "cpu"}.get(accelerator, accelerator)
     try:
         _final_class([torch.device(kind, index) for index in range(devices)], 1)
     except ConfigError as error:
         return str(error)
-    if devices > 1 and kind in ("cpu", "cuda"):
+    if devices > 1 and kind in ("cpu", "cuda") and not spreads:
         return (
             f"Trainer(devices={devices}) trains with DDP inside, where each device holds the whole model with its "
-            "optimizer and anchors; to spread them, pass inner=ModelParallelStrategy(...) and shard the module in its "
-            "configure_model(), which hf.CausalLM does not do"
+            "optimizer and anchors; to spread them, give the strategy inner=ModelParallelStrategy(data_parallel_size="
+            f"{devices}, tensor_parallel_size=1), for which hf.CausalLM shards its layers"
         )
     return None

@@ -4,7 +4,8 @@
 2. Parameters take the trainer's dtype, never that of the published weights: AdamW in bfloat16 loses small updates.
 3. What a config leaves open (vocabulary size, special tokens) comes from the tokenizer and is kept in the
    hyperparameters, so that a checkpoint is loaded without the data.
-4. Validation counts tokens, not batches: a short last batch weighs what it holds.
+4. With `ModelParallelStrategy` (`inner=`) its decoder layers are sharded (FSDP2) over the devices of a learner.
+5. Validation counts tokens, not batches: a short last batch weighs what it holds.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torchmetrics import Metric
 from transformers import (
@@ -115,6 +119,8 @@ class CausalLM(L.LightningModule):
             _check_vocabulary(model, tokenizer)
         adapter = self.hparams.adapter
         self.model = model if adapter is None else adapters.add_adapter(model, adapter)
+        if isinstance(getattr(self._trainer, "strategy", None), ModelParallelStrategy):
+            _shard(self.model, self.device_mesh)
 
     def _build(self) -> PreTrainedModel:
         hparams = self.hparams
@@ -214,6 +220,23 @@ class _Perplexity(_TokenLoss):
 
     def compute(self) -> Tensor:
         return super().compute().exp()
+
+
+def _shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """FSDP2: each layer that transformers never splits by itself, and the rest together.
+
+    Raises:
+        ConfigError: the mesh asks for tensor parallel, too.
+    """
+    if mesh["tensor_parallel"].size() > 1:
+        raise ConfigError(
+            f"tensor_parallel_size={mesh['tensor_parallel'].size()}: CausalLM is sharded (FSDP2), and has no plan for "
+            "tensor parallel; it must be 1; take data_parallel_size for all devices"
+        )
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in [module for module in model.modules() if type(module).__name__ in names]:
+        fully_shard(module, mesh=mesh["data_parallel"])
+    fully_shard(model, mesh=mesh["data_parallel"])
 
 
 def _completed(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
