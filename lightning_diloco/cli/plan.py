@@ -230,4 +230,4 @@ def _warnings(found: Forecast, drawn: Blueprint) -> list[str]:
     from lightning_diloco.hf.blueprint import strategy_problem
 
     problem = strategy_problem(drawn.accelerator, found.scenario.training.devices, drawn.spreads)
-    return [f"a learner would not be like that: {problem}"] if problem else []
+    return [f"this version does not start such a learner: {problem}"] if problem else []

@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def run(hidden_size: int) -> tuple[int, int]:
         )
 
 
+@cache
 def forecast_of(hidden_size: int) -> Forecast:
     """What the plan says."""
     return forecast(scenario_of(blueprint(parse(RECIPE, overrides_of(hidden_size))), {"learners": NUM_LEARNERS}))
@@ -127,7 +129,7 @@ def gaps_of(found: Forecast, learner: int, syncer: int) -> dict[str, float]:
     return {"a learner": learner_bytes(found) / learner - 1, "the syncer": syncer_bytes(found) / syncer - 1}
 
 
-def row_of(hidden_size: int, found: Forecast, learner: int, syncer: int) -> dict[str, Any]:
+def row_of(found: Forecast, learner: int, syncer: int) -> dict[str, Any]:
     """One run as a line of figures."""
     planned = {"learner": (learner_bytes(found), learner), "syncer": (syncer_bytes(found), syncer)}
     row: dict[str, Any] = {"run": size_of(found)}
@@ -161,7 +163,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     args = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = str(ROOT)  # for the learners
     measured = {hidden_size: run(hidden_size) for hidden_size in args.hidden_sizes}
-    rows = [row_of(hidden_size, forecast_of(hidden_size), *both) for hidden_size, both in measured.items()]
+    rows = [row_of(forecast_of(hidden_size), *both) for hidden_size, both in measured.items()]
     checks = checks_of(measured)
     say(report.table(rows))
     say("\n" + report.verdicts(checks))

@@ -19,11 +19,10 @@ STRATEGY = "--trainer.strategy.init_args.inner"
 
 def fitted(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPE.parents[2]), "PYTHONWARNINGS": "ignore"}
-    words = ["lightning_diloco.cli.fit", str(RECIPE), "--trainer.devices=2", "--trainer.max_steps=6", *arguments]
-    words += ["--trainer.limit_val_batches=1", f"--trainer.default_root_dir={folder}", "--trainer.logger=false"]
-    words += ["--data.max_bytes=200000", f"--data.cache_dir={folder}"]
-    inner = [f"{STRATEGY}.class_path=lightning.pytorch.strategies.ModelParallelStrategy"]
-    argv = [sys.executable, "-m", *words[:4], *inner, *words[4:]]
+    argv = [sys.executable, "-m", "lightning_diloco.cli.fit", str(RECIPE), "--trainer.devices=2"]
+    argv += [f"{STRATEGY}.class_path=lightning.pytorch.strategies.ModelParallelStrategy", *arguments]
+    argv += ["--trainer.max_steps=6", "--trainer.limit_val_batches=1", "--trainer.logger=false"]
+    argv += [f"--trainer.default_root_dir={folder}", "--data.max_bytes=200000", f"--data.cache_dir={folder}"]
     return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
