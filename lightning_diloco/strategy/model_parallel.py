@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from math import prod
 
 import torch
@@ -40,7 +41,7 @@ class ModelParallelDiLoCo(ShardedHooks, ModelParallelStrategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    @property
+    @cached_property  # a part of a mesh is made anew whenever it is asked for, and steps ask
     def _counts_tokens(self) -> bool:
         return self.device_mesh["tensor_parallel"].get_local_rank() == 0
 

@@ -2,64 +2,56 @@
 
 python -m tests.bench.ranks_step
 
-Two ranks with gloo whose compute sleeps. Runs alternate, so that both meet the same machine. The control has one more
-collective in every step, which waits for all ranks: the same check must fail there.
+Two ranks with gloo whose compute sleeps. Learners with the strategy and without it take turns of seconds, and each turn
+is compared with its neighbours (turns.py). The control has one more collective in every step, which waits for all
+ranks: the same check must fail there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench import report
+from tests.bench import report, turns
 
 ROOT = Path(__file__).parents[2]
 SHARE = 0.97
-LIMIT_S = 300.0
+WARM_UP = 30  # steps, more than a period
 MODES = {"without": ("--plain",), "with": (), "control": ("--blocks",)}
 
 
-def mean_step_s(mode: str, inner: str, args: argparse.Namespace) -> float:
-    """One run: everything that its steps took, by their number, exchanges included."""
-    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name:
-        sizes = ("--numel", args.numel, "--steps", args.steps, "--warm-up", args.warm_up, "--step-s", args.step_s)
-        words = ("--inner", inner, *MODES[mode], *sizes, "--root", name)
-        _run([sys.executable, "-m", "tests.bench.ranks_trainer", *map(str, words)], Path(name) / "out")
-        return statistics.mean(json.loads((Path(name) / "steps_s.json").read_text()))
+def measure(inner: str, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Mean seconds of a step, exchanges included, in each turn of each mode."""
+    common = ("-m", "tests.bench.ranks_trainer", "--inner", inner, "--numel", args.numel, "--step-s", args.step_s)
+    programs = {mode: (sys.executable, *map(str, common), *options) for mode, options in MODES.items()}
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
+        turns.playing(programs, Path(name), env=env, warm_up=WARM_UP) as players,
+    ):
+        turns.take_turns(players.values(), rounds=args.rounds, turn_s=args.turn_s)
+        return {
+            mode: [statistics.mean(turns.within(turn, player.steps_s)) for turn in player.turns]
+            for mode, player in players.items()
+        }
 
 
-def _run(command: Sequence[str], out: Path) -> None:
-    """To its end, and none of its processes any further."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
-    env = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with out.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
-    try:
-        if process.wait(timeout=LIMIT_S) != 0:
-            raise RuntimeError(f"a learner failed:\n{out.read_text()[-4000:]}")
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def figures(inner: str, steps_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Medians over the rounds, of steps and of what part of its speed is left in a round."""
 
+    def left(mode: str) -> float:
+        return statistics.median(plain / ours for plain, ours in zip(steps_s["without"], steps_s[mode], strict=True))
 
-def figures(inner: str, steps_s: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians over all runs of each mode, and what part of its speed is left."""
-    middle = {mode: statistics.median(found) for mode, found in steps_s.items()}
     return {
         "run": inner,
-        **{f"{mode} [ms]": 1e3 * found for mode, found in middle.items()},
-        "speed left": middle["without"] / middle["with"],
-        "speed left, control": middle["without"] / middle["control"],
+        **{f"{mode} [ms]": 1e3 * statistics.median(found) for mode, found in steps_s.items()},
+        "speed left": left("with"),
+        "speed left, control": left("control"),
     }
 
 
@@ -73,23 +65,16 @@ def checks_of(row: dict[str, Any]) -> dict[str, bool]:
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run all modes in turn; 1 if a bound is missed, or the control does not miss it."""
+    """Let all modes take turns; 1 if a bound is missed, or the control does not miss it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=64 * 128**2, help="parameters, default 1M")
-    parser.add_argument("--steps", type=int, default=240, help="timed ones")
-    parser.add_argument("--warm-up", type=int, default=24)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--inner", nargs="+", default=["ddp", "fsdp2"])
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=24, help="turns of each mode")
+    parser.add_argument("--turn-s", type=float, default=3.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    rows = []
-    for inner in args.inner:
-        steps_s: dict[str, list[float]] = {mode: [] for mode in MODES}
-        for _ in range(args.runs):
-            for mode, found in steps_s.items():
-                found.append(mean_step_s(mode, inner, args))
-        rows.append(figures(inner, steps_s))
+    rows = [figures(inner, measure(inner, args)) for inner in args.inner]
     checks = {sentence: holds for row in rows for sentence, holds in checks_of(row).items()}
     say(report.table(rows))
     say("\n" + report.verdicts(checks))

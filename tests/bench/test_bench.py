@@ -183,7 +183,7 @@ def test_hooks_of_a_recipe_s_learner_are_timed_from_outside(tmp_path: Path) -> N
     ended = subprocess.run(argv, env={**os.environ, **told}, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     (path,) = (tmp_path / "learners" / "l0").glob(timed_recipe.PATTERN)
-    pairs = busy_survivors._pairs(path)
+    pairs = timed_recipe.read_hooks(path)
     assert len(pairs) == 4
     assert all(began_s < t < time.time() and 0.0 < hook_s < 10.0 for t, hook_s in pairs)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli import fit
+from lightning_diloco.cli.step_clock import read_steps
 from lightning_diloco.runtime import link
 from lightning_diloco.runtime.leased import LeaseDesk
 from lightning_diloco.strategy.healing import Healing
@@ -71,6 +72,12 @@ class HookClock:
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.write(self._fd, array("d", [time.time(), self._taken_s]).tobytes())
         self._taken_s = 0.0
+
+
+def read_hooks(path: Path) -> list[tuple[float, float]]:
+    """What one process wrote: when each step ended, and what our calls took of it; a torn last pair is left out."""
+    values = read_steps(path)
+    return list(zip(values[::2], values[1::2], strict=False))
 
 
 def wait_for_peers(unless: Path) -> None:

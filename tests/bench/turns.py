@@ -1,0 +1,156 @@
+"""Programs that take turns on one machine, so that all of them meet the same hours of it.
+
+1. A machine's speed changes within minutes by more than a bench looks for. So the programs to be compared run at the
+   same time, but only one of them at a moment: the others are stopped (SIGSTOP), with all processes they have started.
+2. What a program does beside its steps is stopped with it: each pays for its own, in its own turns.
+3. A step counts if it lies wholly within one turn, after its first moments, in which caches fill.
+4. Programs write when their steps ended with the step clock, and are killed after their last turn, if not asked to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from lightning_diloco.cli import step_clock
+
+LIMIT_S = 300.0
+LOOK_S = 0.05
+FIRST_S = 0.3  # of a turn, which do not count
+
+Turn = tuple[float, float]
+
+
+class Player:
+    """A program that takes turns.
+
+    Args:
+        argv: of the program, whose step clock writes into `folder`.
+        folder: an existing one, for its output, too.
+        env: in addition to this process's.
+    """
+
+    def __init__(self, argv: Sequence[str], folder: Path, env: Mapping[str, str]) -> None:
+        self.turns: list[Turn] = []
+        self._folder, self._out = folder, folder / "out.txt"
+        with self._out.open("wb") as file:
+            self._process = subprocess.Popen(
+                argv, stdout=file, stderr=file, env={**os.environ, **env}, start_new_session=True
+            )
+
+    @property
+    def steps_s(self) -> list[float]:
+        """When its steps ended, unix seconds."""
+        return [at_s for path in self._folder.glob(step_clock.PATTERN) for at_s in step_clock.read_steps(path)]
+
+    def warm_up(self, num_steps: int) -> None:
+        """Let it run until it has made so many steps, then stop it."""
+        until_s = time.monotonic() + LIMIT_S
+        while len(self.steps_s) < num_steps:
+            self._check(until_s)
+            time.sleep(LOOK_S)
+        self._signal(signal.SIGSTOP)
+
+    def play(self, seconds: float) -> None:
+        """One turn."""
+        self._signal(signal.SIGCONT)
+        began_s = time.time() + FIRST_S
+        time.sleep(seconds)
+        self.turns.append((began_s, time.time()))
+        self._check()
+        self._signal(signal.SIGSTOP)
+
+    def end(self) -> None:
+        """Let it run to its end."""
+        self._signal(signal.SIGCONT)
+        until_s = time.monotonic() + LIMIT_S
+        while self._process.poll() is None:
+            self._check(until_s)
+            time.sleep(LOOK_S)
+        if self._process.returncode:
+            raise RuntimeError(f"a program failed:\n{self._out.read_text()[-4000:]}")
+
+    def kill(self) -> None:
+        """End it where it is, with all processes it has started."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+
+    def _check(self, until_s: float | None = None) -> None:
+        late = until_s is not None and time.monotonic() > until_s
+        if late or self._process.poll():
+            raise RuntimeError(f"a program {'is late' if late else 'failed'}:\n{self._out.read_text()[-4000:]}")
+
+    def _signal(self, number: int) -> None:
+        for process in _family(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+
+def take_turns(players: Iterable[Player], *, rounds: int, turn_s: float) -> None:
+    """One turn of each in every round, in an order that changes.
+
+    Args:
+        players: stopped ones.
+        rounds: turns of each.
+        turn_s: seconds of a turn.
+    """
+    waiting = deque(players)
+    for _ in range(rounds):
+        for player in waiting:
+            player.play(turn_s)
+        waiting.rotate()
+
+
+@contextlib.contextmanager
+def playing(
+    programs: Mapping[str, Sequence[str]], folder: Path, *, env: Mapping[str, str], warm_up: int
+) -> Iterator[dict[str, Player]]:
+    """Programs by name, each warmed up and stopped; nothing outlives the block.
+
+    Args:
+        programs: their commands.
+        folder: where each gets a folder of its name, its last argument.
+        env: of all, in addition to this process's.
+        warm_up: steps of each.
+    """
+    players: dict[str, Player] = {}
+    try:
+        for name, argv in programs.items():
+            (folder / name).mkdir()
+            players[name] = Player((*argv, str(folder / name)), folder / name, env)
+            players[name].warm_up(warm_up)
+        yield players
+    finally:
+        for player in players.values():
+            player.kill()
+
+
+def within(turn: Turn, times_s: Sequence[float]) -> list[float]:
+    """Steps that lie wholly in a turn, in seconds.
+
+    Args:
+        turn: from when to when.
+        times_s: when steps ended.
+    """
+    began_s, ended_s = turn
+    return [stop - start for start, stop in pairwise(times_s) if began_s <= start and stop <= ended_s]
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it has started, and these, if they are there."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for process in found:
+        found += [child for child, parent in parents.items() if parent == process]
+    return found

@@ -1,0 +1,129 @@
+"""A learner of the xla_step bench: a Trainer on an XLA device, with our strategy or without it.
+
+It trains until a file `end` appears in its folder, and leaves there when its steps ended (StepClock), what our hooks
+took of them (HookClock), and NOTES: what its threads computed, and how many graphs were compiled, after warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch_xla.core.xla_model as xm
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.cli.step_clock import StepClock
+from lightning_diloco.devices import xla
+from lightning_diloco.runtime import link
+from tests.bench.cores import Cores
+from tests.bench.idle_learner import EndWith
+from tests.bench.timed_recipe import HookClock
+from tests.bench.xla_step import END, MODES, NOTES
+
+
+class Stack(L.LightningModule):
+    """Square layers with residuals."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def training_step(self, batch: Sequence[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        (x,) = batch
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Notes(Callback):
+    """What computes, and how many graphs there are.
+
+    Args:
+        cores: who computes where.
+        warm_up: steps before anything counts.
+        path: where notes go.
+    """
+
+    def __init__(self, cores: Cores, warm_up: int, path: Path) -> None:
+        self._cores, self._warm_up, self._path = cores, warm_up, path
+        self._before: tuple[int, dict[str, float]] = (0, {})
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._warm_up:
+            self._before = self._now(trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if not trainer.should_stop:
+            return
+        xm.wait_device_ops()
+        (graphs, computed_s), num_steps = self._before, trainer.global_step - self._warm_up
+        graphs_now, computed_now_s = self._now(trainer)
+        found = {f"{part} CPU [ms]": 1e3 * (computed_now_s[part] - computed_s[part]) / num_steps for part in computed_s}
+        self._path.write_text(json.dumps({**found, "graphs after warm-up": graphs_now - graphs}))
+
+    def _now(self, trainer: L.Trainer) -> tuple[int, dict[str, float]]:
+        joined = getattr(trainer.strategy, "_link", None)
+        return xla.num_compilations(), self._cores.computed_s(joined and joined._embedded._process.pid)
+
+
+def _wait_for_device_in_hooks() -> None:
+    """The control: what a link must not do."""
+    step = link.Link.step
+
+    def waiting(self: link.Link, *args: Any) -> None:
+        step(self, *args)
+        xm.wait_device_ops()
+
+    link.Link.step = waiting  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--width", type=int, required=True)
+    parser.add_argument("--depth", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--warm-up", type=int, required=True)
+    parser.add_argument("--anchor-device", choices=("device", "host"), required=True)
+    parser.add_argument("--shared", action="store_true")
+    parser.add_argument("root", type=Path)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    cores = Cores(shared=given.shared)
+    if given.mode == "control":
+        _wait_for_device_in_hooks()
+    HookClock(given.root).attach()
+    torch.manual_seed(0)
+    samples = torch.randn(given.batch * 8, given.width)
+    ours = DecoupledDiLoCoStrategy(anchor_device=given.anchor_device)
+    trainer = L.Trainer(
+        accelerator="xla",
+        devices=1,
+        strategy=SingleDeviceXLAStrategy(device=0) if given.mode == "without" else ours,
+        max_epochs=-1,
+        callbacks=[EndWith(given.root / END), Notes(cores, given.warm_up, given.root / NOTES), StepClock()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=given.root,
+    )
+    trainer.fit(Stack(given.width, given.depth), DataLoader(TensorDataset(samples), batch_size=given.batch))
+
+
+if __name__ == "__main__":
+    main()
