@@ -4,7 +4,7 @@
 2. Bytes count from the moment a learner may step to its end: what came before, the adoption of the anchors, happens
    once in a run; the drain is part of it.
 3. The network delays by DELAY_S each way, as between cities: a link that waits for it is seen at once. It stands for
-   cables, so it yields the cores to whom it connects.
+   cables, and the syncer for another machine: both yield the learners' cores to them.
 4. Nothing is left behind: whatever still runs when a bench ends is killed.
 """
 
@@ -113,6 +113,7 @@ def run(sleepers: Sequence[Sleeper], options: Mapping[str, Any]) -> tuple[list[M
         command += ["--listen", "127.0.0.1:0", "--expect", str(len(sleepers))]
         command += [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
         syncer = stack.enter_context(_process(command, folder, {}, folder / "syncer.out"))
+        os.setpriority(os.PRIO_PROCESS, syncer.pid, NICENESS)  # as it has no thread yet, of all its threads
         address = _join_address(run_dir / "join", syncer)
         crew = []
         for k, sleeper in enumerate(sleepers):

@@ -21,12 +21,13 @@ from tests.bench import report, turns
 
 ROOT = Path(__file__).parents[2]
 SHARE = 0.97
+LANDINGS = 0.9 * 4 / 24  # of what num_fragments and sync_every say
 WARM_UP = 30  # steps, more than a period
 MODES = {"without": ("--plain",), "with": (), "control": ("--blocks",)}
 
 
-def measure(inner: str, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Mean seconds of a step, exchanges included, in each turn of each mode."""
+def measure(inner: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One learner of each mode, in figures."""
     common = ("-m", "tests.bench.ranks_trainer", "--inner", inner, "--numel", args.numel, "--step-s", args.step_s)
     programs = {mode: (sys.executable, *map(str, common), *options) for mode, options in MODES.items()}
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -35,14 +36,21 @@ def measure(inner: str, args: argparse.Namespace) -> dict[str, list[float]]:
         turns.playing(programs, Path(name), env=env, warm_up=WARM_UP) as players,
     ):
         turns.take_turns(players.values(), rounds=args.rounds, turn_s=args.turn_s)
-        return {
+        steps_s = {
             mode: [statistics.mean(turns.within(turn, player.steps_s)) for turn in player.turns]
             for mode, player in players.items()
         }
+        return figures(inner, steps_s, players["with"].landings_per_step)
 
 
-def figures(inner: str, steps_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over the rounds, of steps and of what part of its speed is left in a round."""
+def figures(inner: str, steps_s: Mapping[str, Sequence[float]], landings: float) -> dict[str, Any]:
+    """Medians over the rounds, of steps and of what part of its speed is left in a round.
+
+    Args:
+        inner: the strategy inside.
+        steps_s: mean seconds of a step, exchanges included, in each turn of each mode.
+        landings: per step with the strategy.
+    """
 
     def left(mode: str) -> float:
         return statistics.median(plain / ours for plain, ours in zip(steps_s["without"], steps_s[mode], strict=True))
@@ -50,6 +58,7 @@ def figures(inner: str, steps_s: Mapping[str, Sequence[float]]) -> dict[str, Any
     return {
         "run": inner,
         **{f"{mode} [ms]": 1e3 * statistics.median(found) for mode, found in steps_s.items()},
+        "landings per step": landings,
         "speed left": left("with"),
         "speed left, control": left("control"),
     }
@@ -59,6 +68,9 @@ def checks_of(row: dict[str, Any]) -> dict[str, bool]:
     """The bound, and that it can be missed."""
     left, control = row["speed left"], row["speed left, control"]
     return {
+        f"{row['run']}: {row['landings per step']:.3f} updates land per step, at least {LANDINGS:.3f}": (
+            row["landings per step"] >= LANDINGS
+        ),
         f"{row['run']}: {left:.3f} of its speed is left, at least {SHARE}": left >= SHARE,
         f"{row['run']}: a collective that blocks leaves {control:.3f}, less than {SHARE}": control < SHARE,
     }
@@ -70,11 +82,11 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     parser.add_argument("--numel", type=int, default=64 * 128**2, help="parameters, default 1M")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--inner", nargs="+", default=["ddp", "fsdp2"])
-    parser.add_argument("--rounds", type=int, default=24, help="turns of each mode")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each mode")
     parser.add_argument("--turn-s", type=float, default=3.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    rows = [figures(inner, measure(inner, args)) for inner in args.inner]
+    rows = [measure(inner, args) for inner in args.inner]
     checks = {sentence: holds for row in rows for sentence, holds in checks_of(row).items()}
     say(report.table(rows))
     say("\n" + report.verdicts(checks))

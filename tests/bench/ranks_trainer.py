@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.cli.step_clock import StepClock
+from tests.bench.landing_clock import LandingClock
 from tests.bench.sleeper import Sleeping
 
 NUM_RANKS, WIDTH = 2, 128
@@ -71,7 +72,7 @@ def main() -> None:
         devices=NUM_RANKS,
         strategy=inner if given.plain else DecoupledDiLoCoStrategy(inner, num_fragments=4, checkpoint_every=0),
         max_steps=NUM_STEPS,
-        callbacks=[*([Blocking()] if given.blocks else []), StepClock()],
+        callbacks=[*([Blocking()] if given.blocks else []), LandingClock(given.root), StepClock()],
         default_root_dir=given.root,
         logger=False,
         enable_checkpointing=False,

@@ -54,6 +54,7 @@ TABLES = {
     "sweep": Table(RECIPE.parent / "results" / "sweep.json", TINY, _losses),
     "exchange": Table(HERE / "results" / "exchange.json", PROJECT, _rows),
     "straggler": Table(HERE / "results" / "straggler.json", PROJECT, _rows),
+    "xla_step": Table(HERE / "results" / "xla_step.json", PROJECT, _rows),
     "ranks_step": Table(HERE / "results" / "ranks_step.json", PROJECT, _rows),
     "forecast": Table(RECIPE.parent / "results" / "forecast.json", TINY, _rows),
     "memory": Table(RECIPE.parent / "results" / "memory.json", TINY, _rows),

@@ -28,6 +28,7 @@ from tests.bench import (
     soak,
     survivors,
     timed_recipe,
+    xla_step,
 )
 from tests.bench.processes import Measured
 from tests.bench.tiny import RECIPE, Tiny
@@ -195,7 +196,19 @@ def test_hooks_of_a_recipe_s_learner_are_timed_from_outside(tmp_path: Path) -> N
 )
 def test_steps_that_the_strategy_makes_longer_are_seen(with_s: float, control_s: float, holds: list[bool]) -> None:
     steps_s = {"without": [0.05, 0.05, 0.09], "with": [with_s, 0.05, 0.2], "control": [control_s] * 3}
-    assert [*ranks_step.checks_of(ranks_step.figures("ddp", steps_s)).values()] == holds
+    assert [*ranks_step.checks_of(ranks_step.figures("ddp", steps_s, 0.16)).values()] == [True, *holds]
+    assert [*ranks_step.checks_of(ranks_step.figures("ddp", steps_s, 0.14)).values()] == [False, *holds]
+
+
+def test_steps_on_xla_that_the_strategy_makes_longer_are_seen() -> None:
+    def row(mode: str, steps_s: list[float], **figures: float) -> dict[str, Any]:
+        found = {"run": mode, "landings per step": 1.0, "graphs after warm-up": 0, **figures}
+        return xla_step.figures(found, [1.0, 1.1, 1.5], steps_s)
+
+    good, slow = [1.02, 1.12, 3.0], [1.04, 1.2, 1.0]
+    assert [*xla_step.checks_of({"with": row("with", good), "control": row("control", slow)}).values()] == [True] * 4
+    bad = {"with": row("with", slow, **{"landings per step": 0.1, "graphs after warm-up": 1})}
+    assert [*xla_step.checks_of({**bad, "control": row("control", good)}).values()] == [False] * 4
 
 
 CHAOS = {

@@ -2,7 +2,9 @@
 
 1. A machine's speed changes within minutes by more than a bench looks for. So the programs to be compared run at the
    same time, but only one of them at a moment: the others are stopped (SIGSTOP), with all processes they have started.
-2. What a program does beside its steps is stopped with it: each pays for its own, in its own turns.
+2. What a program does beside its steps is stopped with it: each pays for its own, in its own turns. It must not be
+   stopped for longer than a call to the syncer may take, or it will think that the syncer is gone and exchange nothing:
+   so landings are counted, too.
 3. A step counts if it lies wholly within one turn, after its first moments, in which caches fill.
 4. Programs write when their steps ended with the step clock, and are killed after their last turn, if not asked to end.
 """
@@ -20,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lightning_diloco.cli import step_clock
+from tests.bench import landing_clock
 
 LIMIT_S = 300.0
 LOOK_S = 0.05
@@ -48,7 +51,16 @@ class Player:
     @property
     def steps_s(self) -> list[float]:
         """When its steps ended, unix seconds."""
-        return [at_s for path in self._folder.glob(step_clock.PATTERN) for at_s in step_clock.read_steps(path)]
+        return self._noted(step_clock.PATTERN)
+
+    @property
+    def landings_per_step(self) -> float:
+        """Updates of the anchor that landed in its turns, for each step that ended in them."""
+        steps, landings = (
+            sum(began_s <= at_s <= ended_s for at_s in self._noted(pattern) for began_s, ended_s in self.turns)
+            for pattern in (step_clock.PATTERN, landing_clock.PATTERN)
+        )
+        return landings / steps
 
     def warm_up(self, num_steps: int) -> None:
         """Let it run until it has made so many steps, then stop it."""
@@ -82,6 +94,9 @@ class Player:
         if self._process.poll() is None:
             self._signal(signal.SIGKILL)
             self._process.wait()
+
+    def _noted(self, pattern: str) -> list[float]:
+        return [at_s for path in self._folder.glob(pattern) for at_s in step_clock.read_steps(path)]
 
     def _check(self, until_s: float | None = None) -> None:
         late = until_s is not None and time.monotonic() > until_s

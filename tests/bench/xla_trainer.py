@@ -27,6 +27,7 @@ from lightning_diloco.devices import xla
 from lightning_diloco.runtime import link
 from tests.bench.cores import Cores
 from tests.bench.idle_learner import EndWith
+from tests.bench.landing_clock import LandingClock
 from tests.bench.timed_recipe import HookClock
 from tests.bench.xla_step import END, MODES, NOTES
 
@@ -115,7 +116,12 @@ def main() -> None:
         devices=1,
         strategy=SingleDeviceXLAStrategy(device=0) if given.mode == "without" else ours,
         max_epochs=-1,
-        callbacks=[EndWith(given.root / END), Notes(cores, given.warm_up, given.root / NOTES), StepClock()],
+        callbacks=[
+            EndWith(given.root / END),
+            Notes(cores, given.warm_up, given.root / NOTES),
+            LandingClock(given.root),
+            StepClock(),
+        ],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,0 +1,73 @@
+"""Programs that take turns: one of them runs at a moment, with all that it has started, and none is left behind."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.cli.step_clock import read_steps
+from tests.bench import turns
+
+# Steps of itself and of a process it has started, in a session of its own, in files of their pids.
+PROGRAM = """
+import os, sys, time
+from array import array
+if len(sys.argv) == 2:
+    import subprocess
+    subprocess.Popen([sys.executable, __file__, sys.argv[1], "child"], start_new_session=True)
+kind = "steps" if len(sys.argv) == 2 else "child"
+with open(f"{sys.argv[1]}/{kind}-{os.getpid()}.f64", "ab", buffering=0) as file:
+    while not os.path.exists(sys.argv[1] + "/end"):
+        file.write(array("d", [time.time()]).tobytes())
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> tuple[str, str]:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return sys.executable, str(path)
+
+
+def test_only_one_plays_at_a_moment(tmp_path: Path, program: tuple[str, str]) -> None:
+    names = ("a", "b")
+    with turns.playing(dict.fromkeys(names, program), tmp_path, env={}, warm_up=3) as players:
+        turns.take_turns(players.values(), rounds=3, turn_s=0.5)
+        for name, other in (names, names[::-1]):
+            assert len(players[name].turns) == 3
+            (child,) = (tmp_path / name).glob("child-*.f64")
+            for times_s in (players[name].steps_s, read_steps(child)):
+                assert all(turns.within(turn, times_s) for turn in players[name].turns), "it played"
+                assert not any(turns.within(turn, times_s) for turn in players[other].turns), "it was stopped"
+        (tmp_path / "a" / "end").touch()
+        players["a"].end()
+        pids = [int(path.stem.rpartition("-")[2]) for path in (tmp_path / "b").glob("*-*.f64")]
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert len(pids) == 2
+    assert not any(_is_running(pid) for pid in pids)
+
+
+def test_a_program_that_fails_is_told_of(tmp_path: Path) -> None:
+    failing = (sys.executable, "-c", "raise SystemExit('no such device')")
+    with (
+        pytest.raises(RuntimeError, match="a program failed:\nno such device"),
+        turns.playing({"a": failing}, tmp_path, env={}, warm_up=3),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("times_s", "steps"), [([0.9, 1.0, 1.5, 2.0, 2.5], 2), ([0.9, 2.5], 0), ([], 0)], ids=["two", "across", "none"]
+)
+def test_a_step_counts_if_it_lies_within_a_turn(times_s: list[float], steps: int) -> None:
+    assert turns.within((1.0, 2.0), times_s) == [0.5] * steps
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
