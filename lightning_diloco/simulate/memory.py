@@ -40,7 +40,8 @@ class Training:
         param_bytes: of one parameter, and of its gradient.
         compute_bytes: of one value of an activation.
         moments: optimizer values kept per trainable parameter.
-        devices: in one learner.
+        devices: in one learner, on one host.
+        spreads: whether each process builds the whole model in host memory, before it keeps its part.
         batch_size: sequences per device and micro-batch; None: unknown.
         seq_len: tokens per sequence; None: unknown.
         accumulate: micro-batches per step.
@@ -57,6 +58,7 @@ class Training:
     compute_bytes: int = 4
     moments: int = 2
     devices: int = 1
+    spreads: bool = False
     batch_size: int | None = None
     seq_len: int | None = None
     accumulate: int = 1
@@ -137,7 +139,8 @@ def host_bytes(sizes: FragmentSizes, training: Training, overlap: int) -> Items:
         "anchors": _anchor_bytes(sizes) if training.anchor_device == "host" else 0,
         "on the wire": (overlap + 1) * 2 * sizes.nbytes,
         "one full fragment": _FLOAT32_BYTES * sizes.numel,
-        "checkpoint copies": 2 * training.num_parameters * training.param_bytes,
+        "checkpoint copies": training.moments * training.num_trainable * training.param_bytes,
+        "model while it is built": training.spreads * training.devices * training.num_parameters * training.param_bytes,
     }
 
 

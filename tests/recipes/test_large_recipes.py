@@ -39,6 +39,7 @@ def plan(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> dict[s
 def test_a_recipe_is_parsed_and_fits_the_machines_it_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     figures = plan(capsys, name)
     assert figures["feasible"]
+    assert figures["warnings"] == []
     assert figures["parameters"] == SIZES.get(name, figures["parameters"])
 
 
