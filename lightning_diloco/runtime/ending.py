@@ -1,7 +1,8 @@
 """When a run is over by itself: its fleet has gone, and the last one to leave has spoken.
 
 1. A syncer that expects N learners ends when as many have finished and nobody is left.
-2. An embedded one ends when nobody is left; or when its starter died before anybody took part.
+2. An embedded one ends when nobody is left; or when its starter died before anybody took part. While its starter lives,
+   who has only lapsed counts as there: a suspended laptop, or a script behind Ctrl-Z, goes on later.
 3. The last leaver evaluates the final anchor. It is waited for as long as it listens, up to EVALUATE_WAIT_S.
 4. Any other syncer serves until it is told to stop.
 5. A learner that is started again beside the run directory may find a summary instead of a syncer.
@@ -58,8 +59,10 @@ class Ending:
 
     def _is_deserted(self, state: SyncerState, now_s: float) -> bool:
         if self._embedded_by is not None:
-            is_orphan = os.getppid() != self._embedded_by and now_s - self._contact_s > state.config.lease_s
-            return state.is_finished or (is_orphan and not state.roster.in_state("active", "left"))
+            if os.getppid() == self._embedded_by:
+                return state.is_finished and not state.roster.in_state("active")
+            is_forgotten = now_s - self._contact_s > state.config.lease_s
+            return state.is_finished or (is_forgotten and not state.roster.in_state("active", "left"))
         if self._expect is None:
             return False
         num_finished = len({m.learner for m in state.roster.in_state("left") if m.ending == "finished"})

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.cli.step_clock import StepClock
 from lightning_diloco.devices import xla
-from lightning_diloco.runtime import link
 from tests.bench.cores import Cores
 from tests.bench.idle_learner import EndWith
 from tests.bench.landing_clock import LandingClock
@@ -80,17 +79,6 @@ class Notes(Callback):
         return xla.num_compilations(), self._cores.computed_s(joined and joined._embedded._process.pid)
 
 
-def _wait_for_device_in_hooks() -> None:
-    """The control: what a link must not do."""
-    step = link.Link.step
-
-    def waiting(self: link.Link, *args: Any) -> None:
-        step(self, *args)
-        xm.wait_device_ops()
-
-    link.Link.step = waiting  # type: ignore[method-assign]
-
-
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -105,8 +93,6 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     cores = Cores(shared=given.shared)
-    if given.mode == "control":
-        _wait_for_device_in_hooks()
     HookClock(given.root).attach()
     torch.manual_seed(0)
     samples = torch.randn(given.batch * 8, given.width)

@@ -185,6 +185,29 @@ def test_embedded_syncer_writes_the_summary_and_ends_with_its_learner(processes:
 
 
 @pytest.mark.chaos
+def test_a_suspended_learner_finds_the_syncer_it_started_and_goes_on(processes: Processes) -> None:
+    learner = processes.alone()
+    (syncer,) = until(lambda: embedded_syncers(learner), "an embedded syncer", processes)
+    tape = until(lambda: [*processes.root.glob("diloco/*/tape/events.jsonl")], "its tape", processes)[0]
+
+    def seen(event: str) -> int:
+        return sum(line["event"] == event for line in read_tape(tape))
+
+    until(lambda: seen("commit"), "commits", processes)
+    learner.send_signal(signal.SIGSTOP)
+    until(lambda: seen("lapse"), "its lapse", processes)
+    num_commits = seen("commit")
+    learner.send_signal(signal.SIGCONT)
+    until(lambda: seen("commit") > num_commits + 1, "commits after it", processes)
+    assert syncer.is_running()
+    processes.stop_file.touch()
+    assert processes.end(learner) == 0
+    summary = json.loads((tape.parents[1] / "summary.json").read_text())
+    assert (summary["status"], summary["lapses"]) == ("finished", 1)
+    assert_exact(summary)
+
+
+@pytest.mark.chaos
 def test_embedded_syncer_of_a_killed_learner_ends_after_a_lease(processes: Processes) -> None:
     learner = processes.alone()
     (syncer,) = until(lambda: embedded_syncers(learner), "an embedded syncer", processes)

@@ -71,6 +71,17 @@ def test_embedded_syncer_outlives_its_starter_while_others_take_part(
     assert watch.has_come(run_of(left("a"), left("b")), clock[0])
 
 
+def test_embedded_syncer_waits_for_a_starter_that_is_suspended(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Ending(expect=None, embedded_by=os.getppid())
+    lapsed = run_of(Member("a", "a", 1, 0, state="active", is_lapsed=True))
+    assert lapsed.is_finished
+    assert not watch.has_come(lapsed, clock[0] + 1e6)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert watch.has_come(lapsed, clock[0]), "it was killed"
+
+
 def test_embedded_syncer_whose_starter_died_before_it_joined_ends_after_a_lease(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def test_bench_of_steps_tells_who_computed_how_long(tmp_path: Path) -> None:
-    sizes = ["--width", "32", "--depth", "4", "--batch", "8", "--steps", "90", "--warm-up", "80", "--runs", "1"]
+    sizes = ["--width", "32", "--depth", "4", "--batch", "8", "--rounds", "1", "--turn-s", "3"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.bench.xla_step", *sizes, "--out", str(tmp_path / "found.json")],
         check=False,
@@ -27,9 +27,11 @@ def test_bench_of_steps_tells_who_computed_how_long(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode in (0, 1), done.stderr[-4000:]
-    rows = {row["run"]: row for row in json.loads((tmp_path / "found.json").read_text())["rows"]}
-    assert list(rows) == ["without", "with", "control"]
-    assert all(min(row["step p50 [ms]"], row["device CPU [ms]"], row["training CPU [ms]"]) > 0 for row in rows.values())
-    assert rows["without"]["syncer CPU [ms]"] == 0 < rows["with"]["syncer CPU [ms]"]
-    assert 0 < rows["with"]["hook p50 [ms]"] <= rows["with"]["hook p95 [ms]"]
-    assert rows["with"]["graphs after warm-up"] == 0
+    plain, ours, *control = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["run"] for row in control] == ["without, 128 rows", "with, 128 rows"]
+    for row in (plain, ours, *control):
+        assert min(row["step p50 [ms]"], row["device CPU [ms]"], row["training CPU [ms]"]) > 0
+    assert plain["syncer CPU [ms]"] == plain["landings per step"] == 0
+    assert min(ours["syncer CPU [ms]"], ours["landings per step"]) > 0
+    assert 0 < ours["hooks p50 [ms]"] <= ours["hooks p95 [ms]"]
+    assert ours["graphs after warm-up"] == 0
