@@ -12,6 +12,7 @@ import os
 import threading
 from pathlib import Path
 
+import psutil
 import torch
 
 from lightning_diloco.devices import xla
@@ -43,7 +44,7 @@ class Cores:
         own = {thread: _computed_s(os.getpid(), thread) for thread in _threads(os.getpid())}
         training = own.pop(threading.get_native_id())
         device = sum(own.pop(thread, 0.0) for thread in self._device_threads)
-        others = 0.0 if syncer is None else sum(_computed_s(syncer, thread) for thread in _threads(syncer))
+        others = 0.0 if syncer is None else sum(psutil.Process(syncer).cpu_times()[:2])
         return {"training": training, "device": device, "link": sum(own.values()), "syncer": others}
 
 
