@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -276,11 +277,17 @@ class XlaFragments:
         return brought[1] if brought is not None and brought[0] is anchor else self._upload(fragment, anchor)
 
     def _local(self, fragment: int, params: Mapping[str, Tensor]) -> Tensor:
-        """The parameters of a fragment, float32 [N, L]."""
-        layout, pieces = self._layouts[fragment], self._pieces[fragment]
-        return layout.joined(
-            [layout.part_of(piece.part, self._rows(piece, params[piece.name]).float()) for piece in pieces]
-        )
+        """The parameters of a fragment, float32 [N, L].
+
+        Slices of one parameter are joined first. torch_xla takes graphs for the same that differ only in which of
+        their inputs are the same tensor, and would hand the program of one the inputs of the other.
+        """
+        layout = self._layouts[fragment]
+        groups = [
+            [layout.part_of(piece.part, self._rows(piece, params[name]).float()) for piece in pieces]
+            for name, pieces in groupby(self._pieces[fragment], key=lambda piece: piece.name)
+        ]
+        return layout.joined([parts[0] if len(parts) == 1 else layout.joined(parts) for parts in groups])
 
     def _stored(self, fragment: int, anchor_NL: Tensor) -> Tensor:
         """cast(anchor) as float32."""
