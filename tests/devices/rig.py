@@ -25,7 +25,8 @@ class Rig:
         self.params = {
             name: torch.nn.Parameter(self.random(shape).to(dtype).to(where)) for name, shape in self.shapes.items()
         }
-        self.params["conv"].data = self.params["conv"].data.contiguous(memory_format=torch.channels_last)
+        if "conv" in self.params:
+            self.params["conv"].data = self.params["conv"].data.contiguous(memory_format=torch.channels_last)
         self.lay_out()
         self.plan = FragmentPlan.balanced(
             self.shapes, num_fragments=num_fragments, max_slice_numel=self.max_slice_numel

@@ -8,7 +8,7 @@ import torch
 from lightning_diloco.devices import xla
 from lightning_diloco.devices.base import Update
 from lightning_diloco.errors import CorruptMessageError
-from tests.devices.rig import Rig
+from tests.devices.rig import BLOCK, Rig
 from tests.xla.fragment_cases import DTYPES, PLACES, FragmentCases, OnXla, memory
 
 pytestmark = pytest.mark.xla
@@ -22,6 +22,32 @@ class TestOnOneDevice(FragmentCases):
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_xla_equals_cpu_over_a_random_sequence(self, dtype, align, anchor_device):
         self.is_equal_to_cpu_over_a_random_sequence(dtype, align=align, anchor_device=anchor_device)
+
+
+class Few(Rig):
+    """Few parameters, each in several slices of a fragment."""
+
+    shapes, max_slice_numel = {f"layer{k}": (24, BLOCK) for k in range(4)}, BLOCK
+
+
+class FewOnXla(OnXla):
+    """Likewise."""
+
+    shapes, max_slice_numel = Few.shapes, Few.max_slice_numel
+
+
+def test_slices_of_one_parameter_are_told_from_those_of_another():
+    cpu, device = Few(num_fragments=7), FewOnXla(num_fragments=7)
+    fragments = device.plan.fragments
+    of_names = {tuple(s.name for s in slices) for slices in fragments}
+    assert len(of_names) > len({len(slices) for slices in fragments}), "some differ in nothing but the parameters"
+    for p in cpu.fragments:
+        update, _ = (rig.published(p) for rig in (cpu, device))
+        for rig in (cpu, device):
+            rig.train()
+            rig.receive(p, update, sent=rig.contribute(p).payload)
+        assert cpu.device.digest(p) == device.device.digest(p)
+        assert torch.allclose(cpu.local(p), device.local(p), rtol=0, atol=1e-6)
 
 
 def test_rows_of_equal_shape_share_their_graphs_wherever_they_lie():
