@@ -327,6 +327,8 @@ def test_what_cannot_run_here_is_right_as_far_as_one_can_see(command: str) -> No
             subprocess.run(["bash", "-n", command], cwd=ROOT, check=True)
         case "hf":
             assert shutil.which("hf")
+        case "PJRT_DEVICE=CPU":
+            assert callable(importlib.import_module(words[-1]).main)
         case _:
             assert command == "PJRT_DEVICE=TPU python train.py"
 
