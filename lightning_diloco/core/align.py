@@ -69,32 +69,29 @@ def landing_base(anchor_new: Tensor, dtype: torch.dtype, sent: Tensor | None = N
     return stored if sent is None else stored + sent
 
 
-def land_carry_(param: Tensor, base: Tensor, old: Tensor, scratch: Tensor | None = None) -> None:
+def land_carry_(param_view: Tensor, base: Tensor, old: Tensor, scratch: Tensor | None = None) -> None:
     """param <- cast(base + (param - old)), in place.
 
     A float32 parameter is its own scratch: two passes, with two calls, as a small piece costs more to call for than
     to read again. Others go through float32 in pieces that stay in the cache.
 
     Args:
-        param: any shape, any memory format: a parameter or some of its rows.
+        param_view: contiguous, any shape: a parameter or some of its rows.
         base: as many float32 values, from `landing_base`.
         old: as many float32 values: cast(anchor_old), see `store_cast`.
         scratch: float32, at least min(numel, LANDING_CHUNK_NUMEL) values, for parameters that are not float32; None: a
             new one.
     """
     with torch.no_grad():
-        if param.dtype == torch.float32:
-            param.sub_(old.view(param.shape)).add_(base.view(param.shape))
+        flat_param, flat_base, flat_old = param_view.detach().view(-1), base.reshape(-1), old.reshape(-1)
+        if param_view.dtype == torch.float32:
+            flat_param.sub_(flat_old).add_(flat_base)
             return
-        view = param if param.is_contiguous() else param.contiguous()
-        flat_param = view.detach().view(-1)
         if scratch is None:
             wanted = min(flat_param.numel(), LANDING_CHUNK_NUMEL)
-            scratch = torch.empty(wanted, dtype=torch.float32, device=param.device)
+            scratch = torch.empty(wanted, dtype=torch.float32, device=param_view.device)
         for start in range(0, flat_param.numel(), LANDING_CHUNK_NUMEL):
             part = slice(start, start + LANDING_CHUNK_NUMEL)
-            piece = flat_param[part]
-            progress = scratch[: piece.numel()].copy_(piece).sub_(old[part])
-            piece.copy_(progress.add_(base[part]))
-        if view is not param:
-            param.copy_(view)
+            param = flat_param[part]
+            progress = scratch[: param.numel()].copy_(param).sub_(flat_old[part])
+            param.copy_(progress.add_(flat_base[part]))

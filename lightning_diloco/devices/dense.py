@@ -257,17 +257,17 @@ class DenseFragments:
         return tensor
 
     def _align(self, param: Tensor, base: Tensor, old: Tensor | None) -> None:
-        """The landing of a parameter or some of its rows, whatever their memory format."""
+        """The one pass of a landing over a parameter or some of its rows, whatever their memory format."""
+        view = param if param.is_contiguous() else param.contiguous()
         if self._learner.align == "carry":
             assert old is not None
-            land_carry_(param, base, old, self._scratch)
+            land_carry_(view, base, old, self._scratch)
         elif self._learner.align == "overwrite":
-            param.copy_(base.view(param.shape))
+            view.copy_(base.view_as(view))
         else:
-            view = param if param.is_contiguous() else param.contiguous()
             self._land_blend_(view.detach().view(-1), base)
-            if view is not param:
-                param.copy_(view)
+        if view is not param:
+            param.copy_(view)
 
     def _land_blend_(self, param: Tensor, base: Tensor) -> None:
         """param <- cast(alpha * param + base), in pieces."""

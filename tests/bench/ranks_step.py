@@ -36,10 +36,7 @@ def measure(inner: str, args: argparse.Namespace) -> dict[str, Any]:
         turns.playing(programs, Path(name), env=env, warm_up=WARM_UP) as players,
     ):
         turns.take_turns(players.values(), rounds=args.rounds, turn_s=args.turn_s)
-        steps_s = {
-            mode: [statistics.mean(turns.within(turn, player.steps_s)) for turn in player.turns]
-            for mode, player in players.items()
-        }
+        steps_s = {mode: [*map(statistics.mean, player.steps_by_turn())] for mode, player in players.items()}
         return figures(inner, steps_s, players["with"].landings_per_step)
 
 

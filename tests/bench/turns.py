@@ -17,9 +17,11 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+
+import psutil
 
 from lightning_diloco.cli import step_clock
 from tests.bench import landing_clock
@@ -53,6 +55,11 @@ class Player:
         """When its steps ended, unix seconds."""
         return self._noted(step_clock.PATTERN)
 
+    def steps_by_turn(self) -> list[list[float]]:
+        """Seconds of the steps that lie wholly in each of its turns."""
+        times_s = self.steps_s
+        return [within(turn, times_s) for turn in self.turns]
+
     @property
     def landings_per_step(self) -> float:
         """Updates of the anchor that landed in its turns, for each step that ended in them."""
@@ -64,10 +71,7 @@ class Player:
 
     def warm_up(self, num_steps: int) -> None:
         """Let it run until it has made so many steps, then stop it."""
-        until_s = time.monotonic() + LIMIT_S
-        while len(self.steps_s) < num_steps:
-            self._check(until_s)
-            time.sleep(LOOK_S)
+        self._wait(lambda: len(self.steps_s) >= num_steps)
         self._signal(signal.SIGSTOP)
 
     def play(self, seconds: float) -> None:
@@ -82,12 +86,8 @@ class Player:
     def end(self) -> None:
         """Let it run to its end."""
         self._signal(signal.SIGCONT)
-        until_s = time.monotonic() + LIMIT_S
-        while self._process.poll() is None:
-            self._check(until_s)
-            time.sleep(LOOK_S)
-        if self._process.returncode:
-            raise RuntimeError(f"a program failed:\n{self._out.read_text()[-4000:]}")
+        self._wait(lambda: self._process.poll() is not None)
+        self._check()
 
     def kill(self) -> None:
         """End it where it is, with all processes it has started."""
@@ -98,15 +98,21 @@ class Player:
     def _noted(self, pattern: str) -> list[float]:
         return [at_s for path in self._folder.glob(pattern) for at_s in step_clock.read_steps(path)]
 
-    def _check(self, until_s: float | None = None) -> None:
-        late = until_s is not None and time.monotonic() > until_s
-        if late or self._process.poll():
-            raise RuntimeError(f"a program {'is late' if late else 'failed'}:\n{self._out.read_text()[-4000:]}")
+    def _wait(self, done: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + LIMIT_S
+        while not done():
+            self._check(is_late=time.monotonic() > until_s)
+            time.sleep(LOOK_S)
+
+    def _check(self, *, is_late: bool = False) -> None:
+        if is_late or self._process.poll():
+            raise RuntimeError(f"a program {'is late' if is_late else 'failed'}:\n{self._out.read_text()[-4000:]}")
 
     def _signal(self, number: int) -> None:
-        for process in _family(self._process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, number)
+        process = psutil.Process(self._process.pid)
+        for member in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.send_signal(number)
 
 
 def take_turns(players: Iterable[Player], *, rounds: int, turn_s: float) -> None:
@@ -157,15 +163,3 @@ def within(turn: Turn, times_s: Sequence[float]) -> list[float]:
     """
     began_s, ended_s = turn
     return [stop - start for start, stop in pairwise(times_s) if began_s <= start and stop <= ended_s]
-
-
-def _family(pid: int) -> list[int]:
-    """A process and all that it has started, and these, if they are there."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for process in found:
-        found += [child for child, parent in parents.items() if parent == process]
-    return found

@@ -5,7 +5,7 @@ PJRT_DEVICE=CPU python -m tests.bench.xla_step [--shared]
 1. A fragment every step is what the package's defaults do: sync_every=24, so 24 fragments.
 2. A learner with the strategy and one without it take turns of seconds (turns.py). The median step of each turn is
    compared with that of its neighbour; the speed is the median of these pairs.
-3. The control are steps of CONTROL_ROWS, a tenth of a second long: what an exchange costs must be seen there, by the
+3. The control are steps of CONTROL_ROWS, a fraction of a second long: what an exchange costs must be seen there, by the
    same check. A hook that waits for the device is none, see 5.
 4. PJRT's CPU device has cores of its own, in all modes alike (cores.py). With --shared it has not: the link's threads
    and the syncer take its cores then, as they would not take a TPU's. What each of them computed in a step is told.
@@ -55,10 +55,7 @@ def measure(batch: int, rounds: int, args: argparse.Namespace) -> list[dict[str,
         turns.playing(programs, Path(name), env={"PYTHONPATH": str(ROOT)}, warm_up=args.warm_up) as players,
     ):
         turns.take_turns(players.values(), rounds=rounds, turn_s=args.turn_s)
-        plain_s, steps_s = (
-            [statistics.median(turns.within(turn, player.steps_s)) for turn in player.turns]
-            for player in players.values()
-        )
+        plain_s, steps_s = ([*map(statistics.median, player.steps_by_turn())] for player in players.values())
         rows = []
         for mode, player in players.items():
             (Path(name) / mode / END).touch()
