@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes
+from lightning_diloco.cli.collector import kept
 from lightning_diloco.cli.quantities import bits, nbytes, seconds, share
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import RunConfig
@@ -69,17 +70,17 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Print the plan; returns 0 if it fits, 1 if not."""
-    from lightning_diloco.hf.blueprint import blueprint
-    from lightning_diloco.hf.recipe import parse
-    from lightning_diloco.simulate.fixes import cheapest_fix
-    from lightning_diloco.simulate.plan import forecast
-
     path = recipes.resolve(arguments.recipe)
     if path.suffix == ".py":
         raise ConfigError(
             f"{path} is a script: only a YAML recipe can be planned, because a script has to run to be read"
         )
     machines = _machines(path, arguments)
+    with kept():
+        from lightning_diloco.hf.blueprint import blueprint
+        from lightning_diloco.hf.recipe import parse
+        from lightning_diloco.simulate.fixes import cheapest_fix
+        from lightning_diloco.simulate.plan import forecast
     drawn = blueprint(parse(path))
     found = forecast(scenario_of(drawn, machines))
     fix = cheapest_fix(found)

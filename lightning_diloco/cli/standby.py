@@ -12,6 +12,8 @@ import runpy
 import sys
 from importlib import import_module
 
+from lightning_diloco.cli.collector import kept
+
 
 def argv(command: tuple[str, ...]) -> tuple[str, ...]:
     """What to start instead of `PYTHON -m MODULE WORDS...`, ahead of need; empty for any other command."""
@@ -21,7 +23,8 @@ def argv(command: tuple[str, ...]) -> tuple[str, ...]:
 
 def main() -> None:
     """Import, wait, go on."""
-    import_module("lightning_diloco.runtime.syncer")
+    with kept():
+        import_module("lightning_diloco.runtime.syncer")
     if sys.stdin.readline():
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from lightning_diloco.cli.collector import kept
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
@@ -53,7 +54,8 @@ def add_parser(verbs: Any) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Serve until the run is finished; returns the exit code."""
-    from lightning_diloco.runtime.syncer import SyncerOptions, serve
+    with kept():
+        from lightning_diloco.runtime.syncer import SyncerOptions, serve
 
     given = vars(arguments)
     options = SyncerOptions(

@@ -44,6 +44,11 @@ class RecipeCLI(LightningCLI):
                 **options,
             )
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """`fit` alone: a parser for each of the others takes as long as this one."""
+        return {"fit": LightningCLI.subcommands()["fit"]}
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, or say what is wrong.
 

@@ -17,7 +17,7 @@ import tokenizers  # noqa: F401
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_diloco.cli import fit
+from lightning_diloco.cli import fit, fitting
 from lightning_diloco.runtime import link  # noqa: F401
 from tests.resident import forget_peak, resident_now
 
@@ -32,7 +32,7 @@ def warm_up() -> None:
     optimizer.step()
 
 
-class NotingFit(fit._Fit):
+class NotingFit(fitting.Fit):
     """Fits, and notes."""
 
     def before_instantiate_classes(self) -> None:
@@ -45,5 +45,5 @@ class NotingFit(fit._Fit):
 
 
 if __name__ == "__main__":
-    fit._Fit = NotingFit  # type: ignore[misc]
+    fitting.Fit = NotingFit  # type: ignore[misc]
     sys.exit(fit.main())
