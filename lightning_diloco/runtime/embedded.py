@@ -1,7 +1,8 @@
 """A syncer of one's own: started by the first learner of a run that nobody else has started.
 
 It is a process group of its own, so that Ctrl-C in the learner's terminal does not take it down while others still use
-it. It ends by itself: soon after its last learner left, or a lease after that learner was killed.
+it. It ends by itself: soon after its last learner left, or a lease after that learner was killed. Where cores are short,
+it yields them to training: nobody waits for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightning_diloco.transport.address import JoinAddress, read_join_file
 
 START_S = 60.0
 END_S = 5.0
+NICENESS = 10
 
 _outliving: list[subprocess.Popen[bytes]] = []
 
@@ -46,6 +48,7 @@ class EmbeddedSyncer:
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
             )
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)  # of all its threads: it has started none yet
         join, deadline_s = run_dir / "join", time.monotonic() + START_S
         try:
             while not join.exists():
