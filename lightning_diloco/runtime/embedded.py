@@ -1,8 +1,8 @@
 """A syncer of one's own: started by the first learner of a run that nobody else has started.
 
 It is a process group of its own, so that Ctrl-C in the learner's terminal does not take it down while others still use
-it. It ends by itself: soon after its last learner left, or a lease after that learner was killed. Where cores are short,
-it yields them to training: nobody waits for it.
+it. It ends by itself: soon after its last learner left, or a lease after that learner was killed. It yields cores that
+are short to training: nobody waits for it.
 """
 
 from __future__ import annotations
