@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from lightning_diloco.cli.collector import kept
 from lightning_diloco.cli.verbs import add_verb
 
 _EXAMPLE = """example:
@@ -30,8 +31,8 @@ def add_parser(verbs: Any) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Write, and say what and where."""
-    from lightning_diloco.hf.export import CHECKPOINT, export
-
+    with kept():
+        from lightning_diloco.hf.export import CHECKPOINT, export
     done = export(arguments.run_dir, arguments.to, config=arguments.config)
     low, high = min(done.versions), max(done.versions)
     print(
