@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -19,6 +20,11 @@ for name in [name for name in os.environ if name.startswith("DILOCO_")]:
 # Equal examples on every machine, no limit that a busy one would break, no folder of examples.
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays, and need not be looked through for garbage again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
