@@ -1,7 +1,7 @@
 """Imports beside the collector of garbage.
 
 All that is imported stays. The collector looks through it again and again while it grows, which is a tenth of the start
-of a command, and later in the middle of a step: a quarter of a second, for a learner. Source: our choice.
+of a command; once it has grown, each time takes a learner a quarter of a second. Source: our choice.
 """
 
 from __future__ import annotations

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 from lightning_diloco.cli.collector import kept
-
-
-@pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
-    yield
-    gc.unfreeze()
 
 
 def test_what_a_block_makes_is_never_looked_at_again() -> None:
