@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from lightning_diloco.cli.step_clock import read_steps
+from tests.alive import is_running
 from tests.bench import turns
 
 # Steps of itself and of a process it has started, in a session of its own, in files of their pids.
@@ -48,7 +48,7 @@ def test_only_one_plays_at_a_moment(tmp_path: Path, program: tuple[str, str]) ->
         pids = [int(path.stem.rpartition("-")[2]) for path in (tmp_path / "b").glob("*-*.f64")]
         assert all(Path(f"/proc/{pid}").exists() for pid in pids)
     assert len(pids) == 2
-    assert not any(_is_running(pid) for pid in pids)
+    assert not any(map(is_running, pids))
 
 
 def test_a_program_that_fails_is_told_of(tmp_path: Path) -> None:
@@ -65,7 +65,3 @@ def test_a_program_that_fails_is_told_of(tmp_path: Path) -> None:
 )
 def test_a_step_counts_if_it_lies_within_a_turn(times_s: list[float], steps: int) -> None:
     assert turns.within((1.0, 2.0), times_s) == [0.5] * steps
-
-
-def _is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from lightning_diloco.cli import step_clock
+from tests.alive import is_running
 from tests.bench import landing_clock
 
 LIMIT_S = 300.0
@@ -90,10 +91,12 @@ class Player:
         self._check()
 
     def kill(self) -> None:
-        """End it where it is, with all processes it has started."""
+        """End it where it is, with all processes it has started, and wait until the last of them has ended."""
         if self._process.poll() is None:
-            self._signal(signal.SIGKILL)
+            pids = self._signal(signal.SIGKILL)
             self._process.wait()
+            while any(map(is_running, pids)):
+                time.sleep(LOOK_S)
 
     def _noted(self, pattern: str) -> list[float]:
         return [at_s for path in self._folder.glob(pattern) for at_s in step_clock.read_steps(path)]
@@ -108,11 +111,14 @@ class Player:
         if is_late or self._process.poll():
             raise RuntimeError(f"a program {'is late' if is_late else 'failed'}:\n{self._out.read_text()[-4000:]}")
 
-    def _signal(self, number: int) -> None:
+    def _signal(self, number: int) -> list[int]:
+        """Tell it and all processes it has started; their pids."""
         process = psutil.Process(self._process.pid)
-        for member in (process, *process.children(recursive=True)):
+        members = [process, *process.children(recursive=True)]
+        for member in members:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.send_signal(number)
+        return [member.pid for member in members]
 
 
 def take_turns(players: Iterable[Player], *, rounds: int, turn_s: float) -> None:

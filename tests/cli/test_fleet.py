@@ -16,6 +16,7 @@ import pytest
 
 from lightning_diloco.cli import fleet as fleet_module
 from lightning_diloco.cli.fleet import Command, Fleet, describe_exit, describe_log
+from tests.alive import is_running
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
@@ -255,14 +256,6 @@ time.sleep(60)
         until(lambda: "ready" in (tmp_path / "log").read_text())
         process.kill()
     until(lambda: not is_running(pid))
-
-
-def is_running(pid: int) -> bool:
-    """Whether it runs; a zombie that nobody has reaped does not."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(("code", "words"), [(3, "exit code 3"), (-15, "signal SIGTERM"), (-200, "signal 200")])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.alive import is_running
 from tests.e2e.conftest import Processes, until
 from tests.e2e.test_launchers import srun
 from tests.e2e.test_ranks import OF_THE_RUN, rank_pids
-from tests.e2e.test_ranks_healing import is_alive
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def end(processes: Processes, name: str, learner: subprocess.Popen[bytes]) -> st
     """Wait for the end of all its processes; returns what they said."""
     code = processes.end(learner)
     pids = rank_pids(processes, name).values()
-    until(lambda: not any(map(is_alive, pids)), "the end of all ranks", processes)
+    until(lambda: not any(map(is_running, pids)), "the end of all ranks", processes)
     said = log_of(processes, name)
     assert (code, ABORTED.findall(said)) == (1, []), said
     return said
@@ -84,7 +84,7 @@ def test_a_learner_started_again_after_its_run_ends_well_and_says_so_once(
     learner = processes.trainer("again", *layout, *options, **found)
     assert processes.end(learner) == 0
     pids = rank_pids(processes, "again").values()
-    until(lambda: not any(map(is_alive, pids)), "the end of all ranks", processes)
+    until(lambda: not any(map(is_running, pids)), "the end of all ranks", processes)
     said = log_of(processes, "again")
     assert said.count("has finished, nothing is left to train") == 1
     assert "Traceback" not in said

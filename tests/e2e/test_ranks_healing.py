@@ -9,11 +9,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.runtime.tape import read_tape
+from tests.alive import is_running
 from tests.e2e.conftest import HERE, Processes, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
@@ -40,7 +40,7 @@ class Healer:
         """Wait until all of it is gone; returns the exit code."""
         code = self._processes.end(process)
         pids = [next(iter(life.values()))["pid"] for rank in range(2) for life in self.lives(rank, "begins")]
-        until(lambda: not any(map(is_alive, pids)), "the end of all ranks", self._processes)
+        until(lambda: not any(map(is_running, pids)), "the end of all ranks", self._processes)
         return code
 
     def lives(self, rank: int, at: str) -> list[dict[int, Note]]:
@@ -100,13 +100,6 @@ def leaves(processes: Processes) -> list[str]:
     """Why learners left, in the order in which they did; a killed one does not."""
     path = processes.run_dir / "tape" / "events.jsonl"
     return [line["reason"] for line in read_tape(path) if line["event"] == "leave" and line["reason"] != "failed"]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize(
