@@ -69,7 +69,7 @@ def landing_base(anchor_new: Tensor, dtype: torch.dtype, sent: Tensor | None = N
     return stored if sent is None else stored + sent
 
 
-def land_carry_(param_view: Tensor, base: Tensor, old: Tensor, scratch: Tensor | None = None) -> None:
+def land_carry_(param_view: Tensor, base: Tensor, old: Tensor) -> None:
     """param <- cast(base + (param - old)), in place.
 
     A float32 parameter is its own scratch: two passes, with two calls, as a small piece costs more to call for than
@@ -79,19 +79,20 @@ def land_carry_(param_view: Tensor, base: Tensor, old: Tensor, scratch: Tensor |
         param_view: contiguous, any shape: a parameter or some of its rows.
         base: as many float32 values, from `landing_base`.
         old: as many float32 values: cast(anchor_old), see `store_cast`.
-        scratch: float32, at least min(numel, LANDING_CHUNK_NUMEL) values, for parameters that are not float32; None: a
-            new one.
     """
     with torch.no_grad():
         flat_param, flat_base, flat_old = param_view.detach().view(-1), base.reshape(-1), old.reshape(-1)
         if param_view.dtype == torch.float32:
             flat_param.sub_(flat_old).add_(flat_base)
             return
-        if scratch is None:
-            wanted = min(flat_param.numel(), LANDING_CHUNK_NUMEL)
-            scratch = torch.empty(wanted, dtype=torch.float32, device=param_view.device)
+        scratch = landing_scratch(flat_param)
         for start in range(0, flat_param.numel(), LANDING_CHUNK_NUMEL):
             part = slice(start, start + LANDING_CHUNK_NUMEL)
             param = flat_param[part]
             progress = scratch[: param.numel()].copy_(param).sub_(flat_old[part])
             param.copy_(progress.add_(flat_base[part]))
+
+
+def landing_scratch(param: Tensor) -> Tensor:
+    """Room for a landing of this parameter piece by piece: float32, min(numel, LANDING_CHUNK_NUMEL) values."""
+    return torch.empty(min(param.numel(), LANDING_CHUNK_NUMEL), dtype=torch.float32, device=param.device)

@@ -4,11 +4,12 @@
    forward and backward: meanwhile a thread beside copies them slice by slice, and the training thread goes on at once.
 2. The training thread settles before parameters change: it copies itself what nobody has begun. At worst that takes as
    long as a copy at the boundary.
+3. A landing is made at its boundary, slice by slice, by the training thread and by whoever settles meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -25,12 +26,17 @@ class CpuFragments(DenseFragments):
     def __init__(
         self, plan: FragmentPlan, params: Mapping[str, Tensor], config: RunConfig, learner: LearnerConfig
     ) -> None:
-        self._copies = Copies()
+        self._copies, self._landing = Copies(), Copies()
         super().__init__(plan, params, config, learner)
 
     def settle(self) -> None:
         """See `FragmentDevice.settle`."""
+        self._landing.settle()
         self._copies.settle()
+
+    def _make_all(self, pieces: Sequence[Callable[[], None]]) -> None:
+        self._landing.promise(pieces)
+        self._landing.settle()
 
     def _copy_params(self, fragment: int, out_P: Tensor) -> None:
         layout = self._layouts[fragment]

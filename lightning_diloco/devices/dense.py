@@ -15,18 +15,20 @@ Shapes: _P flat padded fragment.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.core.align import LANDING_CHUNK_NUMEL, land_carry_
+from lightning_diloco.core.align import LANDING_CHUNK_NUMEL, land_carry_, landing_scratch
 from lightning_diloco.core.blocks import all_finite, chunk_numel
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan, gather, scatter
+from lightning_diloco.core.layout import Entry
 from lightning_diloco.core.pseudogradient import pseudo_gradient, store_cast
 from lightning_diloco.core.quantize import Decoder, encode_fragment
 from lightning_diloco.devices.base import Encoded, Update
@@ -87,7 +89,6 @@ class DenseFragments:
         self._buffer_numel = max(layout.padded_numel for layout in self._layouts)
         self._spare = deque(self._new_buffer() for _ in range(_NUM_SPARE_BUFFERS))
         self._anchors = [self._new_buffer() for _ in self._layouts]
-        self._scratch = torch.empty(LANDING_CHUNK_NUMEL, dtype=torch.float32, device=self._device)
         self._residuals: dict[int, Tensor] = {}  # what encodings of merged contributions lost
         self._unmerged: dict[int, Tensor] = {}  # the residual if the outstanding contribution is merged
         self._hidden: dict[str, Tensor] | None = None  # local values while the anchor is shown
@@ -121,10 +122,7 @@ class DenseFragments:
 
     def land(self, fragment: int, staged: Staged) -> None:
         """See `FragmentDevice.land`."""
-        with torch.no_grad():
-            for entry in self._layouts[fragment].entries:
-                param = entry.slice.of(self._params[entry.slice.name])
-                self._align(param, entry.of(staged.base), None if staged.old is None else entry.of(staged.old))
+        self._make_all([partial(self._land_slice, entry, staged) for entry in self._layouts[fragment].entries])
         before, self._anchors[fragment] = self._anchors[fragment], staged.anchor
         self._mark()
         self._spare.append(before)
@@ -239,6 +237,11 @@ class DenseFragments:
 
     # --- what devices differ in ----------------------------------------------------------------------------------
 
+    def _make_all(self, pieces: Sequence[Callable[[], None]]) -> None:
+        """Training thread: the pieces of a landing, in any order; they are made when this returns."""
+        for piece in pieces:
+            piece()
+
     def _copy_params(self, fragment: int, out_P: Tensor) -> None:
         """Training thread: copy them now, or see to it that they are copied before `settle` returns."""
         gather(self._layouts[fragment], self._params, out_P)
@@ -256,12 +259,17 @@ class DenseFragments:
     def _from_host(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def _land_slice(self, entry: Entry, staged: Staged) -> None:
+        with torch.no_grad():  # which is a thread's own
+            param = entry.slice.of(self._params[entry.slice.name])
+            self._align(param, entry.of(staged.base), None if staged.old is None else entry.of(staged.old))
+
     def _align(self, param: Tensor, base: Tensor, old: Tensor | None) -> None:
         """The one pass of a landing over a parameter or some of its rows, whatever their memory format."""
         view = param if param.is_contiguous() else param.contiguous()
         if self._learner.align == "carry":
             assert old is not None
-            land_carry_(view, base, old, self._scratch)
+            land_carry_(view, base, old)
         elif self._learner.align == "overwrite":
             view.copy_(base.view_as(view))
         else:
@@ -271,9 +279,10 @@ class DenseFragments:
 
     def _land_blend_(self, param: Tensor, base: Tensor) -> None:
         """param <- cast(alpha * param + base), in pieces."""
+        scratch = landing_scratch(param)
         for start in range(0, param.numel(), LANDING_CHUNK_NUMEL):
             part = slice(start, start + LANDING_CHUNK_NUMEL)
-            mixed = self._scratch[: param[part].numel()].copy_(param[part])
+            mixed = scratch[: param[part].numel()].copy_(param[part])
             param[part].copy_(mixed.mul_(self._learner.blend_alpha).add_(base[part]))
 
     # --- buffers -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -28,17 +28,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    get_constant_schedule_with_warmup,
-    get_cosine_with_min_lr_schedule_with_warmup,
 )
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf import adapters
 from lightning_diloco.hf.hub import fetched
 from lightning_diloco.strategy.schedules import FleetTokenLR, warmup_cosine
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 Schedule = Literal["cosine", "constant"]
 Batch = dict[str, Tensor]
@@ -97,7 +92,7 @@ class CausalLM(L.LightningModule):
         self.save_hyperparameters()
         if problems := _problems(self.hparams):
             raise ConfigError(problems)
-        self.model: PreTrainedModel | PeftModel | None = None
+        self.model: PreTrainedModel | torch.nn.Module | None = None  # not named: the command line would import peft
         self.val_loss = _TokenLoss()
         self.val_perplexity = _Perplexity()
 
@@ -176,6 +171,8 @@ class CausalLM(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._schedule(optimizer), "interval": "step"}}
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        from transformers import get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup
+
         hparams = self.hparams
         if hparams.schedule_tokens is not None:
             final = hparams.final_lr_fraction if hparams.schedule == "cosine" else 1.0

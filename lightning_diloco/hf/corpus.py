@@ -14,12 +14,12 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-from datasets import Dataset, IterableDataset, load_dataset
-from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from typing import TYPE_CHECKING, TypeVar
 
 from lightning_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 TEXT = "text"
 BUILDERS = {".parquet": "parquet", ".jsonl": "json"}
@@ -29,7 +29,7 @@ STDLIB_PACKAGES = (
 )  # fmt: skip
 _READ_BYTES = 1 << 20
 
-AnyDataset = TypeVar("AnyDataset", Dataset, IterableDataset)
+AnyDataset = TypeVar("AnyDataset", "Dataset", "IterableDataset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,9 @@ class FileCorpus:
         return self._read(streaming=True)
 
     def _read(self, **options: object) -> Dataset | IterableDataset:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetGenerationError
+
         if self._builder == TEXT:
             options["sample_by"] = "document"
         names = [str(file) for file in self.files]
@@ -120,6 +123,9 @@ class HubCorpus:
         return self._loaded(streaming=True)
 
     def _loaded(self, **options: object) -> Dataset | IterableDataset:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetNotFoundError
+
         try:
             loaded = load_dataset(self.path, self.subset, split=self.split, **options)
         except (DatasetNotFoundError, ConnectionError) as error:

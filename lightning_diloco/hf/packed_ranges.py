@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from lightning_diloco.protocol.ranges import Catalogue, Lease
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 RANGE_SIZE = 128
 

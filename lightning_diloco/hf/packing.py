@@ -16,8 +16,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from datasets import Dataset, DatasetDict, Features, List, Value
 from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -26,8 +26,10 @@ from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.corpus import TEXT, Corpus
 from lightning_diloco.hf.hub import fetched
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 TRAIN, VALIDATION, TOKENIZER, HELD_OUT = "train", "validation", "tokenizer", "held_out.json"
-FEATURES = Features({"input_ids": List(Value("int32"))})
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTE_TOKENS = 256 + 1  # every byte, and the end of text
 _FORMAT = 1
@@ -85,6 +87,8 @@ def prepare(directory: Path, corpus: Corpus, options: PackingOptions) -> None:
 
 
 def _write(directory: Path, documents: Dataset, options: PackingOptions, scratch: Path) -> None:
+    from datasets import Dataset, DatasetDict, Features, List, Value
+
     documents = _capped(documents, options.max_bytes)
     sides, held_out = _split(documents, options.val_fraction, options.seed)
     tokenizer = _tokenizer(sides[TRAIN], options)
@@ -93,7 +97,7 @@ def _write(directory: Path, documents: Dataset, options: PackingOptions, scratch
     for name, side in sides.items():
         packed[name] = Dataset.from_generator(
             _sequences,
-            features=FEATURES,
+            features=Features({"input_ids": List(Value("int32"))}),
             cache_dir=str(scratch),
             gen_kwargs={"documents": side, "tokenizer": tokenizer, "seq_len": options.seq_len},
             fingerprint=f"{directory.stem}-{name}",

@@ -14,15 +14,18 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_diloco.hf.corpus import TEXT, Corpus
 from lightning_diloco.hf.packing import HeldOut, pack
 from lightning_diloco.protocol.ranges import Catalogue, Lease
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 RANGE_SIZE = 1024
 HEAD_BYTES = 16 << 20
@@ -47,6 +50,8 @@ class StreamHead:
 
     def load(self, scratch_dir: object) -> Dataset:
         """Its documents, up to so many bytes."""
+        from datasets import Dataset
+
         texts, left = [], self.max_bytes
         for row in self.corpus.stream():
             left -= len(row[TEXT].encode())

@@ -18,7 +18,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from datasets import DatasetDict, load_from_disk
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -100,7 +99,7 @@ class TextData(L.LightningDataModule):
         if problems := self._problems():
             raise ConfigError(problems)
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self._sequences: DatasetDict | None = None
+        self._sequences: Any = None  # a DatasetDict; named, the command line would import `datasets` for every recipe
         self._position: Position = START
         self._own_order: OwnOrder | None = None
         self._own_loader: RangeLoader | None = None
@@ -115,6 +114,8 @@ class TextData(L.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open the tokens and the tokenizer."""
+        from datasets import load_from_disk
+
         if self._sequences is not None:
             return
         self.tokenizer = AutoTokenizer.from_pretrained(self._directory / TOKENIZER)

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 from lightning_diloco.errors import JoinError
+from lightning_diloco.runtime.threads import yield_cores
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 
 START_S = 60.0
 END_S = 5.0
-NICENESS = 10
 
 _outliving: list[subprocess.Popen[bytes]] = []
 
@@ -48,7 +48,7 @@ class EmbeddedSyncer:
             self._process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
             )
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)  # of all its threads: it has started none yet
+        yield_cores(self._process.pid)
         join, deadline_s = run_dir / "join", time.monotonic() + START_S
         try:
             while not join.exists():

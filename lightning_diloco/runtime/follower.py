@@ -30,7 +30,7 @@ from lightning_diloco.runtime.parted import PartSender
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import unpacked
 from lightning_diloco.runtime.standing import Standing
-from lightning_diloco.runtime.threads import Crew, Jobs, compute_alone
+from lightning_diloco.runtime.threads import Crew, Jobs, compute_alone, yield_cores
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 from lightning_diloco.transport.base import Connection
 from lightning_diloco.transport.flight import FlightConnection
@@ -94,7 +94,7 @@ class FollowerLink:
         self._crew.start("follower", self._follow_on)
         self._crew.start("uploads", self._sender.run)
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
-        self._copies = Jobs(self._crew, "copies")
+        self._copies = Jobs(self._crew, "copies", yields=False)
 
     # -------------------------------------------------------------------------------------------------------- training
 
@@ -131,6 +131,8 @@ class FollowerLink:
                 if p in self._adopted:
                     self.device.adopt(p, self._adopted.pop(p))
                 else:
+                    assert self._copies is not None, "start() comes first"
+                    self._copies.put(self.device.settle)
                     self.device.land(p, self._staged.pop(p))
                 self._counts[p] += 1
         if self._deals:
@@ -191,6 +193,7 @@ class FollowerLink:
 
     def _follow_on(self) -> None:
         compute_alone()
+        yield_cores()
         try:
             while self._follow() != "end":
                 pass

@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.core.align import LANDING_CHUNK_NUMEL
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import wire_nbytes
 from lightning_diloco.devices.part import PartPlan
@@ -85,7 +84,7 @@ def footprint(
     feeds_back = learner.align != "carry" and learner.error_feedback
     return Footprint(
         anchors=len(owns) * own,
-        buffers=SPARE_BUFFERS * own + LANDING_CHUNK_NUMEL * _FLOAT_BYTES,
+        buffers=SPARE_BUFFERS * own,
         residuals=2 * len(owns) * own if feeds_back else 0,
         sent=sum(wired) // (size if rank else 1),
         further=FURTHER_BUFFERS * own,

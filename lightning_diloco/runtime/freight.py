@@ -88,7 +88,7 @@ class Freight:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._staged: dict[int, tuple[Any, Tensor | None]] = {}
         self._work, self._up, self._down = (Jobs(crew, name) for name in ("worker", "uploads", "downloads"))
-        self._copies = Jobs(crew, "copies")
+        self._copies = Jobs(crew, "copies", yields=False)
         self.norm = self.relative_error = 0.0
         self.bytes_up = self.bytes_down = 0
 
@@ -114,6 +114,7 @@ class Freight:
         if adopted is not None:
             self._device.adopt(p, adopted)
         else:
+            self._copies.put(self._device.settle)
             self._device.land(p, staged)
 
     def forget(self, p: int, seq: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from collections.abc import Callable
 import torch
 
 Job = Callable[[], None]
+
+NICENESS = 10  # of what nobody waits for
 
 _counting = threading.Lock()
 
@@ -51,10 +55,17 @@ class Crew:
 
 
 class Jobs:
-    """Work that one thread of a crew does, one piece after another."""
+    """Work that one thread of a crew does, one piece after another.
 
-    def __init__(self, crew: Crew, name: str) -> None:
+    Args:
+        crew: which.
+        name: of the thread.
+        yields: cores that are short to training; not where training may wait for this work.
+    """
+
+    def __init__(self, crew: Crew, name: str, *, yields: bool = True) -> None:
         self._crew = crew
+        self._yields = yields
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         crew.start(name, self._run)
 
@@ -82,6 +93,8 @@ class Jobs:
 
     def _run(self) -> None:
         compute_alone()
+        if self._yields:
+            yield_cores()
         while (job := self._queue.get()) is not None and not self._crew.stopping.is_set():
             job()
 
@@ -98,3 +111,15 @@ def compute_alone() -> None:
         restoring = threading.Thread(target=torch.set_num_threads, args=(before,), name="diloco-restoring")
         restoring.start()
         restoring.join()
+
+
+def yield_cores(pid: int | None = None) -> None:
+    """The calling thread, or a process that has started no other yet, gets what training leaves of the cores.
+
+    What it starts from then on, threads for its tensor operations too, is like it. Threads have a priority of their own
+    on Linux; elsewhere they stay as they are.
+    """
+    if pid is None and sys.platform != "linux":
+        return
+    who = threading.get_native_id() if pid is None else pid
+    os.setpriority(os.PRIO_PROCESS, who, max(NICENESS, os.getpriority(os.PRIO_PROCESS, who)))

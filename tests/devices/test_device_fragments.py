@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.cuda import CudaFragments
+from lightning_diloco.devices.dense import DenseFragments
 from lightning_diloco.errors import ConfigError, CorruptMessageError, NonFiniteError
 from tests.devices.rig import Rig
 
@@ -136,6 +138,37 @@ def test_exchanges_are_the_same_whatever_the_default_dtype(half_by_default, alig
         found.append(values)
     assert all(map(torch.equal, *found))
     assert {value.dtype for value in found[1]} == {torch.uint8, torch.float32}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
+def test_who_settles_during_a_landing_helps_and_the_parameters_are_the_same(dtype, align, monkeypatch):
+    me, has_helped, land_slice = threading.current_thread(), threading.Event(), DenseFragments._land_slice
+
+    def land_slice_after_help(self, entry, staged):
+        assert threading.current_thread() is not me or has_helped.wait(10), "nobody helps"
+        land_slice(self, entry, staged)
+        if threading.current_thread() is not me:
+            has_helped.set()
+
+    def help_with(device):
+        while not has_helped.is_set():
+            device.settle()
+
+    alone, helped = Rig(dtype, align=align), Rig(dtype, align=align)
+    for rig in (alone, helped):
+        rig.train()
+    for p in alone.fragments:
+        alone.receive(p, alone.published(p))
+    monkeypatch.setattr(DenseFragments, "_land_slice", land_slice_after_help)
+    with ThreadPoolExecutor(1) as pool:
+        for p in helped.fragments:
+            has_helped.clear()
+            helping = pool.submit(help_with, helped.device)
+            helped.receive(p, helped.published(p))
+            helping.result(10)
+    for name, param in alone.params.items():
+        assert torch.equal(param, helped.params[name]), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -31,7 +31,7 @@ def test_anchors_and_buffers_are_those_of_the_device(boxes):
     part = None if boxes is None else PartPlan(PLAN, boxes, CONFIG.block_size)
     found = footprint(PLAN, CONFIG, learner, rank=1, size=2, part=part)
     assert found.anchors == sum(anchor.nbytes for anchor in device._anchors)
-    assert found.buffers == sum(buffer.nbytes for buffer in device._spare) + device._scratch.nbytes
+    assert found.buffers == sum(buffer.nbytes for buffer in device._spare)
     assert found.residuals == 0
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 
-from lightning_diloco.runtime.threads import Crew, Jobs
+import pytest
+
+from lightning_diloco.runtime.threads import NICENESS, Crew, Jobs
 
 
 def test_computing_alone_leaves_all_other_threads_as_they_were() -> None:
@@ -41,6 +44,23 @@ def test_crew_tells_the_first_error_and_ends_when_told() -> None:
     jobs.stop()
     assert crew.join(5.0) == []
     assert errors == [] or isinstance(errors[0], ZeroDivisionError)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_jobs_yield_cores_unless_training_waits_for_them() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    crew, found, before = Crew(pytest.fail), [], niceness()
+    all_jobs = [Jobs(crew, "yielding"), Jobs(crew, "awaited", yields=False)]
+    for jobs in all_jobs:
+        jobs.do(lambda: found.append(niceness()))
+    crew.stopping.set()
+    for jobs in all_jobs:
+        jobs.stop()
+    assert crew.join(5.0) == []
+    assert found == [max(before, NICENESS), before]
+    assert niceness() == before
 
 
 def test_failing_job_is_told() -> None:
