@@ -2,12 +2,14 @@
 
 1. One text at a time: `tell` on rank 0, `hear` on the others; then `all_could` on all of them.
 2. Nothing here ends because it was quiet for long.
-3. Texts travel as torch.distributed carries everything: between ranks, which trust each other, without encryption.
+3. A text begins with a frame of a known size, which most texts fit in whole: who hears need not be told a size first.
+4. Texts travel as torch.distributed carries everything: between ranks, which trust each other, without encryption.
 """
 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _FOREVER = timedelta(days=30)
+_FRAME_NBYTES = 512
+_SIZES_NBYTES = 16  # of the text and of its payload, int64
 
 
 def patient_group() -> dist.ProcessGroup:
@@ -41,17 +45,22 @@ class Channel:
             text: plain values.
             payload: 1-D uint8 on the host.
         """
-        head = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
-        body = head[:0] if payload is None else payload
-        self._broadcast(torch.tensor([head.numel(), body.numel()]), head, body)
+        said = json.dumps(text).encode()
+        sizes = array("q", (len(said), 0 if payload is None else payload.numel())).tobytes()
+        sent = torch.frombuffer(bytearray((sizes + said).ljust(_FRAME_NBYTES)), dtype=torch.uint8)
+        self._broadcast(sent[:_FRAME_NBYTES], sent[_FRAME_NBYTES:], sent[:0] if payload is None else payload)
 
     def hear(self) -> tuple[dict[str, Any], Tensor]:
         """Another rank: the next text and its payload; `all_could` must follow."""
-        sizes = torch.empty(2, dtype=torch.int64)
-        self._broadcast(sizes)
-        head, payload = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
-        self._broadcast(head, payload)
-        text = json.loads(head.numpy().tobytes())
+        frame = torch.empty(_FRAME_NBYTES, dtype=torch.uint8)
+        self._broadcast(frame)
+        size, payload_size = frame[:_SIZES_NBYTES].view(torch.int64).tolist()
+        rest, payload = (
+            torch.empty(max(0, numel), dtype=torch.uint8)
+            for numel in (_SIZES_NBYTES + size - _FRAME_NBYTES, payload_size)
+        )
+        self._broadcast(rest, payload)
+        text = json.loads(torch.cat((frame, rest)).numpy().tobytes()[_SIZES_NBYTES : _SIZES_NBYTES + size])
         assert isinstance(text, dict)
         return text, payload
 
