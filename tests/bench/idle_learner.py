@@ -23,7 +23,7 @@ from lightning_diloco.cli.step_clock import StepClock
 from tests.bench.sleeper import Sleeping
 
 WIDTH = 64
-NUM_SAMPLES = 4096
+NUM_SAMPLES = 256  # few: an epoch has an order, which a bench of memory must see come and go often
 
 
 class Leaking(Sleeping):
