@@ -4,7 +4,7 @@
    forward and backward: meanwhile a thread beside copies them slice by slice, and the training thread goes on at once.
 2. The training thread settles before parameters change: it copies itself what nobody has begun. At worst that takes as
    long as a copy at the boundary.
-3. A landing is made at its boundary, slice by slice, by the training thread and by whoever settles meanwhile.
+3. A landing is made at its boundary, slice by slice, by the training thread and by whoever helps meanwhile.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ class CpuFragments(DenseFragments):
 
     def settle(self) -> None:
         """See `FragmentDevice.settle`."""
-        self._landing.settle()
         self._copies.settle()
+
+    def help(self) -> None:
+        """See `FragmentDevice.help`."""
+        self._landing.settle()
 
     def _make_all(self, pieces: Sequence[Callable[[], None]]) -> None:
         self._landing.promise(pieces)

@@ -131,6 +131,9 @@ class DenseFragments:
         if staged.old is not None and staged.old is not before:
             self._spare.append(staged.old)
 
+    def help(self) -> None:
+        """See `FragmentDevice.help`."""
+
     def show_anchor(self) -> None:
         """See `FragmentDevice.show_anchor`."""
         if self._hidden is None:

@@ -132,7 +132,7 @@ class FollowerLink:
                     self.device.adopt(p, self._adopted.pop(p))
                 else:
                     assert self._copies is not None, "start() comes first"
-                    self._copies.put(self.device.settle)
+                    self._copies.put(self.device.help)
                     self.device.land(p, self._staged.pop(p))
                 self._counts[p] += 1
         if self._deals:

@@ -42,7 +42,8 @@ class Relay:
         self.counts: Counter[int] = Counter()
         self.deals, self.dealt = False, set[int]()
         self.local_values, self.anchor, self.digest = own.local_values, own.anchor, own.digest
-        self.show_anchor, self.show_local, self.settle = own.show_anchor, own.show_local, own.settle
+        self.show_anchor, self.show_local = own.show_anchor, own.show_local
+        self.settle, self.help = own.settle, own.help
 
     # --- training thread -----------------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ def test_exchanges_are_the_same_whatever_the_default_dtype(half_by_default, alig
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
-def test_who_settles_during_a_landing_helps_and_the_parameters_are_the_same(dtype, align, monkeypatch):
+def test_who_helps_with_a_landing_leaves_the_parameters_the_same(dtype, align, monkeypatch):
     me, has_helped, land_slice = threading.current_thread(), threading.Event(), DenseFragments._land_slice
 
     def land_slice_after_help(self, entry, staged):
@@ -153,7 +153,7 @@ def test_who_settles_during_a_landing_helps_and_the_parameters_are_the_same(dtyp
 
     def help_with(device):
         while not has_helped.is_set():
-            device.settle()
+            device.help()
 
     alone, helped = Rig(dtype, align=align), Rig(dtype, align=align)
     for rig in (alone, helped):
