@@ -231,6 +231,12 @@ class LeaderLink(Link):
             return 0
         return super()._do(action)
 
+    def _hear(self, message: messages.FromSyncer) -> None:
+        """See `Link._hear`; while a rank is silent nothing is heard, because much of it would be answered."""
+        while self._ranks.silent_s >= SILENT_S and not self._crew.stopping.wait(TICK_S):
+            pass
+        super()._hear(message)
+
     def _tick(self) -> None:
         if self._ranks.silent_s < SILENT_S:
             super()._tick()

@@ -130,7 +130,7 @@ class Link(SaysOfItself):
                 self._session,
                 joined.cursor,
                 self._crew,
-                hear=lambda message: self._handle(events.FromTheSyncer(message)),
+                hear=self._hear,
                 reconnect=self._reconnect,
                 tick=self._tick,
             )
@@ -330,6 +330,9 @@ class Link(SaysOfItself):
             case actions.Left():
                 self._left = action
         return 0
+
+    def _hear(self, message: messages.FromSyncer) -> None:
+        self._handle(events.FromTheSyncer(message))
 
     def _reconnect(self, number: int) -> None:
         """Say hello again, with what this learner holds."""
