@@ -112,8 +112,13 @@ def planned(ran: Ran) -> Forecast:
 
 
 def test_seconds_of_an_upload_and_its_merge(ran: Ran, planned: Forecast) -> None:
+    """From the word that a contribution is ready to its merge.
+
+    That word shares the link with the bytes: where up to two of the proxy's chunks (0.07 s each) were before it, less
+    of the upload is seen. So not the median counts, but the longest but one.
+    """
     way = planned.exchange
-    measured_s = statistics.median(line["round_s"] - line["collect_s"] for line in ran.commits)
+    measured_s = sorted(line["round_s"] - line["collect_s"] for line in ran.commits)[-2]
     assert way.upload_s + way.merge_s + way.log_s == pytest.approx(measured_s, rel=TOLERANCE)
     assert way.upload_s > 0.9 * measured_s, "it is not the link that is measured"
 
