@@ -92,7 +92,7 @@ class CausalLM(L.LightningModule):
         self.save_hyperparameters()
         if problems := _problems(self.hparams):
             raise ConfigError(problems)
-        self.model: PreTrainedModel | torch.nn.Module | None = None  # not named: the command line would import peft
+        self.model: torch.nn.Module | None = None  # a PeftModel, named, would have the command line import peft
         self.val_loss = _TokenLoss()
         self.val_perplexity = _Perplexity()
 
@@ -171,6 +171,7 @@ class CausalLM(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._schedule(optimizer), "interval": "step"}}
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        # Here, because they import peft, which a plan has no use for.
         from transformers import get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup
 
         hparams = self.hparams

@@ -126,19 +126,18 @@ class FollowerLink:
             raise self._error
         if agreed.num_failed:
             raise DiLoCoError("another rank of this learner has stopped; its own output says why; start it again")
+        assert self._copies is not None, "start() comes first"
         for p in agreed.land:
             with self._landing:
                 if p in self._adopted:
                     self.device.adopt(p, self._adopted.pop(p))
                 else:
-                    assert self._copies is not None, "start() comes first"
                     self._copies.put(self.device.help)
                     self.device.land(p, self._staged.pop(p))
                 self._counts[p] += 1
         if self._deals:
             for p in agreed.snapshot:
                 self._snapshots[p] = (self._ranks.num_begun, self.device.snapshot(p))
-                assert self._copies is not None, "start() comes first"
                 self._copies.put(self.device.settle)
             if not self._holds_part:  # see `Relay.snapshot`
                 self.device.settle()

@@ -113,13 +113,17 @@ def compute_alone() -> None:
         restoring.join()
 
 
-def yield_cores(pid: int | None = None) -> None:
-    """The calling thread, or a process that has started no other yet, gets what training leaves of the cores.
+def yield_cores(who: int | None = None) -> None:
+    """A thread, or a process that has started no other yet, gets what training leaves of the cores.
 
     What it starts from then on, threads for its tensor operations too, is like it. Threads have a priority of their own
-    on Linux; elsewhere they stay as they are.
+    on Linux; elsewhere the calling one stays as it is.
+
+    Args:
+        who: its id, as the kernel counts; None: the calling thread.
     """
-    if pid is None and sys.platform != "linux":
-        return
-    who = threading.get_native_id() if pid is None else pid
+    if who is None:
+        if sys.platform != "linux":
+            return
+        who = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, who, max(NICENESS, os.getpriority(os.PRIO_PROCESS, who)))

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_diloco.runtime.threads import yield_cores
 from lightning_diloco.transport.address import JoinAddress, read_join_file, split_host_port
 from lightning_diloco.transport.faults import FaultProxy
 
@@ -32,7 +33,6 @@ ROOT = Path(__file__).parents[2]
 START_S = 120.0
 LIMIT_S = 300.0
 LOOK_S = 0.01
-NICENESS = 10
 DELAY_S = 0.01
 STEPPING = "stepping"  # a file in the learner's folder that appears when it may step
 MEASURED = "measured.json"
@@ -113,7 +113,7 @@ def run(sleepers: Sequence[Sleeper], options: Mapping[str, Any]) -> tuple[list[M
         command += ["--listen", "127.0.0.1:0", "--expect", str(len(sleepers))]
         command += [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
         syncer = stack.enter_context(_process(command, folder, {}, folder / "syncer.out"))
-        os.setpriority(os.PRIO_PROCESS, syncer.pid, NICENESS)  # as it has no thread yet, of all its threads
+        yield_cores(syncer.pid)
         address = _join_address(run_dir / "join", syncer)
         crew = []
         for k, sleeper in enumerate(sleepers):
@@ -170,7 +170,7 @@ def _yield_cores() -> None:
     """Lower the priority of the proxies' threads."""
     for thread in threading.enumerate():
         if thread.name == "fault-proxy" and thread.native_id is not None:
-            os.setpriority(os.PRIO_PROCESS, thread.native_id, NICENESS)
+            yield_cores(thread.native_id)
 
 
 def _start_of(sleeper: Sleeper, root: Path, join: str) -> tuple[list[str], dict[str, str]]:
