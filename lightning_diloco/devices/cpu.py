@@ -42,6 +42,5 @@ class CpuFragments(DenseFragments):
         self._landing.settle()
 
     def _copy_params(self, fragment: int, out_P: Tensor) -> None:
-        layout = self._layouts[fragment]
-        count = len(layout.entries)
-        self._copies.promise([partial(gather_slice, layout, k, self._params, out_P) for k in range(count)])
+        layout, params = self._layouts[fragment], self._aliases(fragment)
+        self._copies.promise([partial(gather_slice, layout, k, params, out_P) for k in range(len(layout.entries))])

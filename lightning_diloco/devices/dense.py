@@ -8,6 +8,9 @@
 3. The anchor is float32, a parameter may not be: everything is measured against the value really stored, cast(anchor).
 4. "carry" keeps what was not sent in the parameters. "overwrite" and "blend" lose it, so they keep what the encoding
    lost as a residual, committed when the contribution is merged.
+5. Slices are of `_aliases`, never of a parameter itself, as other threads copy them during a forward. To index a
+   parameter is to take autograd's lock of it while holding the interpreter's; a forward takes the two in the other
+   order (torch 2.13): both threads would wait for ever.
 
 Shapes: _P flat padded fragment.
 """
@@ -99,7 +102,7 @@ class DenseFragments:
         """See `FragmentDevice.adopt`."""
         self.settle()
         self._flat(fragment, self._anchors[fragment]).copy_(values)
-        scatter(self._layouts[fragment], values, self._params)
+        scatter(self._layouts[fragment], values, self._aliases(fragment))
         self._residuals.pop(fragment, None)
         self._unmerged.pop(fragment, None)
         self._mark()
@@ -107,7 +110,7 @@ class DenseFragments:
     def local_values(self, fragment: int) -> Tensor:
         """See `FragmentDevice.local_values`; not fooled by `show_anchor`."""
         layout = self._layouts[fragment]
-        params = self._params if self._hidden is None else self._hidden
+        params = self._aliases(fragment) if self._hidden is None else self._hidden
         return gather(layout, params, torch.empty(layout.padded_numel, dtype=torch.float32))
 
     def snapshot(self, fragment: int) -> Snapshot:
@@ -122,7 +125,8 @@ class DenseFragments:
 
     def land(self, fragment: int, staged: Staged) -> None:
         """See `FragmentDevice.land`."""
-        self._make_all([partial(self._land_slice, entry, staged) for entry in self._layouts[fragment].entries])
+        params, entries = self._aliases(fragment), self._layouts[fragment].entries
+        self._make_all([partial(self._land_slice, params, entry, staged) for entry in entries])
         before, self._anchors[fragment] = self._anchors[fragment], staged.anchor
         self._mark()
         self._spare.append(before)
@@ -262,9 +266,14 @@ class DenseFragments:
     def _from_host(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def _land_slice(self, entry: Entry, staged: Staged) -> None:
+    def _aliases(self, fragment: int) -> dict[str, Tensor]:
+        """The parameters of a fragment, as tensors that autograd knows nothing of; for other threads made ahead."""
+        names = dict.fromkeys(entry.slice.name for entry in self._layouts[fragment].entries)
+        return {name: self._params[name].detach() for name in names}
+
+    def _land_slice(self, params: Mapping[str, Tensor], entry: Entry, staged: Staged) -> None:
         with torch.no_grad():  # which is a thread's own
-            param = entry.slice.of(self._params[entry.slice.name])
+            param = entry.slice.of(params[entry.slice.name])
             self._align(param, entry.of(staged.base), None if staged.old is None else entry.of(staged.old))
 
     def _align(self, param: Tensor, base: Tensor, old: Tensor | None) -> None:

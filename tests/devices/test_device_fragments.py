@@ -145,9 +145,9 @@ def test_exchanges_are_the_same_whatever_the_default_dtype(half_by_default, alig
 def test_who_helps_with_a_landing_leaves_the_parameters_the_same(dtype, align, monkeypatch):
     me, has_helped, land_slice = threading.current_thread(), threading.Event(), DenseFragments._land_slice
 
-    def land_slice_after_help(self, entry, staged):
+    def land_slice_after_help(self, *args):
         assert threading.current_thread() is not me or has_helped.wait(10), "nobody helps"
-        land_slice(self, entry, staged)
+        land_slice(self, *args)
         if threading.current_thread() is not me:
             has_helped.set()
 
