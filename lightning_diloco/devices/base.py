@@ -1,7 +1,7 @@
 """What the link needs from a device.
 
 1. Methods marked *training thread* run inside a hook and never wait for the network. One waits for another thread, and
-   only for what that thread has begun: `settle`, and `land`, where another one may `help`.
+   only for what that thread has begun: `settle`.
 2. Methods marked *link thread* run beside training. They read live parameters only by `settle`, and never change them.
 3. Parameters may change only after `settle`: a snapshot has the values of its boundary, whoever copies them, and when.
    `adopt` and `show_anchor` settle; `land` changes only parameters of its own fragment, which rule 4 keeps apart.
@@ -91,9 +91,6 @@ class FragmentDevice(Protocol, Generic[SnapshotT, StagedT]):
 
     def land(self, fragment: int, staged: StagedT) -> None:
         """The new anchor becomes current and the parameters are aligned with it. Training thread."""
-
-    def help(self) -> None:
-        """Take a share of the landing that is being made, if any. A thread that does not yield its cores."""
 
     def anchor(self, fragment: int) -> Tensor:
         """The anchor, float32 [P] on the host. Link thread or training thread, not during `land` of that fragment."""

@@ -4,12 +4,13 @@
    forward and backward: meanwhile a thread beside copies them slice by slice, and the training thread goes on at once.
 2. The training thread settles before parameters change: it copies itself what nobody has begun. At worst that takes as
    long as a copy at the boundary.
-3. A landing is made at its boundary, slice by slice, by the training thread and by whoever helps meanwhile.
+3. A landing is made at its boundary, by the training thread alone: a second one that helps is woken on a core that it
+   then takes from the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 from torch import Tensor
@@ -26,20 +27,12 @@ class CpuFragments(DenseFragments):
     def __init__(
         self, plan: FragmentPlan, params: Mapping[str, Tensor], config: RunConfig, learner: LearnerConfig
     ) -> None:
-        self._copies, self._landing = Copies(), Copies()
+        self._copies = Copies()
         super().__init__(plan, params, config, learner)
 
     def settle(self) -> None:
         """See `FragmentDevice.settle`."""
         self._copies.settle()
-
-    def help(self) -> None:
-        """See `FragmentDevice.help`."""
-        self._landing.settle()
-
-    def _make_all(self, pieces: Sequence[Callable[[], None]]) -> None:
-        self._landing.promise(pieces)
-        self._landing.settle()
 
     def _copy_params(self, fragment: int, out_P: Tensor) -> None:
         layout, params = self._layouts[fragment], self._aliases(fragment)

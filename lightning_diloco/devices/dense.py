@@ -1,8 +1,8 @@
 """Anchors and parameters of a learner whose parameters lie whole on one device; the device only says when work runs.
 
 1. A snapshot is a copy of the parameters; whoever makes it, it is made before they change. At a landing the training
-   thread makes one pass over them. Everything else, the pseudo-gradient, encoding, decoding and the new anchor, is done
-   by the link thread on its own copies.
+   thread makes one pass over them, with "carry" mostly one addition. Everything else, the pseudo-gradient, encoding,
+   decoding and the new anchor, is done by the link thread on its own copies.
 2. Fragment-sized buffers are recycled and were written to before use: fresh ones cost the training thread more in page
    faults than the copy itself. A landing swaps buffers instead of copying them.
 3. The anchor is float32, a parameter may not be: everything is measured against the value really stored, cast(anchor).
@@ -18,16 +18,15 @@ Shapes: _P flat padded fragment.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.core.align import LANDING_CHUNK_NUMEL, land_carry_, landing_scratch
+from lightning_diloco.core.align import LANDING_CHUNK_NUMEL, land_added_, land_carry_, landing_scratch
 from lightning_diloco.core.blocks import all_finite, chunk_numel
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan, gather, scatter
@@ -59,13 +58,15 @@ class Staged:
 
     Args:
         anchor: buffer of the new anchor.
+        move: buffer of what `land` adds to the parameters, and that is all. None: `base` and `old` say what it does.
         base: buffer of what `land` adds to progress; may be `anchor`.
         old: buffer of the value stored at the last landing; may be the present anchor. None: not needed.
     """
 
     anchor: Tensor
-    base: Tensor
-    old: Tensor | None
+    move: Tensor | None = None
+    base: Tensor | None = None
+    old: Tensor | None = None
 
 
 class DenseFragments:
@@ -126,17 +127,17 @@ class DenseFragments:
     def land(self, fragment: int, staged: Staged) -> None:
         """See `FragmentDevice.land`."""
         params, entries = self._aliases(fragment), self._layouts[fragment].entries
-        self._make_all([partial(self._land_slice, params, entry, staged) for entry in entries])
+        views = [entry.slice.of(params[entry.slice.name]) for entry in entries]
+        if (move := staged.move) is not None:
+            land_added_(views, [entry.of(move).view(entry.shape) for entry in entries])
+        else:
+            for view, entry in zip(views, entries, strict=True):
+                self._align(view, entry, staged)
         before, self._anchors[fragment] = self._anchors[fragment], staged.anchor
         self._mark()
-        self._spare.append(before)
-        if staged.base is not staged.anchor:
-            self._spare.append(staged.base)
-        if staged.old is not None and staged.old is not before:
-            self._spare.append(staged.old)
-
-    def help(self) -> None:
-        """See `FragmentDevice.help`."""
+        used = {id(buffer): buffer for buffer in (before, staged.move, staged.base, staged.old) if buffer is not None}
+        used.pop(id(staged.anchor), None)
+        self._spare.extend(used.values())
 
     def show_anchor(self) -> None:
         """See `FragmentDevice.show_anchor`."""
@@ -179,8 +180,12 @@ class DenseFragments:
     def stage(self, fragment: int, update: Update) -> Staged:
         """See `FragmentDevice.stage`. The one before, if any, must have landed."""
         with self._aside():
-            anchor = self._new_anchor(fragment, update)
-            staged = Staged(anchor, *self._base_and_old(fragment, anchor, update.sent))
+            if self._is_one_addition(fragment, update):
+                staged = self._added(fragment, update)
+            else:
+                anchor = self._new_anchor(fragment, update)
+                base, old = self._base_and_old(fragment, anchor, update.sent)
+                staged = Staged(anchor, base=base, old=old)
         if update.sent is not None and fragment in self._unmerged:
             self._replace(self._residuals, fragment, self._unmerged.pop(fragment))
         return staged
@@ -193,6 +198,20 @@ class DenseFragments:
     def digest(self, fragment: int) -> str:
         """SHA-256 in hex of the anchor's bytes, padding included."""
         return digest(self.anchor(fragment))
+
+    def _is_one_addition(self, fragment: int, update: Update) -> bool:
+        once = update.full is None and len(update.chain) == 1
+        return once and self._learner.align == "carry" and not self._casts[fragment]
+
+    def _added(self, fragment: int, update: Update) -> Staged:
+        """See rule 3 of `core/align.py`."""
+        anchor, move = self._take(), self._take()
+        move_P = self._flat(fragment, move).zero_()
+        self._add_decoded(self._from_host(update.chain[0]), move_P)
+        torch.add(self._flat(fragment, self._anchors[fragment]), move_P, out=self._flat(fragment, anchor))
+        if update.sent is not None:
+            self._add_decoded(self._from_host(update.sent), move_P)
+        return Staged(anchor, move=move)
 
     def _new_anchor(self, fragment: int, update: Update) -> Tensor:
         buffer = self._take()
@@ -244,11 +263,6 @@ class DenseFragments:
 
     # --- what devices differ in ----------------------------------------------------------------------------------
 
-    def _make_all(self, pieces: Sequence[Callable[[], None]]) -> None:
-        """Training thread: the pieces of a landing, in any order; they are made when this returns."""
-        for piece in pieces:
-            piece()
-
     def _copy_params(self, fragment: int, out_P: Tensor) -> None:
         """Training thread: copy them now, or see to it that they are copied before `settle` returns."""
         gather(self._layouts[fragment], self._params, out_P)
@@ -271,21 +285,18 @@ class DenseFragments:
         names = dict.fromkeys(entry.slice.name for entry in self._layouts[fragment].entries)
         return {name: self._params[name].detach() for name in names}
 
-    def _land_slice(self, params: Mapping[str, Tensor], entry: Entry, staged: Staged) -> None:
-        with torch.no_grad():  # which is a thread's own
-            param = entry.slice.of(params[entry.slice.name])
-            self._align(param, entry.of(staged.base), None if staged.old is None else entry.of(staged.old))
-
-    def _align(self, param: Tensor, base: Tensor, old: Tensor | None) -> None:
+    def _align(self, param: Tensor, entry: Entry, staged: Staged) -> None:
         """The one pass of a landing over a parameter or some of its rows, whatever their memory format."""
+        assert staged.base is not None
+        base = entry.of(staged.base)
         view = param if param.is_contiguous() else param.contiguous()
         if self._learner.align == "carry":
-            assert old is not None
-            land_carry_(view, base, old)
+            assert staged.old is not None
+            land_carry_(view, base, entry.of(staged.old))
         elif self._learner.align == "overwrite":
             view.copy_(base.view_as(view))
         else:
-            self._land_blend_(view.detach().view(-1), base)
+            self._land_blend_(view.view(-1), base)
         if view is not param:
             param.copy_(view)
 

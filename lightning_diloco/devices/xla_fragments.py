@@ -157,9 +157,6 @@ class XlaFragments:
     def settle(self) -> None:
         """See `FragmentDevice.settle`: a snapshot is computed from what parameters were when it was traced."""
 
-    def help(self) -> None:
-        """See `FragmentDevice.help`: a landing is the device's."""
-
     @torch.no_grad()
     def land(self, fragment: int, staged: Staged) -> None:
         """See `FragmentDevice.land`."""

@@ -3,7 +3,8 @@
 1. A syncer that expects N learners ends when as many have finished and nobody is left.
 2. An embedded one ends when nobody is left; or when its starter died before anybody took part. While its starter lives,
    who has only lapsed counts as there: a suspended laptop, or a script behind Ctrl-Z, goes on later.
-3. The last leaver evaluates the final anchor. It is waited for as long as it listens, up to EVALUATE_WAIT_S.
+3. The last leaver evaluates the final anchor. It is waited for as long as it listens, up to EVALUATE_WAIT_S. A syncer
+   that was started again meanwhile gives it time to come back.
 4. Any other syncer serves until it is told to stop.
 5. A learner that is started again beside the run directory may find a summary instead of a syncer.
 
@@ -21,6 +22,7 @@ from lightning_diloco.protocol import SyncerState
 
 EVALUATE_WAIT_S = 120.0
 LISTENING_S = 3.0
+BACK_S = 5.0  # within which learners find a syncer that was started again
 
 
 class Ending:
@@ -34,7 +36,7 @@ class Ending:
     def __init__(self, *, expect: int | None, embedded_by: int | None) -> None:
         self._expect = expect
         self._embedded_by = embedded_by
-        self._contact_s = time.monotonic()
+        self._began_s = self._contact_s = time.monotonic()
         self._polled_s: dict[str, float] = {}
         self._quiet_since_s: float | None = None
 
@@ -54,8 +56,13 @@ class Ending:
         if self._quiet_since_s is None:
             self._quiet_since_s = now_s
         last = max(state.roster.in_state("left"), key=lambda m: m.ended_s or 0.0, default=None)
-        is_listening = last is not None and now_s - self._polled_s.get(last.session, 0.0) < LISTENING_S
-        return state.has_verdict or not is_listening or now_s - self._quiet_since_s > EVALUATE_WAIT_S
+        is_waited_for = last is not None and self._may_speak(last.session, now_s)
+        return state.has_verdict or not is_waited_for or now_s - self._quiet_since_s > EVALUATE_WAIT_S
+
+    def _may_speak(self, session: str, now_s: float) -> bool:
+        if session in self._polled_s:
+            return now_s - self._polled_s[session] < LISTENING_S
+        return now_s - self._began_s < BACK_S
 
     def _is_deserted(self, state: SyncerState, now_s: float) -> bool:
         if self._embedded_by is not None:

@@ -132,7 +132,6 @@ class FollowerLink:
                 if p in self._adopted:
                     self.device.adopt(p, self._adopted.pop(p))
                 else:
-                    self._copies.put(self.device.help)
                     self.device.land(p, self._staged.pop(p))
                 self._counts[p] += 1
         if self._deals:

@@ -114,7 +114,6 @@ class Freight:
         if adopted is not None:
             self._device.adopt(p, adopted)
         else:
-            self._copies.put(self._device.help)
             self._device.land(p, staged)
 
     def forget(self, p: int, seq: int) -> None:

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 LAST_POLLS_S = 0.2
-NOW_S = 2.0
 TICK_S = 0.1
 RECONNECT_S = (0.1, 0.5)
 MAX_BATCH = 64
@@ -96,10 +95,10 @@ class Line:
         """Send this in its turn; never waits."""
         self._outgoing.put(message)
 
-    def say_now(self, message: messages.FromLearner) -> None:
-        """Send this at once, and wait for it to arrive, again if need be: nobody will say it later."""
+    def say_now(self, message: messages.FromLearner, *, within_s: float) -> None:
+        """Send this at once, and wait for it to arrive, again for so long: nobody will say it later."""
         try:
-            insist(partial(self._send, [message]), within_s=NOW_S)
+            insist(partial(self._send, [message]), within_s=within_s)
         except RemoteError as error:
             log.warning("the syncer did not hear %s: %s", type(message).__name__, error)
 

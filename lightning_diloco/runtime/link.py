@@ -244,10 +244,10 @@ class Link(SaysOfItself):
             self._raise_error()
         return is_last
 
-    def report(self, eval_loss: float | None, reason: str | None = None) -> None:
-        """The last leaver's verdict on the final anchor."""
+    def report(self, eval_loss: float | None, reason: str | None = None, *, within_s: float = FINAL_S) -> None:
+        """The last leaver's verdict on the final anchor; a syncer that is being started again gets it, too."""
         self._has_verdict = True
-        self._line.say_now(messages.Evaluated(eval_loss, reason))
+        self._line.say_now(messages.Evaluated(eval_loss, reason), within_s=within_s)
 
     def close(self) -> None:
         """Let go of the run; without `finish`, leave at once. Idempotent."""
@@ -274,7 +274,7 @@ class Link(SaysOfItself):
             self._wait_for_leave(GOODBYE_S)
         self._line.hurry()
         if self._left is not None and self._left.is_last and not self._has_verdict:
-            self.report(None, "the last learner ended without validating the anchor")
+            self.report(None, "the last learner ended without validating the anchor", within_s=GOODBYE_S)
 
     def _wait_for_leave(self, within_s: float) -> None:
         """The training thread has nothing else to do: it makes the boundaries at which things land."""

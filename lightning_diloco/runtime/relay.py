@@ -43,7 +43,7 @@ class Relay:
         self.deals, self.dealt = False, set[int]()
         self.local_values, self.anchor, self.digest = own.local_values, own.anchor, own.digest
         self.show_anchor, self.show_local = own.show_anchor, own.show_local
-        self.settle, self.help = own.settle, own.help
+        self.settle = own.settle
 
     # --- training thread -----------------------------------------------------------------------------------------
 

@@ -66,12 +66,16 @@ def rows_of(found: dict[str, Any]) -> list[dict[str, str]]:
         "longest gap between steps": f"{max(found['longest_gap_s'].values()):.2f} s",
         "median step": f"{max(found['median_step_s'].values()):.2f} s",
         "inner steps": str(found["num_steps"]),
-        "loss of the final anchor": f"{found['eval_loss']:.4f}",
-        "the same without faults": f"{found['eval_loss_calm']:.4f}" if found.get("eval_loss_calm") else "",
+        "loss of the final anchor": _loss(found.get("eval_loss")),
+        "the same without faults": _loss(found.get("eval_loss_calm")),
         "loss before the last contributions": f"{found['before_drain']:.4f}",
         "the same without faults ": f"{found['before_drain_calm']:.4f}",
     }
     return [{"run": name, "tiny, 4 learners": value} for name, value in figures.items()]
+
+
+def _loss(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
 
 
 def recoveries_s(found: dict[str, Any], kind: str) -> list[float]:

@@ -3,8 +3,8 @@
 python -m tests.bench.soak --out tests/bench/results/soak.json
 
 1. Processes are those of `diloco run`; learners sleep in each step, so that the run costs little.
-2. Every few seconds /proc says what each process has: anonymous memory, threads, open files. The first third of the
-   run is left out: caches fill, allocators find their size.
+2. Every few seconds /proc says what each process has: anonymous memory, threads, open files. The first two
+   fifths of the run are left out: caches fill, allocators find their size.
 3. Memory is flat if its slope over means of ten blocks is within its own noise (95 %), or comes to less than one arena
    of Python's allocator over the whole time. Threads and files, of which libraries have one more now and then, are
    constant if the fewest of the last block are no more than the most of the first.
@@ -36,7 +36,7 @@ from tests.bench import report
 
 SAMPLE_S = 2.0
 MIN_MINUTES = 2.0
-WARM_UP_SHARE = 1 / 3
+WARM_UP_SHARE = 0.4
 NUM_BLOCKS = 10
 T_95 = 2.306  # Student's t of NUM_BLOCKS - 2 degrees of freedom, two-sided
 ARENA_BYTES = 1 << 20
@@ -202,7 +202,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
     """Run, print, store; 1 if anything grows, or the control does not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=45.0, help="a third of them is left out")
+    parser.add_argument("--minutes", type=float, default=50.0, help="two fifths of them are left out")
     parser.add_argument("--control-minutes", type=float, default=4.0, help="0: no control")
     parser.add_argument("--learners", type=int, default=3)
     parser.add_argument("--step-s", type=float, default=0.1)

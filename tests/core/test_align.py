@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_diloco.core.align import LANDING_CHUNK_NUMEL, blend, carry, land_carry_, landing_base, overwrite
+from lightning_diloco.core.align import (
+    LANDING_CHUNK_NUMEL,
+    blend,
+    carry,
+    land_added_,
+    land_carry_,
+    landing_base,
+    overwrite,
+)
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.pseudogradient import pseudo_gradient, store_cast
 
@@ -74,6 +82,29 @@ def test_carry_keeps_later_steps_and_the_quantization_error() -> None:
     landed = carry(now.float(), anchor.float(), merged.float(), sent.float())
     expected = merged + (now - snapshot) + 0.01 * (anchor - snapshot)
     torch.testing.assert_close(landed.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_added_landing_takes_a_parameter_without_progress_exactly_to_the_new_anchor() -> None:
+    old, update = normal(0), normal(1) * normal(2).mul(5).exp()  # far smaller to far larger than the anchor
+    param = old.clone()
+    land_added_([param], [update])
+    assert torch.equal(param, old + update)
+
+
+@pytest.mark.parametrize("with_sent", [False, True])
+def test_added_landing_is_carry_up_to_rounding(with_sent: bool) -> None:
+    old, update, sent = (t.view(2, -1) for t in (normal(0), 0.1 * normal(1), 0.1 * normal(2) * with_sent))
+    param = (old + 0.1 * normal(3).view(2, -1)).t().contiguous().t()  # not in rows
+    exact = (old.double() + update.double()) + sent.double() + (param.double() - old.double())
+    by_carry = carry(param, old, old + update, sent)
+    land_added_([param[:1], param[1:]], [(update + sent)[:1], (update + sent)[1:]])
+    worst = (by_carry.double() - exact).abs().max()
+    assert (param.double() - exact).abs().max() <= worst < 1e-6
+
+
+def test_added_landing_of_what_is_not_float32_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="was cast"):
+        land_added_([torch.zeros(2, dtype=torch.bfloat16)], [torch.zeros(2)])
 
 
 def test_landing_writes_into_a_parameter_that_requires_grad() -> None:

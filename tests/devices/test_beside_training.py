@@ -32,7 +32,6 @@ device.adopt(0, device.local_values(0))
 def beside():
     while not rounds_over.is_set():
         device.settle()
-        device.help()
 
 threads = [threading.Thread(target=beside) for _ in range(2)]
 for thread in threads:

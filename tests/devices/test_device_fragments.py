@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.cuda import CudaFragments
-from lightning_diloco.devices.dense import DenseFragments
 from lightning_diloco.errors import ConfigError, CorruptMessageError, NonFiniteError
 from tests.devices.rig import Rig
 
@@ -141,34 +139,13 @@ def test_exchanges_are_the_same_whatever_the_default_dtype(half_by_default, alig
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
-def test_who_helps_with_a_landing_leaves_the_parameters_the_same(dtype, align, monkeypatch):
-    me, has_helped, land_slice = threading.current_thread(), threading.Event(), DenseFragments._land_slice
-
-    def land_slice_after_help(self, *args):
-        assert threading.current_thread() is not me or has_helped.wait(10), "nobody helps"
-        land_slice(self, *args)
-        if threading.current_thread() is not me:
-            has_helped.set()
-
-    def help_with(device):
-        while not has_helped.is_set():
-            device.help()
-
-    alone, helped = Rig(dtype, align=align), Rig(dtype, align=align)
-    for rig in (alone, helped):
-        rig.train()
-    for p in alone.fragments:
-        alone.receive(p, alone.published(p))
-    monkeypatch.setattr(DenseFragments, "_land_slice", land_slice_after_help)
-    with ThreadPoolExecutor(1) as pool:
-        for p in helped.fragments:
-            has_helped.clear()
-            helping = pool.submit(help_with, helped.device)
-            helped.receive(p, helped.published(p))
-            helping.result(10)
-    for name, param in alone.params.items():
-        assert torch.equal(param, helped.params[name]), name
+@pytest.mark.parametrize("num_updates", [0, 1, 2])
+def test_learner_without_a_step_lands_on_the_anchor_however_far_it_is_behind(dtype, num_updates):
+    rig = Rig(dtype)
+    for p in rig.fragments:
+        full = None if num_updates else rig.device.anchor(p) * 1.01
+        rig.receive(p, *(rig.published(p, scale=3.0) for _ in range(num_updates)), full=full)
+        assert torch.equal(rig.local(p), rig.stored(p))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,6 +27,13 @@ CUT_ELEMENTS: list[dict[str, Box]] = [
     {"table": ((0,), (100,)), "narrow": ((0,), (0,)), "scalar": ((), ()), "cube": ((0,), (54,))},
     {"table": ((100,), (122,)), "narrow": ((0,), (5,)), "scalar": ((), ()), "cube": ((0,), (0,))},
 ]
+CUT_NOTHING: list[dict[str, Box]] = [  # one rank has all, the other the scalar: of the other fragment it has nothing
+    {name: (tuple(0 for _ in shape), shape) for name, shape in SHAPES.items()},
+    {name: (tuple(0 for _ in shape), tuple(0 for _ in shape)) for name, shape in SHAPES.items()},
+]
+CUTS = pytest.mark.parametrize(
+    "boxes", [CUT_ROWS, CUT_COLUMNS, CUT_ELEMENTS, CUT_NOTHING], ids=["rows", "columns", "elements", "nothing"]
+)
 
 
 def own(tensor: Tensor, box: Box) -> Tensor:
@@ -37,10 +44,11 @@ def own(tensor: Tensor, box: Box) -> Tensor:
     return tensor.clone()
 
 
-@pytest.mark.parametrize("boxes", [CUT_ROWS, CUT_COLUMNS, CUT_ELEMENTS], ids=["rows", "columns", "elements"])
+@CUTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wire", ["int8", "fp32"])
-def test_parts_exchange_what_one_device_does(boxes, dtype, wire):
+@pytest.mark.parametrize("num_behind", [0, 1])
+def test_parts_exchange_what_one_device_does(boxes, dtype, wire, num_behind):
     config = RunConfig(sync_every=4, num_fragments=2, wire=wire, block_size=16, max_slice_numel=100)
     plan = FragmentPlan.balanced(SHAPES, num_fragments=2, max_slice_numel=100)
     drawn = torch.Generator().manual_seed(1)
@@ -68,7 +76,7 @@ def test_parts_exchange_what_one_device_does(boxes, dtype, wire):
 
         noise = {name: torch.randn(shape, generator=drawn) for name, shape in SHAPES.items()}
         update_P = gather(plan.layout(p, 16), noise, torch.empty_like(wanted_P))
-        chain = (encode_fragment(plan.layout(p, 16), update_P, wire, 16), sent)
+        chain = (encode_fragment(plan.layout(p, 16), update_P, wire, 16), *(sent,) * num_behind)
         for device in (one, *parts):
             device.land(p, device.stage(p, Update(None, chain, sent)))
         assert torch.equal(assemble(plans, p, [part.anchor(p) for part in parts]), one.anchor(p))
@@ -76,7 +84,7 @@ def test_parts_exchange_what_one_device_does(boxes, dtype, wire):
         assert all(torch.equal(h[name], own(params[name], each[name])) for name in SHAPES)
 
 
-@pytest.mark.parametrize("boxes", [CUT_ROWS, CUT_COLUMNS, CUT_ELEMENTS], ids=["rows", "columns", "elements"])
+@CUTS
 @pytest.mark.parametrize("wire", ["int8", "int4", "bf16"])
 @pytest.mark.parametrize("chunk", [1, 40, 1 << 18])
 def test_a_part_is_decoded_as_of_the_whole_and_little_more(boxes, wire, chunk, monkeypatch):

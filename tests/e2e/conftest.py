@@ -79,15 +79,24 @@ class Processes:
         return process
 
     def learner(
-        self, name: str, through: FaultProxy | None = None, *, deadline_s: float = 1.0
+        self, name: str, through: FaultProxy | None = None, *, deadline_s: float = 1.0, verdict: Path | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start it; `through` a bad network, if one is given, on which it gives a call up after `deadline_s`."""
+        """Start it.
+
+        Args:
+            name: of the learner.
+            through: a bad network, on which it gives a call up after `deadline_s`.
+            deadline_s: see `through`.
+            verdict: a file for which it waits before it says what the final anchor is worth.
+        """
         address, patience = self.address, ()
         if through is not None:
             host, port = split_host_port(through.address)
             address, patience = replace(address, host=host, port=port), ("--deadline-s", deadline_s, "--drain-s", 120.0)
         join = address.join_string()
         arguments = ("--out", self.root / f"{name}.json", "--until", self.stop_file, "--seed", sum(name.encode()))
+        if verdict is not None:
+            patience += ("--verdict", verdict)
         return self.start(name, HERE / "learner.py", *arguments, *patience, DILOCO_JOIN=join, DILOCO_LEARNER=name)
 
     def alone(self, **changed: object) -> subprocess.Popen[bytes]:

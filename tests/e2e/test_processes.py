@@ -132,6 +132,26 @@ def test_killed_syncer_comes_back_with_every_bit_and_so_do_its_learners(processe
     assert events.count("join") == 2
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("is_back", [True, False], ids=["heard when it is back", "spoken while it is away"])
+def test_syncer_killed_during_the_last_evaluation_hears_the_verdict(processes: Processes, is_back: bool) -> None:
+    verdict = processes.root / "verdict"
+    syncer, learner = processes.syncer(expect=1), processes.learner("l0", verdict=verdict)
+    until(lambda: processes.status()["num_commits"] >= 4, "commits", processes)
+    processes.stop_file.touch()
+    until(lambda: processes.status()["state"] == "finished", "the leave", processes)
+    os.kill(syncer.pid, signal.SIGKILL)
+    processes.end(syncer)
+    if not is_back:
+        verdict.touch()
+    syncer = processes.syncer(expect=1)
+    if is_back:
+        until(lambda: "the syncer is back" in (processes.root / "l0.log").read_text(), "the syncer", processes)
+        verdict.touch()
+    assert [processes.end(process) for process in (learner, syncer)] == [0, 0]
+    assert processes.summary()["eval_loss"] == 0.5
+
+
 def test_full_disk_suspends_commits_until_there_is_room(processes: Processes) -> None:
     syncer = processes.syncer(expect=2)
     learners = [processes.learner(name) for name in ("l0", "l1")]

@@ -11,7 +11,7 @@ import pytest
 from lightning_diloco.protocol import SyncerState
 from lightning_diloco.protocol.roster import Member
 from lightning_diloco.runtime import ending
-from lightning_diloco.runtime.ending import EVALUATE_WAIT_S, LISTENING_S, Ending, is_over
+from lightning_diloco.runtime.ending import BACK_S, EVALUATE_WAIT_S, LISTENING_S, Ending, is_over
 
 LEASE_S = SyncerState(run="r").config.lease_s
 
@@ -39,7 +39,7 @@ def test_expected_fleet_ends_the_run_when_all_have_finished(clock: list[float]) 
     assert not watch.has_come(run_of(left("a")), clock[0])
     assert not watch.has_come(run_of(left("a"), left("b", reason="failed")), clock[0])
     assert not watch.has_come(run_of(left("a"), left("b"), Member("c", "c", 1, 2, state="active")), clock[0])
-    assert watch.has_come(run_of(left("a"), left("b")), clock[0])
+    assert watch.has_come(run_of(left("a"), left("b")), clock[0] + BACK_S)
 
 
 def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: list[float]) -> None:
@@ -49,6 +49,15 @@ def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: li
     state.has_verdict = True
     assert watch.has_come(state, clock[0])
     state.has_verdict = False
+    assert watch.has_come(state, clock[0] + LISTENING_S)
+
+
+def test_last_leaver_is_waited_for_by_a_syncer_that_was_started_again(clock: list[float]) -> None:
+    watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
+    assert not watch.has_come(state, clock[0] + BACK_S - 0.1), "it has had no time to come back"
+    clock[0] += 1.0
+    watch.polled("a")
+    assert not watch.has_come(state, clock[0] + LISTENING_S - 0.1)
     assert watch.has_come(state, clock[0] + LISTENING_S)
 
 
