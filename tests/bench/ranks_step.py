@@ -3,8 +3,9 @@
 python -m tests.bench.ranks_step
 
 Two ranks with gloo whose compute sleeps. Learners with the strategy and without it take turns of seconds, and each turn
-is compared with its neighbours (turns.py). The control has one more collective in every step, which waits for all
-ranks: the same check must fail there.
+is compared with its neighbours (turns.py). They are launched several times: two launches of the same program differ by
+up to 1.5 % of a step for as long as they live, about half of what is looked for. The control has one more collective
+in every step, which waits for all ranks: the same check must fail there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ MODES = {"without": ("--plain",), "with": (), "control": ("--blocks",)}
 
 
 def measure(inner: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One learner of each mode, in figures."""
+    """Learners of each mode, in figures."""
+    launches = [launch(inner, args) for _ in range(args.launches)]
+    steps_s = {mode: [mean_s for steps_s, _ in launches for mean_s in steps_s[mode]] for mode in MODES}
+    return figures(inner, steps_s, statistics.mean(landings for _, landings in launches))
+
+
+def launch(inner: str, args: argparse.Namespace) -> tuple[dict[str, list[float]], float]:
+    """One learner of each mode: mean seconds of a step in each turn of each mode, and landings per step."""
     common = ("-m", "tests.bench.ranks_trainer", "--inner", inner, "--numel", args.numel, "--step-s", args.step_s)
     programs = {mode: (sys.executable, *map(str, common), *options) for mode, options in MODES.items()}
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -37,7 +45,7 @@ def measure(inner: str, args: argparse.Namespace) -> dict[str, Any]:
     ):
         turns.take_turns(players.values(), rounds=args.rounds, turn_s=args.turn_s)
         steps_s = {mode: [*map(statistics.mean, player.steps_by_turn())] for mode, player in players.items()}
-        return figures(inner, steps_s, players["with"].landings_per_step)
+        return steps_s, players["with"].landings_per_step
 
 
 def figures(inner: str, steps_s: Mapping[str, Sequence[float]], landings: float) -> dict[str, Any]:
@@ -79,7 +87,8 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     parser.add_argument("--numel", type=int, default=64 * 128**2, help="parameters, default 1M")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--inner", nargs="+", default=["ddp", "fsdp2"])
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each mode")
+    parser.add_argument("--launches", type=int, default=5, help="of each mode")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each mode in each launch")
     parser.add_argument("--turn-s", type=float, default=3.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
