@@ -102,6 +102,18 @@ class Witness:
         return self.device._layouts[fragment].padded_numel
 
 
+class Brief(Line):
+    """With a short memory: what AdamW divides by, sqrt(1 - beta2**step), is another graph from where it rounds to 1.
+
+    In bfloat16 that is step 5543 for 0.999, which a fast machine reaches; here it is step 53.
+    """
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        found = super().configure_optimizers()
+        found["optimizer"].param_groups[0]["betas"] = (0.9, 0.9)
+        return found
+
+
 class Adversity(Callback):
     """Puts a witness before the device, cuts and slows the link again and again, and ends training after enough."""
 
@@ -147,7 +159,7 @@ def train_through_adversity(folder: Path, devices: int, precision: str) -> None:
         host, port = split_host_port(proxy.address)
         join = replace(syncer.address, host=host, port=port).join_string()
         torch.manual_seed(5)
-        model, adversity = Line(), Adversity(proxy)
+        model, adversity = Brief(), Adversity(proxy)
         # The graphs of a learner's first checkpoints may come before or after all is settled: there are none.
         diloco = {"join": join, "learner": "stressed", "checkpoint_every": 0}
         options = {"callbacks": [adversity], "strategy": diloco, "limit_val_batches": 0}
