@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from tests.bench.cores import Cores
 from tests.bench.idle_learner import EndWith
 from tests.bench.landing_clock import LandingClock
 from tests.bench.timed_recipe import HookClock
-from tests.bench.xla_step import END, MODES, NOTES
+from tests.bench.xla_step import CONTROL, END, MODES, NOTES, WITHOUT
+
+NUM_AHEAD = 2
 
 
 class Stack(L.LightningModule):
@@ -46,6 +49,25 @@ class Stack(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Ahead(Callback):
+    """The host is at most NUM_AHEAD steps ahead of the device, whose pace is then that of steps.
+
+    Args:
+        waits: it is not ahead at all.
+    """
+
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
+        self._losses: deque[torch.Tensor] = deque()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        if self._waits:
+            xm.wait_device_ops()
+        self._losses.append(outputs["loss"])
+        if len(self._losses) > NUM_AHEAD:
+            self._losses.popleft().cpu()
 
 
 class Notes(Callback):
@@ -100,9 +122,10 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="xla",
         devices=1,
-        strategy=SingleDeviceXLAStrategy(device=0) if given.mode == "without" else ours,
+        strategy=SingleDeviceXLAStrategy(device=0) if given.mode == WITHOUT else ours,
         max_epochs=-1,
         callbacks=[
+            Ahead(waits=given.mode == CONTROL),
             EndWith(given.root / END),
             Notes(cores, given.warm_up, given.root / NOTES),
             LandingClock(given.root),
