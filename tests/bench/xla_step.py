@@ -11,8 +11,9 @@ PJRT_DEVICE=CPU python -m tests.bench.xla_step [--shared]
    and the syncer take its cores then, as they would not take a TPU's. What each of them computed in a step is told.
 5. The device takes graphs before those handed to it are done, as a TPU does, in all modes alike; the host is at most
    two steps ahead of it. PJRT's CPU as it comes (--as-it-comes) does not. A graph that uses buffers which another one
-   updates in place waits, with its host, for that one to end; a copy to the host waits for a thread of the device, which
-   has as many of them as cores. Steps then wait for what is traced in hooks, whose first graph has waited for the step.
+   updates in place waits, with its host, for that one to end. A copy to the host waits for a thread of the device, of
+   which there are as many as cores. So the first graph of a hook waits for the step, and the next step is traced while
+   the device has nothing to do.
 6. What an exchange costs the host is some milliseconds, however long a step is. The default batch makes steps of a
    second: its rows are an eighth of the tokens that one GPU of the 12B recipes has in a step.
 """
