@@ -1,6 +1,6 @@
 """What the strategy costs an inner step on an XLA device: the same Trainer with and without it, a fragment every step.
 
-PJRT_DEVICE=CPU python -m tests.bench.xla_step [--shared]
+PJRT_DEVICE=CPU python -m tests.bench.xla_step [--shared] [--as-it-comes]
 
 1. A fragment every step is what the package's defaults do: sync_every=24, so 24 fragments.
 2. A learner with the strategy and one without it take turns of seconds (turns.py). The median step of each turn is
