@@ -213,7 +213,7 @@ def test_steps_on_xla_that_the_strategy_makes_longer_are_seen() -> None:
 CHAOS = {
     "exit_code": 0, "ledger_exact": True, "replayed": "merges", "step_efficiency": 0.95, "participation": 0.9,
     "num_faults_by_kind": {"kill": 5, "stop": 6, "cut": 5, "slow": 6, "syncer": 6}, "num_faults_skipped": 0,
-    "eval_loss_excess": 0.01,
+    "eval_loss_excess": 0.01, "trained_minutes": 20.0,
     "recoveries": [{"kind": kind, "recovery_s": s} for kind, s in (("kill", 29.0), ("kill", 70.0), ("kill", 20.0))],
 }  # fmt: skip
 
@@ -227,7 +227,7 @@ def test_a_chaos_run_within_its_bounds_passes() -> None:
     [
         {"exit_code": 1}, {"ledger_exact": False}, {"replayed": None}, {"step_efficiency": 0.94},
         {"participation": 0.89}, {"recoveries": []}, {"recoveries": [{"kind": "kill", "recovery_s": 31.0}]},
-        {"eval_loss_excess": 0.011}, {"eval_loss_excess": None},
+        {"trained_minutes": 19.9}, {"eval_loss_excess": 0.011}, {"eval_loss_excess": None},
         {"num_faults_by_kind": {"kill": 3, "stop": 6, "cut": 5, "slow": 6, "syncer": 6}},
     ],
 )  # fmt: skip
