@@ -75,6 +75,13 @@ class FragmentDevice(Protocol, Generic[SnapshotT, StagedT]):
         thread has little left to do.
         """
 
+    def collect(self, snapshot: SnapshotT) -> None:
+        """Bring to the host what the device computes of a snapshot; nothing where `encode` computes all of it.
+
+        Waits for a device that is some steps behind its host. Called before `encode`, which else does the same, by a
+        thread for which nothing else waits.
+        """
+
     def encode(self, snapshot: SnapshotT) -> Encoded:
         """Pseudo-gradient (anchor - local) of a snapshot, encoded, on the host. Link thread.
 

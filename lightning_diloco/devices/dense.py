@@ -156,6 +156,9 @@ class DenseFragments:
 
     # --- link thread ---------------------------------------------------------------------------------------------
 
+    def collect(self, snapshot: Snapshot) -> None:
+        """See `FragmentDevice.collect`."""
+
     def encode(self, snapshot: Snapshot) -> Encoded:
         """See `FragmentDevice.encode`."""
         p = snapshot.fragment

@@ -8,7 +8,7 @@
    as several updates. After every signature was exchanged once, nothing is compiled any more. Plans of 12B decoders
    have 3 signatures (Gemma) or 4 (Mistral): 9 or 12 graphs, 6 or 8 with "host".
 4. Anchors are never updated in place: a buffer that a graph updates is given away with it.
-5. "host" anchors lie in host memory; the fragment due next is brought to the device while the one before is encoded.
+5. "host" anchors lie in host memory; the fragment due next is brought to the device while the one before is collected.
 6. On several devices each has its part of everything here, in the order of xla_layout.py.
 
 Shapes: _P flat padded fragment on the host, _NL devices x elements.
@@ -17,7 +17,7 @@ Shapes: _P flat padded fragment on the host, _NL devices x elements.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -43,12 +43,14 @@ class Snapshot:
         parts: the encoded pseudo-gradient.
         norms: float32 [2], of the pseudo-gradient and of what its encoding lost.
         lost: float32 [N, L], what its encoding lost; None: not needed.
+        found: parts and norms on the host, once they are there.
     """
 
     fragment: int
     parts: Parts
     norms: Tensor
     lost: Tensor | None
+    found: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,19 +194,23 @@ class XlaFragments:
 
     # --- link thread ---------------------------------------------------------------------------------------------
 
+    def collect(self, snapshot: Snapshot) -> None:
+        """See `FragmentDevice.collect`; the host may be some steps ahead of what the device computes."""
+        if self._on_host:
+            self._bring((snapshot.fragment + 1) % len(self._layouts))
+        if not snapshot.found:
+            snapshot.found.extend(fetch(*snapshot.parts, snapshot.norms))
+
     def encode(self, snapshot: Snapshot) -> Encoded:
         """See `FragmentDevice.encode`."""
         return self._encoded(snapshot, *self._fetched(snapshot))
 
     def _fetched(self, snapshot: Snapshot) -> list[Tensor]:
         """Its parts and norms on the host; what encoding lost is kept."""
-        p = snapshot.fragment
-        found = fetch(*snapshot.parts, snapshot.norms)
+        self.collect(snapshot)
         if snapshot.lost is not None:
-            self._unmerged[p] = snapshot.lost
-        if self._on_host:
-            self._bring((p + 1) % len(self._layouts))
-        return found
+            self._unmerged[snapshot.fragment] = snapshot.lost
+        return snapshot.found
 
     def _encoded(self, snapshot: Snapshot, *found: Tensor) -> Encoded:
         p, (*parts, norms) = snapshot.fragment, found

@@ -1,7 +1,8 @@
 """A learner's tensors on their way: encoded and uploaded, downloaded and staged.
 
 1. Four threads: one uploads, one downloads, so that neither waits for the other, one computes, and one copies what was
-   just snapshotted, which must not wait for anything. None of them changes live parameters.
+   just snapshotted, or waits until the device has computed it: who computes waits for nothing, or updates would be
+   staged only when a device some steps behind has got as far as a snapshot. None of them changes live parameters.
 2. A contribution's bytes are kept until the machine forgets them: whatever is sent again is identical.
 3. At most one download is held beside the staged ones: the next begins when the last is staged.
 4. A call that fails, for whatever reason the syncer or the wire has, is reported to the machine, which asks again.
@@ -97,8 +98,7 @@ class Freight:
     def encode(self, ready: messages.Ready) -> None:
         """Training thread: snapshot this fragment, and have it encoded."""
         snapshot = self._device.snapshot(ready.fragment)
-        self._copies.put(self._device.settle)
-        self._work.put(partial(self._encode, ready, snapshot))
+        self._copies.put(partial(self._collect, ready, snapshot))
 
     def upload(self, ready: messages.Ready) -> None:
         """Have its kept bytes sent."""
@@ -141,6 +141,11 @@ class Freight:
             jobs.stop()
 
     # ---------------------------------------------------------------------------------------------------- own threads
+
+    def _collect(self, ready: messages.Ready, snapshot: Any) -> None:
+        self._device.settle()
+        self._device.collect(snapshot)
+        self._work.put(partial(self._encode, ready, snapshot))
 
     def _encode(self, ready: messages.Ready, snapshot: Any) -> None:
         try:

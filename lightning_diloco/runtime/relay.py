@@ -78,6 +78,11 @@ class Relay:
 
     # --- link thread ---------------------------------------------------------------------------------------------
 
+    def collect(self, snapshot: Any) -> None:
+        """See `FragmentDevice.collect`; devices of the others have come about as far."""
+        _, own = snapshot
+        self._own.collect(own)
+
     def encode(self, snapshot: Any) -> Encoded:
         """See `FragmentDevice.encode`; the others begin when told, and are not waited for."""
         boundary, own = snapshot

@@ -152,6 +152,37 @@ def test_a_slow_upload_does_not_hold_up_downloads(tmp_path: Path, monkeypatch: p
         assert_exact(fleet.stop())
 
 
+def test_a_device_that_is_behind_does_not_hold_up_what_is_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Fleet(tmp_path, run_options={**OPTIONS, "grace": 0.0}) as fleet:
+        behind, other = fleet.learner("behind").go(), fleet.learner("other").go()
+        fleet.until_commits(3)
+        waits, caught_up, staged = threading.Event(), threading.Event(), list[int]()
+        device = behind.link.device
+        stage = device.stage
+
+        def collect(snapshot: Any) -> None:
+            waits.set()
+            assert caught_up.wait(20.0)
+
+        def staging(p: int, update: Any) -> Any:
+            staged.append(p)
+            return stage(p, update)
+
+        monkeypatch.setattr(device, "collect", collect)
+        assert waits.wait(20.0)
+        monkeypatch.setattr(device, "stage", staging)
+        until(lambda: staged, "an update staged while a snapshot is not computed yet")
+        caught_up.set()
+        for learner in (behind, other):
+            learner.enough()
+        for learner in (behind, other):
+            learner.done()
+        summary = fleet.stop()
+    assert summary["tokens_merged"] == summary["tokens_seen"]
+
+
 @pytest.mark.parametrize("error", [PlanMismatchError("an error the learner did not expect"), JoinError("another")])
 def test_a_failing_upload_is_no_end(tmp_path: Path, error: Exception) -> None:
     with Fleet(tmp_path) as fleet:

@@ -167,6 +167,15 @@ class FragmentCases:
         assert sent_bytes(lambda: rig.device.snapshot(2)) > 0  # it was not due
 
     @pytest.mark.parametrize("anchor_device", PLACES)
+    def test_what_was_collected_is_encoded_without_the_device(self, anchor_device):
+        rig = self.on_xla(anchor_device=anchor_device)
+        rig.train()
+        snapshot = rig.device.snapshot(0)
+        assert fetched_bytes(lambda: rig.device.collect(snapshot)) > 0
+        assert fetched_bytes(lambda: rig.device.encode(snapshot)) == 0
+        assert torch.equal(rig.device.encode(snapshot).payload, rig.device.encode(rig.device.snapshot(0)).payload)
+
+    @pytest.mark.parametrize("anchor_device", PLACES)
     def test_nothing_is_compiled_after_every_fragment_was_exchanged_once(self, anchor_device):
         rig, choose = self.on_xla(torch.float16, anchor_device=anchor_device), random.Random(0)  # compiled here first
 
