@@ -68,7 +68,7 @@ class LearnerState:
         self.tokens = 0
         self.phase: msg.Phase = "stepping"
         self.discarded: Counter[str] = Counter()
-        self.step_s = 0.0
+        self.step_s = self.long_step_s = 0.0
         self.tokens_per_s = 0.0
         self.metrics: dict[str, float] = {}
         self.num_refusals = 0
@@ -157,7 +157,10 @@ class LearnerState:
         if p is not None:
             f = self.fragments[p]
             f.is_due |= event.step + 1 - f.snapshot_step >= self._min_period_steps
-        return todo + [do.Say(msg.Intent(p, self.step_s)) for p, f in enumerate(self.fragments) if f.is_due]
+        return todo + [do.Say(self._intent(p)) for p, f in enumerate(self.fragments) if f.is_due]
+
+    def _intent(self, p: int, patience_s: float = 0.0) -> msg.Intent:
+        return msg.Intent(p, self.step_s, patience_s, self.long_step_s)
 
     def _boundary(self, now_s: float) -> list[LearnerAction]:
         if self._is_leaving:
@@ -378,7 +381,7 @@ class LearnerState:
         if now_s < self._drain_until_s and not all(f.is_drained(self.tokens) for f in self.fragments):
             waiting = [p for p, f in enumerate(self.fragments) if f.wants_round(self.tokens) and f.announced is None]
             patience_s = max(0.0, self._drain_alone_s - now_s)
-            return [do.Say(msg.Intent(p, self.step_s, patience_s)) for p in waiting]
+            return [do.Say(self._intent(p, patience_s)) for p in waiting]
         self._is_leaving = True
         return [self._leave()]
 

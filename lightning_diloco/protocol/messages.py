@@ -82,12 +82,20 @@ class Intent:
     """One step ahead: this fragment is due here.
 
     Args:
+        step_s: usual time of the sender's steps.
         patience_s: for how long who drains can wait for those who evaluate, so that their work is merged together.
+        long_step_s: time of its long ones; 0: not known.
     """
 
     fragment: int
     step_s: float
     patience_s: float = 0.0
+    long_step_s: float = 0.0
+
+    @property
+    def boundary_s(self) -> float:
+        """Nearly always, its next step boundary is no further off than this."""
+        return max(self.step_s, self.long_step_s)
 
 
 @dataclass(frozen=True, slots=True)

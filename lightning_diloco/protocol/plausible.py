@@ -49,7 +49,7 @@ def _allowed(name: str, value: object) -> str | None:
         return "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit"
     if name == "generation":
         return None if _is_count(value, MAX_GENERATION) else f"0..{MAX_GENERATION - 1}"
-    if name == "step_s":
+    if name in ("step_s", "long_step_s"):
         return None if isinstance(value, float) and 0.0 <= value <= MAX_STEP_S else f"0..{MAX_STEP_S:g} s"
     if name == "tokens_per_s":
         return None if isinstance(value, float) and value >= 0.0 else "at least 0"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_diloco.protocol.actions import Contribution
+from lightning_diloco.protocol.messages import Intent
 
 Stage = Literal["collecting", "transferring", "merging", "committing", "suspended", "over"]
 
@@ -84,14 +85,14 @@ class FragmentRounds:
         digests: of the last versions, by version.
         held: contributions whose fate is open, by session.
         round: the open one.
-        wanted: sessions that asked for the next round, with their time per step.
+        wanted: what sessions said that asked for the next round meanwhile.
     """
 
     version: int = 0
     digests: dict[int, str] = field(default_factory=dict)
     held: dict[str, Held] = field(default_factory=dict)
     round: Round | None = None
-    wanted: dict[str, float] = field(default_factory=dict)
+    wanted: dict[str, Intent] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,8 @@
 
 1. One round per fragment at a time. It is announced one step ahead, membership is decided by metadata, payloads follow.
 2. The electorate is fixed at opening and only shrinks. Membership closes when everyone in it has answered, or at the
-   effective quorum plus grace. Effective quorum = max(1, min(K, electorate)).
+   effective quorum plus grace. Effective quorum = max(1, min(K, electorate)). Grace counts from one long step of the
+   opener on (95th percentile): where devices are shared, steps are unequal, and a usual one is too short for many.
 3. A payload that misses its round is held and joins the next one as what it is (`contributions.py`). A learner
    superseded twice in a row is waited for in one round, up to a cap.
 4. Learners that end together evaluate before they drain. One that drains waits for those who evaluate, and its rounds
@@ -14,6 +15,8 @@ The stages of a round, and which may follow which, are the table in `round.py`.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.protocol import actions as do
@@ -64,20 +67,19 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------ what is heard
 
     def intent(self, member: Member, intent: msg.Intent, now_s: float) -> list[SyncerAction]:
-        p, step_s = intent.fragment, intent.step_s
-        f = self.fragments[p]
-        member.heard_stepping(step_s, now_s)
+        p, f = intent.fragment, self.fragments[intent.fragment]
+        member.heard_stepping(intent.step_s, now_s)
         if member.phase == "draining" and not self.contributions.has_unmerged(member, p):
             return []  # it asked before it heard that its last tokens are merged
         if f.round is None:
             others_evaluate = any(other.phase == "evaluating" for other in self.roster.live())
             if intent.patience_s > 0 and others_evaluate:
                 return []
-            return self._open(p, f, step_s, now_s, intent.patience_s)
+            return self._open(f, intent, now_s)
         if f.round.stage == "collecting":
             return [do.Send(member.session, msg.Announce(p, f.round.number))]
         if member.session not in f.round.members:
-            f.wanted[member.session] = step_s
+            f.wanted[member.session] = intent
         return []
 
     def ready(self, member: Member, ready: msg.Ready, now_s: float) -> list[SyncerAction]:
@@ -138,15 +140,14 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------------------- stages
 
-    def _open(
-        self, p: int, f: FragmentRounds, step_s: float, now_s: float, patience_s: float = 0.0
-    ) -> list[SyncerAction]:
+    def _open(self, f: FragmentRounds, intent: msg.Intent, now_s: float) -> list[SyncerAction]:
+        p = intent.fragment
         f.wanted.clear()
         todo = self.contributions.supersede(p, self.config.max_staleness_versions)
         electorate = self.roster.electorate(now_s, self.heartbeat_s)
         owed = frozenset(s for s in electorate if self.roster[s].num_superseded.get(p, 0) >= OWED_AFTER)
-        f.round = Round(self.next_round, now_s, now_s, step_s, electorate, max(1, len(electorate)), owed)
-        f.round.until_s = now_s + max(step_s + self._grace_s(step_s), patience_s)
+        f.round = Round(self.next_round, now_s, now_s, intent.step_s, electorate, max(1, len(electorate)), owed)
+        f.round.until_s = now_s + max(intent.boundary_s + self._grace_s(intent.step_s), intent.patience_s)
         self.next_round += 1
         # To everybody, not just the electorate: who cannot answer is not waited for, but may.
         todo += self._announce(p, f.round, {m.session for m in self.roster.live()})
@@ -273,9 +274,9 @@ class Rounds:
         todo: list[SyncerAction] = [do.DropPayload(m.session, p, m.ready.seq) for m in record.merges]
         todo.append(self._commit_note(record, r, now_s))
         todo += [do.Send(member.session, commit) for member in self.roster.in_state("active")]
-        wanted = [step_s for session, step_s in f.wanted.items() if self.roster[session].is_live]
+        wanted = [intent for session, intent in f.wanted.items() if self.roster[session].is_live]
         self._end(p, f)
-        return todo + (self._open(p, f, wanted[0], now_s) if wanted else [])
+        return todo + (self._open(f, replace(wanted[0], patience_s=0.0), now_s) if wanted else [])
 
     def apply_commit(self, record: records.CommitRecord) -> None:
         """The part of a commit that a restart repeats."""

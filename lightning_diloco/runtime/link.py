@@ -198,7 +198,8 @@ class Link(SaysOfItself):
         self._watch.entered(entered_s, tokens)
         state = self._machine
         with self._changed:
-            state.step_s, state.tokens_per_s = self._watch.step_s, self._watch.tokens_per_s
+            state.step_s, state.long_step_s = self._watch.step_s, self._watch.long_step_s
+            state.tokens_per_s = self._watch.tokens_per_s
             state.metrics = self._reported()
             num_exchanges = self._handle(events.StepDone(state.step + 1, self._tokens, self._collected(tokens)))
         self._watch.left(entered_s, time.perf_counter(), num_exchanges=num_exchanges)

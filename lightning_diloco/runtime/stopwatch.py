@@ -126,6 +126,11 @@ class Stopwatch:
         return self._step_s.median
 
     @property
+    def long_step_s(self) -> float:
+        """95th percentile of recent steps; 0 before there are any."""
+        return self._step_s.p95
+
+    @property
     def tokens_per_s(self) -> float:
         """Median undisturbed rate; 0 before there is any."""
         return self._rates.median

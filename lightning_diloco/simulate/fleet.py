@@ -323,7 +323,7 @@ class Fleet:
         if self.now_s < learner.busy_until_s:
             self._after(learner.busy_until_s - self.now_s, partial(self._step, learner))
             return
-        state.step_s = learner.pace.step_s
+        state.step_s, state.long_step_s = learner.pace.step_s, learner.pace.step_s * (1 + learner.pace.jitter)
         state.tokens_per_s = learner.pace.tokens / learner.pace.step_s
         tokens, pieces = state.tokens + learner.pace.tokens, learner.train(learner.pace.tokens)
         self._learner_handles(learner, on.StepDone(state.step + 1, tokens, pieces))

@@ -35,7 +35,7 @@ START_UP_MINUTES = 1  # the command's duration begins before its processes do
 COMMAND = (
     f"chaos recipes/tiny/gpt.yaml --local 4 --faults-per-hour {FAULTS_PER_HOUR} --seed {SEED} "
     f"--duration {MINUTES + START_UP_MINUTES}m --compare --no-table "
-    "--trainer.max_steps 10000 --trainer.val_check_interval 2000"
+    "--trainer.max_steps 12000 --trainer.val_check_interval 2400"
 )
 STEP_EFFICIENCY, PARTICIPATION, EXCESS, RECOVERY_S = 0.95, 0.90, 0.01, 30.0
 

@@ -31,6 +31,13 @@ def test_an_intent_is_said_one_step_ahead_and_every_step_until_announced(learner
     assert msg.Intent(1, 0.0) not in learner.says
 
 
+def test_an_intent_says_how_long_steps_take(learner: Learner) -> None:
+    learner.state.step_s, learner.state.long_step_s = 0.5, 2.0
+    learner.step(3)
+
+    assert learner.says == [msg.Intent(1, 0.5, long_step_s=2.0)]
+
+
 def test_a_fragment_snapshotted_for_others_is_not_due_again_at_once(learner: Learner) -> None:
     learner.step(2)
     ready = learner.snapshot(1)

@@ -16,7 +16,7 @@ def progress(**changes: object) -> Progress:
 
 def test_the_bounds_themselves_are_allowed() -> None:
     for message in (
-        Intent(0, 3600.0),
+        Intent(0, 3600.0, 0.0, 3600.0),
         Ready(2**53 - 1, 0, 0, 2**31 - 1, 0, 2**53 - 1, 1),
         Heartbeat("stepping", progress(), 0.0, 0.0),
     ):
@@ -29,6 +29,7 @@ def test_the_bounds_themselves_are_allowed() -> None:
         Intent(-1, 0.1),
         Intent(0, -0.1),
         Intent(0, 1e300),
+        Intent(0, 0.1, 0.0, 1e300),
         Ready(0, 2**53, 0, 0, 0, 9, 1),
         Ready(0, 1, 0, 2**31, 0, 9, 1),
         Ready(0, 1, 0, 0, -9, 9, 1),

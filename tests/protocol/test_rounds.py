@@ -154,11 +154,13 @@ def test_a_decline_of_an_older_round_is_not(syncer: Syncer) -> None:
     assert syncer.round().electorate == {"a", "b"}
 
 
-def test_a_met_quorum_waits_a_step_and_the_grace_for_the_rest() -> None:
+@pytest.mark.parametrize("long_step_s", [0.0, 1.0, 2.0])  # 0: not known
+def test_a_met_quorum_waits_a_long_step_and_the_grace_for_the_rest(long_step_s: float) -> None:
+    """Where steps are unequal, many a learner is further from its next boundary than a usual step."""
     syncer = Syncer("a", "b", grace=2.0)
-    syncer.intent("a")
+    syncer.tell("a", msg.Intent(0, 1.0, long_step_s=long_step_s))
     syncer.contribute("a", ready())
-    assert of_kind(syncer.tick(2.9), do.Merge) == []
+    assert of_kind(syncer.tick(max(1.0, long_step_s) + 1.9), do.Merge) == []
 
     assert members(syncer.tick(0.2)) == ["a"]
 
