@@ -33,7 +33,7 @@ from tests.bench import report, timed_recipe, turns
 
 ROOT = Path(__file__).parents[2]
 SPEED = 0.97
-LANDINGS = 0.75  # per step: after each pause an exchange begins anew
+LANDINGS = 0.9  # per step: after each pause an exchange begins anew
 CONTROL_ROUNDS = 6
 MODES = WITHOUT, WITH, CONTROL = "without", "with", "control"
 AHEAD = {"XLA_ENABLE_PARAM_ALIASING": "0", "NPROC": "4"}  # what PJRT's CPU reads, see 5
