@@ -16,7 +16,7 @@ Source: carry as in LOSCAR-SGD (arXiv 2605.20866); overwrite: arXiv 2604.21428; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -88,12 +88,9 @@ def land_carry_(param_view: Tensor, base: Tensor, old: Tensor) -> None:
         if param_view.dtype == torch.float32:
             flat_param.sub_(flat_old).add_(flat_base)
             return
-        scratch = landing_scratch(flat_param)
-        for start in range(0, flat_param.numel(), LANDING_CHUNK_NUMEL):
-            part = slice(start, start + LANDING_CHUNK_NUMEL)
-            param = flat_param[part]
-            progress = scratch[: param.numel()].copy_(param).sub_(flat_old[part])
-            param.copy_(progress.add_(flat_base[part]))
+        for part, scratch in landing_pieces(flat_param):
+            progress = scratch.copy_(flat_param[part]).sub_(flat_old[part])
+            flat_param[part].copy_(progress.add_(flat_base[part]))
 
 
 def land_added_(params: Sequence[Tensor], moves: Sequence[Tensor]) -> None:
@@ -111,6 +108,15 @@ def land_added_(params: Sequence[Tensor], moves: Sequence[Tensor]) -> None:
             torch._foreach_add_(list(params), list(moves))
 
 
-def landing_scratch(param: Tensor) -> Tensor:
-    """Room for a landing of this parameter piece by piece: float32, min(numel, LANDING_CHUNK_NUMEL) values."""
-    return torch.empty(min(param.numel(), LANDING_CHUNK_NUMEL), dtype=torch.float32, device=param.device)
+def landing_pieces(param: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """What to land next of a flat parameter, and float32 room for as many values.
+
+    Pieces stay in a cache of the CPU. An accelerator has none to stay in, and each call costs the training thread more:
+    it is one piece.
+    """
+    whole = LANDING_CHUNK_NUMEL if param.device.type == "cpu" else param.numel()
+    step = max(1, min(whole, param.numel()))
+    scratch = torch.empty(step, dtype=torch.float32, device=param.device)
+    for start in range(0, param.numel(), step):
+        part = slice(start, min(start + step, param.numel()))
+        yield part, scratch[: part.stop - start]

@@ -65,15 +65,3 @@ class CudaFragments(DenseFragments):
 
     def _from_host(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self._device, non_blocking=True)
-
-    def _align(self, param: Tensor, base: Tensor, old: Tensor | None) -> None:
-        """No pieces here: an accelerator has no cache to stay in, and every kernel launch costs the training thread."""
-        flat = param.float()
-        base = base.view_as(param)
-        if self._learner.align == "carry":
-            assert old is not None
-            param.copy_(flat - old.view_as(param) + base)
-        elif self._learner.align == "overwrite":
-            param.copy_(base)
-        else:
-            param.copy_(flat * self._learner.blend_alpha + base)

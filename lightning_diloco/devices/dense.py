@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.core.align import LANDING_CHUNK_NUMEL, land_added_, land_carry_, landing_scratch
+from lightning_diloco.core.align import land_added_, land_carry_, landing_pieces
 from lightning_diloco.core.blocks import all_finite, chunk_numel
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan, gather, scatter
@@ -304,12 +304,10 @@ class DenseFragments:
             param.copy_(view)
 
     def _land_blend_(self, param: Tensor, base: Tensor) -> None:
-        """param <- cast(alpha * param + base), in pieces."""
-        scratch = landing_scratch(param)
-        for start in range(0, param.numel(), LANDING_CHUNK_NUMEL):
-            part = slice(start, start + LANDING_CHUNK_NUMEL)
-            mixed = scratch[: param[part].numel()].copy_(param[part])
-            param[part].copy_(mixed.mul_(self._learner.blend_alpha).add_(base[part]))
+        """param <- cast(alpha * param + base)."""
+        for part, mixed in landing_pieces(param):
+            mixed.copy_(param[part]).mul_(self._learner.blend_alpha).add_(base[part])
+            param[part].copy_(mixed)
 
     # --- buffers -------------------------------------------------------------------------------------------------
 

@@ -196,21 +196,24 @@ class XlaFragments:
 
     def collect(self, snapshot: Snapshot) -> None:
         """See `FragmentDevice.collect`; the host may be some steps ahead of what the device computes."""
+        if snapshot.found:
+            return
         if self._on_host:
             self._bring((snapshot.fragment + 1) % len(self._layouts))
-        if not snapshot.found:
-            snapshot.found.extend(fetch(*snapshot.parts, snapshot.norms))
+        snapshot.found.extend(fetch(*snapshot.parts, snapshot.norms))
 
     def encode(self, snapshot: Snapshot) -> Encoded:
         """See `FragmentDevice.encode`."""
         return self._encoded(snapshot, *self._fetched(snapshot))
 
     def _fetched(self, snapshot: Snapshot) -> list[Tensor]:
-        """Its parts and norms on the host; what encoding lost is kept."""
+        """Its parts and norms on the host, for who asks first to keep; what encoding lost is kept here."""
         self.collect(snapshot)
         if snapshot.lost is not None:
             self._unmerged[snapshot.fragment] = snapshot.lost
-        return snapshot.found
+        found = list(snapshot.found)
+        snapshot.found.clear()
+        return found
 
     def _encoded(self, snapshot: Snapshot, *found: Tensor) -> Encoded:
         p, (*parts, norms) = snapshot.fragment, found
@@ -229,8 +232,8 @@ class XlaFragments:
         sent = self._nothing[fragment] if update.sent is None else codec.upload(update.sent)
         if self._on_host:
             kept_P = self._advanced(fragment, update)
-            old_NL, new_NL = (self._upload(fragment, values) for values in (self._anchors[fragment], kept_P))
-            staged = Staged(new_NL, (), sent, old_NL, kept_P)
+            old_NL = self._upload(fragment, self._anchors[fragment])
+            staged = Staged(self._upload(fragment, kept_P), (), sent, old_NL, kept_P)
         else:
             chain = [codec.upload(encoded) for encoded in update.chain]
             new_NL = None if update.full is None else self._upload(fragment, update.full)
@@ -271,7 +274,7 @@ class XlaFragments:
         return upload(self._layouts[fragment].from_wire(values_P), dim=0)[0]
 
     def _fetch(self, fragment: int, values_NL: Tensor) -> Tensor:
-        return self._layouts[fragment].to_wire(*fetch(values_NL))
+        return self._layouts[fragment].to_wire(fetch(values_NL)[0])
 
     # --- graphs: training thread ---------------------------------------------------------------------------------
 

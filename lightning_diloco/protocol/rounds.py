@@ -34,6 +34,7 @@ TRANSFER_FLOOR_S = 2.0
 TRANSFER_CAP_S = 120.0
 OWED_AFTER = 2
 WAIT_FOR_OWED_STEPS = 10
+MAX_PATIENCE_S = 3600.0  # whatever who drains asks for
 RETRY_COMMIT_S = 2.0
 ANNOUNCE_AGAIN_S = 2.0
 NUM_DIGESTS_KEPT = 8
@@ -147,7 +148,8 @@ class Rounds:
         electorate = self.roster.electorate(now_s, self.heartbeat_s)
         owed = frozenset(s for s in electorate if self.roster[s].num_superseded.get(p, 0) >= OWED_AFTER)
         f.round = Round(self.next_round, now_s, now_s, intent.step_s, electorate, max(1, len(electorate)), owed)
-        f.round.until_s = now_s + max(intent.boundary_s + self._grace_s(intent.step_s), intent.patience_s)
+        patience_s = min(intent.patience_s, MAX_PATIENCE_S)
+        f.round.until_s = now_s + max(intent.boundary_s + self._grace_s(intent.step_s), patience_s)
         self.next_round += 1
         # To everybody, not just the electorate: who cannot answer is not waited for, but may.
         todo += self._announce(p, f.round, {m.session for m in self.roster.live()})

@@ -12,31 +12,43 @@ import json
 from array import array
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_diloco.runtime.threads import yielding
+
 _FOREVER = timedelta(days=30)
 _FRAME_NBYTES = 512
 _SIZES_NBYTES = 16  # of the text and of its payload, int64
 
 
-def patient_group() -> dist.ProcessGroup:
-    """A CPU group of all ranks that outlives any pause; made by all at the same time."""
-    return dist.new_group(backend="gloo", timeout=_FOREVER)
+def patient_group(*, yields: bool = False) -> dist.ProcessGroup:
+    """A CPU group of all ranks that outlives any pause; made by all at the same time.
+
+    Args:
+        yields: cores that are short to training; not where training may wait for this group. gloo's threads look for
+            something to do a hundred times a second.
+    """
+    make = partial(dist.new_group, backend="gloo", timeout=_FOREVER)
+    return yielding(make) if yields else make()
 
 
 class Channel:
     """One rank's end; made by all ranks at the same time, with torch.distributed initialized.
 
+    Args:
+        yields: see `patient_group`.
+
     Attributes:
         group: of this channel, for what a text asks to be sent.
     """
 
-    def __init__(self) -> None:
-        self.group = patient_group()
+    def __init__(self, *, yields: bool = False) -> None:
+        self.group = patient_group(yields=yields)
 
     def tell(self, text: Mapping[str, Any], payload: Tensor | None = None) -> None:
         """Rank 0: `all_could` must follow.

@@ -2,7 +2,8 @@
 
 1. Four threads: one uploads, one downloads, so that neither waits for the other, one computes, and one copies what was
    just snapshotted, or waits until the device has computed it: who computes waits for nothing, or updates would be
-   staged only when a device some steps behind has got as far as a snapshot. None of them changes live parameters.
+   staged only when a device some steps behind has got as far as a snapshot (on CUDA it still waits for its own stream).
+   None of them changes live parameters.
 2. A contribution's bytes are kept until the machine forgets them: whatever is sent again is identical.
 3. At most one download is held beside the staged ones: the next begins when the last is staged.
 4. A call that fails, for whatever reason the syncer or the wire has, is reported to the machine, which asks again.
@@ -86,6 +87,7 @@ class Freight:
         self._handle = handle
         self._is_online = is_online
         self._expect = expect
+        self._wanted: set[tuple[int, int]] = set()
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._staged: dict[int, tuple[Any, Tensor | None]] = {}
         self._work, self._up, self._down = (Jobs(crew, name) for name in ("worker", "uploads", "downloads"))
@@ -98,6 +100,7 @@ class Freight:
     def encode(self, ready: messages.Ready) -> None:
         """Training thread: snapshot this fragment, and have it encoded."""
         snapshot = self._device.snapshot(ready.fragment)
+        self._wanted.add((ready.fragment, ready.seq))
         self._copies.put(partial(self._collect, ready, snapshot))
 
     def upload(self, ready: messages.Ready) -> None:
@@ -118,7 +121,12 @@ class Freight:
 
     def forget(self, p: int, seq: int) -> None:
         """These bytes will not be asked for again."""
+        self._wanted.discard((p, seq))
         self._kept.pop((p, seq), None)
+
+    def forget_all(self) -> None:
+        """This learner has left: nothing will be asked for again."""
+        self._wanted.clear()
 
     # ----------------------------------------------------------------------------------------------------------- after
 
@@ -148,6 +156,8 @@ class Freight:
         self._work.put(partial(self._encode, ready, snapshot))
 
     def _encode(self, ready: messages.Ready, snapshot: Any) -> None:
+        if (ready.fragment, ready.seq) not in self._wanted:  # decided while a device was still computing it
+            return
         try:
             encoded = self._device.encode(snapshot)
         except NonFiniteError as error:

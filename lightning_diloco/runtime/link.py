@@ -330,6 +330,7 @@ class Link(SaysOfItself):
                 self._fail(getattr(errors, action.error)(action.text))
             case actions.Left():
                 self._left = action
+                self._freight.forget_all()
         return 0
 
     def _hear(self, message: messages.FromSyncer) -> None:

@@ -24,7 +24,7 @@ class Orders:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._channel = Channel()
+        self._channel = Channel(yields=True)
         self._giving = threading.Lock()
 
     def give(self, order: Json, meanwhile: Callable[[], object], *, within_s: float = -1.0) -> bool:

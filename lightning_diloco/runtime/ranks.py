@@ -50,8 +50,8 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.num_begun, self._number = 0, next(_numbers)
-        self._texts, self._steps, self._pulses = (patient_group() for _ in range(3))
-        self._commands = Channel()
+        self._texts, self._steps = patient_group(), patient_group()
+        self._pulses, self._commands = patient_group(yields=True), Channel(yields=True)
         self._telling = threading.Lock()
         self._begun: tuple[dist.Work, Tensor] | None = None
         self._handouts: list[Handout] = []

@@ -8,7 +8,6 @@ order of size: every step asks for these figures, and sorting them each time was
 
 from __future__ import annotations
 
-import statistics
 from bisect import bisect_left, insort
 from collections import deque
 
@@ -27,7 +26,10 @@ class _Ordered:
     @property
     def median(self) -> float:
         """0 before there are values."""
-        return statistics.median(self._ordered) if self._ordered else 0.0
+        values, half = self._ordered, len(self._ordered) // 2
+        if not values:
+            return 0.0
+        return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
 
 
 class Sample(_Ordered):
@@ -127,8 +129,8 @@ class Stopwatch:
 
     @property
     def long_step_s(self) -> float:
-        """95th percentile of recent steps; 0 before there are any."""
-        return self._step_s.p95
+        """95th percentile of recent steps, the first of which may have compiled; 0 before there are any."""
+        return min(self._step_s.p95, COMPILE_FACTOR * self._step_s.median)
 
     @property
     def tokens_per_s(self) -> float:

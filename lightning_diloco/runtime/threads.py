@@ -8,10 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
 Job = Callable[[], None]
+T = TypeVar("T")
 
 NICENESS = 10  # of what nobody waits for
 
@@ -97,6 +100,7 @@ class Jobs:
             yield_cores()
         while (job := self._queue.get()) is not None and not self._crew.stopping.is_set():
             job()
+            del job  # or what it worked on would be held until the next one
 
 
 def compute_alone() -> None:
@@ -111,6 +115,12 @@ def compute_alone() -> None:
         restoring = threading.Thread(target=torch.set_num_threads, args=(before,), name="diloco-restoring")
         restoring.start()
         restoring.join()
+
+
+def yielding(run: Callable[[], T]) -> T:
+    """Run this in a thread that yields its cores, and wait for it; so do the threads that it starts."""
+    with ThreadPoolExecutor(1, initializer=yield_cores) as pool:
+        return pool.submit(run).result()
 
 
 def yield_cores(who: int | None = None) -> None:

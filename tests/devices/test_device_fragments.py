@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.cuda import CudaFragments
+from lightning_diloco.devices.dense import DenseFragments
 from lightning_diloco.errors import ConfigError, CorruptMessageError, NonFiniteError
 from tests.devices.rig import Rig
 
@@ -317,22 +320,46 @@ def test_anchors_in_host_memory_are_refused_on_cuda():
         CudaFragments(rig.plan, rig.params, RunConfig(), LearnerConfig(anchor_device="host"))
 
 
+def lands_alike(one, other):
+    """Two rigs through the same random sequence: the same anchors bit for bit, parameters but for rounding."""
+    choose = random.Random(0)
+    for _ in range(30):
+        p, merged, is_full = choose.randrange(3), choose.random() < 0.5, choose.random() < 0.2
+        updates = [one.published(p) for _ in range(choose.randint(1, 2))]
+        full = one.device.anchor(p) + one.decoded(p, updates[0]) if is_full else None
+        for _ in updates:
+            other.published(p)  # keeps both generators in step
+        for rig in (one, other):
+            rig.train()
+            sent = rig.contribute(p).payload if merged else None
+            rig.receive(p, *(() if is_full else updates), full=full, sent=sent)
+        assert torch.equal(one.device.anchor(p), other.device.anchor(p))
+    for p in one.fragments:
+        assert torch.allclose(one.local(p), other.local(p), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
 def test_cuda_equals_cpu_over_a_random_sequence(dtype, align):
-    rigs = [Rig(dtype, where, align=align) for where in ("cpu", "cuda")]
-    choose = random.Random(0)
-    for _ in range(30):
-        p, merged = choose.randrange(3), choose.random() < 0.5
-        update = rigs[0].published(p)
-        rigs[1].published(p)  # keeps both generators in step
-        for rig in rigs:
-            rig.train()
-            rig.receive(p, update, sent=rig.contribute(p).payload if merged else None)
-        assert torch.equal(rigs[0].device.anchor(p), rigs[1].device.anchor(p))
-    for p in rigs[0].fragments:
-        assert torch.allclose(rigs[0].local(p), rigs[1].local(p), rtol=1e-2, atol=1e-2)
+    lands_alike(*(Rig(dtype, where, align=align) for where in ("cpu", "cuda")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
+def test_what_is_written_for_cuda_computes_the_same_where_there_is_none(dtype, align, monkeypatch):
+    """Streams, events and pinned memory are stand-ins that do nothing: no word on order, which takes a GPU."""
+    stream = Mock()
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    for name in ("_to_host", "_from_host"):
+        monkeypatch.setattr(CudaFragments, name, getattr(DenseFragments, name))
+    usual = Rig(dtype, align=align)
+    monkeypatch.setattr("tests.devices.rig.device_for", lambda _: CudaFragments)
+    lands_alike(usual, Rig(dtype, align=align))
+    assert stream.wait_event.called
 
 
 @pytest.mark.gpu

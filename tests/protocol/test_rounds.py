@@ -9,6 +9,7 @@ from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol import records
 from lightning_diloco.protocol.round import NEXT, Round
+from lightning_diloco.protocol.rounds import MAX_PATIENCE_S
 from tests.protocol.harness import Syncer, members, of_kind, ready, said
 
 
@@ -95,6 +96,13 @@ def test_the_round_of_a_drainer_waits_for_everybody_as_long_as_it_can(syncer: Sy
     syncer.beat("b")
     syncer.tick(0.2)
     assert syncer.round().stage == "merging"
+
+
+def test_nobody_has_a_round_wait_for_ever(syncer: Syncer) -> None:
+    syncer.beat("b")
+    syncer.tell("a", msg.Intent(0, 1.0, 1e300))
+
+    assert syncer.round().until_s == pytest.approx(syncer.now_s + MAX_PATIENCE_S)
 
 
 def test_a_drainer_does_not_wait_for_who_evaluates_and_is_gone(syncer: Syncer) -> None:

@@ -40,6 +40,19 @@ def test_warm_up_compile_steps_and_interruptions_are_no_steps() -> None:
     assert training.watch.long_step_s == pytest.approx(1.0)
 
 
+def test_first_step_that_compiled_makes_no_long_step() -> None:
+    training = Training()
+    for step_s in [1.0] * (NUM_WARM_UP + 1) + [60.0] + [1.0] * 2:
+        training.step(step_s)
+    assert training.watch.long_step_s <= 5.0
+
+    training = Training()
+    for step_s in [60.0] * (NUM_WARM_UP + 2) + [1.0] * 3:
+        training.step(step_s)
+    assert training.watch.step_s == pytest.approx(1.0)
+    assert training.watch.long_step_s == pytest.approx(5.0)
+
+
 def test_percentile_is_per_snapshot_or_landing() -> None:
     training = Training()
     for hook_s in [0.002] * 19 + [0.4]:

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
+from functools import partial
 
 import pytest
 
-from lightning_diloco.runtime.threads import NICENESS, Crew, Jobs
+from lightning_diloco.runtime.threads import NICENESS, Crew, Jobs, yielding
 
 
 def test_computing_alone_leaves_all_other_threads_as_they_were() -> None:
@@ -61,6 +63,41 @@ def test_jobs_yield_cores_unless_training_waits_for_them() -> None:
     assert crew.join(5.0) == []
     assert found == [max(before, NICENESS), before]
     assert niceness() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
+def test_threads_of_what_is_made_yielding_yield_too_and_nobody_else() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def starts_a_thread() -> list[int]:
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(niceness()))
+        thread.start()
+        thread.join()
+        return found
+
+    before = niceness()
+    assert yielding(starts_a_thread) == [max(before, NICENESS)]
+    assert niceness() == before
+    with pytest.raises(ZeroDivisionError):
+        yielding(lambda: 1 / 0)
+
+
+def test_job_that_is_done_holds_nothing() -> None:
+    class Held:
+        pass
+
+    crew = Crew(pytest.fail)
+    jobs, held = Jobs(crew, "jobs"), Held()
+    gone, done = weakref.ref(held, lambda _: done.set()), threading.Event()
+    jobs.put(partial(lambda _: None, held))
+    del held
+    assert done.wait(5.0)
+    assert gone() is None
+    crew.stopping.set()
+    jobs.stop()
+    assert crew.join(5.0) == []
 
 
 def test_failing_job_is_told() -> None:

@@ -173,6 +173,7 @@ class FragmentCases:
         snapshot = rig.device.snapshot(0)
         assert fetched_bytes(lambda: rig.device.collect(snapshot)) > 0
         assert fetched_bytes(lambda: rig.device.encode(snapshot)) == 0
+        assert not snapshot.found  # who has encoded it keeps it, and nobody else
         assert torch.equal(rig.device.encode(snapshot).payload, rig.device.encode(rig.device.snapshot(0)).payload)
 
     @pytest.mark.parametrize("anchor_device", PLACES)
