@@ -122,6 +122,7 @@ class _BlockingLinks:
 
         def encode(freight: Freight, ready: messages.Ready) -> None:
             self.num_jobs += 1
+            freight._wanted.add((ready.fragment, ready.seq))
             freight._encode(ready, freight._device.snapshot(ready.fragment))
 
         Freight.encode, Freight.upload = encode, Freight._upload  # type: ignore[method-assign]
