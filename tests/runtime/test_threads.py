@@ -14,6 +14,10 @@ import pytest
 from lightning_diloco.runtime.threads import NICENESS, Crew, Jobs, yielding
 
 
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
 def test_computing_alone_leaves_all_other_threads_as_they_were() -> None:
     code = """
 import threading, torch
@@ -50,9 +54,6 @@ def test_crew_tells_the_first_error_and_ends_when_told() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
 def test_jobs_yield_cores_unless_training_waits_for_them() -> None:
-    def niceness() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
     crew, found, before = Crew(pytest.fail), [], niceness()
     all_jobs = [Jobs(crew, "yielding"), Jobs(crew, "awaited", yields=False)]
     for jobs in all_jobs:
@@ -67,9 +68,6 @@ def test_jobs_yield_cores_unless_training_waits_for_them() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority of their own")
 def test_threads_of_what_is_made_yielding_yield_too_and_nobody_else() -> None:
-    def niceness() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
     def starts_a_thread() -> list[int]:
         found: list[int] = []
         thread = threading.Thread(target=lambda: found.append(niceness()))
