@@ -100,7 +100,10 @@ class FragmentDevice(Protocol, Generic[SnapshotT, StagedT]):
         """The new anchor becomes current and the parameters are aligned with it. Training thread."""
 
     def anchor(self, fragment: int) -> Tensor:
-        """The anchor, float32 [P] on the host. Link thread or training thread, not during `land` of that fragment."""
+        """The anchor, float32 [P] on the host; of no use if that fragment lands or is adopted meanwhile. Any thread.
+
+        Waits for a device that is some steps behind its host.
+        """
 
     def digest(self, fragment: int) -> str:
         """`core.digest.digest` of the anchor, equal on all devices. Same threads as `anchor`."""

@@ -234,9 +234,7 @@ class FollowerLink:
             case "values":
                 self._asked_for = self.device.local_values(p)
             case "anchor":
-                with self._landing:
-                    count = torch.tensor([self._counts[p]], dtype=torch.float32)
-                    self._asked_for = torch.cat((count, self.device.anchor(p)))
+                self._asked_for = self._counted_anchor(p)
             case "delta":
                 self._asked_for = self.device.delta(self._snapshot(p, command["boundary"]))  # type: ignore[attr-defined]
             case "encode":
@@ -256,6 +254,18 @@ class FollowerLink:
                 self._deals |= command["deals"]
                 self.agreed = Agreement(fleet_tokens=command["fleet_tokens"])
                 self.data_part = None if command["data_part"] is None else tuple(command["data_part"])
+
+    def _counted_anchor(self, p: int) -> Tensor:
+        """How often a fragment has landed, then this rank's anchor; see `Link._mark`."""
+        while True:
+            before = self._landed(p)
+            anchor_L = self.device.anchor(p)
+            if self._landed(p) == before:
+                return torch.cat((torch.tensor([before], dtype=torch.float32), anchor_L))
+
+    def _landed(self, p: int) -> int:
+        with self._landing:
+            return self._counts[p]
 
     def _address(self, run_dir: str | None) -> JoinAddress:
         """Known here, as all ranks were given the same, or from a file that only this user can read."""

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.devices.part import Box
@@ -207,16 +206,11 @@ class LeaderLink(Link):
         """See `Link._expect`."""
         self._relay.expect(p, values)
 
-    def _mark(self, p: int) -> messages.Mark:
-        """See `Link._mark`; training goes on while the parts come together, so it may take more than one attempt."""
+    def _anchor(self, p: int) -> Tensor | None:
+        """See `Link._anchor`."""
         if not isinstance(self._relay, ShardedRelay):
-            return super()._mark(p)
-        while True:
-            with self._changed:
-                f, own = self._machine.fragments[p], self._relay.own_anchor(p)
-                generation, version = f.generation, f.landed
-            if (anchor_P := self._relay.completed(p, own)) is not None:
-                return messages.Mark(generation, version, digest(anchor_P))
+            return super()._anchor(p)
+        return self._relay.completed(p, self._relay.own_anchor(p))
 
     def _reported(self) -> dict[str, float]:
         return {**super()._reported(), RANK_BYTES: float(self.rank_bytes)}

@@ -342,10 +342,26 @@ class Link(SaysOfItself):
         self._handle(events.Reconnected(number, known))
 
     def _mark(self, p: int) -> messages.Mark:
-        with self._changed:  # nothing lands meanwhile; the digest, which takes longer, is of a copy
-            f, anchor_P = self._machine.fragments[p], self.device.anchor(p)
-            generation, version = f.generation, f.landed
-        return messages.Mark(generation, version, digest(anchor_P))
+        """What this learner has of a fragment.
+
+        Training goes on while a device, which may be some steps behind, says what its anchor is. Where another one
+        lands meanwhile, it is asked again.
+        """
+        while True:
+            before = self._landed(p)
+            anchor_P = self._anchor(p)
+            if anchor_P is not None and self._landed(p) == before:
+                return messages.Mark(*before, digest(anchor_P))
+
+    def _landed(self, p: int) -> tuple[int, int]:
+        """Generation and version; between two landings, as a landing holds the lock."""
+        with self._changed:
+            f = self._machine.fragments[p]
+            return f.generation, f.landed
+
+    def _anchor(self, p: int) -> Tensor | None:
+        """None: not all parts of it are of one version at present."""
+        return self.device.anchor(p)
 
     def _tick(self) -> None:
         self._handle(events.Tick())

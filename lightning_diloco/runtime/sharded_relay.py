@@ -72,7 +72,7 @@ class ShardedRelay(Relay):
         return self._whole(fragment, self._part.local_values(fragment), command)
 
     def own_anchor(self, fragment: int) -> Tensor:
-        """How often it has landed, then this rank's part of the anchor; while nothing lands here."""
+        """How often it has landed, then this rank's part of the anchor; of no use if it lands here meanwhile."""
         return torch.cat((torch.tensor([self.counts[fragment]], dtype=torch.float32), self._part.anchor(fragment)))
 
     def completed(self, fragment: int, own: Tensor) -> Tensor | None:

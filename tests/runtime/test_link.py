@@ -183,6 +183,57 @@ def test_a_device_that_is_behind_does_not_hold_up_what_is_staged(
     assert summary["tokens_merged"] == summary["tokens_seen"]
 
 
+def test_training_goes_on_while_a_device_that_is_behind_says_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Fleet(tmp_path) as fleet:
+        behind = fleet.learner("behind").go()
+        fleet.until_commits(3)
+        device, asked, caught_up = behind.link.device, threading.Event(), threading.Event()
+        anchor = device.anchor
+
+        def anchor_in_time(p: int) -> Any:
+            asked.set()
+            assert caught_up.wait(20.0)
+            return anchor(p)
+
+        monkeypatch.setattr(device, "anchor", anchor_in_time)
+        behind.wire.is_cut = True
+        until(lambda: not behind.link._line.is_online, "noticing the cut")
+        behind.wire.is_cut = False
+        assert asked.wait(20.0), "who is back says hello, with what it holds"
+        before = behind.steps
+        until(lambda: behind.steps > before + 10, "steps while an anchor is not there yet")
+        caught_up.set()
+        fleet.until_commits(3)
+        assert {f.generation for f in behind.link._machine.fragments} == {0}, "what it said was right"
+        behind.enough().done()
+        assert_exact(fleet.stop())
+
+
+def test_what_is_said_to_be_held_is_of_one_version_although_another_lands_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("l0").go()
+        fleet.until_commits(3)
+        device, overtaken = learner.link.device, list[int]()
+        anchor = device.anchor
+
+        def overtaken_once(p: int) -> Any:
+            before, values_P = learner.landed[p], anchor(p)
+            if not overtaken:
+                overtaken.append(p)
+                until(lambda: learner.landed[p] > before, "another landing")
+            return values_P
+
+        monkeypatch.setattr(device, "anchor", overtaken_once)
+        mark = learner.link._mark(1)
+        assert overtaken == [1]
+        assert mark.digest == fleet.service.state.rounds.fragments[1].digests[mark.version]
+        learner.enough().done()
+
+
 @pytest.mark.parametrize("error", [PlanMismatchError("an error the learner did not expect"), JoinError("another")])
 def test_a_failing_upload_is_no_end(tmp_path: Path, error: Exception) -> None:
     with Fleet(tmp_path) as fleet:
