@@ -150,7 +150,7 @@ class FollowerLink:
         """Rank 0 says so for all."""
         self.settle()
 
-    def set_loss(self, loss: float) -> None:
+    def set_loss(self, read: Callable[[], float | None], *, aside: bool) -> None:
         """Rank 0 says its own."""
 
     def set_eval_loss(self, loss: float) -> None:

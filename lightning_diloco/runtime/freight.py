@@ -29,7 +29,7 @@ from lightning_diloco.errors import CorruptMessageError, DiLoCoError, NonFiniteE
 from lightning_diloco.protocol import actions, codec, events, messages
 from lightning_diloco.runtime.anchors import bytes_of, tensor_of
 from lightning_diloco.runtime.joining import BULK_S, full_values
-from lightning_diloco.runtime.threads import Crew, Jobs
+from lightning_diloco.runtime.threads import Crew, Job, Jobs
 from lightning_diloco.transport.base import Bulk, Connection, Json
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,10 @@ class Freight:
         snapshot = self._device.snapshot(ready.fragment)
         self._wanted.add((ready.fragment, ready.seq))
         self._copies.put(partial(self._collect, ready, snapshot))
+
+    def aside(self, job: Job) -> None:
+        """Have this done by the thread that may wait for the device."""
+        self._copies.put(job)
 
     def upload(self, ready: messages.Ready) -> None:
         """Have its kept bytes sent."""

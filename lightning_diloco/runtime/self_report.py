@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from lightning_diloco.protocol import LearnerState
 from lightning_diloco.runtime.freight import Freight
@@ -29,9 +31,21 @@ class SaysOfItself:
         self._watch.interrupted()
         self._watch.stall_s += for_s
 
-    def set_loss(self, loss: float) -> None:
-        """What people see beside this learner."""
-        self._losses[LOSS] = loss
+    def set_loss(self, read: Callable[[], float | None], *, aside: bool) -> None:
+        """What people see beside this learner.
+
+        Args:
+            read: tells it; None: it cannot be told.
+            aside: a thread beside training reads it, as it may wait for a device.
+        """
+        if aside:
+            self._freight.aside(partial(self._keep_loss, read))
+        else:
+            self._keep_loss(read)
+
+    def _keep_loss(self, read: Callable[[], float | None]) -> None:
+        if (loss := read()) is not None:
+            self._losses[LOSS] = loss
 
     def set_eval_loss(self, loss: float) -> None:
         """What this learner found when it validated the anchor."""

@@ -348,10 +348,9 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
         self._healing.step_done()
         hold_schedules(self._trainer)
         connector = self._trainer._logger_connector
-        # Elsewhere than on the CPU, reading the loss waits for the device: no more often than Lightning itself does.
-        reads_loss = connector.should_update_logs or self.root_device.type == "cpu"
-        if reads_loss and (loss := train_loss(self._trainer, output)) is not None:
-            self._link.set_loss(loss)
+        is_there = self.root_device.type == "cpu"  # elsewhere a thread waits for it, no more often than Lightning logs
+        if is_there or connector.should_update_logs:
+            self._link.set_loss(train_loss(self._trainer, output), aside=not is_there)
         self._link.step(*self._counter.take())
         assert self._stopping is not None
         self._stopping.heed(self._link)

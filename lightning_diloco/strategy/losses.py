@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -24,27 +24,27 @@ _VAL_NAMES = ("val/loss", "val_loss")
 _NOTHING = "nothing to validate: no validation_step, no validation data, or limit_val_batches=0"
 
 
-def train_loss(trainer: pl.Trainer, output: object) -> float | None:
-    """The loss of the step just done; waits for the device.
+def train_loss(trainer: pl.Trainer, output: object) -> Callable[[], float | None]:
+    """The loss of the step just done.
 
     Args:
         trainer: in a training step.
         output: what the optimizer's closure returned; a part of the loss where gradients are accumulated.
 
     Returns:
-        The loss; None if it cannot be told, or is not finite, which messages cannot carry.
+        Reads the loss, in any thread, and waits for the device to have computed it; None if it cannot be told, or is
+        not finite, which messages cannot carry. A loss that is known by its name only has been waited for already.
     """
     if isinstance(output, Tensor) and output.numel() == 1:
-        loss: float | None = float(output) * trainer.accumulate_grad_batches
-    else:
-        loss = _named_loss(trainer.callback_metrics, _TRAIN_NAMES)
-    return loss if loss is not None and math.isfinite(loss) else None
+        times = trainer.accumulate_grad_batches
+        return lambda: _finite(float(output.cpu()) * times)
+    named = _named_loss(trainer.callback_metrics, _TRAIN_NAMES)
+    return lambda: _finite(named)
 
 
 def val_loss(trainer: pl.Trainer) -> float | None:
     """The loss of the validation just done; None if it cannot be told, or is not finite."""
-    loss = _named_loss(trainer.callback_metrics, _VAL_NAMES)
-    return loss if loss is not None and math.isfinite(loss) else None
+    return _finite(_named_loss(trainer.callback_metrics, _VAL_NAMES))
 
 
 def validate_final(trainer: pl.Trainer) -> tuple[float | None, str | None]:
@@ -77,6 +77,10 @@ def _validate(trainer: pl.Trainer) -> list[Mapping[str, Any]]:
         return list(trainer.fit_loop.epoch_loop.val_loop.run())
     finally:
         trainer.training = True
+
+
+def _finite(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _named_loss(metrics: Mapping[str, Any], names: Iterable[str]) -> float | None:

@@ -211,6 +211,16 @@ def test_training_goes_on_while_a_device_that_is_behind_says_what_it_holds(
         assert_exact(fleet.stop())
 
 
+def test_a_loss_that_a_device_still_computes_is_told_when_it_is_there(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        learner, caught_up = fleet.learner("l0").join(), threading.Event()
+        learner.link.set_loss(lambda: 0.5 if caught_up.wait(20.0) else None, aside=True)
+        learner.step()
+        caught_up.set()
+        until(lambda: learner.link._reported().get("loss") == 0.5, "the loss")
+        learner.finish()
+
+
 def test_what_is_said_to_be_held_is_of_one_version_although_another_lands_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,8 +143,10 @@ class RecordingLink:
     def set_evaluating(self, evaluating: bool) -> None:
         self.events.append("evaluating" if evaluating else "training")
 
-    def set_loss(self, loss: float) -> None:
-        self.losses.append(loss)
+    def set_loss(self, read: Callable[[], float | None], *, aside: bool) -> None:
+        assert not aside, "on the CPU it is there"
+        if (loss := read()) is not None:
+            self.losses.append(loss)
 
     def set_eval_loss(self, loss: float) -> None:
         self.eval_losses.append(loss)
