@@ -33,6 +33,13 @@ def program(tmp_path: Path) -> tuple[str, str]:
     return sys.executable, str(path)
 
 
+def test_nobody_is_stopped_for_so_long_that_its_calls_fail(tmp_path: Path, program: tuple[str, str]) -> None:
+    with turns.playing({"a": program, "b": program}, tmp_path, env={}, warm_up=3) as players:
+        with pytest.raises(ValueError, match="2 players in turns of 10 s: each is stopped for 10 s"):
+            turns.take_turns(players.values(), rounds=2, turn_s=10.0)
+        assert not any(player.turns for player in players.values())
+
+
 def test_only_one_plays_at_a_moment(tmp_path: Path, program: tuple[str, str]) -> None:
     names = ("a", "b")
     with turns.playing(dict.fromkeys(names, program), tmp_path, env={}, warm_up=3) as players:

@@ -3,8 +3,8 @@
 1. A machine's speed changes within minutes by more than a bench looks for. So the programs to be compared run at the
    same time, but only one of them at a moment: the others are stopped (SIGSTOP), with all processes they have started.
 2. What a program does beside its steps is stopped with it: each pays for its own, in its own turns. It must not be
-   stopped for longer than a call to the syncer may take, or it will think that the syncer is gone and exchange nothing:
-   so landings are counted, too.
+   stopped for longer than a call to the syncer may take (MAX_PAUSE_S), or it will think that the syncer is gone and
+   exchange nothing for a while: so landings are counted, too.
 3. A step counts if it lies wholly within one turn, after its first moments, in which caches fill.
 4. Programs write when their steps ended with the step clock, and are killed after their last turn, if not asked to end.
 """
@@ -16,8 +16,7 @@ import os
 import signal
 import subprocess
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from tests.bench import landing_clock
 LIMIT_S = 300.0
 LOOK_S = 0.05
 FIRST_S = 0.3  # of a turn, which do not count
+MAX_PAUSE_S = 9.5  # FlightConnection's deadline for a message, and a little time to send it
 
 Turn = tuple[float, float]
 
@@ -121,19 +121,22 @@ class Player:
         return [member.pid for member in members]
 
 
-def take_turns(players: Iterable[Player], *, rounds: int, turn_s: float) -> None:
-    """One turn of each in every round, in an order that changes.
+def take_turns(players: Collection[Player], *, rounds: int, turn_s: float) -> None:
+    """One turn of each in every round, always in the same order: no pause is longer than the turns of all others.
 
     Args:
         players: stopped ones.
         rounds: turns of each.
         turn_s: seconds of a turn.
+
+    Raises:
+        ValueError: somebody would be stopped for too long, see 2.
     """
-    waiting = deque(players)
+    if (pause_s := (len(players) - 1) * turn_s) > MAX_PAUSE_S:
+        raise ValueError(f"{len(players)} players in turns of {turn_s:g} s: each is stopped for {pause_s:g} s")
     for _ in range(rounds):
-        for player in waiting:
+        for player in players:
             player.play(turn_s)
-        waiting.rotate()
 
 
 @contextlib.contextmanager
