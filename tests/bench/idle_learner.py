@@ -1,13 +1,14 @@
 """A learner that costs little: the real Trainer and strategy, asleep in each step, until it is time to end.
 
-Controls, which must be seen: `--leak-bytes`, of the soak bench: so much is kept in every step. `--waits`, of the
-survivors' bench: no step begins while the syncer is out of reach.
+Controls, which must be seen: `--leaker`, of the soak bench: the learner of that name keeps an object of every step.
+`--waits`, of the survivors' bench: no step begins while the syncer is out of reach.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import time
 import warnings
 from pathlib import Path
@@ -27,12 +28,12 @@ NUM_SAMPLES = 256  # few: an epoch has an order, which a bench of memory must se
 
 
 class Leaking(Sleeping):
-    """Keeps some bytes of every step.
+    """May keep some bytes of every step.
 
     Args:
         num_matrices: of width WIDTH.
         step_s: time asleep in each step.
-        leak_bytes: kept per step.
+        leak_bytes: kept per step; 0: nothing.
     """
 
     def __init__(self, num_matrices: int, step_s: float, leak_bytes: int) -> None:
@@ -72,13 +73,15 @@ def main() -> None:
     until.add_argument("--until-file", type=Path, help="a file that appears")
     parser.add_argument("--matrices", type=int, default=48, help=f"of the model, {WIDTH} x {WIDTH}")
     parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--leak-bytes", type=int, default=0)
+    parser.add_argument("--leaker", help="who keeps something")
+    parser.add_argument("--leak-bytes", type=int, default=0, help="so much")
     parser.add_argument("--waits", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="without the strategy")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     trainer = L.Trainer(
-        strategy=DecoupledDiLoCoStrategy(sync_every=24, num_fragments=4),
+        strategy="auto" if args.plain else DecoupledDiLoCoStrategy(sync_every=24, num_fragments=4),
         callbacks=[
             *([WaitForSyncer()] if args.waits else []),
             EndWith(args.until_file) if args.until_file else StepClock(args.until_s),
@@ -91,7 +94,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Leaking(args.matrices, args.step_s, args.leak_bytes)
+    leaks = args.leaker is not None and args.leaker == os.environ.get("DILOCO_LEARNER")
+    module = Leaking(args.matrices, args.step_s, args.leak_bytes if leaks else 0)
     trainer.fit(module, DataLoader(torch.ones(NUM_SAMPLES, 1), batch_size=1))
 
 

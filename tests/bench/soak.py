@@ -2,23 +2,29 @@
 
 python -m tests.bench.soak --out tests/bench/results/soak.json
 
-1. Processes are those of `diloco run`; learners sleep in each step, so that the run costs little.
-2. Every few seconds /proc says what each process has: anonymous memory, threads, open files. The first two
-   fifths of the run are left out: caches fill, allocators find their size.
-3. Memory is flat if its slope over means of ten blocks is within its own noise (95 %), or comes to less than one arena
-   of Python's allocator over the whole time. Threads and files, of which libraries have one more now and then, are
-   constant if the fewest of the last block are no more than the most of the first.
-4. The control, a shorter run with a learner that keeps some bytes of each step, must not be flat.
+1. Processes are those of `diloco run`; learners sleep in each step, so that the run costs little. Every few seconds
+   /proc says what each has: anonymous memory, threads, open files. The first two fifths of the run are left out, in
+   which caches fill; the rest is looked at in blocks of some minutes.
+2. The syncer's memory goes up and down. It is flat if its slope over the blocks is within its noise (95 %).
+3. A learner's never goes down: its allocators keep what they once had to take. It is the greatest so far of what
+   varies, and rises with the logarithm of time, ever more rarely, where a leak adds as much in each block. So its
+   changes from block to block are explained by both; it is flat if the slope left to time alone is within its noise.
+4. The control is one more learner of the same run, which keeps a small object of each step. It must not be flat.
+5. Threads and files, of which libraries have one more now and then, are constant if the fewest of the last block are no
+   more than the most of the first.
+6. Beside them runs the same Trainer without the strategy, for comparison.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +45,8 @@ MIN_MINUTES = 2.0
 WARM_UP_SHARE = 0.4
 NUM_BLOCKS = 10
 T_95 = 2.306  # Student's t of NUM_BLOCKS - 2 degrees of freedom, two-sided
-ARENA_BYTES = 1 << 20
 FIGURES = ("memory_bytes", "threads", "files")
+SYNCER, PLAIN = "syncer", "without"
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
@@ -50,43 +56,51 @@ class Trend:
     """How one process's memory went.
 
     Args:
-        slope_bps: bytes per second, least squares over block means.
+        slope_bps: bytes per second.
         noise_bps: half of the slope's 95 % confidence interval.
-        duration_s: of what was looked at.
     """
 
     slope_bps: float
     noise_bps: float
-    duration_s: float
 
     @property
     def is_flat(self) -> bool:
         """Whether it did not grow, as far as one can tell."""
-        return self.slope_bps <= self.noise_bps or self.slope_bps * self.duration_s < ARENA_BYTES
+        return self.slope_bps <= self.noise_bps
 
 
-def trend(times_s: Sequence[float], values: Sequence[float]) -> Trend:
-    """The trend of what was sampled, warm-up left out by the caller."""
-    blocks = [np.array(block) for block in np.array_split(np.column_stack([times_s, values]), NUM_BLOCKS)]
+def trend(times_s: Sequence[float], values: Sequence[float], *, is_kept: bool) -> Trend:
+    """The trend of what was sampled, by least squares over means of blocks.
+
+    Args:
+        times_s: since the process began to do what it does.
+        values: at these times, warm-up left out.
+        is_kept: whether what was once taken is never given back, see rule 3.
+    """
+    blocks = np.array_split(np.column_stack([times_s, values]), NUM_BLOCKS + is_kept)
     t, y = np.array([block.mean(axis=0) for block in blocks]).T
-    spread = ((t - t.mean()) ** 2).sum()
-    slope = ((t - t.mean()) * (y - y.mean())).sum() / spread
-    residuals = y - y.mean() - slope * (t - t.mean())
-    error = np.sqrt((residuals**2).sum() / (NUM_BLOCKS - 2) / spread)
-    return Trend(float(slope), float(T_95 * error), times_s[-1] - times_s[0])
+    if is_kept:
+        causes, effects = np.column_stack([np.diff(t), np.diff(np.log(t))]), np.diff(y)
+    else:
+        causes, effects = np.column_stack([t, np.ones_like(t)]), y
+    found, *_ = np.linalg.lstsq(causes, effects, rcond=None)
+    unexplained = ((effects - causes @ found) ** 2).sum() / (NUM_BLOCKS - 2)
+    error = np.sqrt(unexplained * np.linalg.inv(causes.T @ causes)[0, 0])
+    return Trend(float(found[0]), float(T_95 * error))
 
 
 class Sampler:
     """Looks at every process of a local run; passed to `execute` where chaos passes its meddler.
 
     Args:
-        names: of the processes.
+        names: of the run's processes.
+        others: pids of processes beside it, by name.
         until_s: unix seconds from which on the run is ending.
     """
 
-    def __init__(self, names: Sequence[str], until_s: float) -> None:
-        self.samples: dict[str, list[tuple[float, int, int, int]]] = {name: [] for name in names}
-        self._until_s = until_s
+    def __init__(self, names: Sequence[str], others: Mapping[str, int], until_s: float) -> None:
+        self.samples: dict[str, list[tuple[float, int, int, int]]] = {name: [] for name in (*names, *others)}
+        self._names, self._others, self._until_s = names, others, until_s
         self._began_s = self._next_s = 0.0
 
     def __call__(self, fleet: Fleet, status: Status | None) -> None:
@@ -97,9 +111,9 @@ class Sampler:
         if not self._began_s or not self._next_s <= now_s < self._until_s:
             return
         self._next_s += SAMPLE_S
-        for name, samples in self.samples.items():
-            if fleet.outcome(name) == "running":
-                samples.append((now_s - self._began_s, *_look(fleet.pid(name))))
+        pids = {name: fleet.pid(name) for name in self._names if fleet.outcome(name) == "running"}
+        for name, pid in {**pids, **self._others}.items():
+            self.samples[name].append((now_s - self._began_s, *_look(pid)))
 
 
 def _look(pid: int) -> tuple[int, int, int]:
@@ -113,21 +127,23 @@ def _look(pid: int) -> tuple[int, int, int]:
     )
 
 
-def soak(minutes: float, *, learners: int, step_s: float, leak_bytes: int = 0) -> dict[str, Any]:
-    """One run; what each process had, and whether the run ended well."""
+def soak(minutes: float, *, learners: int, step_s: float, leak_bytes: int) -> dict[str, Any]:
+    """One run, whose last learner leaks; what each process had, and whether the run ended well."""
     until_s = time.time() + 60.0 * minutes
+    options = ["--until-s", f"{until_s:.1f}", "--step-s", str(step_s)]
+    leaks = ["--leak-bytes", str(leak_bytes), "--leaker", f"l{learners}"]
+    argv, screen = (sys.executable, "-m", "tests.bench.idle_learner"), Screen(Console(), live=False, period_s=120.0)
     with tempfile.TemporaryDirectory(prefix="diloco-soak-") as name, Interruption() as interruption:
-        options = ["--until-s", f"{until_s:.1f}", "--step-s", str(step_s), "--leak-bytes", str(leak_bytes)]
         plan = Plan(
             run_dir=Path(name),
-            syncer_argv=cli_run.syncer_argv(Path(name), learners),
-            learner_argv=(sys.executable, "-m", "tests.bench.idle_learner", *options),
-            num_learners=learners,
+            syncer_argv=cli_run.syncer_argv(Path(name), learners + 1),
+            learner_argv=(*argv, *options, *leaks),
+            num_learners=learners + 1,
             threads=1,
             max_restarts=0,
         )
-        sampler = Sampler(["syncer", *plan.learners], until_s)
-        with Screen(Console(), live=False, period_s=120.0) as screen:
+        with _beside((*argv, *options, "--plain"), Path(name)) as pid, screen:
+            sampler = Sampler([SYNCER, *plan.learners], {PLAIN: pid}, until_s)
             ended = execute(plan, screen, interruption, meddle=sampler)
     summary = ended.summary or {}
     return {
@@ -135,25 +151,40 @@ def soak(minutes: float, *, learners: int, step_s: float, leak_bytes: int = 0) -
         "rounds": summary.get("rounds"),
         "ledger_exact": summary.get("ledger_exact"),
         "steps": sum(learner["step"] for learner in summary.get("learners", ())),
+        "leaker": f"l{learners}",
         "samples": sampler.samples,
     }
 
 
-def rows_of(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+@contextmanager
+def _beside(argv: Sequence[str], folder: Path) -> Iterator[int]:
+    """The pid of a program that ends with the block."""
+    with subprocess.Popen(argv, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     """One line for each process."""
-    return [_row(f"{name}, {process}", samples) for process, samples in found["samples"].items()]
+    names = {found["leaker"]: f"control: {found['leaker']}, which leaks", PLAIN: "a Trainer without the strategy"}
+    return [
+        _row(names.get(process, process), samples, is_kept=process != SYNCER)
+        for process, samples in found["samples"].items()
+    ]
 
 
-def _row(name: str, samples: Sequence[tuple[float, int, int, int]]) -> dict[str, Any]:
+def _row(name: str, samples: Sequence[tuple[float, int, int, int]], *, is_kept: bool) -> dict[str, Any]:
     settled = np.array(samples[int(WARM_UP_SHARE * len(samples)) :])
-    seen = trend(settled[:, 0].tolist(), settled[:, 1].tolist())
+    seen = trend(settled[:, 0].tolist(), settled[:, 1].tolist(), is_kept=is_kept)
     first, last = np.array_split(settled, NUM_BLOCKS)[0], np.array_split(settled, NUM_BLOCKS)[-1]
     counts = {figure: f"{_span(first[:, k])} -> {_span(last[:, k])}" for k, figure in enumerate(FIGURES[1:], start=2)}
     grew = {figure: min(last[:, k]) > max(first[:, k]) for k, figure in enumerate(FIGURES[1:], start=2)}
     return {
         "run": name,
-        "minutes": seen.duration_s / 60,
-        "memory [MiB]": float(np.median(settled[:, 1])) / MIB,
+        "minutes": (settled[-1, 0] - settled[0, 0]) / 60,
+        "memory [MiB]": f"{settled[0, 1] / MIB:.2f} -> {settled[-1, 1] / MIB:.2f}",
         "slope [MiB/h]": 3600 * seen.slope_bps / MIB,
         "noise [MiB/h]": 3600 * seen.noise_bps / MIB,
         **counts,
@@ -165,18 +196,16 @@ def _span(counts: Sequence[float]) -> str:
     return "..".join(f"{count:g}" for count in sorted({min(counts), max(counts)}))
 
 
-def checks_of(rows: Sequence[dict[str, Any]], control: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """What has to hold."""
+def checks_of(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    """What has to hold, of the last learner's control, too."""
     grew = {row["run"]: row["grew"] for row in rows}
-    checks = {
+    leaking = [grew.pop(name) for name in list(grew) if name.startswith("control")]
+    return {
         "memory of every process is flat": not any("memory" in said for said in grew.values()),
         "threads of every process are constant": not any("threads" in said for said in grew.values()),
         "files of every process are constant": not any("files" in said for said in grew.values()),
+        "control: a learner that leaks is not flat": all("memory" in said for said in leaking),
     }
-    if control:
-        leaking = [row for row in control if not row["run"].endswith("syncer")]
-        checks["control: learners that leak are not flat"] = all("memory" in row["grew"] for row in leaking)
-    return checks
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -202,26 +231,22 @@ def draw(found: dict[str, Any], path: Path) -> None:
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
     """Run, print, store; 1 if anything grows, or the control does not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=50.0, help="two fifths of them are left out")
-    parser.add_argument("--control-minutes", type=float, default=4.0, help="0: no control")
-    parser.add_argument("--learners", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=52.0, help="two fifths of them are left out")
+    parser.add_argument("--learners", type=int, default=3, help="without the one that leaks")
     parser.add_argument("--step-s", type=float, default=0.05)
-    parser.add_argument("--leak-bytes", type=int, default=16384, help="of the control, per step")
+    parser.add_argument("--leak-bytes", type=int, default=32, help="of the control, per step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    if args.minutes < MIN_MINUTES or 0 < args.control_minutes < MIN_MINUTES:
-        parser.error(f"--minutes {args.minutes:g} --control-minutes {args.control_minutes:g}: at least {MIN_MINUTES:g}")
+    if args.minutes < MIN_MINUTES:
+        parser.error(f"--minutes {args.minutes:g}: at least {MIN_MINUTES:g}")
     os.environ["PYTHONPATH"] = str(ROOT)  # for the learners
-    size = {"learners": args.learners, "step_s": args.step_s}
-    found = soak(args.minutes, **size)
-    rows = rows_of(found, f"{args.minutes:g} minutes")
-    leaking = soak(args.control_minutes, **size, leak_bytes=args.leak_bytes) if args.control_minutes else None
-    control = rows_of(leaking, "control") if leaking else []
+    found = soak(args.minutes, learners=args.learners, step_s=args.step_s, leak_bytes=args.leak_bytes)
+    rows = rows_of(found)
     checks = {"the run ended by itself with an exact ledger": found["exit_code"] == 0 and found["ledger_exact"]}
-    checks |= checks_of(rows, control)
-    say(report.table([*rows, *control]))
+    checks |= checks_of(rows)
+    say(report.table(rows))
     say("\n" + report.verdicts(checks))
-    stored = {"circumstances": report.circumstances(), "rows": [*rows, *control], "checks": checks, "found": found}
+    stored = {"circumstances": report.circumstances(), "rows": rows, "checks": checks, "found": found}
     report.store(args.out, stored)
     if args.out:
         draw(found, args.out.with_suffix(".png"))

@@ -122,9 +122,19 @@ def test_real_processes_exchange_and_controls_fail(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(("slope_bps", "is_flat"), [(0.0, True), (2000.0, False)])
 def test_memory_that_grows_is_told_from_memory_that_varies(slope_bps: float, is_flat: bool) -> None:
     chance = random.Random(1)
-    times_s = [2.0 * k for k in range(600)]
-    values = [3e8 + slope_bps * t + chance.gauss(0.0, 2e6) for t in times_s]
-    assert soak.trend(times_s, values).is_flat is is_flat
+    times_s = [1200.0 + 2.0 * k for k in range(600)]
+    values = [2e8 + slope_bps * t + chance.gauss(0.0, 2e6) for t in times_s]
+    assert soak.trend(times_s, values, is_kept=False).is_flat is is_flat
+
+
+@pytest.mark.parametrize(("slope_bps", "is_flat"), [(0.0, True), (1000.0, False)])
+def test_memory_that_grows_is_told_from_memory_that_is_kept(slope_bps: float, is_flat: bool) -> None:
+    """What an allocator keeps is the greatest so far of what varies: it rises, too, ever more rarely."""
+    chance = random.Random(1)
+    taken = [3e8 + chance.gauss(0.0, 5e4) for _ in range(1500)]
+    kept = [(2.0 * k, max(taken[:k]) + slope_bps * 2.0 * k) for k in range(600, 1500)]
+    assert kept[-1][1] > kept[0][1]
+    assert soak.trend(*zip(*kept, strict=True), is_kept=True).is_flat is is_flat
 
 
 @pytest.mark.parametrize(("longest_ms", "holds"), [(70.0, True), (130.0, False)])
@@ -239,7 +249,7 @@ def test_a_chaos_run_beyond_a_bound_fails(changed: dict[str, object]) -> None:
 def test_threads_that_pile_up_are_told_from_one_that_comes_and_goes(at_the_end: tuple[int, int], grew: str) -> None:
     before = [(2.0 * k, 1 << 28, 15 + k % 2, 21) for k in range(290)]
     samples = before + [(2.0 * k, 1 << 28, at_the_end[k % 2], 21) for k in range(290, 310)]
-    assert soak._row("a run", samples)["grew"] == grew
+    assert soak._row("a run", samples, is_kept=False)["grew"] == grew
 
 
 def test_goodput_that_is_planned_is_that_of_the_measured_runs() -> None:

@@ -5,7 +5,8 @@
 2. What a program does beside its steps is stopped with it: each pays for its own, in its own turns. It must not be
    stopped for longer than a call to the syncer may take (MAX_PAUSE_S), or it will think that the syncer is gone and
    exchange nothing for a while: so landings are counted, too.
-3. A step counts if it lies wholly within one turn, after its first moments, in which caches fill.
+3. A step counts if it lies wholly within one turn, after its first moments, in which caches fill, and exchanges begin
+   anew: what was under way at the pause is late then.
 4. Programs write when their steps ended with the step clock, and are killed after their last turn, if not asked to end.
 """
 
@@ -28,7 +29,7 @@ from tests.bench import landing_clock
 
 LIMIT_S = 300.0
 LOOK_S = 0.05
-FIRST_S = 0.3  # of a turn, which do not count
+FIRST_S = 0.3
 MAX_PAUSE_S = 9.5  # FlightConnection's deadline for a message, and a little time to send it
 
 Turn = tuple[float, float]
@@ -75,10 +76,10 @@ class Player:
         self._wait(lambda: len(self.steps_s) >= num_steps)
         self._signal(signal.SIGSTOP)
 
-    def play(self, seconds: float) -> None:
+    def play(self, seconds: float, first_s: float) -> None:
         """One turn."""
         self._signal(signal.SIGCONT)
-        began_s = time.time() + FIRST_S
+        began_s = time.time() + first_s
         time.sleep(seconds)
         self.turns.append((began_s, time.time()))
         self._check()
@@ -121,13 +122,14 @@ class Player:
         return [member.pid for member in members]
 
 
-def take_turns(players: Collection[Player], *, rounds: int, turn_s: float) -> None:
+def take_turns(players: Collection[Player], *, rounds: int, turn_s: float, first_s: float = FIRST_S) -> None:
     """One turn of each in every round, always in the same order: no pause is longer than the turns of all others.
 
     Args:
         players: stopped ones.
         rounds: turns of each.
         turn_s: seconds of a turn.
+        first_s: seconds of these which do not count.
 
     Raises:
         ValueError: somebody would be stopped for too long, see 2.
@@ -136,7 +138,7 @@ def take_turns(players: Collection[Player], *, rounds: int, turn_s: float) -> No
         raise ValueError(f"{len(players)} players in turns of {turn_s:g} s: each is stopped for {pause_s:g} s")
     for _ in range(rounds):
         for player in players:
-            player.play(turn_s)
+            player.play(turn_s, first_s)
 
 
 @contextlib.contextmanager

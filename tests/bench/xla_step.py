@@ -33,7 +33,8 @@ from tests.bench import report, timed_recipe, turns
 
 ROOT = Path(__file__).parents[2]
 SPEED = 0.97
-LANDINGS = 0.9  # per step: after each pause an exchange begins anew
+LANDINGS = 0.9  # per step
+FIRST_S = 3.0  # of a turn, in which nothing lands yet: an exchange takes about five steps, two of them the device's
 CONTROL_ROUNDS = 6
 MODES = WITHOUT, WITH, CONTROL = "without", "with", "control"
 AHEAD = {"XLA_ENABLE_PARAM_ALIASING": "0", "NPROC": "4"}  # what PJRT's CPU reads, see 5
@@ -57,7 +58,7 @@ def measure(ours: str, rounds: int, args: argparse.Namespace) -> list[dict[str, 
         tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
         turns.playing(programs, Path(name), env=env, warm_up=args.warm_up) as players,
     ):
-        turns.take_turns(players.values(), rounds=rounds, turn_s=args.turn_s)
+        turns.take_turns(players.values(), rounds=rounds, turn_s=args.turn_s, first_s=FIRST_S)
         plain_s, steps_s = ([*map(statistics.median, player.steps_by_turn())] for player in players.values())
         rows = []
         for mode, player in players.items():
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--warm-up", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=15, help="turns of each mode")
-    parser.add_argument("--turn-s", type=float, default=8.0)
+    parser.add_argument("--turn-s", type=float, default=9.0)
     parser.add_argument("--anchor-device", choices=("device", "host"), default="device")
     parser.add_argument("--shared", action="store_true", help="the device shares all cores with its host")
     parser.add_argument("--as-it-comes", action="store_true", help="the device waits where PJRT's CPU does")
