@@ -174,7 +174,6 @@ class LeaderLink(Link):
                 self._handle(events.Pause())
                 self._changed.wait(TICK_S)
         self._relay.landed.clear()
-        self._line.hurry()
         return None
 
     # --------------------------------------------------------------------------------------------------------- helpers

@@ -103,7 +103,10 @@ class Line:
             log.warning("the syncer did not hear %s: %s", type(message).__name__, error)
 
     def hurry(self) -> None:
-        """Nothing much will come any more: let `_listen_loop` end soon after the crew stops."""
+        """Nothing much will come any more: let `_listen_loop` end soon after the crew stops.
+
+        In its own thread, if it has just heard so: the next poll would wait otherwise.
+        """
         self._poll_s = LAST_POLLS_S
 
     # --------------------------------------------------------------------------------------------------------- sender

@@ -284,8 +284,6 @@ class Link(SaysOfItself):
             while self._left is None and self._error is failed_before and time.monotonic() < until_s:
                 self._handle(events.Pause())
                 self._changed.wait(TICK_S)
-        if self._left is not None:
-            self._line.hurry()
 
     def _take_final(self) -> None:
         """Nobody else takes part: what is newest now stays so."""
@@ -331,6 +329,7 @@ class Link(SaysOfItself):
             case actions.Left():
                 self._left = action
                 self._freight.forget_all()
+                self._line.hurry()
         return 0
 
     def _hear(self, message: messages.FromSyncer) -> None:

@@ -16,6 +16,7 @@ from lightning_diloco.devices import cpu
 from lightning_diloco.errors import ConfigError, FencedError, JoinError, PlanMismatchError, RefusedError, TransportError
 from lightning_diloco.protocol import rounds
 from lightning_diloco.runtime import joining
+from lightning_diloco.runtime.line import LAST_POLLS_S
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
 from lightning_diloco.transport.identity import ServerIdentity
@@ -437,6 +438,23 @@ def test_close_without_finish_leaves_at_once_and_twice_is_once(tmp_path: Path) -
     assert summary["tokens_discarded"] == {"undrained": 7 * 3}
     assert summary["eval_reason"] == "the last learner ended without validating the anchor"
     assert diloco_threads() == set()
+
+
+def test_nobody_who_has_left_waits_for_news(tmp_path: Path) -> None:
+    """Its end would wait for that poll: two seconds of the few that Ctrl-C leaves."""
+    with Fleet(tmp_path) as fleet:
+        learner, waits = fleet.learner("l0").go(), list[float]()
+        fleet.until_commits(1)
+        poll = learner.wire.poll
+
+        def noted(session: str, cursor: int, wait_s: float) -> Any:
+            if learner.link._left is not None:
+                waits.append(wait_s)
+            return poll(session, cursor, wait_s)
+
+        learner.wire.poll = noted
+        learner.enough().done()
+        assert max(waits, default=0.0) <= LAST_POLLS_S
 
 
 def test_learners_that_wait_for_the_start_are_shown_as_joining(tmp_path: Path) -> None:
