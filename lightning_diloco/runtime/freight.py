@@ -1,8 +1,9 @@
 """A learner's tensors on their way: encoded and uploaded, downloaded and staged.
 
 1. Four threads: one uploads, one downloads, so that neither waits for the other, one computes, and one copies what was
-   just snapshotted, or waits until the device has computed it: who computes waits for nothing, or updates would be
-   staged only when a device some steps behind has got as far as a snapshot (on CUDA it still waits for its own stream).
+   just snapshotted, or waits until the device has computed it (losses, too): who computes waits for nothing, or
+   updates would be staged only when a device some steps behind has got as far as a snapshot (on CUDA it still waits for
+   its own stream).
    None of them changes live parameters.
 2. A contribution's bytes are kept until the machine forgets them: whatever is sent again is identical.
 3. At most one download is held beside the staged ones: the next begins when the last is staged.

@@ -45,7 +45,9 @@ class SaysOfItself:
 
     def _keep_loss(self, read: Callable[[], float | None]) -> None:
         if (loss := read()) is not None:
-            self._losses[LOSS] = loss
+            with self._changed:  # at the end no step may come that would tell it
+                self._losses[LOSS] = loss
+                self._machine.metrics = {**self._machine.metrics, LOSS: loss}
 
     def set_eval_loss(self, loss: float) -> None:
         """What this learner found when it validated the anchor."""

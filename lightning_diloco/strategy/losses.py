@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_diloco.devices.scalars import to_be_read
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -33,11 +36,13 @@ def train_loss(trainer: pl.Trainer, output: object) -> Callable[[], float | None
 
     Returns:
         Reads the loss, in any thread, and waits for the device to have computed it; None if it cannot be told, or is
-        not finite, which messages cannot carry. A loss that is known by its name only has been waited for already.
+        not finite, which messages cannot carry. A loss that is known by its name only has been waited for already, and
+        one that is spread over ranks was put together, by all of them.
     """
     if isinstance(output, Tensor) and output.numel() == 1:
-        times = trainer.accumulate_grad_batches
-        return lambda: _finite(float(output.cpu()) * times)
+        whole = output.full_tensor() if isinstance(output, DTensor) else output
+        read, times = to_be_read(whole), trainer.accumulate_grad_batches
+        return lambda: _finite(read() * times)
     named = _named_loss(trainer.callback_metrics, _TRAIN_NAMES)
     return lambda: _finite(named)
 

@@ -132,8 +132,10 @@ def take_turns(players: Collection[Player], *, rounds: int, turn_s: float, first
         first_s: seconds of these which do not count.
 
     Raises:
-        ValueError: somebody would be stopped for too long, see 2.
+        ValueError: somebody would be stopped for too long, see 2; or nothing of a turn would count.
     """
+    if turn_s <= first_s:
+        raise ValueError(f"turns of {turn_s:g} s, of which the first {first_s:g} s do not count: nothing would")
     if (pause_s := (len(players) - 1) * turn_s) > MAX_PAUSE_S:
         raise ValueError(f"{len(players)} players in turns of {turn_s:g} s: each is stopped for {pause_s:g} s")
     for _ in range(rounds):

@@ -34,7 +34,7 @@ from tests.bench import report, timed_recipe, turns
 ROOT = Path(__file__).parents[2]
 SPEED = 0.97
 LANDINGS = 0.9  # per step
-FIRST_S = 3.0  # of a turn, in which nothing lands yet: an exchange takes about five steps, two of them the device's
+FIRST_S = 3.0  # of a turn, in which little lands yet: an exchange takes some steps, two of them the device's
 CONTROL_ROUNDS = 6
 MODES = WITHOUT, WITH, CONTROL = "without", "with", "control"
 AHEAD = {"XLA_ENABLE_PARAM_ALIASING": "0", "NPROC": "4"}  # what PJRT's CPU reads, see 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.cuda import CudaFragments
 from lightning_diloco.devices.dense import DenseFragments
+from lightning_diloco.devices.scalars import to_be_read
 from lightning_diloco.errors import ConfigError, CorruptMessageError, NonFiniteError
 from tests.devices.rig import Rig
 
@@ -360,6 +362,17 @@ def test_what_is_written_for_cuda_computes_the_same_where_there_is_none(dtype, a
     monkeypatch.setattr("tests.devices.rig.device_for", lambda _: CudaFragments)
     lands_alike(usual, Rig(dtype, align=align))
     assert stream.wait_event.called
+
+
+@pytest.mark.gpu
+def test_a_loss_on_a_stream_of_its_own_is_read_when_it_is_there():
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(1_000_000_000)
+        loss = torch.ones((), device="cuda") * 3
+        read = to_be_read(loss)
+        loss.zero_()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(read).result() == 3.0
 
 
 @pytest.mark.gpu

@@ -5,12 +5,19 @@ from __future__ import annotations
 import csv
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
+
+from lightning_diloco.strategy.losses import train_loss
 
 
 class Stop(Callback):
@@ -135,6 +142,22 @@ def test_loss_is_whole_where_gradients_are_accumulated(scenario, model, trainer_
         trainer.fit(deepcopy(model), one_sample)
     plain, whole = (link.losses[0] for link in scenario.made)
     assert whole == pytest.approx(plain)
+
+
+def test_a_loss_that_is_spread_over_ranks_is_put_together_by_all_of_them(monkeypatch):
+    """Where only some read it, a sum over ranks would wait for the others for ever."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        part = DTensor.from_local(torch.tensor(1.5), mesh, (Partial(),))
+        asked = []
+        monkeypatch.setattr(DTensor, "full_tensor", lambda self: asked.append(self) or torch.tensor(2.5))
+        read = train_loss(SimpleNamespace(accumulate_grad_batches=2), part)
+        assert len(asked) == 1, "by who calls it, not by who reads"
+        assert read() == 5.0
+        assert len(asked) == 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_losses_that_are_not_finite_are_not_told(scenario, model, trainer_for, monkeypatch):
