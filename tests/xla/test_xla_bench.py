@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def test_bench_of_steps_tells_who_computed_how_long(tmp_path: Path) -> None:
-    sizes = ["--width", "32", "--depth", "4", "--batch", "8", "--rounds", "1", "--turn-s", "6", "--warm-up", "500"]
+    sizes = ["--width", "32", "--depth", "4", "--batch", "8", "--rounds", "1", "--turn-s", "6", "--warm-up", "2000"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.bench.xla_step", *sizes, "--out", str(tmp_path / "found.json")],
         check=False,
