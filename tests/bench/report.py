@@ -76,10 +76,12 @@ def median_of(rows: Sequence[Row]) -> Row:
 
 
 def store(path: Path | None, results: dict[str, Any]) -> None:
-    """Write results as JSON, if a path is given."""
+    """Write results as JSON, if a path is given; a list of numbers is one line."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        text = json.dumps(results, indent=1)
+        text = re.sub(r"\[\n[-\d.e,\s]+\]", lambda numbers: " ".join(numbers[0].split()), text)
+        path.write_text(text + "\n")
 
 
 def insert(readme: Path, name: str, text: str) -> None:

@@ -221,13 +221,31 @@ def draw(found: dict[str, Any], path: Path) -> None:
     with rc_context(style.SETTINGS):
         figure = Figure(figsize=(9, 6), layout="constrained")
         for k, (axes, title) in enumerate(zip(figure.subplots(3, sharex=True), FIGURES, strict=True), start=1):
+            ends = {}
             for name, samples in found["samples"].items():
-                t, y = zip(*((sample[0] / 60, sample[k] / (MIB if k == 1 else 1)) for sample in samples), strict=True)
-                axes.plot(t, y, color=colors[name])
-                style.label_end(axes, t[-1], y[-1], name, colors[name])
-            axes.set_title("memory [MiB]" if k == 1 else title)
+                (t, y), first = np.array(samples)[:, [0, k]].T, int(WARM_UP_SHARE * len(samples))
+                if k == 1:
+                    y = (y - y[first]) / MIB
+                axes.plot(t / 60, y, color=colors[name])
+                ends[name] = (y[first:].min(), y[first:].max(), y[-1])
+            axes.set_title("memory [MiB], since the first two fifths of the run" if k == 1 else title)
+            lowest, highest = min(end[0] for end in ends.values()), max(end[1] for end in ends.values())
+            axes.set_ylim(lowest - 0.1 * (highest - lowest), highest + 0.1 * (highest - lowest))
+            for names, y_end in _told_apart({name: end[2] for name, end in ends.items()}, (highest - lowest) / 12):
+                style.label_end(axes, t[-1] / 60, y_end, ", ".join(names), colors[names[0]])
         axes.set_xlabel("minutes since the first step")
         figure.savefig(path)
+
+
+def _told_apart(ends: Mapping[str, float], distance: float) -> list[tuple[list[str], float]]:
+    """Names of lines whose ends are too close for a label each, and where they end."""
+    groups: list[tuple[list[str], float]] = []
+    for name, y in sorted(ends.items(), key=lambda item: item[1]):
+        if groups and y - groups[-1][1] < distance:
+            groups[-1][0].append(name)
+        else:
+            groups.append(([name], y))
+    return groups
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
