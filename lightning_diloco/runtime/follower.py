@@ -256,7 +256,7 @@ class FollowerLink:
                 self.data_part = None if command["data_part"] is None else tuple(command["data_part"])
 
     def _counted_anchor(self, p: int) -> Tensor:
-        """How often a fragment has landed, then this rank's anchor; see `Link._mark`."""
+        """How often a fragment has landed, then this rank's anchor; see `SaysOfItself._mark`."""
         while True:
             before = self._landed(p)
             anchor_L = self.device.anchor(p)

@@ -3,8 +3,7 @@
 1. Four threads: one uploads, one downloads, so that neither waits for the other, one computes, and one copies what was
    just snapshotted, or waits until the device has computed it (losses, too): who computes waits for nothing, or
    updates would be staged only when a device some steps behind has got as far as a snapshot (on CUDA it still waits for
-   its own stream).
-   None of them changes live parameters.
+   its own stream). None of them changes live parameters.
 2. A contribution's bytes are kept until the machine forgets them: whatever is sent again is identical.
 3. At most one download is held beside the staged ones: the next begins when the last is staged.
 4. A call that fails, for whatever reason the syncer or the wire has, is reported to the machine, which asks again.

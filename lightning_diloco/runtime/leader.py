@@ -206,7 +206,7 @@ class LeaderLink(Link):
         self._relay.expect(p, values)
 
     def _anchor(self, p: int) -> Tensor | None:
-        """See `Link._anchor`."""
+        """See `SaysOfItself._anchor`."""
         if not isinstance(self._relay, ShardedRelay):
             return super()._anchor(p)
         return self._relay.completed(p, self._relay.own_anchor(p))

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from lightning_diloco import errors
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import ConfigError, DiLoCoError
@@ -339,28 +338,6 @@ class Link(SaysOfItself):
         """Say hello again, with what this learner holds."""
         known = tuple(self._mark(p) for p in range(self.plan.num_fragments))
         self._handle(events.Reconnected(number, known))
-
-    def _mark(self, p: int) -> messages.Mark:
-        """What this learner has of a fragment.
-
-        Training goes on while a device, which may be some steps behind, says what its anchor is. Where another one
-        lands meanwhile, it is asked again.
-        """
-        while True:
-            before = self._landed(p)
-            anchor_P = self._anchor(p)
-            if anchor_P is not None and self._landed(p) == before:
-                return messages.Mark(*before, digest(anchor_P))
-
-    def _landed(self, p: int) -> tuple[int, int]:
-        """Generation and version; between two landings, as a landing holds the lock."""
-        with self._changed:
-            f = self._machine.fragments[p]
-            return f.generation, f.landed
-
-    def _anchor(self, p: int) -> Tensor | None:
-        """None: not all parts of it are of one version at present."""
-        return self.device.anchor(p)
 
     def _tick(self) -> None:
         self._handle(events.Tick())

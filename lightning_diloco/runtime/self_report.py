@@ -1,12 +1,17 @@
-"""What a link says of its learner: with each heartbeat to the syncer, to loggers, and to the progress bar."""
+"""What a link says of its learner: to the syncer, with heartbeats and hellos, to loggers, and to the progress bar."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from lightning_diloco.protocol import LearnerState
+from torch import Tensor
+
+from lightning_diloco.core.digest import digest
+from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.protocol import LearnerState, messages
 from lightning_diloco.runtime.freight import Freight
 from lightning_diloco.runtime.line import Line
 from lightning_diloco.runtime.report import EVAL_LOSS, EXCHANGE_P95, LOSS, STALL
@@ -15,8 +20,9 @@ from lightning_diloco.runtime.stopwatch import Stopwatch
 
 
 class SaysOfItself:
-    """Mixin of `Link`; the training thread calls it."""
+    """Mixin of `Link`; the training thread calls it, and threads beside it what is private."""
 
+    device: FragmentDevice[Any, Any]
     _changed: threading.Condition
     _machine: LearnerState
     _freight: Freight
@@ -39,15 +45,14 @@ class SaysOfItself:
             aside: a thread beside training reads it, as it may wait for a device.
         """
         if aside:
-            self._freight.aside(partial(self._keep_loss, read))
-        else:
-            self._keep_loss(read)
+            self._freight.aside(partial(self._set_late_loss, read))
+        elif (loss := read()) is not None:
+            self._losses[LOSS] = loss
 
-    def _keep_loss(self, read: Callable[[], float | None]) -> None:
-        if (loss := read()) is not None:
-            with self._changed:  # at the end no step may come that would tell it
-                self._losses[LOSS] = loss
-                self._machine.metrics = {**self._machine.metrics, LOSS: loss}
+    def _set_late_loss(self, read: Callable[[], float | None]) -> None:
+        self.set_loss(read, aside=False)
+        with self._changed:  # at the end no step may come that would tell it
+            self._machine.metrics = {**self._machine.metrics, **self._losses}
 
     def set_eval_loss(self, loss: float) -> None:
         """What this learner found when it validated the anchor."""
@@ -65,3 +70,25 @@ class SaysOfItself:
 
     def _reported(self) -> dict[str, float]:
         return {STALL: self._watch.stall_s, EXCHANGE_P95: self._watch.exchange_p95_s, **self._losses}
+
+    def _mark(self, p: int) -> messages.Mark:
+        """What this learner has of a fragment.
+
+        Training goes on while a device, which may be some steps behind, says what its anchor is. Where another one
+        lands meanwhile, it is asked again.
+        """
+        while True:
+            before = self._landed(p)
+            anchor_P = self._anchor(p)
+            if anchor_P is not None and self._landed(p) == before:
+                return messages.Mark(*before, digest(anchor_P))
+
+    def _landed(self, p: int) -> tuple[int, int]:
+        """Generation and version; between two landings, as a landing holds the lock."""
+        with self._changed:
+            f = self._machine.fragments[p]
+            return f.generation, f.landed
+
+    def _anchor(self, p: int) -> Tensor | None:
+        """None: not all parts of it are of one version at present."""
+        return self.device.anchor(p)

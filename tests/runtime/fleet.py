@@ -44,6 +44,13 @@ def until(condition: Callable[[], Any], what: str) -> None:
         time.sleep(PACE_S)
 
 
+def assert_exact(summary: Json) -> None:
+    """The ledger comes out, with no term derived from the others."""
+    discarded = sum(summary["tokens_discarded"].values())
+    assert summary["tokens_seen"] == summary["tokens_merged"] + discarded + summary["tokens_pending"]
+    assert summary["ledger_exact"]
+
+
 class Learner:
     """One learner; `train` runs in a thread of its own once `go` was called."""
 
