@@ -57,28 +57,28 @@ def nesterov_step(
         anchor[part].add_(gradient.add(buffer, alpha=coefs.push), alpha=-lr)
 
 
-def momentum_by_work(mu: float, steps: float, sync_every: int) -> Momentum:
-    """Momentum of a round by the work that went into it, with s = min(steps, H) / H:
+def momentum_by_work(mu: float, work: float) -> Momentum:
+    """Momentum of a round by the work that went into it, with s = min(work, 1):
 
         decay = mu ** s,  push = mu * (1 - decay) / (1 - mu)
 
-    A full round has decay = push = mu. Cut the same work into other rounds (drains, rejoins, learners out of phase),
-    and both what the buffer forgets and how far a steady pseudo-gradient moves the anchor stay the same: lr / (1 - mu)
-    per unit of work. With push = decay, a round of one step would move the anchor by more than a whole buffer.
+    A full round has decay = push = mu. Cut the same work into other rounds (few contributors, drains, rejoins, learners
+    out of phase), and both what the buffer forgets and how far a steady pseudo-gradient moves the anchor stay the same:
+    lr / (1 - mu) per unit of work. With push = decay, a round of one step would move the anchor by more than a whole
+    buffer.
 
     Args:
         mu: coefficient of a full round, 0 <= mu < 1.
-        steps: weighted mean of the round's inner steps, > 0.
-        sync_every: H.
+        work: of the round, > 0; 1 for all learners with H inner steps each (`protocol/shares.py`).
 
     Raises:
-        ConfigError: steps is not above 0.
+        ConfigError: work is not above 0.
 
     Source: our choice.
     """
-    if not steps > 0:
-        raise ConfigError(f"steps={steps}: a round holds more than 0 inner steps; refuse empty contributions")
-    decay = float(mu ** (min(steps, sync_every) / sync_every))
+    if not work > 0:
+        raise ConfigError(f"work={work}: a round holds more than 0 inner steps; refuse empty contributions")
+    decay = float(mu ** min(work, 1.0))
     return Momentum(decay, mu * ((1 - decay) / (1 - mu)))
 
 

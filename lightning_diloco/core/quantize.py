@@ -213,6 +213,24 @@ def decode(buffer: Tensor, *, numel: int, wire: Wire, block_size: int, out: Tens
     return decoder.read(0, torch.empty(numel, dtype=torch.float32, device=buffer.device) if out is None else out)
 
 
+def scaled(buffer: Tensor, factor: float, *, numel: int, wire: Wire, block_size: int) -> Tensor:
+    """What was encoded times a factor, encoded: scales, or values without scales, are rounded to their own precision.
+
+    Args:
+        buffer: 1-D uint8 from `encode`.
+        factor: 0..1.
+        numel: number of values.
+        wire: precision.
+        block_size: values that share a scale.
+
+    Returns:
+        A new buffer of that length; the same bits on every party.
+    """
+    floats = _float_part(buffer, numel, wire, block_size)
+    smaller = (floats.double() * factor).to(floats.dtype).view(torch.uint8)
+    return torch.cat((buffer[: buffer.numel() - smaller.numel()], smaller))
+
+
 class ErrorFeedbackEncoder:
     """Encodes a stream of vectors, adding to each what rounding took from the ones before.
 

@@ -118,11 +118,16 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Compute the outer gradient of these payloads; answer with `Merged`."""
+    """Compute the outer gradient of these payloads; answer with `Merged`.
+
+    Args:
+        shares: of each contribution in the work of the fleet (`shares.py`).
+    """
 
     fragment: int
     round: int
     contributions: tuple[Contribution, ...]
+    shares: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +136,13 @@ class Apply:
 
     Args:
         record: header of the log record.
-        steps: weighted mean of the contributors' steps.
+        work: of the round, see `CommitRecord`.
     """
 
     fragment: int
     round: int
     record: Json
-    steps: float
+    work: float
 
 
 @dataclass(frozen=True, slots=True)

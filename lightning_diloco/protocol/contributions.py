@@ -126,7 +126,7 @@ class Contributions:
         member, f = self._roster[record.session], self._fragments[record.fragment]
         is_new = record.seq != member.fates.get(record.fragment, (None,))[0]
         member.num_refused += is_new and record.fate == "refused"
-        member.fates[record.fragment] = (record.seq, record.fate, None, record.reason)
+        member.fates[record.fragment] = (record.seq, record.fate, None, record.reason, 1.0)
         member.last_seq[record.fragment] = max(record.seq, member.last_seq.get(record.fragment, 0))
         held = f.held.get(record.session)
         if held and held.contribution.ready.seq == record.seq:
@@ -135,9 +135,9 @@ class Contributions:
     def apply_merge(self, record: records.CommitRecord, merge: records.Merge) -> None:
         """The part of a commit that concerns one contribution."""
         p, member, ready = record.fragment, self._roster[merge.session], merge.ready
-        self._ledger.account(member.learner, member.incarnation).merge(p, record.version, ready.start, ready.stop)
-        member.fates[p] = (ready.seq, "merged", record.version, None)
+        self._ledger.account(member.learner, member.incarnation).merge(p, record.version, ready.start, merge.stop)
+        member.fates[p] = (ready.seq, "merged", record.version, None, merge.kept)
         member.last_seq[p] = max(ready.seq, member.last_seq.get(p, 0))
         member.num_superseded[p] = 0
-        member.num_clipped += merge.is_clipped
+        member.num_clipped += merge.kept < 1
         self._fragments[p].held.pop(merge.session, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_diloco.protocol.messages import FromLearner, FromSyncer, Mark, Ready, Reason
 from lightning_diloco.protocol.ranges import Piece
@@ -107,6 +107,7 @@ class Staged:
 
     Args:
         merged_seq: my contribution that is part of this update, if any.
+        kept: the part of its values that was merged, 0..1; below 1 if its norm was above the guard.
         is_full: the update replaces the anchor, rather than adding to it.
     """
 
@@ -115,6 +116,7 @@ class Staged:
     version: int
     merged_seq: int | None
     is_full: bool = False
+    kept: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +182,13 @@ class Merged:
     """The outer gradient of a round was computed; nothing has changed yet.
 
     Args:
-        clipped: sessions whose contributions were scaled down to a usual norm.
+        kept: by session, the part of a contribution's values that was merged, for those that were scaled down to a
+            usual norm.
     """
 
     fragment: int
     round: int
-    clipped: tuple[str, ...] = ()
+    kept: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,12 +177,16 @@ class Fragment:
         self.outstanding = None
         return tokens
 
-    def take_back(self) -> None:
-        """The contribution is fresh again: its values are still in the parameters."""
+    def take_back(self, kept: float = 0.0) -> None:
+        """What was not merged of the contribution is fresh again: its values are still in the parameters.
+
+        Args:
+            kept: the part of it that was merged, 0..1.
+        """
         assert self.outstanding is not None
         ready, self.outstanding = self.outstanding.ready, None
         assert ready.stop == self.fresh_from, "only touching ranges can be joined again"
-        self.fresh_from, self.fresh_step = ready.start, self.fresh_step - ready.steps
+        self.fresh_from, self.fresh_step = ready.stop_if(kept), self.fresh_step - ready.steps + int(ready.steps * kept)
 
     def drop_fresh(self, step: int, tokens: int) -> int:
         """The fresh range is gone from the parameters; returns its tokens."""

@@ -178,13 +178,23 @@ class LearnerState:
         f.landed, f.generation, f.staged = staged.version, staged.generation, None
         mine = f.outstanding
         if mine and staged.merged_seq == mine.ready.seq:
-            f.merged_tokens += f.drop_outstanding()
-            self.num_refusals = 0
+            self._merge_landed(f, mine.ready, staged.kept)
             todo.append(do.Forget(p, mine.ready.seq))
         if f.must_adopt or not self._keeps_all:
             self._book(f.must_adopt or "overwritten", f.drop_fresh(self.step, self.tokens))
             f.must_adopt = None
         return todo + f.fetch(p)
+
+    def _merge_landed(self, f: Fragment, ready: msg.Ready, kept: float) -> None:
+        """My contribution is in the anchor, or the part of it that the norm guard left."""
+        stop = ready.stop_if(kept)
+        f.merged_tokens += stop - ready.start
+        self.num_refusals = 0
+        if self._keeps_all:
+            f.take_back(kept)
+        else:
+            f.drop_outstanding()
+            self._book("overwritten", ready.stop - stop)
 
     def _answer(self, p: int, f: Fragment, round_id: int) -> list[LearnerAction]:
         is_merged = f.outstanding is not None and f.outstanding.merged_at is not None

@@ -121,6 +121,10 @@ class Ready:
     def tokens(self) -> int:
         return self.stop - self.start
 
+    def stop_if(self, kept: float) -> int:
+        """Where the merged part of the range ends, if this part (0..1) of the values was merged."""
+        return self.start + int(self.tokens * kept)
+
 
 @dataclass(frozen=True, slots=True)
 class Decline:

@@ -60,22 +60,39 @@ class Activated:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """One contributor of a commit; clipped, if its norm was far above what is usual."""
+    """One contributor of a commit.
+
+    Args:
+        share: of the fleet's work: the coefficient of its values (`shares.py`).
+        kept: the part of its values that was merged; below 1 if its norm was far above what is usual. As large a part
+            of its tokens counts as merged.
+    """
 
     session: str
     ready: Ready
-    is_clipped: bool = False
+    share: float
+    kept: float = 1.0
+
+    @property
+    def stop(self) -> int:
+        """End of the merged range, which begins at `ready.start`."""
+        return self.ready.stop_if(self.kept)
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """A fragment's next version; the record's payload is the merged outer gradient, bfloat16."""
+    """A fragment's next version; the record's payload is the merged outer gradient, bfloat16.
+
+    Args:
+        work: that went into it, in rounds of the whole fleet with H steps each; see `shares.py`.
+        num_stepping: learners that were stepping when the round opened.
+    """
 
     fragment: int
     generation: int
     version: int
     round: int
-    steps: float
+    work: float
     num_stepping: int
     merges: tuple[Merge, ...]
 
@@ -195,7 +212,7 @@ class SavedSession:
     is_lapsed: bool
     step: int
     tokens: int
-    fates: dict[str, tuple[int, Fate, int | None, str | None]]
+    fates: dict[str, tuple[int, Fate, int | None, str | None, float]]
     num_refused: int = 0
     num_clipped: int = 0
 

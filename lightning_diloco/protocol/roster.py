@@ -15,7 +15,7 @@ from typing import Literal
 
 from lightning_diloco.protocol.messages import Fate, Phase, Progress, Reason
 
-FateOf = tuple[int, Fate, int | None, str | None]
+FateOf = tuple[int, Fate, int | None, str | None, float]
 State = Literal["joining", "confirmed", "active", "left", "fenced"]
 
 SILENT_HEARTBEATS = 3
@@ -33,7 +33,8 @@ class Member:
         is_lapsed: its lease ran out; it may come back.
         phase: what it said it is doing.
         connection: highest connection number heard.
-        fates: per fragment, the last decided (seq, fate, version, reason).
+        fates: per fragment, the last decided (seq, fate, version, reason, kept), kept being the part of its values that
+            was merged, 0..1.
         last_seq: per fragment, the highest seq heard.
         num_superseded: per fragment, contributions superseded in a row since it was last waited for.
         num_refused, num_clipped: contributions that were refused, and that were merged with a norm scaled down.
@@ -67,6 +68,13 @@ class Member:
     num_clipped: int = 0
 
     @property
+    def work_per_s(self) -> float | None:
+        """Tokens per second, times tokens per step; None until both are known (`shares.py`)."""
+        if not (self.tokens and self.step and self.step_s):
+            return None
+        return (self.tokens / self.step) ** 2 / self.step_s
+
+    @property
     def is_live(self) -> bool:
         """Active, and its lease has not run out."""
         return self.state == "active" and not self.is_lapsed
@@ -81,6 +89,10 @@ class Member:
         if not self.is_live or self.phase == "evaluating":
             return False
         return self.phase == "draining" or (self.step > 0 and not self.is_stalled(now_s, heartbeat_s))
+
+    def is_at_work(self, now_s: float, heartbeat_s: float) -> bool:
+        """Whether work of it is on its way to the anchor: it steps, evaluates between steps, or drains."""
+        return self.is_live and self.step > 0 and not self.is_stalled(now_s, heartbeat_s)
 
     def hear(self, progress: Progress, phase: Phase, now_s: float) -> None:
         """Where it says it stands."""
@@ -148,6 +160,9 @@ class Roster:
         if number and len(number) <= 6 and int(number) not in taken:
             return int(number)
         return next(slot for slot in itertools.count() if slot not in taken)
+
+    def at_work(self, now_s: float, heartbeat_s: float) -> list[Member]:
+        return [m for m in self.live() if m.is_at_work(now_s, heartbeat_s)]
 
     def electorate(self, now_s: float, heartbeat_s: float) -> set[str]:
         return {m.session for m in self.live() if m.takes_part(now_s, heartbeat_s)}

@@ -52,7 +52,8 @@ class Round:
         num_stepping: size of the electorate at opening.
         owed: sessions superseded so often that this round waits for them.
         until_s: when the current stage ends by itself.
-        members: sessions whose contributions are merged, once that is decided.
+        members: sessions whose contributions are merged, once that is decided, in the order of the merge.
+        shares: of the members, in the work of the fleet.
         num_ready, quorum: contributions that were there, and were needed, when membership closed.
     """
 
@@ -68,6 +69,7 @@ class Round:
     closed_s: float = 0.0
     until_s: float = 0.0
     members: tuple[str, ...] = ()
+    shares: tuple[float, ...] = ()
     num_ready: int = 0
     quorum: int = 1
 

@@ -7,15 +7,17 @@
 3. A payload that misses its round is held and joins the next one as what it is (`contributions.py`). A learner
    superseded twice in a row is waited for in one round, up to a cap.
 4. Learners that end together evaluate before they drain. One that drains waits for those who evaluate, and its rounds
-   for everybody, as long as it can: each alone, their contributions would move the anchor by their sum, where one round
-   takes their mean.
-5. What is merged is checked against the fence twice: at receipt and when the commit is recorded.
+   for everybody, as long as it can, so that contributions are merged by direction rather than added up.
+5. How far each contribution moves the anchor does not depend on who else is in the round (`shares.py`).
+6. What is merged is checked against the fence twice: at receipt and when the commit is recorded.
 
 The stages of a round, and which may follow which, are the table in `round.py`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_diloco.config import RunConfig
@@ -28,6 +30,7 @@ from lightning_diloco.protocol.grace import Ema, grace_window_s
 from lightning_diloco.protocol.ledger import Ledger
 from lightning_diloco.protocol.roster import Member, Roster
 from lightning_diloco.protocol.round import Counts, FragmentRounds, Held, Round
+from lightning_diloco.protocol.shares import shares_of_work
 
 TRANSFER_FACTOR = 3.0
 TRANSFER_FLOOR_S = 2.0
@@ -216,15 +219,16 @@ class Rounds:
             return []
         if not here:
             return self._abort(p, f, "no payload arrived in time")
-        return self._merge(p, f, r, here)
+        return self._merge(p, f, r, here, now_s)
 
-    def _merge(self, p: int, f: FragmentRounds, r: Round, members: list[str]) -> list[SyncerAction]:
+    def _merge(self, p: int, f: FragmentRounds, r: Round, members: list[str], now_s: float) -> list[SyncerAction]:
         r.go("merging")
-        r.members = tuple(members)
         chosen = sorted((f.held[s].contribution for s in members), key=lambda c: (c.learner, c.incarnation))
-        return [do.Merge(p, r.number, tuple(chosen))]
+        r.members = tuple(c.session for c in chosen)
+        r.shares = shares_of_work([self.roster[s] for s in r.members], self.roster.at_work(now_s, self.heartbeat_s))
+        return [do.Merge(p, r.number, tuple(chosen), r.shares)]
 
-    def merged(self, p: int, number: int, clipped: tuple[str, ...] = ()) -> list[SyncerAction]:
+    def merged(self, p: int, number: int, kept: Mapping[str, float], now_s: float) -> list[SyncerAction]:
         """The outer gradient exists; check the fence once more, then have it committed."""
         f = self.fragments[p]
         r = f.round
@@ -234,26 +238,28 @@ class Rounds:
         if not still_there:
             return self._abort(p, f, "every contributor was fenced off or left")
         if len(still_there) < len(r.members):
-            return self._merge(p, f, r, still_there)
+            return self._merge(p, f, r, still_there, now_s)
         r.go("committing")
-        record = self._commit_record(p, f, r, clipped)
-        return [do.Apply(p, r.number, records.encode(record), record.steps)]
+        record = self._commit_record(p, f, r, kept)
+        return [do.Apply(p, r.number, records.encode(record), record.work)]
 
     def _still_there(self, f: FragmentRounds, r: Round) -> list[str]:
         return [s for s in r.members if s in f.held and self.roster[s].state == "active"]
 
-    def _commit_record(self, p: int, f: FragmentRounds, r: Round, clipped: tuple[str, ...]) -> records.CommitRecord:
-        readies = [f.held[s].contribution.ready for s in r.members]
-        weights = [ready.tokens * ready.tokens / ready.steps for ready in readies]
-        steps = sum(w * ready.steps for w, ready in zip(weights, readies, strict=True)) / sum(weights)
+    def _commit_record(self, p: int, f: FragmentRounds, r: Round, kept: Mapping[str, float]) -> records.CommitRecord:
+        merges = tuple(
+            records.Merge(s, f.held[s].contribution.ready, share, kept.get(s, 1.0))
+            for s, share in zip(r.members, r.shares, strict=True)
+        )
+        steps = math.fsum(merge.share * merge.kept * merge.ready.steps for merge in merges)
         return records.CommitRecord(
             fragment=p,
             generation=self.generation,
             version=f.version + 1,
             round=r.number,
-            steps=steps,
+            work=steps / self.config.sync_every,
             num_stepping=max(r.num_stepping, len(r.members)),
-            merges=tuple(records.Merge(s, ready, s in clipped) for s, ready in zip(r.members, readies, strict=True)),
+            merges=merges,
         )
 
     def committed(self, record: records.CommitRecord, digest: str, now_s: float) -> list[SyncerAction]:
@@ -310,7 +316,8 @@ class Rounds:
                 "learners": [self.roster[m.session].learner for m in record.merges],
                 "tokens": [m.ready.tokens for m in record.merges],
                 "steps": [m.ready.steps for m in record.merges],
-                "clipped": [self.roster[m.session].learner for m in record.merges if m.is_clipped],
+                "shares": [round(m.share, 6) for m in record.merges],
+                "clipped": [self.roster[m.session].learner for m in record.merges if m.kept < 1],
                 "staleness": [record.version - 1 - m.ready.base for m in record.merges],
                 "num_stepping": record.num_stepping,
                 "quorum": r.quorum,
@@ -345,7 +352,7 @@ class Rounds:
                 continue
             if r.stage == "suspended" and now_s >= r.until_s:
                 members = self._still_there(f, r)
-                todo += self._merge(p, f, r, members) if members else self._abort(p, f, "contributors left")
+                todo += self._merge(p, f, r, members, now_s) if members else self._abort(p, f, "contributors left")
             elif r.stage == "collecting" and now_s >= r.announced_s + ANNOUNCE_AGAIN_S:
                 r.announced_s = now_s
                 todo += self._announce(p, r, r.electorate - f.held.keys())

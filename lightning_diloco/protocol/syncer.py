@@ -183,7 +183,7 @@ class SyncerState(Joins):
         return said.generation != self.rounds.generation or is_ahead
 
     def _merged(self, event: on.Merged, now_s: float) -> list[SyncerAction]:
-        todo = self.rounds.merged(event.fragment, event.round, event.clipped)
+        todo = self.rounds.merged(event.fragment, event.round, event.kept, now_s)
         for action in todo:
             if isinstance(action, do.Apply):
                 self._applying[event.fragment] = cast("records.CommitRecord", records.decode(action.record))

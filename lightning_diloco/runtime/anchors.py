@@ -2,8 +2,8 @@
 
 1. The state of a fragment is one immutable value. A commit builds the next one beside it and swaps it in, so transport
    threads read without waiting and never see half an update, and a snapshot is written while commits go on.
-2. A commit is a pure function of that state, the bfloat16 outer gradient and the steps: the same log records after the
-   same snapshot give the same bits, and thus the same digests.
+2. A commit is a pure function of that state, the bfloat16 outer gradient and the work of the round: the same log
+   records after the same snapshot give the same bits, and thus the same digests.
 3. What can fail on bad numbers (`merge`, `next_state`) comes before the log record; what comes after it cannot.
 4. Learners up to CHAIN_LENGTH versions behind get the updates they miss, others the published values in full. A new
    generation begins without a chain: everybody adopts in full.
@@ -93,7 +93,7 @@ class AnchorStore:
 
     Args:
         plan: how the model is cut.
-        config: its wire, block_size, merge, outer_lr, outer_momentum and sync_every apply.
+        config: its wire, block_size, merge, outer_lr and outer_momentum apply.
     """
 
     def __init__(self, plan: FragmentPlan, config: RunConfig) -> None:
@@ -134,15 +134,15 @@ class AnchorStore:
         self._anchors[p] = Anchor(generation, 0, values.clone(), values.clone(), torch.zeros_like(values), ())
 
     def merge(
-        self, p: int, contributions: Sequence[Tensor], weights: Sequence[float], *, max_norm: float = math.inf
+        self, p: int, contributions: Sequence[Tensor], shares: Sequence[float], max_norms: Sequence[float] | None = None
     ) -> tuple[Tensor, MergeReport]:
         """Merge encoded contributions to an outer gradient; changes nothing.
 
         Args:
             p: the fragment.
             contributions: uint8 [wire_nbytes] each, in an order that is the same on every replay.
-            weights: one each, see `core.merge.contribution_weight`.
-            max_norm: longer contributions are scaled down to this norm.
+            shares: of each learner in the work of the fleet, see `core.merge.merge_fragment`.
+            max_norms: a longer contribution is scaled down to its limit; None: no limits.
 
         Returns:
             The outer gradient, bfloat16 [P], whose bytes go into the log, and what the contributions looked like.
@@ -154,20 +154,20 @@ class AnchorStore:
         return merge_fragment(
             self.layouts[p],
             contributions,
-            weights,
+            shares,
             wire=config.wire,
             block_size=config.block_size,
             merge=config.merge,
-            max_norm=max_norm,
+            max_norms=max_norms,
         )
 
-    def next_state(self, p: int, outer_gradient: Tensor, *, steps: float) -> Anchor:
+    def next_state(self, p: int, outer_gradient: Tensor, *, work: float) -> Anchor:
         """The fragment after one outer step; changes nothing.
 
         Args:
             p: the fragment.
             outer_gradient: bfloat16 [P], from `merge` or a log record.
-            steps: weighted mean of the round's inner steps, > 0.
+            work: of the round, > 0, see `momentum_by_work`.
 
         Raises:
             NonFiniteError: the outer gradient, or what it leads to, is not finite.
@@ -175,7 +175,7 @@ class AnchorStore:
         now, config = self.anchor(p), self._config
         assert outer_gradient.dtype == torch.bfloat16, f"outer gradient is {outer_gradient.dtype}"
         assert outer_gradient.shape == now.master.shape, f"{outer_gradient.shape} for {now.master.shape}"
-        coefficients = momentum_by_work(config.outer_momentum, steps, config.sync_every)
+        coefficients = momentum_by_work(config.outer_momentum, work)
         master, momentum, published = now.master.clone(), now.momentum.clone(), now.published.clone()
         nesterov_step(master, momentum, outer_gradient, lr=config.outer_lr, momentum_coef=coefficients)
         _check_finite(momentum, f"the momentum of fragment {p}", "refuse this round's contributions")
@@ -189,13 +189,13 @@ class AnchorStore:
         assert (state.generation, state.version) == (now.generation, now.version + 1), f"{state} after {now}"
         self._anchors[p] = state
 
-    def commit(self, p: int, outer_gradient: Tensor | Buffer, *, steps: float, version: int | None = None) -> int:
+    def commit(self, p: int, outer_gradient: Tensor | Buffer, *, work: float, version: int | None = None) -> int:
         """`next_state` and `install` at once: what a restart does with each log record.
 
         Args:
             p: the fragment.
             outer_gradient: bfloat16 [P], or its bytes.
-            steps: weighted mean of the round's inner steps.
+            work: of the round.
             version: what the log record says will come out.
 
         Returns:
@@ -213,7 +213,7 @@ class AnchorStore:
                 f"found a commit of fragment {p} to version {version} with {gradient.numel()} values; after "
                 f"{present.version} comes {present.version + 1} with {wanted}; restore log and snapshot of one moment"
             )
-        self.install(p, self.next_state(p, gradient, steps=steps))
+        self.install(p, self.next_state(p, gradient, work=work))
         return present.version + 1
 
     def regenerate(self, generation: int) -> None:

@@ -41,7 +41,7 @@ class BulkDesk:
         self._seed: dict[tuple[str, int, int], Tensor] = {}
         self._keeping = threading.Lock()
         self._assemblies = Assemblies()
-        self._merged: dict[tuple[str, int], tuple[int, int]] = {}
+        self._merged: dict[tuple[str, int], tuple[int, int, float]] = {}
         self._counting = threading.Lock()
         self.bytes_up = self.bytes_down = 0
 
@@ -129,7 +129,7 @@ class BulkDesk:
             )
         update = store.update_for(p, have, generation=generation)
         # Read after the update: a merge noted meanwhile has a higher version and is not part of it.
-        seq, version = self._merged.get((session, p), (None, 0))
+        seq, version, kept = self._merged.get((session, p), (None, 0, 1.0))
         now = store.anchor(p)
         is_now = (now.generation, now.version) == (update.generation, update.version)
         with self._counting:
@@ -140,6 +140,7 @@ class BulkDesk:
             "from_version": update.from_version,
             "version": update.version,
             "merged_seq": seq if version <= update.version else None,
+            "kept": kept,
             "digest": now.digest if update.kind == "full" and is_now else None,
         }
         return Bulk(answer, update.payload)
@@ -183,14 +184,14 @@ class BulkDesk:
     def note_merged(self, commit: CommitRecord) -> None:
         """Before a commit is installed: its updates will say what is in them."""
         for merge in commit.merges:
-            self._merged[merge.session, commit.fragment] = (merge.ready.seq, commit.version)
+            self._merged[merge.session, commit.fragment] = (merge.ready.seq, commit.version, merge.kept)
 
     def remember_merged(self, roster: Roster) -> None:
         """After a restart, from the fates on record."""
         for member in roster.members.values():
-            for p, (seq, fate, version, _) in member.fates.items():
+            for p, (seq, fate, version, _, kept) in member.fates.items():
                 if fate == "merged" and version is not None:
-                    self._merged[member.session, p] = (seq, version)
+                    self._merged[member.session, p] = (seq, version, kept)
 
 
 def _described(header: Json) -> messages.Ready:

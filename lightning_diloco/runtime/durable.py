@@ -80,7 +80,7 @@ class Durable:
             if isinstance(change, records.CommitRecord):
                 if store is None:
                     raise CorruptLogError(f"log record {record.lsn} is a commit, but no snapshot has the start values")
-                store.commit(change.fragment, record.payload, steps=change.steps, version=change.version)
+                store.commit(change.fragment, record.payload, work=change.work, version=change.version)
             elif isinstance(change, records.Regenerated) and store is not None:
                 store.regenerate(change.generation)
         self.tape.truncate_after(self.log.last_lsn)

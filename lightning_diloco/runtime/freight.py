@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
-from lightning_diloco.core.quantize import wire_nbytes
+from lightning_diloco.core.quantize import scaled, wire_nbytes
 from lightning_diloco.devices.base import FragmentDevice, Update
 from lightning_diloco.errors import CorruptMessageError, DiLoCoError, NonFiniteError
 from lightning_diloco.protocol import actions, codec, events, messages
@@ -215,7 +215,7 @@ class Freight:
         # By what was merged, not by what was outstanding when it was asked: that may have been sent in between.
         mine = None if header["merged_seq"] is None else self._kept.get((p, header["merged_seq"]))
         try:
-            update = self._update(p, bulk, None if mine is None else mine.payload)
+            update = self._update(p, bulk, None if mine is None else self._merged_part(p, mine, header["kept"]))
             if wanted.adopt and update.full is None:
                 raise CorruptMessageError(f"fragment {p} was asked for in full; updates came; nothing of it was used")
             if wanted.adopt and update.full is not None:
@@ -228,7 +228,14 @@ class Freight:
         self._staged[p] = staged
         seq = None if mine is None else header["merged_seq"]
         is_full = update.full is not None
-        self._handle(events.Staged(p, header["generation"], header["version"], seq, is_full))
+        self._handle(events.Staged(p, header["generation"], header["version"], seq, is_full, header["kept"]))
+
+    def _merged_part(self, p: int, mine: _Kept, kept: float) -> Tensor:
+        """What the syncer merged of my contribution: the same bytes, where the norm guard scaled it down."""
+        if kept == 1:
+            return mine.payload
+        about = {"wire": self._config.wire, "block_size": self._config.block_size}
+        return scaled(mine.payload, kept, numel=self._numels[p], **about)
 
     def _update(self, p: int, bulk: Bulk, sent: Tensor | None) -> Update:
         header, numel = bulk.header, self._numels[p]

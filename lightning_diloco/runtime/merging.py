@@ -3,9 +3,9 @@
 1. One thread does it, a round at a time, on payloads it was handed: whatever happens to them meanwhile, they stay.
 2. `merge` changes nothing. `commit` computes the next state, then makes the record durable; installing the state is
    left to the caller, so that anchors and machine change together.
-3. Norms are guarded: a contribution much longer than what is usual for the fragment is scaled down. Finite
-   contributions whose sum is not lose the longest one, which is refused, and are merged again without it. Both are
-   counted by learner.
+3. Norms are guarded: a contribution much longer than what is usual for its work is scaled down (`usual_norms.py`), and
+   what was cut off stays its learner's progress. Finite contributions whose sum is not lose the longest one, which is
+   refused, and are merged again without it. Both are counted by learner.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_diloco.core.blocks import all_finite
-from lightning_diloco.core.merge import MergeReport, contribution_weight
+from lightning_diloco.core.merge import MergeReport
 from lightning_diloco.errors import NonFiniteError, StorageError
 from lightning_diloco.protocol import actions, events
 from lightning_diloco.runtime.anchors import Anchor, AnchorStore, bytes_of
@@ -39,7 +39,7 @@ class Installable:
 
     event: events.Committed
     anchor: Anchor
-    sessions: tuple[str, ...]
+    contributions: tuple[actions.Contribution, ...]
     report: MergeReport
 
 
@@ -48,21 +48,15 @@ class _Gradient:
     """An outer gradient, bfloat16 (P,), and what it was made of."""
 
     job: MergeJob
-    weights: tuple[float, ...]
-    max_norm: float
+    max_norms: tuple[float, ...]
     values: Tensor
     report: MergeReport
-
-    @property
-    def sessions(self) -> tuple[str, ...]:
-        return tuple(c.session for c in self.job.action.contributions)
 
     def recorded(self, record: Json) -> Recorded:
         return Recorded(
             record=record,
-            sessions=self.sessions,
-            weights=self.weights,
-            max_norm=self.max_norm,
+            sessions=tuple(c.session for c in self.job.action.contributions),
+            max_norms=self.max_norms,
             payloads=self.job.payloads,
         )
 
@@ -86,12 +80,11 @@ class Merger:
     def merge(self, store: AnchorStore, job: MergeJob) -> list[events.SyncerEvent]:
         """Compute a round's outer gradient; returns what the machine is to be told."""
         p, contributions = job.action.fragment, job.action.contributions
-        weights = tuple(contribution_weight(c.ready.tokens, c.ready.steps) for c in contributions)
-        max_norm = self._usual.limit(p)
-        values_P, found = store.merge(p, job.payloads, weights, max_norm=max_norm)
-        gradient = _Gradient(job, weights, max_norm, values_P, found)
-        clipped = tuple(c.session for c, norm in zip(contributions, found.norms, strict=True) if norm > max_norm)
-        merged = events.Merged(p, job.action.round, clipped)
+        max_norms = tuple(self._usual.limit(p, c.learner, c.ready.steps) for c in contributions)
+        values_P, found = store.merge(p, job.payloads, job.action.shares, max_norms)
+        gradient = _Gradient(job, max_norms, values_P, found)
+        kept = {c.session: part for c, part in zip(contributions, found.kept, strict=True) if part < 1}
+        merged = events.Merged(p, job.action.round, kept)
         if not all_finite(values_P):
             return [_refuse_longest(gradient, "the sum of this round's contributions is not finite"), merged]
         self._gradients[p] = gradient
@@ -102,7 +95,7 @@ class Merger:
         p, gradient = job.fragment, self._gradients.pop(job.fragment)
         assert gradient.job.action.round == job.round
         try:
-            anchor = store.next_state(p, gradient.values, steps=job.steps)
+            anchor = store.next_state(p, gradient.values, work=job.work)
         except NonFiniteError as error:
             # In this order: while a commit counts as being written, nothing of its members is judged.
             return [events.CommitFailed(p, job.round, str(error)), _refuse_longest(gradient, str(error))]
@@ -114,7 +107,7 @@ class Merger:
             self._disk_failed(str(error))
             return [events.CommitFailed(p, job.round, str(error))]
         made = events.Committed(p, job.round, anchor.digest)
-        return [Installable(made, anchor, gradient.sessions, gradient.report)]
+        return [Installable(made, anchor, gradient.job.action.contributions, gradient.report)]
 
 
 def _refuse_longest(gradient: _Gradient, problem: str) -> events.PayloadReceived:

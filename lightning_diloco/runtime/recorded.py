@@ -37,15 +37,13 @@ class Recorded:
     Args:
         record: the commit's log record.
         sessions: whose contributions, in the order they were merged; on it depends the last bit of the result.
-        weights: of these contributions.
-        max_norm: to which longer contributions were scaled down.
+        max_norms: of each; a longer contribution was scaled down to its limit.
         payloads: encoded contributions, uint8.
     """
 
     record: Json
     sessions: tuple[str, ...]
-    weights: tuple[float, ...]
-    max_norm: float
+    max_norms: tuple[float, ...]
     payloads: tuple[Tensor, ...]
 
 
@@ -70,8 +68,7 @@ class Recorder:
         about: Json = {
             "record": recorded.record,
             "sessions": list(recorded.sessions),
-            "weights": list(recorded.weights),
-            "max_norm": recorded.max_norm if math.isfinite(recorded.max_norm) else None,
+            "max_norms": [limit if math.isfinite(limit) else None for limit in recorded.max_norms],
         }
         tensors = {f"{number:04d}": payload for number, payload in enumerate(recorded.payloads)}
         name = f"commit-{recorded.record['fragment']:04d}-{recorded.record['version']:08d}.safetensors"
@@ -85,12 +82,11 @@ def read_commit(path: Path) -> Recorded:
         CorruptLogError: it is not as it was written.
     """
     about, tensors = _read(path)
-    max_norm = cast("float | None", about["max_norm"])
+    limits = cast("Sequence[float | None]", about["max_norms"])
     return Recorded(
         record=cast("Json", about["record"]),
         sessions=tuple(cast("Sequence[str]", about["sessions"])),
-        weights=tuple(cast("Sequence[float]", about["weights"])),
-        max_norm=math.inf if max_norm is None else max_norm,
+        max_norms=tuple(math.inf if limit is None else limit for limit in limits),
         payloads=tuple(tensors[name] for name in sorted(tensors)),
     )
 

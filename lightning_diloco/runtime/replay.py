@@ -16,14 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from lightning_diloco.core.merge import contribution_weight
 from lightning_diloco.errors import CorruptLogError, StorageError
 from lightning_diloco.protocol import SyncerState, codec, records
 from lightning_diloco.protocol.intervals import IntervalSet
@@ -144,7 +143,7 @@ class _Replay:
                 continue
             self._state.apply(change)
             if isinstance(change, records.CommitRecord):
-                self._store.commit(change.fragment, record.payload, steps=change.steps, version=change.version)
+                self._store.commit(change.fragment, record.payload, work=change.work, version=change.version)
                 self._num_outer_steps += 1
                 self._check_digest(self._store, change.fragment)
             elif isinstance(change, records.Regenerated):
@@ -187,18 +186,19 @@ class _Replay:
         assert isinstance(record, records.CommitRecord)
         if (record.fragment, record.version) != (p, version):
             raise _differs(f"{path}", f"holds {_named(record.fragment, record.version)}", _named(p, version))
-        _check_weights(path, recorded, record)
-        gradient, _ = store.merge(p, recorded.payloads, recorded.weights, max_norm=recorded.max_norm)
+        shares = _shares(path, recorded, record)
+        gradient, found = store.merge(p, recorded.payloads, shares, recorded.max_norms)
+        _check_kept(p, record, recorded, found.kept)
         logged = self._logged.get((p, version))
         if logged is not None:
             found = (recorded.record, hashlib.sha256(bytes_of(gradient)).hexdigest())
             if found != logged:
                 raise _differs(_named(p, version), "was merged to other bits", "the outer gradient in the log")
         _advance(store, p, record.generation)
-        store.commit(p, gradient, steps=record.steps, version=version)
+        store.commit(p, gradient, work=record.work, version=version)
         self._check_digest(store, p)
         for merge in record.merges:
-            self._merged[merge.session, p].append((merge.ready.start, merge.ready.stop))
+            self._merged[merge.session, p].append((merge.ready.start, merge.stop))
 
     # ----------------------------------------------------------------------------------------------------- the ledger
 
@@ -234,11 +234,19 @@ class _Replay:
         return True
 
 
-def _check_weights(path: Path, recorded: Recorded, record: records.CommitRecord) -> None:
-    readies = {merge.session: merge.ready for merge in record.merges}
-    wanted = tuple(contribution_weight(readies[s].tokens, readies[s].steps) for s in recorded.sessions)
-    if recorded.weights != wanted:
-        raise _differs(f"{path}", f"has the weights {recorded.weights}", f"{wanted} from tokens and steps")
+def _shares(path: Path, recorded: Recorded, record: records.CommitRecord) -> list[float]:
+    """Of the contributors, in the order in which they were merged."""
+    shares = {merge.session: merge.share for merge in record.merges}
+    if sorted(shares) != sorted(recorded.sessions):
+        raise _differs(f"{path}", f"holds contributions of {sorted(recorded.sessions)}", f"{sorted(shares)}")
+    return [shares[session] for session in recorded.sessions]
+
+
+def _check_kept(p: int, record: records.CommitRecord, recorded: Recorded, found: Sequence[float]) -> None:
+    wanted = {merge.session: merge.kept for merge in record.merges}
+    kept = dict(zip(recorded.sessions, found, strict=True))
+    if kept != wanted:
+        raise _differs(_named(p, record.version), f"merges these parts of its contributions: {kept}", f"{wanted}")
 
 
 def _advance(store: AnchorStore, p: int, generation: int) -> None:

@@ -315,10 +315,13 @@ class SyncerService:
         p, record, found = made.event.fragment, self.state.applying(made.event.fragment), made.report
         self._desk.note_merged(record)
         self._store.install(p, made.anchor)
-        self._durable.past.usual.learn(p, found.norms)
-        self._board.merged(made.sessions, found.cosines)
-        lengths = {"merged_norm": found.merged_norm, "norms": found.norms, "cosines": found.cosines}
-        self._durable.note("outer", fragment=p, version=record.version, **lengths)
+        steps = tuple(c.ready.steps for c in made.contributions)
+        learners = tuple(c.learner for c in made.contributions)
+        self._durable.past.usual.learn(p, learners, found.norms, steps)
+        self._board.merged(tuple(c.session for c in made.contributions), found.cosines)
+        lengths = {"merged_norm": found.merged_norm, "norms": found.norms, "kept": found.kept, "cosines": found.cosines}
+        whose = {"learners": learners, "steps": steps}
+        self._durable.note("outer", fragment=p, version=record.version, **whose, **lengths)
         self._num_applying -= 1
         self._board.disk_works()
         self._handle(made.event, now_s)

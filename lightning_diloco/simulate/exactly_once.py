@@ -49,7 +49,7 @@ def merged(fleet: Fleet) -> list[Counter[Sample]]:
         if isinstance(entry.record, records.CommitRecord):
             for merge in entry.record.merges:
                 reader = fleet.learners[merge.session].reader
-                tokens = reader.trained[merge.ready.start : merge.ready.stop] if reader else []
+                tokens = reader.trained[merge.ready.start : merge.stop] if reader else []
                 counts[entry.record.fragment].update(sample for sample in tokens if sample is not None)
     return counts
 

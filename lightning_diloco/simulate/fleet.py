@@ -40,6 +40,7 @@ class Fleet:
         seed: of all randomness.
         expect: learners the start waits for.
         crashes: where the syncer is killed; it is started again at once.
+        guard: probability that the norm guard scales a contribution down.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Fleet:
         seed: int = 0,
         expect: int | None = None,
         crashes: CrashPoints | None = None,
+        guard: float = 0.0,
     ) -> None:
         self.config = config.validate()
         self.network = network or Network()
@@ -66,6 +68,7 @@ class Fleet:
         self.invariants = Invariants(self)
         self.crashes = crashes or CrashPoints()
         self._expect = expect
+        self._guard = guard
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._sessions = itertools.count(1)
@@ -203,9 +206,12 @@ class Fleet:
             case do.Record():
                 self.disk.append(action.values)
             case do.Merge():
-                values = [self._payloads[c.session, c.ready.fragment, c.ready.seq] for c in action.contributions]
-                self._gradients[action.fragment, action.round] = sum(values)
-                event: on.SyncerEvent = on.Merged(action.fragment, action.round)
+                kept = {c.session: self._kept_by_guard() for c in action.contributions}
+                self._gradients[action.fragment, action.round] = sum(
+                    int(self._payloads[c.session, c.ready.fragment, c.ready.seq] * kept[c.session])
+                    for c in action.contributions
+                )
+                event: on.SyncerEvent = on.Merged(action.fragment, action.round, kept)
                 self._after(self.merge_s, partial(self._from_own_thread, event, boot))
             case do.Apply():
                 self._after(self.merge_s, partial(self._commit, action, boot))
@@ -216,6 +222,9 @@ class Fleet:
                 self._after(0.0, partial(self._from_own_thread, on.SeedStored(action.lease, digests), boot))
             case do.Note():
                 self.notes.append((self.now_s, action))
+
+    def _kept_by_guard(self) -> float:
+        return self.random.random() if self._guard and self.random.random() < self._guard else 1.0
 
     def _commit(self, action: do.Apply, boot: int) -> None:
         if boot != self._boot:
@@ -388,11 +397,12 @@ class Fleet:
         fate = member.fates.get(p)
         merged_seq = fate[0] if fate and fate[1] == "merged" else None
         sent = learner.kept.get((p, merged_seq)) if merged_seq is not None else None
+        kept = fate[4] if fate else 1.0
         have = None if action.adopt or generation != action.generation else action.have
-        update = self.disk.update(p, have, sent or 0)
+        update = self.disk.update(p, have, int((sent or 0) * kept))
         learner.staged[p], learner.adopts[p] = (update, self.disk.digests[p][-1]), action.adopt
-        staged = on.Staged(p, generation, version, None if sent is None else merged_seq, update.full is not None)
-        self._learner_handles(learner, staged)
+        seq = None if sent is None else merged_seq
+        self._learner_handles(learner, on.Staged(p, generation, version, seq, update.full is not None, kept))
 
 
 def _over_the_wire(message: object, allowed: object) -> messages.FromLearner | messages.FromSyncer:

@@ -108,7 +108,7 @@ class Invariants:
             elif isinstance(record, records.CommitRecord):
                 for merge in record.merges:
                     learner, incarnation = who[merge.session]
-                    merges[learner, incarnation, record.fragment].append((merge.ready.start, merge.ready.stop))
+                    merges[learner, incarnation, record.fragment].append((merge.ready.start, merge.stop))
         for key, ranges in merges.items():
             ranges.sort()
             for (_, stop), (start, _) in pairwise(ranges):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
-from lightning_diloco.core.merge import contribution_weight
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.protocol import actions as do
@@ -130,10 +129,9 @@ class TrainingFleet(Fleet):
         if isinstance(action, do.Merge):
             members = action.contributions
             payloads = [self._crews[c.session].sent[action.fragment, c.ready.seq] for c in members]
-            weights = [contribution_weight(c.ready.tokens, c.ready.steps) for c in members]
-            self._gradients[action.fragment], _ = self.store.merge(action.fragment, payloads, weights)
+            self._gradients[action.fragment], _ = self.store.merge(action.fragment, payloads, action.shares)
         super()._do_for_syncer(action)
 
     def _commit(self, action: do.Apply, boot: int) -> None:
-        self.store.commit(action.fragment, self._gradients.pop(action.fragment), steps=action.steps)
+        self.store.commit(action.fragment, self._gradients.pop(action.fragment), work=action.work)
         super()._commit(action, boot)

@@ -117,8 +117,8 @@ def watch(journal: Journal) -> None:
         write(self, record, payload)
         journal.write("durable", lsn=self.log.last_lsn)
 
-    def computed(self: AnchorStore, p: int, outer_gradient: Any, *, steps: float) -> Anchor:
-        state = next_state(self, p, outer_gradient, steps=steps)
+    def computed(self: AnchorStore, p: int, outer_gradient: Any, *, work: float) -> Anchor:
+        state = next_state(self, p, outer_gradient, work=work)
         journal.write("computed", fragment=p, **_fingerprint(state))
         return state
 

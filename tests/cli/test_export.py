@@ -48,11 +48,11 @@ class Run:
         durable.store_seed(codec.dump(state.saved()), manifest, store)
         durable.write(records.encode(records.Seeded(1, manifest)))
         commit = records.CommitRecord(
-            fragment=COMMITTED, generation=0, version=1, round=1, steps=4.0, num_stepping=1, merges=()
+            fragment=COMMITTED, generation=0, version=1, round=1, work=0.5, num_stepping=1, merges=()
         )
         durable.write(records.encode(commit), bytes_of(gradient))
         durable.close()
-        store.commit(COMMITTED, gradient, steps=4.0)
+        store.commit(COMMITTED, gradient, work=0.5)
         self.anchor = named_values(plan, store_block(manifest), params, lambda p: store.anchor(p).published)
         self.started = {name: p.detach().clone() for name, p in params.items()}
         self.write_config(MODEL)

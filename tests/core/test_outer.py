@@ -39,17 +39,17 @@ def test_outer_step_with_lr_one_and_no_momentum_lands_on_the_contribution() -> N
 
 
 def test_momentum_of_a_full_round_is_plain_nesterov() -> None:
-    assert momentum_by_work(0.6, 24, 24) == Momentum(decay=0.6, push=0.6)
-    assert momentum_by_work(0.6, 100, 24) == Momentum(decay=0.6, push=0.6)
-    assert momentum_by_work(0.0, 1, 24) == Momentum(decay=0.0, push=0.0)
-    with pytest.raises(ConfigError, match="steps=0"):
-        momentum_by_work(0.6, 0, 24)
+    assert momentum_by_work(0.6, 1.0) == Momentum(decay=0.6, push=0.6)
+    assert momentum_by_work(0.6, 4.0) == Momentum(decay=0.6, push=0.6)
+    assert momentum_by_work(0.0, 0.1) == Momentum(decay=0.0, push=0.0)
+    with pytest.raises(ConfigError, match="work=0"):
+        momentum_by_work(0.6, 0)
 
 
 @pytest.mark.parametrize("steps", [24, 12, 4, 1])
 def test_momentum_moves_the_anchor_by_work_however_it_is_cut_into_rounds(steps: int) -> None:
     anchor, momentum = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    coefs = momentum_by_work(0.6, steps, 24)
+    coefs = momentum_by_work(0.6, steps / 24)
     per_round = torch.tensor([steps / 24])
     for _ in range(40 * 24 // steps):
         before = anchor.item()

@@ -107,6 +107,31 @@ def test_a_merge_changes_nothing_until_it_has_landed(learner: Learner) -> None:
     assert learner.state.progress.pending[0] == ((10, 20),)
 
 
+def test_what_the_guard_cut_off_goes_into_the_next_contribution(learner: Learner) -> None:
+    first = learner.snapshot()
+    learner.commit(0, 1, seq=1)
+    learner.handle(on.Staged(0, 0, 1, 1, kept=0.25))
+    learner.step(3)
+    second = learner.snapshot(0, 2)
+
+    assert (first.start, first.stop, second.start, second.stop) == (0, 10, 2, 50)
+    assert second.steps == 5
+    seen, booked = learner.books()
+    assert seen == booked
+
+
+def test_what_the_guard_cut_off_is_dropped_and_booked_where_landings_drop_progress() -> None:
+    learner = Learner(align="overwrite")
+    learner.snapshot()
+    learner.commit(0, 1, seq=1)
+    learner.handle(on.Staged(0, 0, 1, 1, kept=0.25))
+    learner.step()
+
+    assert learner.state.progress.discarded == {"overwritten": 8 + 10}
+    seen, booked = learner.books()
+    assert seen == booked
+
+
 @pytest.mark.parametrize("fate", ["superseded", "refused"])
 def test_bytes_of_a_contribution_that_was_decided_while_it_was_encoded_are_forgotten(
     learner: Learner, fate: msg.Fate

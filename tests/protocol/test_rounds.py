@@ -276,12 +276,55 @@ def test_a_learner_that_dies_in_the_transfer_is_not_awaited(syncer: Syncer) -> N
     assert members(syncer.tick(6.0)) == ["a"]
 
 
-def test_weights_are_tokens_by_tokens_per_step(syncer: Syncer) -> None:
-    syncer.full_round(0, a=ready(stop=100, steps=4), b=ready(stop=50, steps=1))
+def commits(syncer: Syncer) -> list[records.CommitRecord]:
+    return [record for record in syncer.log if isinstance(record, records.CommitRecord)]
 
-    (commit,) = [record for record in syncer.log if isinstance(record, records.CommitRecord)]
-    heavy, light = 100 * 100 / 4, 50 * 50 / 1
-    assert commit.steps == pytest.approx((heavy * 4 + light * 1) / (heavy + light))
+
+def test_shares_are_of_the_work_of_all_learners_whoever_is_in_the_round() -> None:
+    syncer = Syncer("a", "b", "c")
+    syncer.beat("b", tokens=400, step=8)  # twice the tokens per step
+    for session in "abc":
+        syncer.state.roster[session].step_s = 1.0
+    syncer.full_round(0, a=ready(), b=ready(stop=200), c=ready())
+    syncer.full_round(1, a=ready(1))
+
+    together, alone = ({merge.session: merge.share for merge in commit.merges} for commit in commits(syncer))
+    assert together == pytest.approx({"a": 1 / 6, "b": 4 / 6, "c": 1 / 6})
+    assert alone == pytest.approx({"a": 1 / 6})
+    assert [commit.work for commit in commits(syncer)] == pytest.approx([1.0, 1 / 6])  # of H = 4 steps each
+
+
+def test_a_learner_that_is_gone_leaves_its_share_to_the_others(syncer: Syncer) -> None:
+    syncer.full_round(0, a=ready())
+    syncer.now_s += 30.0
+    syncer.beat("a", step=40)
+    syncer.tick()
+    assert syncer.state.roster["b"].is_lapsed
+    syncer.full_round(0, a=ready(seq=2, start=100, stop=200, base=1))
+
+    assert [merge.share for commit in commits(syncer) for merge in commit.merges] == [0.5, 1.0]
+
+
+def test_a_learner_that_evaluates_keeps_its_share(syncer: Syncer) -> None:
+    syncer.beat("b", phase="evaluating")
+    syncer.full_round(0, a=ready())
+
+    assert [merge.share for merge in commits(syncer)[0].merges] == [0.5]
+
+
+def test_work_counts_what_the_norm_guard_left(syncer: Syncer) -> None:
+    syncer.intent("a")
+    for session in "ab":
+        syncer.contribute(session, ready())
+    syncer.handle(on.Merged(0, syncer.round().number, {"b": 0.25}))
+    syncer.committed()
+
+    (commit,) = commits(syncer)
+    assert commit.work == pytest.approx(0.5 * 1 + 0.5 * 0.25)
+    assert [(merge.kept, merge.stop) for merge in commit.merges] == [(1.0, 100), (0.25, 25)]
+    books = {member.learner: syncer.state.account(member) for member in syncer.state.roster.live()}
+    assert (books["a"].merged[0].size, books["b"].merged[0].size) == (100, 25)
+    assert syncer.restarted().state.roster["b"].fates[0] == (1, "merged", 1, None, 0.25)
 
 
 def test_a_disk_that_is_full_suspends_the_round_until_it_takes_the_commit(syncer: Syncer) -> None:

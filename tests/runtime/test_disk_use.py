@@ -35,10 +35,10 @@ def test_log_and_snapshots_stay_under_three_times_the_state(tmp_path: Path, monk
         p, version = k % NUM_FRAGMENTS, 1 + k // NUM_FRAGMENTS
         gradient = torch.randn(numels[p]).bfloat16()
         record = records.CommitRecord(
-            fragment=p, generation=0, version=version, round=k, steps=4.0, num_stepping=1, merges=()
+            fragment=p, generation=0, version=version, round=k, work=0.5, num_stepping=1, merges=()
         )
         durable.write(records.encode(record), bytes_of(gradient))
-        store.commit(p, gradient, steps=4.0, version=version)
+        store.commit(p, gradient, work=0.5, version=version)
         if durable.is_snapshot_due(store):
             durable.begin_snapshot(machine, manifest, store)
             assert durable._writing is not None

@@ -47,22 +47,25 @@ def readies_of(commit: Recorded) -> list[dict[str, int]]:
     return [by_session[session] for session in commit.sessions]
 
 
+def shares_of(commit: Recorded) -> np.ndarray:
+    """Of the contributors, in that order."""
+    by_session = {merge["session"]: merge["share"] for merge in commit.record["merges"]}
+    return np.array([by_session[session] for session in commit.sessions])
+
+
 def outer_gradient(layout, commit: Recorded) -> np.ndarray:
     """Token-weighted mean; directions and lengths apart where the plan does not say mean."""
     values = np.stack([decoded(payload, layout.padded_numel).ravel() for payload in commit.payloads])
-    readies = readies_of(commit)
-    tokens = np.array([ready["stop"] - ready["start"] for ready in readies], dtype=np.float64)
-    shares = tokens * tokens / np.array([ready["steps"] for ready in readies])
-    assert np.allclose(shares, commit.weights)
-    shares /= shares.sum()
-    values *= np.minimum(1.0, commit.max_norm / np.linalg.norm(values, axis=1))[:, None]
+    shares = shares_of(commit)
+    assert 0 < shares.sum() <= 1 + 1e-9
+    values *= np.minimum(1.0, np.array(commit.max_norms) / np.linalg.norm(values, axis=1))[:, None]
     out = np.zeros(layout.padded_numel)
     for entry in layout.entries:
         part = values[:, entry.offset : entry.offset + entry.numel]
         norms = np.linalg.norm(part, axis=1)
         merged = shares @ part
         if entry.merge == "rda":
-            direction = shares @ (part / norms[:, None])
+            direction = shares @ (part / norms[:, None])  # of any length
             merged = direction / np.linalg.norm(direction) * (shares @ norms)
         out[entry.offset : entry.offset + entry.numel] = merged
     return out
@@ -97,10 +100,9 @@ def test_anchors_are_the_seed_and_the_outer_steps_after_it(run: Fleet) -> None:
         momentum, update = np.zeros_like(master), np.zeros_like(master)
         for commit in commits_of(folder, p):
             gradient = outer_gradient(layout, commit)
-            readies = readies_of(commit)
-            steps = np.average([ready["steps"] for ready in readies], weights=commit.weights)
-            assert steps == pytest.approx(commit.record["steps"])
-            decay = mu ** min(1.0, steps / config.sync_every)
+            work = shares_of(commit) @ [ready["steps"] for ready in readies_of(commit)] / config.sync_every
+            assert work == pytest.approx(commit.record["work"])
+            decay = mu ** min(1.0, work)
             momentum = decay * momentum + gradient
             update = config.outer_lr * (gradient + mu * (1 - decay) / (1 - mu) * momentum)
             master = master - update

@@ -103,7 +103,7 @@ class Syncer:
             self.store.restore(snapshot.state["anchors"], snapshot.tensors)
         for record in self.log.records(1 + (snapshot.lsn if snapshot else 0)):
             header = record.header
-            self.store.commit(header["fragment"], record.payload, steps=header["steps"], version=header["version"])
+            self.store.commit(header["fragment"], record.payload, work=header["work"], version=header["version"])
         # What a restart finds is told to whoever joins, so it is promised from here on.
         self.durable_commits = self.num_commits = sum(self.store.anchor(p).version for p in range(NUM_FRAGMENTS))
 
@@ -111,9 +111,9 @@ class Syncer:
         """The next `num` commits, of different fragments, in one batch; then they are told to the world."""
         states = []
         for k in range(self.num_commits, self.num_commits + num):
-            p, gradient, steps = work(k)
-            state = self.store.next_state(p, gradient, steps=steps)
-            header = {"fragment": p, "version": state.version, "steps": steps}
+            p, gradient, amount = work(k)
+            state = self.store.next_state(p, gradient, work=amount)
+            header = {"fragment": p, "version": state.version, "work": amount}
             self.log.append(header, bytes_of(gradient))
             states.append((p, state))
         self.log.sync()
@@ -132,9 +132,9 @@ class Syncer:
 
 @cache
 def work(k: int) -> tuple[int, torch.Tensor, float]:
-    """Fragment, outer gradient and steps of the kth commit."""
+    """Fragment, outer gradient and work of the kth commit."""
     generator = torch.Generator().manual_seed(k)
-    return k % NUM_FRAGMENTS, torch.randn(64, generator=generator).to(torch.bfloat16), 1.0 + k % 8
+    return k % NUM_FRAGMENTS, torch.randn(64, generator=generator).to(torch.bfloat16), (1 + k % 8) / 8
 
 
 def start(store: AnchorStore) -> None:
@@ -157,8 +157,8 @@ def reference() -> list[Fingerprint]:
     start(store)
     found = [fingerprint(store)]
     for k in range(NUM_COMMITS):
-        p, gradient, steps = work(k)
-        store.commit(p, gradient, steps=steps)
+        p, gradient, amount = work(k)
+        store.commit(p, gradient, work=amount)
         found.append(fingerprint(store))
     return found
 

@@ -150,10 +150,10 @@ class Arithmetic:
         ready = messages.Ready(fragment=0, seq=1, base=0, generation=0, start=0, stop=8, steps=4)
         chosen = tuple(actions.Contribution(f"s{k}", f"l{k}", 1, ready) for k in range(len(sizes)))
         payloads = tuple(torch.full((128,), size).to(torch.bfloat16).view(torch.uint8) for size in sizes)
-        return MergeJob(actions.Merge(0, 1, chosen), payloads)
+        return MergeJob(actions.Merge(0, 1, chosen, (1 / len(sizes),) * len(sizes)), payloads)
 
     def apply(self) -> actions.Apply:
-        return actions.Apply(0, 1, {"fragment": 0, "version": 1}, 4.0)
+        return actions.Apply(0, 1, {"fragment": 0, "version": 1}, 1.0)
 
 
 def test_finite_contributions_with_an_infinite_sum_lose_the_longest(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_gradient_that_overflows_the_momentum_is_not_committed(tmp_path: Path) -
 
 def test_contribution_far_above_the_usual_norm_is_scaled_down(tmp_path: Path) -> None:
     at = Arithmetic(tmp_path)
-    at.durable.past.usual.learn(0, [1.0] * 8)
+    at.durable.past.usual.learn(0, ["l1"] * 8, [1.0] * 8, [4] * 8)
     at.merger.merge(at.store, at.job(1000.0))
     (made,) = at.merger.commit(at.store, at.apply())
     assert isinstance(made, Installable)
@@ -189,13 +189,14 @@ def test_contribution_far_above_the_usual_norm_is_scaled_down(tmp_path: Path) ->
 def test_the_usual_norm_outlives_the_syncer(tmp_path: Path) -> None:
     before = Durable(tmp_path)
     for version in range(8):
-        before.note("outer", fragment=0, version=version, merged_norm=1.0, norms=[1.0], cosines=[1.0])
+        before.note("outer", fragment=0, version=version, learners=["l1"], norms=[1.0], steps=[4])
     before.close()
 
     at = Arithmetic(tmp_path)
     at.durable.restore(SyncerState(run="run"), 0.0)
     at.merger = Merger(at.durable, None, at.disk_errors.append)
-    assert at.merger.merge(at.store, at.job(1000.0)) == [events.Merged(0, 1, ("s0",))]
+    (merged,) = at.merger.merge(at.store, at.job(1000.0))
+    assert merged == events.Merged(0, 1, {"s0": pytest.approx(10 / (1000 * 128**0.5), rel=0.01)})
     at.durable.close()
 
 

@@ -249,7 +249,8 @@ def schedule(seed: int, *, may_roll_back: bool) -> None:
         jitter=pick.choice([0.0, 3.0]),
     )
     num_learners = pick.randint(1, 4)
-    fleet = Fleet(config, network=network, seed=seed, expect=pick.choice([None, num_learners]))
+    expect, guard = pick.choice([None, num_learners]), pick.choice([0.0, 0.0, 0.3])
+    fleet = Fleet(config, network=network, seed=seed, expect=expect, guard=guard)
     align = pick.choice(["carry", "carry", "carry", "overwrite"])
 
     def pace(starts_s: float) -> Pace:

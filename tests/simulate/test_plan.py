@@ -83,7 +83,7 @@ def test_the_syncer_holds_the_predicted_state_and_updates() -> None:
     for p, layout in enumerate(store.layouts):
         store.seed(p, torch.randn(layout.padded_numel))
         for _ in range(CHAIN_LENGTH + 1):
-            store.commit(p, torch.randn(layout.padded_numel).bfloat16(), steps=8.0)
+            store.commit(p, torch.randn(layout.padded_numel).bfloat16(), work=1.0)
     tensors = [store.state_tensors(p) for p in range(len(store.layouts))]
     state = sum(t.nbytes for by_name in tensors for name, t in by_name.items() if name != "chain")
     assert state == found.syncer["master, published, momentum"]

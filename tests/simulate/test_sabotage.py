@@ -23,9 +23,10 @@ Patch = pytest.MonkeyPatch
 
 
 def history() -> Fleet:
-    """One learner is slow to upload, one is cut off, replaced, and comes back as a zombie, one leaves early."""
+    """A guard that strikes; a slow uploader; one that is cut off, replaced, and comes back; one that leaves early."""
     config = RunConfig(sync_every=4, num_fragments=2, overlap=1, quorum=2, max_staleness_versions=1, lease_s=4.0)
-    fleet = Fleet(config, network=Network(latency_s=0.05, upload_s=0.4, download_s=0.4), seed=3)
+    network = Network(latency_s=0.05, upload_s=0.4, download_s=0.4)
+    fleet = Fleet(config, network=network, seed=3, guard=0.2)
     fleet.start("quick", Pace(step_s=0.5, jitter=0.1, tokens=7, num_steps=90))
     fleet.start("slow", Pace(step_s=1.5, jitter=0.1, tokens=5, num_steps=25, upload_factor=12.0))
     zombie = fleet.start("gone", Pace(step_s=1.0, jitter=0.1, tokens=3))
@@ -69,14 +70,8 @@ def commit_is_booked_twice(patch: Patch) -> None:
 
 def merged_ranges_may_overlap(patch: Patch) -> None:
     """A learner that sends again what was merged, and a syncer that does not look."""
-    drop_outstanding = Fragment.drop_outstanding
-
-    def send_again(self: Fragment) -> int:
-        if self.outstanding is not None and self.outstanding.merged_at is not None:
-            self.fresh_from, self.fresh_step = self.outstanding.ready.start, self.fresh_step - 1
-        return drop_outstanding(self)
-
-    patch.setattr(Fragment, "drop_outstanding", send_again)
+    take_back = Fragment.take_back
+    patch.setattr(Fragment, "take_back", lambda self, kept=0.0: take_back(self))
     patch.setattr("lightning_diloco.protocol.intervals.IntervalSet.overlap", lambda *_: 0)
 
 
@@ -109,7 +104,16 @@ def _without_sent(self: Any, full: int | None, increment: int, sent: int) -> Non
 
 
 def a_superseded_range_is_dropped(patch: Patch) -> None:
-    patch.setattr(Fragment, "take_back", lambda self: self.drop_outstanding() and None)
+    take_back = Fragment.take_back
+    patch.setattr(
+        Fragment,
+        "take_back",
+        lambda self, kept=0.0: take_back(self, kept) if kept else self.drop_outstanding() and None,
+    )
+
+
+def what_the_guard_cut_off_counts_as_merged(patch: Patch) -> None:
+    patch.setattr("lightning_diloco.protocol.messages.Ready.stop_if", lambda self, kept: self.stop)
 
 
 def a_refusal_is_not_booked(patch: Patch) -> None:
@@ -166,6 +170,7 @@ def the_seen_counter_lags(patch: Patch) -> None:
         (a_quorum_of_one_is_enough, "the quorum is 2"),
         (a_landed_merge_is_not_taken_off_the_parameters, "tokens of progress"),
         (a_superseded_range_is_dropped, "tokens of progress"),
+        (what_the_guard_cut_off_counts_as_merged, "tokens of progress|were merged"),
         (a_refusal_is_not_booked, "books disagree"),
         (a_restart_forgets_the_fates, "a restart"),
         (a_leave_is_not_on_record, "does not balance"),

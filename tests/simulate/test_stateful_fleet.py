@@ -42,10 +42,11 @@ class AnyHistory(RuleBasedStateMachine):
         staleness=st.sampled_from([1, 4]),
         upload_s=st.sampled_from([0.1, 3.0]),
         loss=st.sampled_from([0.0, 0.2]),
+        guard=st.sampled_from([0.0, 0.3]),
         data=st.sampled_from([TEXT, STREAM]),
     )
     def begin(
-        self, *, quorum: int, num_fragments: int, staleness: int, upload_s: float, loss: float, data: Data
+        self, *, quorum: int, num_fragments: int, staleness: int, upload_s: float, loss: float, guard: float, data: Data
     ) -> object:
         self.data = data
         config = RunConfig(
@@ -57,7 +58,7 @@ class AnyHistory(RuleBasedStateMachine):
             max_staleness_versions=staleness,
         )
         network = Network(latency_s=0.05, upload_s=upload_s, download_s=0.3, loss=loss, repeats=loss, jitter=3.0)
-        self.fleet = Fleet(config, network=network, seed=1)
+        self.fleet = Fleet(config, network=network, seed=1, guard=guard)
         self.names = 0
         learners = [self.start(0.3, 2), self.start(0.5, 3)]
         self.fleet.run_for(4.0)
