@@ -38,7 +38,6 @@ VARIABLES = {
     ),
     "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local_run.py",)),
     "PJRT_DEVICE": Variable("platform of XLA devices, TPU or CPU", ("strategy/xla_accelerator.py",)),
-    "PL_GLOBAL_SEED": Variable("Lightning's global seed: the order of a split data set", ("strategy/data.py",)),
     "XDG_CACHE_HOME": Variable("where texts and graphs lie; default: ~/.cache", ("devices/xla.py", "hf/text_data.py")),
     "XLA_PERSISTENT_CACHE_PATH": Variable("where compiled XLA graphs are kept", ("devices/xla.py",)),
 }

@@ -37,7 +37,7 @@ class DurableState:
         self.heartbeat_s = heartbeat_s
         self.roster = Roster()
         self.manifest: Json | None = None
-        self.config = RunConfig()
+        self.config = RunConfig.with_defaults(options)  # until there is a manifest
         self.ledger = Ledger(0)
         self.leases = LeaseTable(self._books)
         self.rounds = Rounds(self.config, 0, self.roster, self.ledger, heartbeat_s=heartbeat_s)

@@ -111,7 +111,8 @@ class Joins(Leasing):
         if todo is None:
             return []  # it asks again
         name, roster = hello.learner, self.roster
-        record = records.Granted(session, name, roster.next_incarnation(name), roster.slot_for(name))
+        parts = cast("int | None", self._fixed.get("data_parts")) or 1
+        record = records.Granted(session, name, roster.next_incarnation(name), roster.slot_for(name, parts))
         self.apply(record)
         member = self.roster[session]
         member.connection, member.where, member.heard_s = hello.connection, hello.where, now_s

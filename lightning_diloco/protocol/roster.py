@@ -28,7 +28,7 @@ class Member:
 
     Args:
         session, learner, incarnation: whose it is.
-        slot: number of the learner among all that ever joined; decides its part of the data.
+        slot: decides its part of the data; see `slot_for`.
         state: joining (granted), confirmed (waiting for the start), active, left, or fenced off.
         is_lapsed: its lease ran out; it may come back.
         phase: what it said it is doing.
@@ -150,16 +150,33 @@ class Roster:
     def next_incarnation(self, learner: str) -> int:
         return 1 + max((m.incarnation for m in self.members.values() if m.learner == learner), default=0)
 
-    def slot_for(self, learner: str) -> int:
-        """The learner's slot: kept over restarts, else the number its name ends in, else the lowest that is free."""
-        slots = {m.learner: m.slot for m in self.members.values()}
-        if learner in slots:
-            return slots[learner]
-        taken = set(slots.values())
-        number = learner[len(learner.rstrip("0123456789")) :]
-        if number and len(number) <= 6 and int(number) not in taken:
-            return int(number)
-        return next(slot for slot in itertools.count() if slot not in taken)
+    def slot_for(self, learner: str, parts: int) -> int:
+        """The learner's slot; the lowest ones are the parts of the data, and are given away first.
+
+        A slot is kept over restarts. Else it is the part with the number that the name ends in, if nobody has that; the
+        lowest part that nobody has; the lowest one whose learner is gone; or a slot beyond the parts.
+
+        Args:
+            learner: learner id.
+            parts: of the data; 1 where it is not split.
+        """
+        owners = {m.slot: m for m in self.members.values()}  # the newest of each
+        held = {slot for slot, m in owners.items() if m.learner != learner and self._is_here(m)}
+        own = next((m.slot for m in reversed(self.members.values()) if m.learner == learner), None)
+        if own is not None and own not in held:
+            return own
+        digits = learner[len(learner.rstrip("0123456789")) :]
+        wanted = [int(digits)] if digits and len(digits) <= 6 else []
+        of_parts: list[int] = [slot for slot in (*wanted, *range(parts)) if slot < parts]
+        never_held = next((slot for slot in of_parts if slot not in owners), None)
+        if never_held is not None:
+            return never_held
+        return next(slot for slot in itertools.count() if slot not in held)
+
+    @staticmethod
+    def _is_here(member: Member) -> bool:
+        """Whether it takes part, or is about to."""
+        return member.state in ("joining", "confirmed") or member.is_live
 
     def at_work(self, now_s: float, heartbeat_s: float) -> list[Member]:
         return [m for m in self.live() if m.is_at_work(now_s, heartbeat_s)]

@@ -96,6 +96,12 @@ class FollowerLink:
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
         self._copies = Jobs(self._crew, "copies", yields=False)
 
+    @property
+    def data_part(self) -> tuple[int, int] | None:
+        """See `Link.data_part`."""
+        parts = self.config.data_parts or 1
+        return (self.slot % parts, parts) if parts > 1 else None
+
     # -------------------------------------------------------------------------------------------------------- training
 
     def begin_step(self, tokens: int, *, is_asked: bool = False, saves: bool = False, stops: bool = False) -> None:
@@ -253,7 +259,7 @@ class FollowerLink:
                 self.is_late = command["is_late"]
                 self._deals |= command["deals"]
                 self.agreed = Agreement(fleet_tokens=command["fleet_tokens"])
-                self.data_part = None if command["data_part"] is None else tuple(command["data_part"])
+                self.slot, self.data_seed = command["slot"], command["data_seed"]
 
     def _counted_anchor(self, p: int) -> Tensor:
         """How often a fragment has landed, then this rank's anchor; see `SaysOfItself._mark`."""
@@ -316,5 +322,6 @@ class FollowerLink:
     run: str
     incarnation: int
     is_late: bool
-    data_part: tuple[int, int] | None = None
+    slot: int
+    data_seed: int
     own_run_dir = None

@@ -232,26 +232,40 @@ class Joining:
         return heard
 
     def _insist(self, call: Callable[[], T]) -> T:
-        """Try until the syncer answers, or has not been reached for REACH_S."""
-        silent_since_s = time.monotonic()
-        while True:
-            try:
-                return call()
-            except TransportError as error:
-                if self._run_dir is not None and is_over(self._run_dir, self._address.run):
-                    raise RunOverError(
-                        f"run {self._address.run} has finished, nothing is left to train; what came of it is in "
-                        f"{self._run_dir}/summary.json; a new run needs a new directory"
-                    ) from error
-                waited_s = time.monotonic() - silent_since_s
-                if waited_s >= REACH_S:
-                    raise JoinError(
-                        f"no syncer was reached at {self._address} in {waited_s:.0f} s ({error}); start one there, or "
-                        "correct DILOCO_JOIN (or join=)"
-                    ) from error
-                left_s = REACH_S - waited_s
-                log.warning("no syncer at %s yet; trying for another %.0f s (%s)", self._address, left_s, error)
-                time.sleep(min(AGAIN_S, left_s))
+        return reached(call, self._address, self._run_dir)
+
+
+def reached(call: Callable[[], T], address: JoinAddress, run_dir: Path | None) -> T:
+    """Try until the syncer answers.
+
+    Args:
+        call: may be made several times.
+        address: whom it leads to, for messages to people.
+        run_dir: RUN_DIR, if it is on this machine.
+
+    Raises:
+        JoinError: the syncer has not been reached for REACH_S.
+        RunOverError: the run has ended.
+    """
+    silent_since_s = time.monotonic()
+    while True:
+        try:
+            return call()
+        except TransportError as error:
+            if run_dir is not None and is_over(run_dir, address.run):
+                raise RunOverError(
+                    f"run {address.run} has finished, nothing is left to train; what came of it is in "
+                    f"{run_dir}/summary.json; a new run needs a new directory"
+                ) from error
+            waited_s = time.monotonic() - silent_since_s
+            if waited_s >= REACH_S:
+                raise JoinError(
+                    f"no syncer was reached at {address} in {waited_s:.0f} s ({error}); start one there, or "
+                    "correct DILOCO_JOIN (or join=)"
+                ) from error
+            left_s = REACH_S - waited_s
+            log.warning("no syncer at %s yet; trying for another %.0f s (%s)", address, left_s, error)
+            time.sleep(min(AGAIN_S, left_s))
 
 
 def full_values(bulk: Bulk, numel: int) -> Tensor:

@@ -82,7 +82,7 @@ class LeaderLink(Link):
         self._relay.deals = self._all_reach_the_syncer()
         self.agreed = Agreement(fleet_tokens=self.fleet_tokens)
         known = {"run": self.run, "incarnation": self.incarnation, "is_late": self.is_late, "deals": self._relay.deals}
-        known |= {"data_part": self.data_part, "fleet_tokens": self.fleet_tokens}
+        known |= {"slot": self.slot, "data_seed": self.data_seed, "fleet_tokens": self.fleet_tokens}
         self._ranks.tell({"do": "go", "learner": self.learner_id, **known})
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
 

@@ -34,7 +34,7 @@ from lightning_diloco.protocol.ranges import Catalogue, Piece
 from lightning_diloco.runtime.embedded import EmbeddedSyncer
 from lightning_diloco.runtime.freight import Freight
 from lightning_diloco.runtime.insisting import insist
-from lightning_diloco.runtime.joining import Joining, MakeDevice, where
+from lightning_diloco.runtime.joining import Joining, MakeDevice, reached, where
 from lightning_diloco.runtime.leased import LeaseDesk
 from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
@@ -111,13 +111,14 @@ class Link(SaysOfItself):
             options=self._run_options,
             model=model,
             make_device=make_device,
-            run_dir=Path(folder) if (folder := os.environ.get("DILOCO_RUN_DIR")) else None,
+            run_dir=_run_dir(),
         ).run()
         log.info("learner %s takes part in %s as incarnation %d", self.learner_id, address, joined.welcome.incarnation)
         self.plan: FragmentPlan = joined.plan
         self.config: RunConfig = joined.config
         self.device: FragmentDevice[Any, Any] = joined.device
-        self.run, self.incarnation, self._slot = joined.welcome.run, joined.welcome.incarnation, joined.welcome.slot
+        self.run, self.incarnation, self.slot = joined.welcome.run, joined.welcome.incarnation, joined.welcome.slot
+        self.data_seed = int(joined.welcome.manifest.get("data_seed", 0))
         self.run_steps = joined.run_steps
         self.is_late = self.run_steps > 0
         unit = joined.welcome.manifest["token_unit"]
@@ -157,7 +158,7 @@ class Link(SaysOfItself):
         parts = self.config.data_parts
         if parts is None or parts == 1:
             return None
-        return (self._slot % parts, parts)
+        return (self.slot % parts, parts)
 
     @property
     def fleet_tokens(self) -> int:
@@ -360,9 +361,8 @@ class Link(SaysOfItself):
     # --------------------------------------------------------------------------------------------------------- helpers
 
     def _address(self) -> JoinAddress:
-        text = self._learner.join or os.environ.get("DILOCO_JOIN")
-        if text:
-            return JoinAddress.parse(text)
+        if (address := _given_address(self._learner)) is not None:
+            return address
         run_dir = self._root_dir / "diloco" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         self._embedded = EmbeddedSyncer(run_dir)
         address = self._embedded.address
@@ -383,6 +383,40 @@ class Link(SaysOfItself):
                 f"this learner counts {unit}, the run counts {self._unit}; all learners must count alike; "
                 "pass token_count_fn to the strategy"
             )
+
+
+def agreed_parts(
+    learner: LearnerConfig, *, connect: Callable[[JoinAddress], Connection] = FlightConnection
+) -> int | None:
+    """How many parts the data has in the run that this learner will join, before it does; None: it is not split.
+
+    Args:
+        learner: its options.
+        connect: makes the connection.
+
+    Raises:
+        JoinError: the syncer cannot be reached.
+        RunOverError: the run has ended.
+        AuthError: wrong token or certificate.
+    """
+    if (address := _given_address(learner)) is None:
+        return None  # a run that this learner begins
+    connection = connect(address)
+    try:
+        parts = reached(connection.status, address, _run_dir())["config"]["data_parts"]
+    finally:
+        connection.close()
+    return None if parts is None else int(parts)
+
+
+def _given_address(learner: LearnerConfig) -> JoinAddress | None:
+    text = learner.join or os.environ.get("DILOCO_JOIN")
+    return JoinAddress.parse(text) if text else None
+
+
+def _run_dir() -> Path | None:
+    folder = os.environ.get("DILOCO_RUN_DIR")
+    return Path(folder) if folder else None
 
 
 def _signed(message: messages.FromLearner) -> messages.FromLearner:

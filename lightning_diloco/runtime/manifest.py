@@ -28,7 +28,8 @@ def make_manifest(model: ModelDescription, options: Mapping[str, Any]) -> tuple[
         options: explicit run options, of the syncer and of the seeder.
 
     Returns:
-        The manifest and the plan. `num_fragments` and `overlap` in it are what the model allows, at most what was asked
+        The manifest and the plan. Its data seed, from which all learners draw the order of the data, is that of the
+        seeder's random numbers. `num_fragments` and `overlap` in it are what the model allows, at most what was asked
         for; where they are less, "asked" has what was.
 
     Raises:
@@ -43,6 +44,7 @@ def make_manifest(model: ModelDescription, options: Mapping[str, Any]) -> tuple[
         plan = _plan(model.shapes, model.mean_names, config)
     reduced = {"num_fragments": asked.fragments_wanted, "overlap": asked.overlap}
     manifest: Json = {
+        "data_seed": torch.initial_seed() % 2**63,
         "config": config.to_dict(),
         "asked": {name: value for name, value in reduced.items() if value != getattr(config, name)},
         "shapes": {name: list(shape) for name, shape in sorted(model.shapes.items())},

@@ -11,7 +11,8 @@
    validation. Who changes parameters elsewhere (clamping at a batch's start or end, `max_norm` of an embedding, an
    optimizer that steps within the backward) may have some values sent as they were before, and some as they became.
    Both are right: what is sent counts, and the rest stays progress, for the next time.
-5. What is in Lightning's checkpoints is decided in checkpoints.py, which data this learner reads in leasing.py.
+5. What is in Lightning's checkpoints is decided in checkpoints.py, which data this learner reads in splitting.py and
+   leasing.py.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -39,16 +38,16 @@ from lightning_diloco.errors import DiLoCoError, RunOverError
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.strategy.checkpoints import AnchorInCheckpoints
-from lightning_diloco.strategy.data import fork_random_state, in_own_order, is_at, split
+from lightning_diloco.strategy.data import fork_random_state
 from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.identity import learner_id
-from lightning_diloco.strategy.leasing import LeasesData
 from lightning_diloco.strategy.losses import train_loss, val_loss, validate_final
 from lightning_diloco.strategy.model import aliases, describe, trainable_parameters
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
 from lightning_diloco.strategy.schedules import hold_schedules, refresh_schedules
+from lightning_diloco.strategy.splitting import SplitsData, wants_link
 from lightning_diloco.strategy.stopping import Stopping
 from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn
 
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
+class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     """Mixin: put it before one of Lightning's strategies."""
 
     _run_options: dict[str, Any]
@@ -72,13 +71,7 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
     _healing: Healing | None = None
     _preemption: Preemption | None = None
     _stopping: Stopping | None = None
-    _preparing_train_loader = False
     _stepped = False
-
-    @property
-    def data_part(self) -> tuple[int, int] | None:
-        """(part, parts) of the training data that this learner reads; None: all of it."""
-        return self._link.data_part if self._link else None
 
     @property
     def fleet_tokens(self) -> int:
@@ -103,7 +96,7 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
 
     def _separate_paths(self, trainer: pl.Trainer) -> None:
         """Give the learner paths of its own, before anything is looked for there, or opened."""
-        if not _wants_link(trainer):
+        if not wants_link(trainer):
             return
         self._root_dir = Path(trainer.default_root_dir)
         if (name := learner_id(self._learner)) is not None:
@@ -114,7 +107,9 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
         """Lightning names the places it passes: the start of a stage, and whose loader it prepares."""
         super().barrier(name)
         self._preparing_train_loader = name == "train_dataloader()"
-        if name == "run-stage" and _wants_link(self._trainer):
+        if self._preparing_train_loader:
+            self._train_loaders_come()
+        if name == "run-stage" and wants_link(self._trainer):
             self._join()
 
     def _join(self) -> None:
@@ -169,21 +164,6 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice:
         self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
         return self._device
-
-    def _reload_train_data(self) -> None:
-        """Forget a loader that was made before the learner's part was known; the fit loop makes it again."""
-        assert self._healing is not None
-        part, parts = self.data_part or (0, 1)
-        is_whole = parts == 1 and not any(self._healing.position) and not self._wanted_leases
-        if is_whole or self._trainer.fit_loop._combined_loader is None:
-            return
-        self._trainer.fit_loop._combined_loader = None
-        if parts > 1 and self._trainer.max_steps == -1:
-            rank_zero_warn(
-                "The training data was loaded before it was split (estimated_stepping_batches?): what was computed "
-                f"from its length counts all of it, but this learner reads part {part} of {parts}. "
-                "Set Trainer(max_steps=...) to make schedules independent of it."
-            )
 
     def on_train_end(self) -> None:
         """Send the last contributions, wait for them, and leave the anchor in the module; the last one validates it."""
@@ -270,25 +250,6 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
         super().teardown()
 
     # --- training ------------------------------------------------------------------------------------------------
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Split training data over learners; validation and test data stay whole."""
-        dataloader = super().process_dataloader(dataloader)
-        part, parts = self.data_part or (0, 1)
-        wanted = self._preparing_train_loader and self._trainer._accelerator_connector.use_distributed_sampler
-        if self._link is None or self._healing is None or not wanted:
-            return dataloader
-        begins = self._healing.position
-        if dataloader is self._leased:
-            self._healing.data_is_ready(is_at_position=True)  # by the lease table, whatever a checkpoint says
-            return dataloader
-        found = (
-            split(dataloader, part, parts, begins)
-            if parts > 1
-            else in_own_order(dataloader, self._link.learner_id, begins)
-        )
-        self._healing.data_is_ready(is_at_position=is_at(found, begins))
-        return found
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Between two batches: the place for checkpoints."""
@@ -385,7 +346,3 @@ class DiLoCoHooks(AnchorInCheckpoints, LeasesData, Strategy):
         self._link.set_evaluating(evaluating)
         if self._learner.evaluate == "anchor":
             (self._device.show_anchor if evaluating else self._device.show_local)()
-
-
-def _wants_link(trainer: pl.Trainer) -> bool:
-    return trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run

@@ -29,7 +29,7 @@ class LeasesData(Strategy):
     _link: Link | None
     _leased: RangeLoader | None = None
     _leased_as: tuple[object, ...] = ()
-    _wanted_leases = False
+    _leased_whole: int | None = None
 
     def lease(
         self, ranges: Ranges, *, batch_size: int, collate: Callable[[torch.Tensor], Any], num_batches: int | None
@@ -46,7 +46,6 @@ class LeasesData(Strategy):
             A loader; its epoch is one part of the data long, of as many parts as were agreed. None: there is no run
             now, or the Trainer must not change what is read.
         """
-        self._wanted_leases = True
         if self._link is None or not self._may_change_data:
             return None
         wanted = (ranges.catalogue, batch_size, num_batches)
@@ -61,7 +60,7 @@ class LeasesData(Strategy):
         else:
             share = max(1, num_batches // (parts * self._num_readers))
             self._leased = SizedRangeLoader(batches, num_batches=share, collate=collate)
-        self._leased_as = wanted
+        self._leased_as, self._leased_whole = wanted, num_batches
         rank_zero_info("The training data are leased from the run, range by range, and follow whoever is there.")
         return self._leased
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,8 +81,7 @@ class Tiny:
             part: which learner, 0..parts-1.
             parts: number of learners.
         """
-        os.environ["PL_GLOBAL_SEED"] = str(seed)  # as seed_everything leaves it, for the split
-        loader = split(self.data.train_dataloader(), part, parts)
+        loader = split(self.data.train_dataloader(), part, parts, seed=seed)
         for epoch in itertools.count():
             if hasattr(loader.sampler, "set_epoch"):  # type: ignore[attr-defined]
                 loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]

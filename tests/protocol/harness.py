@@ -51,7 +51,8 @@ class Syncer:
 
     def __init__(self, *learners: str, expect: int | None = None, **config: Any) -> None:
         self.config = RunConfig(**{"sync_every": 4, "num_fragments": 2, "overlap": 1, **config})
-        self.state = SyncerState(run="r", expect=expect)
+        flags: dict[str, messages.Scalar] = {name: config[name] for name in ("data_parts",) if name in config}
+        self.state = SyncerState(run="r", expect=expect, options=flags)
         self.now_s = 100.0
         self.log: list[records.LogRecord] = []
         self.applying: dict[int, do.Apply] = {}

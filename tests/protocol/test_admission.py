@@ -279,14 +279,46 @@ def test_after_the_start_nobody_is_held() -> None:
     assert said(syncer.join("b"), "b", msg.Active)
 
 
+def slots_of(names: str, parts: int | None) -> list[int]:
+    """Slots of learners of these names, in the order in which they join."""
+    syncer = Syncer(*names.split(), data_parts=parts)
+    found = {m.learner: m.slot for m in syncer.state.roster.members.values()}
+    return [found[name] for name in names.split()]
+
+
+@pytest.mark.parametrize(
+    ("names", "parts", "slots"),
+    [
+        ("l0 l1 l2 l3", 4, [0, 1, 2, 3]),
+        ("l3 l2 l1 l0", 4, [3, 2, 1, 0]),
+        ("node1 node3 node5 node7", 4, [1, 3, 0, 2]),
+        ("gpu-12 gpu-16 gpu-20 gpu-24", 4, [0, 1, 2, 3]),
+        ("a-0 b-0 c-0", 3, [0, 1, 2]),
+        ("a b c", 2, [0, 1, 2]),
+        ("l1 x l0", None, [0, 1, 2]),
+    ],
+)
+def test_every_part_of_the_data_has_a_reader(names: str, parts: int | None, slots: list[int]) -> None:
+    assert slots_of(names, parts) == slots
+
+
 def test_a_slot_is_kept_over_restarts_of_a_learner() -> None:
-    syncer = Syncer("l0", "l3", "x")
+    syncer = Syncer("l0", "l3", "x", data_parts=4)
     slots = {m.learner: m.slot for m in syncer.state.roster.members.values()}
     assert slots == {"l0": 0, "l3": 3, "x": 1}
 
     leave(syncer, "l3")
     (welcome,) = said(syncer.hello("again", "l3"), "again")
     assert (welcome.slot, welcome.incarnation) == (3, 2)
+
+
+def test_the_part_of_a_learner_that_is_gone_goes_to_the_next_that_comes() -> None:
+    syncer = Syncer("a", "b", data_parts=2)
+    leave(syncer, "a")
+    (welcome,) = said(syncer.hello("c", "c"), "c")
+    assert welcome.slot == 0
+    (welcome,) = said(syncer.hello("again", "a"), "again")
+    assert welcome.slot == 2, "its own part has another reader"
 
 
 def leave(syncer: Syncer, session: str) -> list[do.SyncerAction]:

@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices import cpu
 from lightning_diloco.errors import ConfigError, FencedError, JoinError, PlanMismatchError, RefusedError, TransportError
 from lightning_diloco.protocol import rounds
 from lightning_diloco.runtime import joining
 from lightning_diloco.runtime.line import LAST_POLLS_S
+from lightning_diloco.runtime.link import agreed_parts
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
 from lightning_diloco.transport.identity import ServerIdentity
-from tests.runtime.fleet import OPTIONS, RUN, SHAPES, Fleet, assert_exact, until
+from tests.runtime.fleet import JOIN, OPTIONS, RUN, SHAPES, Fleet, assert_exact, until
 
 
 def diloco_threads() -> set[str]:
@@ -53,6 +55,23 @@ def test_two_learners_drain_to_one_anchor_and_an_exact_ledger(tmp_path: Path) ->
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["plan_digest"] == learners[0].link.plan.digest
     assert diloco_threads() == set()
+
+
+def test_the_number_of_parts_is_known_before_joining_and_seeds_are_the_runs(tmp_path: Path) -> None:
+    with Fleet(tmp_path, run_options={**OPTIONS, "data_parts": 2}) as fleet:
+
+        def asked() -> int | None:
+            return agreed_parts(LearnerConfig(join=JOIN), connect=lambda address: fleet.connect())
+
+        assert asked() == 2, "nobody has seeded the run"
+        assert fleet.status()["learners"] == [], "nobody joins by it"
+        seeds = []
+        for name in ("a", "b", "c"):
+            torch.manual_seed(len(seeds))
+            learner = fleet.learner(name).join()
+            seeds.append((learner.link.slot, learner.link.data_part, learner.link.data_seed))
+        assert asked() == 2
+        assert seeds == [(0, (0, 2), 0), (1, (1, 2), 0), (2, (0, 2), 0)]
 
 
 def test_the_same_over_flight_with_a_pinned_certificate(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,6 +50,8 @@ class Scenario:
     """What the links of one test do, and which links were made."""
 
     data_part: tuple[int, int] | None = None
+    slot: int | None = None  # None: that of the part
+    data_seed: int = 0
     learner_id: str = "l0"
     start_error: Exception | None = None
     step_error: Exception | None = None
@@ -110,7 +112,10 @@ class RecordingLink:
             self.device.adopt(
                 p, values if self.scenario.run_values is None else torch.full_like(values, self.scenario.run_values)
             )
-        self.data_part = self.scenario.data_part
+        self.data_part, self.data_seed, slot = self.scenario.data_part, self.scenario.data_seed, self.scenario.slot
+        part, parts = self.data_part or (0, None)
+        self.slot = part if slot is None else slot
+        self.config = replace(self.config, data_parts=parts)
 
     @property
     def fleet_tokens(self) -> int:
@@ -181,6 +186,7 @@ def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     module = ModuleType("lightning_diloco.runtime.link")
     made = Scenario()
     module.Link = type("Link", (RecordingLink,), {"scenario": made})  # type: ignore[attr-defined]
+    module.agreed_parts = lambda learner: made.data_part and made.data_part[1]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delenv("DILOCO_LEARNER", raising=False)
     monkeypatch.delenv("DILOCO_RUN_DIR", raising=False)
