@@ -6,7 +6,7 @@
 2. Parameters are never among it: they come from the run's anchors, so that nothing is counted twice, and who comes back
    never tells the run what is true.
 3. A new process takes its learner's newest checkpoint. If there is none that fits, the newest of a peer, without what
-   is the peer's own. If there is none either, it begins with a warm-up (`warm_up.py`) and with schedules at the run's
+   is the peer's own (`training_state.py`). If there is none either, it begins with a warm-up (`warm_up.py`) and with schedules at the run's
    position (`schedules.py`), unless the run begins with it.
 4. What is damaged or does not fit is passed over, and said. A user's own `ckpt_path` wins over all of it.
 5. Who wants a snapshot of the whole run leaves a marker in the store; the next boundary answers it with a checkpoint.
@@ -141,7 +141,8 @@ class Healing:
         self._begins = training_state.position(found.state)
         self._pending = found
         whose = "its own" if found.is_own else f"peer {found.learner}'s"
-        log.warning("learner %s goes on from %s checkpoint of step %d", self._owner.learner, whose, found.step)
+        own = "" if found.is_own else ", with data and random numbers of its own"
+        log.warning("learner %s goes on from %s checkpoint of step %d%s", self._owner.learner, whose, found.step, own)
 
     @property
     def position(self) -> Position:

@@ -3,7 +3,9 @@
 1. Taking it copies tensors to the host and calls `state_dict` methods; it neither waits for anything nor writes.
 2. It is taken where a batch begins, when the one before is complete in every respect, and its random numbers are given
    back in the same place: what a data loader draws while it starts does not count.
-3. A peer's is taken over without what is a learner's own: random numbers, callbacks, and what a datamodule keeps.
+3. A peer's is taken over without what is a learner's own: random numbers, callbacks, and what a datamodule and data
+   loaders keep. Step, epoch and batch are taken over, because schedules and limits go by them: a newcomer ends when the
+   others do. What it reads there are samples of its own part and order (`splitting.py`).
 4. Optimizers and schedulers must be those it was taken from, by class and number of parameters.
 
 Random numbers are those of torch, CUDA, numpy and Python; an XLA device's own are not kept.
@@ -78,7 +80,10 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
         state: to which there is no objection.
         is_own: this learner's own, rather than a peer's.
     """
-    trainer.fit_loop.load_state_dict(state["loops"])
+    loops = state["loops"]
+    if not is_own:
+        loops = {**loops, "state_dict": {k: v for k, v in loops["state_dict"].items() if k != "combined_loader"}}
+    trainer.fit_loop.load_state_dict(loops)
     cast("DiLoCoHooks", trainer.strategy).give_optimizer_states(state)
     for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(saved)

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.strategy import healing
+from tests.strategy.conftest import Sequences
 
 MAX_STEPS = 16
 
@@ -141,6 +143,46 @@ def test_a_peers_checkpoint_is_used_where_there_is_no_own(scenario, process, cap
     assert all(torch.equal(a, b) for a, b in zip(peer.moments[8], back.moments[8], strict=True))
     assert back.rates[0] == peer.rates[8]
     assert back.noise[0] != peer.noise[8], "random numbers are a learner's own"
+
+
+class Stateful(DataLoader):
+    """A loader that keeps its own position, as torchdata's does."""
+
+    given = None
+
+    def state_dict(self):
+        return {"position": 1}
+
+    def load_state_dict(self, state_dict):
+        self.given = state_dict
+
+
+@pytest.mark.parametrize(("name", "given"), [("peer", {"position": 1}), ("other", None)])
+def test_the_position_that_a_loader_keeps_is_its_learners_own(scenario, process, name, given):
+    class WithStateful(process.kind):
+        def train_dataloader(self):
+            return Stateful(Sequences(), batch_size=4)
+
+    process("peer", dies_at=9, kind=WithStateful)
+    scenario.is_late = True
+    back, _ = process(name, kind=WithStateful)
+    assert back.trainer.train_dataloader.given == given
+
+
+@pytest.mark.parametrize(("parts", "slot", "where"), [(2, 2, "reads part 0, as another"), (None, 1, "not split")])
+@pytest.mark.filterwarnings("ignore:The training data:UserWarning", "ignore:.*all of them are given:UserWarning")
+def test_a_newcomer_reads_other_batches_than_the_peer_it_goes_on_from(scenario, process, parts, slot, where, recwarn):
+    scenario.data_part = parts and (0, parts)
+    peer, _ = process("peer", every=8, dies_at=9)
+    undisturbed, _ = process("peer", every=0)
+    scenario.is_late, scenario.slot = True, slot
+    new, watch = process("new")
+    assert watch.begins_at == 8
+    assert len(new.seen) == len(undisturbed.seen) // 2
+    theirs, its = undisturbed.seen[len(new.seen) :], new.seen
+    batches = [(theirs[k : k + 4], its[k : k + 4]) for k in range(0, len(its), 4)]
+    assert not any(sorted(a) == sorted(b) for a, b in batches)
+    assert any(where in str(warning.message) for warning in recwarn)
 
 
 def test_own_checkpoint_is_preferred_to_a_newer_one_of_a_peer(process):
