@@ -2,7 +2,7 @@
 
 1. Leases are asked for ahead of need, so that training never waits: enough for AHEAD_S at the present pace, and for
    two batches.
-2. The training thread takes what is there. With nothing there it reads something again; those tokens count as repeated
+2. The training thread takes what is there. With nothing there it reads without a lease; those tokens count as repeated
    wherever they are merged.
 3. A contribution names the leases its tokens are of. What the syncer no longer knows as this learner's becomes a
    repeat: if it is done, no token of it will be sent again.

@@ -71,7 +71,7 @@ class Piece:
     """The part of a batch that comes from one lease.
 
     Args:
-        number: of the lease; None: samples read once more, because no lease was there.
+        number: of the lease; None: samples read without one, because none was there.
         samples, tokens: in this part.
         is_whole, is_last: as in `Span`.
     """

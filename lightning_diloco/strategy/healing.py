@@ -6,8 +6,8 @@
 2. Parameters are never among it: they come from the run's anchors, so that nothing is counted twice, and who comes back
    never tells the run what is true.
 3. A new process takes its learner's newest checkpoint. If there is none that fits, the newest of a peer, without what
-   is the peer's own (`training_state.py`). If there is none either, it begins with a warm-up (`warm_up.py`) and with schedules at the run's
-   position (`schedules.py`), unless the run begins with it.
+   is the peer's own (`training_state.py`). If there is none either, it begins with a warm-up (`warm_up.py`) and with
+   schedules at the run's position (`schedules.py`), unless the run begins with it.
 4. What is damaged or does not fit is passed over, and said. A user's own `ckpt_path` wins over all of it.
 5. Who wants a snapshot of the whole run leaves a marker in the store; the next boundary answers it with a checkpoint.
 6. A process never goes on from what it wrote itself: a second fit of one script is a new one.

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_diloco.strategy.data import order_seed
 from lightning_diloco.strategy.ranges import Batches, RangeBatches, RangeLoader, Ranges, SizedRangeLoader
 
 if TYPE_CHECKING:
@@ -67,7 +68,15 @@ class LeasesData(Strategy):
     def _leased_batches(self, ranges: Ranges, batch_size: int) -> Batches | None:
         """Batches of this process; None: the link leases nothing."""
         can_lease = getattr(self._link, "lease", None)
-        return None if can_lease is None else RangeBatches(ranges, can_lease(ranges.catalogue), batch_size=batch_size)
+        if can_lease is None:
+            return None
+        return RangeBatches(ranges, can_lease(ranges.catalogue), batch_size=batch_size, seed=self._own_seed)
+
+    @property
+    def _own_seed(self) -> int:
+        """Of what this learner reads without a lease."""
+        assert self._link is not None
+        return order_seed(self._link.data_seed, self._link.slot)
 
     @property
     def _num_readers(self) -> int:

@@ -4,9 +4,9 @@
 2. Ranges are read ahead by a thread beside; batches are cut from one after another, across their borders.
 3. A batch counts when it was trained with. What was handed out and not trained with, because a loop ended or a trial
    was taken back, comes first the next time.
-4. With no lease there, because the syncer cannot be reached, recent ranges are read again, and that is said: training
-   never waits. The syncer counts these tokens as repeated. Only before anything was trained with, leases are waited for
-   a little.
+4. With no lease there, because the syncer cannot be reached, this learner chooses ranges itself (`unleased.py`), and
+   says so: training never waits. The syncer counts these tokens as repeated. Only before anything was trained with,
+   leases are waited for a little.
 
 Source: our choice.
 """
@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from lightning_diloco.protocol.ranges import Catalogue, Lease, Piece, divided
 from lightning_diloco.strategy.read_ahead import ReadAhead
+from lightning_diloco.strategy.unleased import Unleased
 
 log = logging.getLogger(__name__)
 
 AHEAD = 2
-NUM_RECENT = 8
 TELL_AGAIN_S = 60.0
 START_S = 5.0
 
@@ -71,7 +71,7 @@ class Batches(Protocol):
 
 @dataclass(slots=True)
 class _Open:
-    """A range that batches are cut from; number is None if it is read again for want of a lease."""
+    """A range that batches are cut from; number is None if it is read without a lease."""
 
     number: int | None
     rows: Tensor
@@ -92,13 +92,15 @@ class RangeBatches:
         ranges: what to read.
         desk: which range comes next.
         batch_size: rows of a batch.
+        seed: of the order in which ranges are read without a lease; each learner's another.
     """
 
-    def __init__(self, ranges: Ranges, desk: Desk, *, batch_size: int) -> None:
+    def __init__(self, ranges: Ranges, desk: Desk, *, batch_size: int, seed: int = 0) -> None:
         self._desk, self._batch_size = desk, batch_size
         self._reader = ReadAhead(ranges.read)
         self._num_ahead = AHEAD
-        self._recent: deque[Lease] = deque(maxlen=NUM_RECENT)
+        self._unleased = Unleased(ranges.catalogue, seed)
+        self._has_read = False
         self._open: _Open | None = None
         self._parts: list[Tensor] = []
         self._pieces: list[Piece] = []
@@ -144,39 +146,46 @@ class RangeBatches:
 
     def _next_range(self, *, is_needed: bool) -> _Open | None:
         while self._request(is_needed=is_needed) and (is_needed or self._reader.is_there):
-            lease, rows, is_last, is_again = self._reader.get()
-            if is_again and len(rows):
+            lease, rows, is_last, is_leased = self._reader.get()
+            self._has_read |= len(rows) > 0
+            if is_last:
+                self._unleased.ended(lease)
+            if not is_leased and len(rows):
                 return _Open(None, rows, is_last)
-            if not is_again and self._desk.holds(lease.number):
+            if is_leased and self._desk.holds(lease.number):
                 if is_last:
                     self._desk.ended(lease)
-                if len(rows):
-                    self._recent.append(lease)
                 return _Open(lease.number, rows, is_last)
         return None
 
     def _request(self, *, is_needed: bool) -> bool:
-        """Have ranges read ahead; without any lease, a recent one again if it is needed now. Whether any is read."""
+        """Have ranges read ahead; without any lease, one of its own choice if it is needed now. Whether any is read."""
         while self._reader.num_requested < self._num_ahead and (lease := self._desk.take()) is not None:
-            self._reader.request(lease)
+            self._read(lease)
         if not self._reader.num_requested and is_needed:
             self._request_one()
         return self._reader.num_requested > 0
 
     def _request_one(self) -> None:
-        if not self._recent:
-            self._reader.request(self._desk.first())
+        if not self._has_read:
+            self._read(self._desk.first())
         elif (lease := self._awaited()) is not None:
-            self._reader.request(lease)
+            self._read(lease)
         else:
-            self._read_again()
+            self._read_unleased()
 
-    def _read_again(self) -> None:
+    def _read(self, lease: Lease) -> None:
+        self._unleased.leased(lease)
+        self._reader.request(lease)
+
+    def _read_unleased(self) -> None:
         if time.monotonic() > self._tell_again_s:
-            log.warning("no leased data is left and the syncer gives none: recent data are read again until it does")
+            log.warning(
+                "no leased data is left and the syncer gives none: until it does, this learner reads on in data of "
+                "this epoch that it has not read; others may read them, too, so they count as repeated"
+            )
             self._tell_again_s = time.monotonic() + TELL_AGAIN_S
-        self._recent.rotate(-1)
-        self._reader.request(replace(self._recent[-1], skip=0), is_again=True)
+        self._reader.request(self._unleased.next(), is_leased=False)
 
     def _awaited(self) -> Lease | None:
         """One more lease for the first batches, which may take more than are given at first."""

@@ -179,7 +179,8 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         if self._ranks.rank > 0:
             return FollowersBatches(handout)
         desk = cast("LeaderLink", self._link).lease(ranges.catalogue)
-        return LeadersBatches(RangeBatches(ranges, desk, batch_size=batch_size * self._num_readers), handout)
+        size = batch_size * self._num_readers
+        return LeadersBatches(RangeBatches(ranges, desk, batch_size=size, seed=self._own_seed), handout)
 
     @property
     def _num_readers(self) -> int:

@@ -5,7 +5,7 @@
    range is one number.
 2. Only rank 0 knows of leases. It cuts some batches ahead of need; what is taken from the learner meanwhile, all ranks
    still train with, and it counts as repeated.
-3. Ahead of need nothing is waited for, and nothing is read again for want of a lease.
+3. Ahead of need nothing is waited for, and nothing is read without a lease.
 
 Source: our choice. Every rank could read ranges for itself; but what is packed as it comes, each would have to read all
 of.

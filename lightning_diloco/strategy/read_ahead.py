@@ -30,13 +30,13 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
         self.num_requested = 0
 
-    def request(self, lease: Lease, *, is_again: bool = False) -> None:
+    def request(self, lease: Lease, *, is_leased: bool = True) -> None:
         """Have this read."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="diloco-reader", daemon=True)
             self._thread.start()
         self.num_requested += 1
-        self._wanted.put((lease, is_again))
+        self._wanted.put((lease, is_leased))
 
     @property
     def is_there(self) -> bool:
@@ -57,8 +57,8 @@ class ReadAhead:
 
     def _run(self) -> None:
         while (wanted := self._wanted.get()) is not None:
-            lease, is_again = wanted
+            lease, is_leased = wanted
             try:
-                self._found.put((lease, *self._read(lease), is_again))
+                self._found.put((lease, *self._read(lease), is_leased))
             except BaseException as error:
                 self._found.put(error)

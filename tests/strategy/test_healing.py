@@ -169,11 +169,12 @@ def test_the_position_that_a_loader_keeps_is_its_learners_own(scenario, process,
     assert back.trainer.train_dataloader.given == given
 
 
-@pytest.mark.parametrize(("parts", "slot", "where"), [(2, 2, "reads part 0, as another"), (None, 1, "not split")])
+@pytest.mark.parametrize("place", [(2, 2, "reads part 0, as another"), (None, 1, "not split")])
 @pytest.mark.filterwarnings("ignore:The training data:UserWarning", "ignore:.*all of them are given:UserWarning")
-def test_a_newcomer_reads_other_batches_than_the_peer_it_goes_on_from(scenario, process, parts, slot, where, recwarn):
+def test_a_newcomer_reads_other_batches_than_the_peer_it_goes_on_from(scenario, process, place, recwarn):
+    parts, slot, said = place
     scenario.data_part = parts and (0, parts)
-    peer, _ = process("peer", every=8, dies_at=9)
+    process("peer", every=8, dies_at=9)
     undisturbed, _ = process("peer", every=0)
     scenario.is_late, scenario.slot = True, slot
     new, watch = process("new")
@@ -182,7 +183,7 @@ def test_a_newcomer_reads_other_batches_than_the_peer_it_goes_on_from(scenario, 
     theirs, its = undisturbed.seen[len(new.seen) :], new.seen
     batches = [(theirs[k : k + 4], its[k : k + 4]) for k in range(0, len(its), 4)]
     assert not any(sorted(a) == sorted(b) for a, b in batches)
-    assert any(where in str(warning.message) for warning in recwarn)
+    assert any(said in str(warning.message) for warning in recwarn)
 
 
 def test_own_checkpoint_is_preferred_to_a_newer_one_of_a_peer(process):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 
@@ -19,6 +20,7 @@ from lightning_diloco.runtime.leased import LeaseDesk
 from lightning_diloco.strategy import ranges as ranges_module
 from lightning_diloco.strategy.own_order import OwnOrder
 from lightning_diloco.strategy.ranges import RangeBatches, RangeLoader, SizedRangeLoader
+from lightning_diloco.strategy.unleased import Unleased
 
 RANGE_SIZE = 4
 
@@ -102,20 +104,41 @@ def test_the_end_of_a_source_is_told_at_once_and_ranges_beyond_it_are_empty(made
     assert next(iter([lease for lease in [desk.take()] if lease]), None) is None
 
 
-def test_without_leases_recent_ranges_are_read_again_and_that_is_counted(
+def test_without_leases_a_learner_reads_on_where_it_has_not_read_and_that_is_counted(
     made: list[RangeLoader], caplog: pytest.LogCaptureFixture
 ) -> None:
     desk = Desk(*leases(0, 1))
-    loader = loader_of(made, Numbers(12), desk, batch_size=4)
+    loader = loader_of(made, Numbers(20), desk, batch_size=4)
     batches, seen = iter(loader), []
     for _ in range(4):
         seen.append(next(batches))
         loader.trained(4)
-    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3], [4, 5, 6, 7]]
-    assert "recent data are read again" in caplog.text
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert "reads on in data of this epoch that it has not read" in caplog.text
     assert [piece.number for piece in desk.collect()] == [1, 2, None, None]
     desk.grant(*leases(2, first=3))
-    assert [8, 9, 10, 11] in list(islice(loader, 2))
+    assert [8, 9, 10, 11] in list(islice(loader, 2)), "leased now, it is trained on for the run's books"
+
+
+@pytest.mark.parametrize("num_ranges", [None, 6], ids=["a stream", "a data set"])
+def test_a_long_outage_goes_through_the_data_epoch_by_epoch(made: list[RangeLoader], num_ranges: int | None) -> None:
+    numbers, desk = Numbers(24, 24), Desk(*leases(0, 1))
+    numbers.catalogue = Catalogue("numbers", 2, num_ranges)
+    loader = loader_of(made, numbers, desk, batch_size=4)
+    seen: Counter[int] = Counter()
+    for _, batch in zip(range(3 * 12), loader, strict=False):
+        loader.trained(4)
+        seen.update(batch)
+        assert max(seen.values()) - min(seen[n] for n in [*range(24), *range(100, 124)]) <= 1
+    assert set(seen.values()) == {3}
+
+
+def test_learners_that_are_cut_off_together_read_different_data() -> None:
+    catalogue = Catalogue("numbers", 2, 500)
+    orders = [Unleased(catalogue, seed) for seed in range(3)]
+    chosen = [{(it.source, it.index) for it in (order.next() for _ in range(50))} for order in orders]
+    assert len(set.union(*chosen)) > 120
+    assert [len(each) for each in chosen] == [50] * 3
 
 
 def test_the_first_range_is_waited_for_but_not_forever(
@@ -152,7 +175,7 @@ def test_leases_that_do_not_come_hold_up_no_more_than_the_start(
     monkeypatch.setattr(ranges_module, "START_S", 0.01)
     desk = Desk(*leases(0))
     loader = loader_of(made, Numbers(12), desk, batch_size=6)
-    assert next(iter(loader)) == [0, 1, 2, 3, 0, 1]
+    assert next(iter(loader)) == [0, 1, 2, 3, 4, 5]
     loader.trained(6)
     assert [(piece.number, piece.samples) for piece in desk.collect()] == [(1, 4), (None, 2)]
 
