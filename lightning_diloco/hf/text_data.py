@@ -2,7 +2,8 @@
 
 1. The constructor checks options and stores; files are looked at in `prepare_data`, before any work.
 2. In a run of several learners the training text is leased: the run's lease table says which ranges this one reads, so
-   that learners may come and go. Where a learner has several ranks, the first reads for all of them. `leases=False`,
+   that learners may come and go. In an outage it reads on where it has not read (strategy/unleased.py). Where a learner
+   has several ranks, the first reads for all of them. `leases=False`,
    and any other strategy, gives an ordinary loader over everything, whose splitting is the strategy's task.
 3. With `streaming=True` only the head of the text is prepared, for the tokenizer and for validation. The rest is read
    as it comes; where that is not leased, checkpoints hold its position.

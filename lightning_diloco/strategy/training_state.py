@@ -97,7 +97,10 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
 
 def begin(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     """Where the first batch begins: loggers count on from the same step, random numbers go on."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = state["batches_that_stepped"]
+    loop = trainer.fit_loop.epoch_loop
+    loop._batches_that_stepped = state["batches_that_stepped"]
+    total = loop.batch_progress.total
+    total.ready = total.completed + 1  # this batch, which had begun when the state was taken, is not counted twice
     if is_own:
         _set_rng_states(state["random"])
 

@@ -33,7 +33,7 @@ class Watch(Callback):
         self.moments: dict[int, list[torch.Tensor]] = {}
         self.rates: list[float] = []
         self.noise: list[tuple[float, float]] = []
-        self.num_validations = 0
+        self.validated_at: list[int] = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         state = trainer.optimizers[0].state_dict()["state"]
@@ -47,7 +47,7 @@ class Watch(Callback):
         trainer.strategy._healing.wait(10.0)  # a step takes a millisecond, and none is taken while one is written
 
     def on_validation_end(self, trainer, pl_module):
-        self.num_validations += not trainer.sanity_checking
+        self.validated_at += [] if trainer.sanity_checking else [trainer.global_step]
 
     @property
     def begins_at(self) -> int:
@@ -131,7 +131,7 @@ def test_validation_goes_on_as_planned(process):
     options = {"limit_val_batches": 1, "val_check_interval": 4, "check_val_every_n_epoch": None}
     process(every=4, dies_at=5, **options)
     _, back = process(**options)
-    assert (back.begins_at, back.num_validations) == (4, 3)
+    assert (back.begins_at, back.validated_at) == (4, [8, 12, 16])
 
 
 def test_a_peers_checkpoint_is_used_where_there_is_no_own(scenario, process, caplog):
