@@ -160,15 +160,15 @@ class Roster:
             learner: learner id.
             parts: of the data; 1 where it is not split.
         """
-        owners = {m.slot: m for m in self.members.values()}  # the newest of each
-        held = {slot for slot, m in owners.items() if m.learner != learner and self._is_here(m)}
+        ever_held = {m.slot for m in self.members.values()}
+        held = {m.slot for m in self.members.values() if m.learner != learner and self._is_here(m)}
         own = next((m.slot for m in reversed(self.members.values()) if m.learner == learner), None)
         if own is not None and own not in held:
             return own
         digits = learner[len(learner.rstrip("0123456789")) :]
         wanted = [int(digits)] if digits and len(digits) <= 6 else []
         of_parts: list[int] = [slot for slot in (*wanted, *range(parts)) if slot < parts]
-        never_held = next((slot for slot in of_parts if slot not in owners), None)
+        never_held = next((slot for slot in of_parts if slot not in ever_held), None)
         if never_held is not None:
             return never_held
         return next(slot for slot in itertools.count() if slot not in held)
