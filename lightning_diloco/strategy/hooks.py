@@ -4,7 +4,8 @@
    model is on its device and optimizers exist, and neither the sanity validation nor a training loader has run.
    validate, test, predict and fast_dev_run start none; nor do the trial fits of a tuner, which call the fit loop.
 2. An inner step ends after `optimizer_step`, once per real step. With manual optimization it ends after a
-   `training_step` in which any optimizer stepped: before, gradients may still be computed with the parameters.
+   `training_step` in which any optimizer stepped: before, gradients may still be computed with the parameters. Steps
+   that do not pass through Lightning count, too (raw_steps.py).
 3. We change parameters only at the end of an inner step, around validation, and at the end of training.
 4. What is snapshotted at the end of an inner step may be copied while the next forward and backward compute. It is
    settled when these are done, before gradients are clipped and any optimizer changes parameters; also before
@@ -18,8 +19,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ from lightning_diloco.strategy.model import aliases, describe, trainable_paramet
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
+from lightning_diloco.strategy.raw_steps import RawSteps
 from lightning_diloco.strategy.schedules import hold_schedules, refresh_schedules
 from lightning_diloco.strategy.splitting import SplitsData, wants_link
 from lightning_diloco.strategy.stopping import Stopping
@@ -71,6 +73,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     _healing: Healing | None = None
     _preemption: Preemption | None = None
     _stopping: Stopping | None = None
+    _raw_steps: RawSteps | None = None
     _stepped = False
 
     @property
@@ -127,6 +130,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
                 log.warning("%s", over)
             raise SystemExit(0) from over
         self._heal()
+        self._raw_steps = RawSteps(self._params.values(), self._raw_step)
         self._stopping = Stopping(self._trainer, self._learner.max_fleet_tokens)
         self._stopping.heed(self._link)
         refresh_schedules(self._trainer)
@@ -194,9 +198,11 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
             self._healing.close()
         if self._preemption is not None:
             self._preemption.close()
+        if self._raw_steps is not None:
+            self._raw_steps.close()
         link, self._link, self._device, self._tuner_checkpoint = self._link, None, None, None
         self._close_leased()
-        self._healing = self._preemption = None
+        self._healing = self._preemption = self._raw_steps = None
         return link
 
     def _close(self) -> None:
@@ -254,6 +260,8 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Between two batches: the place for checkpoints."""
         super().on_train_batch_start(batch, batch_idx)
+        if self._raw_steps is not None:
+            self._raw_steps.batch_begins()
         if self._exchanging and self._healing is not None and (held_up_s := self._healing.batch_begins()):
             assert self._link is not None
             self._link.held_up(held_up_s)
@@ -272,8 +280,12 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         **kwargs: Any,
     ) -> Any:
         """The real step, then the outer loop's share of it."""
+        if self._raw_steps is not None:
+            self._raw_steps.is_known = True
         with self._healing.warm_up.slowed(optimizer) if self._healing else nullcontext():
             output = super().optimizer_step(optimizer, self._settling(closure), model, **kwargs)
+        if self._raw_steps is not None:
+            self._raw_steps.is_known = False
         self._stepped = True
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
@@ -292,6 +304,25 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
         return compute
 
+    @contextmanager
+    def _raw_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """A step that Lightning does not see. With automatic optimization, the first one of a batch ends it."""
+        assert self.lightning_module is not None
+        if not self._exchanging or not self._trainer.training:
+            yield
+            return
+        assert self._link is not None
+        assert self._healing is not None
+        ends = self.lightning_module.automatic_optimization and self._counter.has_counted
+        if ends:
+            self._begin_inner_step()
+        self._link.settle()
+        with self._healing.warm_up.slowed(optimizer):
+            yield
+        self._stepped = True
+        if ends:
+            self._end_inner_step()
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """With manual optimization, the end of an inner step if any optimizer stepped in it."""
         output = super().training_step(*args, **kwargs)
@@ -299,6 +330,9 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         if not self.lightning_module.automatic_optimization and self._stepped:
             self._end_inner_step()
         return output
+
+    def _begin_inner_step(self) -> None:
+        """Its last batch is known; other ranks are told."""
 
     def _end_inner_step(self, output: Any = None) -> None:
         self._stepped = False

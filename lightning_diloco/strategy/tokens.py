@@ -48,6 +48,11 @@ class TokenCounter:
         self._tokens += tokens
         return tokens
 
+    @property
+    def has_counted(self) -> bool:
+        """Whether anything was counted since `take`."""
+        return self._tokens > 0
+
     def take(self) -> tuple[int, TokenUnit]:
         """What was counted since the last call, and its unit.
 
