@@ -136,7 +136,8 @@ def load_anchor(module: L.LightningModule, manifest: Json, store: AnchorStore) -
     Raises:
         PlanMismatchError: the module is not the run's model, or its frozen values differ.
     """
-    mine = describe(module, None)
+    params = trainable_parameters(module, manifest["shapes"])
+    mine = describe(module, None, params=params)
     check_model(mine, manifest)
     frozen = manifest["frozen"]
     odd = sorted(name for name in frozen if mine.frozen_digest.get(name) != frozen[name])
@@ -145,7 +146,6 @@ def load_anchor(module: L.LightningModule, manifest: Json, store: AnchorStore) -
             f"{len(odd)} frozen values are not those of the run, such as {odd[0]}: they must be equal; export "
             "with the configuration, and the pretrained weights, that the run was started with"
         )
-    params = trainable_parameters(module)
     plan, config = plan_of(manifest)
     values = named_values(plan, config.block_size, params, lambda p: store.anchor(p).published)
     with torch.no_grad():

@@ -65,7 +65,8 @@ class FSDPDiLoCo(ShardedHooks, FSDPStrategy):
 
     def _describe(self) -> ModelDescription:
         assert self.lightning_module is not None
-        return describe(self.lightning_module, self._counter.unit, shape=self._shape, whole=self._whole)
+        options = {"params": self._params, "shape": self._shape, "whole": self._whole}
+        return describe(self.lightning_module, self._counter.unit, **options)
 
     def _drop_gathered(self) -> None:
         for module, handle in self._wrappers():

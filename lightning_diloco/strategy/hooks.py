@@ -43,7 +43,7 @@ from lightning_diloco.strategy.data import fork_random_state
 from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.identity import learner_id
 from lightning_diloco.strategy.losses import train_loss, val_loss, validate_final
-from lightning_diloco.strategy.model import aliases, describe, trainable_parameters
+from lightning_diloco.strategy.model import aliases, describe, named_parameters, trainable_parameters
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
@@ -52,6 +52,7 @@ from lightning_diloco.strategy.schedules import hold_schedules, refresh_schedule
 from lightning_diloco.strategy.splitting import SplitsData, wants_link
 from lightning_diloco.strategy.stopping import Stopping
 from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn
+from lightning_diloco.strategy.unfreezing import check_frozen, may_be_unfrozen
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -118,7 +119,9 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     def _join(self) -> None:
         self._preemption = Preemption(self._learner.preemption_s)
         assert self.lightning_module is not None
-        self._params = trainable_parameters(self.lightning_module)
+        self._params = trainable_parameters(self.lightning_module, may_be_unfrozen(self._trainer))
+        every = named_parameters(self.lightning_module)
+        self._frozen = {name: p for name, p in every.items() if name not in self._params}
         self._aliases = aliases(self.lightning_module)
         self._counter = TokenCounter(self._token_count_fn)
         self._stepped, self._tuner_checkpoint = False, None
@@ -154,7 +157,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
     def _describe(self) -> ModelDescription:
         assert self.lightning_module is not None
-        return describe(self.lightning_module, self._counter.unit)
+        return describe(self.lightning_module, self._counter.unit, params=self._params)
 
     def _make_healing(self, owner: Owner, url: str | None) -> Healing:
         store = None if url is None else CheckpointStore(url)
@@ -340,6 +343,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
             return
         assert self._link is not None
         assert self._healing is not None
+        check_frozen(self._trainer, self._frozen)
         self._healing.step_done()
         hold_schedules(self._trainer)
         connector = self._trainer._logger_connector

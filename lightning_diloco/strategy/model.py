@@ -2,13 +2,14 @@
 
 1. Names come from `named_parameters()` of the plain LightningModule, without what wrappers of its layers add to them:
    wrappers do not show, tied weights appear once.
-2. Only trainable parameters are exchanged. What is frozen must be equal everywhere, and is compared by digest.
+2. What is exchanged are trainable parameters, and those that may become trainable (unfreezing.py). What else is frozen
+   must be equal everywhere, and is compared by digest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,22 @@ from lightning_diloco.runtime.model import ModelDescription, TokenUnit
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
-def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by name, tied ones once."""
+    return {_plain(name): p for name, p in module.named_parameters()}
+
+
+def trainable_parameters(module: nn.Module, also: Collection[str] = ()) -> dict[str, nn.Parameter]:
     """The parameters that learners exchange, by name.
+
+    Args:
+        module: of a learner.
+        also: names of frozen ones that are exchanged, too.
 
     Raises:
         ConfigError: there are none, or some are not floating point; all are named.
     """
-    found = {_plain(name): p for name, p in module.named_parameters() if p.requires_grad}
+    found = {name: p for name, p in named_parameters(module).items() if p.requires_grad or name in also}
     if not found:
         raise ConfigError(
             f"{type(module).__name__} has no trainable parameter: at least one is needed; "
@@ -46,6 +56,7 @@ def describe(
     module: nn.Module,
     token_unit: TokenUnit | None,
     *,
+    params: dict[str, nn.Parameter] | None = None,
     shape: Callable[[Tensor], tuple[int, ...]] = lambda tensor: tuple(tensor.shape),
     whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> ModelDescription:
@@ -54,14 +65,15 @@ def describe(
     Args:
         module: the LightningModule, in its final precision.
         token_unit: what steps count, if that is known before the first batch.
+        params: what is exchanged; None: `trainable_parameters`.
         shape: of a parameter, where the tensor is a part of it.
         whole: a frozen parameter or buffer, where the tensor is a part of it; called by all ranks in the same order.
     """
-    params = trainable_parameters(module)
+    params = trainable_parameters(module) if params is None else params
     return ModelDescription(
         shapes={name: shape(p) for name, p in params.items()},
         mean_names=embedding_names(module, params),
-        frozen_digest={name: _digest(whole(tensor)) for name, tensor in _frozen(module)},
+        frozen_digest={name: _digest(whole(tensor)) for name, tensor in _frozen(module, params)},
         token_unit=token_unit,
     )
 
@@ -98,8 +110,8 @@ def aliases(module: nn.Module) -> dict[str, str]:
     return {_plain(name): first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
-def _frozen(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((_plain(name), p) for name, p in module.named_parameters() if not p.requires_grad)
+def _frozen(module: nn.Module, params: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, p) for name, p in named_parameters(module).items() if name not in params)
     for path, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set:

@@ -284,7 +284,7 @@ def test_two_fits_use_two_links(scenario, model, trainer_for):
 
 
 def test_model_without_trainable_parameters_is_refused(scenario, model, trainer_for):
-    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+    model.configure_optimizers = lambda: torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="no trainable parameter"):
         trainer_for().fit(model)
