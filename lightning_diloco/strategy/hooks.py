@@ -12,7 +12,8 @@
    validation. Who changes parameters elsewhere (clamping at a batch's start or end, `max_norm` of an embedding, an
    optimizer that steps within the backward) may have some values sent as they were before, and some as they became.
    Both are right: what is sent counts, and the rest stays progress, for the next time.
-5. What is in Lightning's checkpoints is decided in checkpoints.py, which data this learner reads in splitting.py and
+5. Validation and the end of training begin before any callback's hook (outermost.py), validation ends after all.
+6. What is in Lightning's checkpoints is decided in checkpoints.py, which data this learner reads in splitting.py and
    leasing.py.
 """
 
@@ -44,6 +45,7 @@ from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.identity import learner_id
 from lightning_diloco.strategy.losses import train_loss, val_loss, validate_final
 from lightning_diloco.strategy.model import aliases, describe, named_parameters, trainable_parameters
+from lightning_diloco.strategy.outermost import Outermost
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
@@ -75,6 +77,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     _preemption: Preemption | None = None
     _stopping: Stopping | None = None
     _raw_steps: RawSteps | None = None
+    _outermost: Outermost | None = None
     _stepped = False
 
     @property
@@ -133,6 +136,8 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
                 log.warning("%s", over)
             raise SystemExit(0) from over
         self._heal()
+        self._outermost = Outermost(self._validation_starts, self._training_ends)
+        self._outermost.install(self._trainer)
         self._raw_steps = RawSteps(self._params.values(), self._raw_step)
         self._stopping = Stopping(self._trainer, self._learner.max_fleet_tokens)
         self._stopping.heed(self._link)
@@ -172,9 +177,8 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
         return self._device
 
-    def on_train_end(self) -> None:
+    def _training_ends(self) -> None:
         """Send the last contributions, wait for them, and leave the anchor in the module; the last one validates it."""
-        super().on_train_end()
         if self._exchanging:
             self._leave(validates=True)
 
@@ -203,9 +207,11 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
             self._preemption.close()
         if self._raw_steps is not None:
             self._raw_steps.close()
+        if self._outermost is not None:
+            self._outermost.remove(self._trainer)
         link, self._link, self._device, self._tuner_checkpoint = self._link, None, None, None
         self._close_leased()
-        self._healing = self._preemption = self._raw_steps = None
+        self._healing = self._preemption = self._raw_steps = self._outermost = None
         return link
 
     def _close(self) -> None:
@@ -359,9 +365,8 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
     # --- validation ----------------------------------------------------------------------------------------------
 
-    def on_validation_start(self) -> None:
+    def _validation_starts(self) -> None:
         """Validate the anchor. The sanity check has nothing to swap: parameters and anchor are still the same."""
-        super().on_validation_start()
         if self._exchanging and not self._trainer.sanity_checking:
             self._set_evaluating(True)
             assert self._stopping is not None

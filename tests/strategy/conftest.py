@@ -86,6 +86,7 @@ class RecordingLink:
         self.boundary: list[torch.Tensor] = []  # parameters where the last step ended
         self.unchanged: list[bool] = []  # by step: whether they were still the same when it settled first
         self.num_settled = 0
+        self.drained: list[torch.Tensor] = []  # parameters when the last contributions were made
         self.steps: list[tuple[int, str]] = []
         self.losses: list[float] = []
         self.eval_losses: list[float] = []
@@ -164,6 +165,7 @@ class RecordingLink:
 
     def finish(self, reason: str = "finished", within_s: float | None = None) -> bool:
         self.events.append("finish" if reason == "finished" else reason)
+        self.drained = self._parameters()
         for p in range(self.plan.num_fragments):
             full = Update(full=self.device.anchor(p) + 1, chain=(), sent=None)
             self.device.land(p, self.device.stage(p, full))

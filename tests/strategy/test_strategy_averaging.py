@@ -1,0 +1,114 @@
+"""Callbacks that put averaged weights in the module: they stay there after training, and the run never sees them."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from torch import nn
+
+from tests.strategy.conftest import TinyModel
+
+EPOCHS = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 2, "limit_val_batches": 1}
+
+
+class WithBatchNorm(TinyModel):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def loss(self, batch):
+        return super().loss(batch) + self.norm(self.embedding(batch["input_ids"]).flatten(0, 1)).square().mean()
+
+
+class Keep(Callback):
+    """The parameters where the last batch ended."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.strategy.membership:  # it is still trained
+            self.local = trainer.strategy._local_parameters()
+
+
+def drained(scenario):
+    """What the last contributions were made of, by name."""
+    link, found = scenario.link, {}
+    for p, values in enumerate(link.drained):
+        for entry in link.plan.layout(p, link.config.block_size).entries:
+            found.setdefault(entry.slice.name, []).append((entry.slice, entry.of(values)))
+    return {name: torch.cat([v for _, v in sorted(each, key=lambda e: e[0])]) for name, each in found.items()}
+
+
+def check(scenario, keep):
+    assert drained(scenario).keys() == keep.local.keys()
+    for name, values in drained(scenario).items():
+        assert torch.equal(values, keep.local[name].flatten()), name
+
+
+@pytest.mark.parametrize("kind", [WeightAveraging, EMAWeightAveraging])
+def test_average_stays_in_the_module_and_is_not_sent(scenario, model, trainer_for, kind):
+    average, keep = kind(), Keep()
+    trainer_for(callbacks=[average, keep], **EPOCHS).fit(model)
+    check(scenario, keep)
+    averaged = average._average_model.module
+    assert torch.equal(model.body.weight, averaged.body.weight)
+    assert not torch.equal(model.body.weight, keep.local["body.weight"])
+    assert scenario.link.events[-2:] == ["finish", "close"]
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+@pytest.mark.parametrize("kind", [TinyModel, WithBatchNorm])
+def test_stochastic_average_stays_in_the_module_and_is_not_sent(scenario, trainer_for, kind):
+    average, keep, module = StochasticWeightAveraging(0.05, swa_epoch_start=1), Keep(), kind()
+    trainer_for(callbacks=[average, keep], **EPOCHS).fit(module)
+    check(scenario, keep)
+    assert torch.equal(module.body.weight, average._average_model.body.weight)
+    assert not torch.equal(module.body.weight, keep.local["body.weight"])
+    assert len(scenario.link.steps) == 6
+
+
+class OfOnesOwn(Callback):
+    """An EMA as people write it."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.average = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        for name, p in pl_module.named_parameters():
+            self.average[name].lerp_(p.detach(), 0.5)
+
+    def on_validation_start(self, trainer, pl_module):
+        self.stored = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        self.put(pl_module, self.average)
+
+    def on_validation_end(self, trainer, pl_module):
+        self.put(pl_module, self.stored)
+
+    def on_train_end(self, trainer, pl_module):
+        self.put(pl_module, self.average)
+
+    def put(self, pl_module, values):
+        for name, p in pl_module.named_parameters():
+            p.data.copy_(values[name])
+
+
+def test_average_of_ones_own_is_validated_and_training_goes_on_without_it(scenario, model, trainer_for):
+    class Unchanged(Keep):
+        num_seen = 0
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if hasattr(self, "local"):
+                self.num_seen += 1
+                assert torch.equal(pl_module.body.weight, self.local["body.weight"])
+
+    average, keep = OfOnesOwn(), Unchanged()
+    trainer_for(callbacks=[average, keep], num_sanity_val_steps=0, **EPOCHS).fit(model)
+    assert keep.num_seen == 5
+    check(scenario, keep)
+    assert torch.equal(model.validated[-1], average.average["body.weight"])
+    assert torch.equal(model.body.weight, average.average["body.weight"])
+
+
+def test_callbacks_of_the_trainer_are_its_own_again(scenario, model, trainer_for):
+    keep = Keep()
+    trainer = trainer_for(callbacks=[keep], max_steps=1)
+    before = list(trainer.callbacks)
+    trainer.fit(model)
+    assert trainer.callbacks == before
