@@ -11,6 +11,8 @@
 3. Where one addition made A_new, A_old + update, a float32 parameter takes the same one: param + (update + sent). It
    keeps rule 2, rounds no more than carry, and moves a quarter less memory: a landing costs nothing else.
 
+4. A float64 parameter is landed in float64: it keeps all that the float32 of anchors and contributions does not hold.
+
 Source: carry as in LOSCAR-SGD (arXiv 2605.20866); overwrite: arXiv 2604.21428; blend: arXiv 2501.18512.
 """
 
@@ -23,6 +25,9 @@ from torch import Tensor
 
 # Three float32 chunks of this size stay in a CPU's cache between the two passes; smaller ones pay more per call.
 LANDING_CHUNK_NUMEL = 1 << 17
+
+# Parameters that store a float32 as it is; others go through float32.
+WIDE_DTYPES = (torch.float32, torch.float64)
 
 
 def carry(param: Tensor, anchor_old: Tensor, anchor_new: Tensor, sent: Tensor | None = None) -> Tensor:
@@ -37,8 +42,8 @@ def carry(param: Tensor, anchor_old: Tensor, anchor_new: Tensor, sent: Tensor | 
     Returns:
         New values, dtype of param.
     """
-    base = landing_base(anchor_new, param.dtype, sent)
-    return (base + (param.float() - anchor_old.to(param.dtype).float())).to(param.dtype)
+    base, wide = landing_base(anchor_new, param.dtype, sent), torch.promote_types(param.dtype, torch.float32)
+    return (base + (param.to(wide) - anchor_old.to(param.dtype).to(wide))).to(param.dtype)
 
 
 def overwrite(param: Tensor, anchor_new: Tensor) -> Tensor:
@@ -55,7 +60,8 @@ def blend(param: Tensor, anchor_new: Tensor, *, alpha: float) -> Tensor:
         alpha: weight of the local value, 0..1.
     """
     stored = anchor_new.to(param.dtype).float()
-    return (alpha * param.float() + (1 - alpha) * stored).to(param.dtype)
+    wide = torch.promote_types(param.dtype, torch.float32)
+    return (alpha * param.to(wide) + (1 - alpha) * stored).to(param.dtype)
 
 
 def landing_base(anchor_new: Tensor, dtype: torch.dtype, sent: Tensor | None = None) -> Tensor:
@@ -75,7 +81,7 @@ def landing_base(anchor_new: Tensor, dtype: torch.dtype, sent: Tensor | None = N
 def land_carry_(param_view: Tensor, base: Tensor, old: Tensor) -> None:
     """param <- cast(base + (param - old)), in place.
 
-    A float32 parameter is its own scratch: two passes, with two calls, as a small piece costs more to call for than
+    A float32 (or float64) parameter is its own scratch: two passes, with two calls, as a small piece costs more to call for than
     to read again. Others go through float32 in pieces that stay in the cache.
 
     Args:
@@ -85,7 +91,7 @@ def land_carry_(param_view: Tensor, base: Tensor, old: Tensor) -> None:
     """
     with torch.no_grad():
         flat_param, flat_base, flat_old = param_view.detach().view(-1), base.reshape(-1), old.reshape(-1)
-        if param_view.dtype == torch.float32:
+        if param_view.dtype in WIDE_DTYPES:
             flat_param.sub_(flat_old).add_(flat_base)
             return
         for part, scratch in landing_pieces(flat_param):
@@ -99,24 +105,25 @@ def land_added_(params: Sequence[Tensor], moves: Sequence[Tensor]) -> None:
     One call for all of them: between two calls a thread needs the interpreter's lock again, which others may hold.
 
     Args:
-        params: float32, parameters or some of their rows, of any memory format; of a rank, perhaps none at all.
+        params: float32 or float64, parameters or some of their rows, of any memory format; of a rank, perhaps none at all.
         moves: update + sent of each, of its shape, float32.
     """
-    assert all(param.dtype == torch.float32 for param in params), "cast(A_new) is no sum of what was cast"
+    assert all(param.dtype in WIDE_DTYPES for param in params), "cast(A_new) is no sum of what was cast"
     if params:  # which torch insists on
         with torch.no_grad():
             torch._foreach_add_(list(params), list(moves))
 
 
 def landing_pieces(param: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """What to land next of a flat parameter, and float32 room for as many values.
+    """What to land next of a flat parameter, and float32 (or float64) room for as many values.
 
     Pieces stay in a cache of the CPU. An accelerator has none to stay in, and each call costs the training thread more:
     it is one piece.
     """
     whole = LANDING_CHUNK_NUMEL if param.device.type == "cpu" else param.numel()
     step = max(1, min(whole, param.numel()))
-    scratch = torch.empty(step, dtype=torch.float32, device=param.device)
+    wide = torch.promote_types(param.dtype, torch.float32)
+    scratch = torch.empty(step, dtype=wide, device=param.device)
     for start in range(0, param.numel(), step):
         part = slice(start, min(start + step, param.numel()))
         yield part, scratch[: part.stop - start]

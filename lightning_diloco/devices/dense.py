@@ -11,6 +11,8 @@
 5. Slices are of `_aliases`, never of a parameter itself, as other threads copy them during a forward. To index a
    parameter is to take autograd's lock of it while holding the interpreter's; a forward takes the two in the other
    order (torch 2.13): both threads would wait for ever.
+6. Who keeps copies of a parameter (some optimizers do) would undo whatever moves the parameter alone: copies take the
+   same movement.
 
 Shapes: _P flat padded fragment.
 """
@@ -18,15 +20,15 @@ Shapes: _P flat padded fragment.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.core.align import land_added_, land_carry_, landing_pieces
+from lightning_diloco.core.align import WIDE_DTYPES, land_added_, land_carry_, landing_pieces
 from lightning_diloco.core.blocks import all_finite, chunk_numel
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan, gather, scatter
@@ -58,8 +60,8 @@ class Staged:
 
     Args:
         anchor: buffer of the new anchor.
-        move: buffer of what `land` adds to the parameters, and that is all. None: `base` and `old` say what it does.
-        base: buffer of what `land` adds to progress; may be `anchor`.
+        move: buffer of what `land` adds to the parameters; None: nothing.
+        base: buffer of what `land` adds to progress, before that; may be `anchor`. None: `move` is all.
         old: buffer of the value stored at the last landing; may be the present anchor. None: not needed.
     """
 
@@ -78,16 +80,21 @@ class DenseFragments:
             for when it is used: an inner strategy may have put other memory in its place.
         config: of the run.
         learner: of this learner; `align`, `blend_alpha` and `error_feedback` count here.
+
+    Attributes:
+        copies_of: tensors that must move as a parameter does, by its name; each of its shape. Training thread.
     """
 
     def __init__(
         self, plan: FragmentPlan, params: Mapping[str, Tensor], config: RunConfig, learner: LearnerConfig
     ) -> None:
+        self.copies_of: Callable[[str], Sequence[Tensor]] = lambda name: ()
         self._params, self._names = params, tuple(plan.shapes)
         self._config, self._learner = config, learner
         self._layouts = [plan.layout(p, config.block_size) for p in range(plan.num_fragments)]
         self._dtypes = [[self._params[e.slice.name].dtype for e in layout.entries] for layout in self._layouts]
-        self._casts = [any(dtype != torch.float32 for dtype in dtypes) for dtypes in self._dtypes]
+        self._casts = [any(dtype not in WIDE_DTYPES for dtype in dtypes) for dtypes in self._dtypes]
+        self._is_double = [all(dtype == torch.float64 for dtype in dtypes) for dtypes in self._dtypes]
         self._device = params[self._names[0]].device
         # All buffers are alike, so that any of them can take any fragment.
         self._buffer_numel = max(layout.padded_numel for layout in self._layouts)
@@ -96,6 +103,7 @@ class DenseFragments:
         self._residuals: dict[int, Tensor] = {}  # what encodings of merged contributions lost
         self._unmerged: dict[int, Tensor] = {}  # the residual if the outstanding contribution is merged
         self._hidden: dict[str, Tensor] | None = None  # local values while the anchor is shown
+        self._hidden_copies: list[tuple[Tensor, Tensor]] = []  # copies and their local values, likewise
 
     # --- training thread -----------------------------------------------------------------------------------------
 
@@ -103,16 +111,22 @@ class DenseFragments:
         """See `FragmentDevice.adopt`."""
         self.settle()
         self._flat(fragment, self._anchors[fragment]).copy_(values)
-        scatter(self._layouts[fragment], values, self._aliases(fragment))
+        views = self._views(fragment)
+        with self._copies_follow(views):
+            for entry, param in views:
+                value = entry.of(values).view(entry.shape).to(param.device)
+                # float64 keeps what a seed, or a local value, has beyond float32.
+                is_it = param.float() == value if param.dtype == torch.float64 else None
+                param.copy_(value if is_it is None else torch.where(is_it, param, value))
         self._residuals.pop(fragment, None)
         self._unmerged.pop(fragment, None)
         self._mark()
 
-    def local_values(self, fragment: int) -> Tensor:
-        """See `FragmentDevice.local_values`; not fooled by `show_anchor`."""
+    def local_values(self, fragment: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """See `FragmentDevice.local_values`, here of any dtype; not fooled by `show_anchor`."""
         layout = self._layouts[fragment]
         params = self._aliases(fragment) if self._hidden is None else self._hidden
-        return gather(layout, params, torch.empty(layout.padded_numel, dtype=torch.float32))
+        return gather(layout, params, torch.empty(layout.padded_numel, dtype=dtype))
 
     def snapshot(self, fragment: int) -> Snapshot:
         """See `FragmentDevice.snapshot`."""
@@ -126,13 +140,13 @@ class DenseFragments:
 
     def land(self, fragment: int, staged: Staged) -> None:
         """See `FragmentDevice.land`."""
-        params, entries = self._aliases(fragment), self._layouts[fragment].entries
-        views = [entry.slice.of(params[entry.slice.name]) for entry in entries]
-        if (move := staged.move) is not None:
-            land_added_(views, [entry.of(move).view(entry.shape) for entry in entries])
-        else:
-            for view, entry in zip(views, entries, strict=True):
-                self._align(view, entry, staged)
+        views = self._views(fragment)
+        with self._copies_follow(views):
+            if staged.base is not None:
+                for entry, view in views:
+                    self._align(view, entry, staged)
+            if (move := staged.move) is not None:
+                land_added_([view for _, view in views], [entry.of(move).view(entry.shape) for entry, _ in views])
         before, self._anchors[fragment] = self._anchors[fragment], staged.anchor
         self._mark()
         used = {id(buffer): buffer for buffer in (before, staged.move, staged.base, staged.old) if buffer is not None}
@@ -144,8 +158,10 @@ class DenseFragments:
         if self._hidden is None:
             self.settle()
             self._hidden = {name: self._params[name].detach().clone() for name in self._names}
+            self._hidden_copies = [(copy, copy.clone()) for name in self._names for copy in self.copies_of(name)]
             for p, layout in enumerate(self._layouts):
-                scatter(layout, self._flat(p, self._anchors[p]), self._params)
+                with self._copies_follow(self._views(p)):
+                    scatter(layout, self._flat(p, self._anchors[p]), self._params)
 
     def show_local(self) -> None:
         """See `FragmentDevice.show_local`."""
@@ -153,6 +169,9 @@ class DenseFragments:
         with torch.no_grad():
             for name, values in (hidden or {}).items():
                 self._params[name].copy_(values)
+            for copy, values in self._hidden_copies:
+                copy.copy_(values)
+        self._hidden_copies = []
 
     # --- link thread ---------------------------------------------------------------------------------------------
 
@@ -186,9 +205,12 @@ class DenseFragments:
             if self._is_one_addition(fragment, update):
                 staged = self._added(fragment, update)
             else:
-                anchor = self._new_anchor(fragment, update)
-                base, old = self._base_and_old(fragment, anchor, update.sent)
-                staged = Staged(anchor, base=base, old=old)
+                anchor, sent, move = self._new_anchor(fragment, update), update.sent, None
+                if sent is not None and self._is_double[fragment] and self._learner.align == "carry":
+                    sent, move = None, self._take()  # added by itself: its sum with an anchor is no float32
+                    self._add_decoded(self._from_host(update.sent), self._flat(fragment, move).zero_())
+                base, old = self._base_and_old(fragment, anchor, sent)
+                staged = Staged(anchor, move=move, base=base, old=old)
         if update.sent is not None and fragment in self._unmerged:
             self._replace(self._residuals, fragment, self._unmerged.pop(fragment))
         return staged
@@ -204,7 +226,8 @@ class DenseFragments:
 
     def _is_one_addition(self, fragment: int, update: Update) -> bool:
         once = update.full is None and len(update.chain) == 1
-        return once and self._learner.align == "carry" and not self._casts[fragment]
+        is_plain = not self._casts[fragment] and not self._is_double[fragment]
+        return once and self._learner.align == "carry" and is_plain
 
     def _added(self, fragment: int, update: Update) -> Staged:
         """See rule 3 of `core/align.py`."""
@@ -287,6 +310,22 @@ class DenseFragments:
         """The parameters of a fragment, as tensors that autograd knows nothing of; for other threads made ahead."""
         names = dict.fromkeys(entry.slice.name for entry in self._layouts[fragment].entries)
         return {name: self._params[name].detach() for name in names}
+
+    def _views(self, fragment: int) -> list[tuple[Entry, Tensor]]:
+        """The slices of a fragment, and where they lie in the parameters."""
+        params = self._aliases(fragment)
+        return [(entry, entry.slice.of(params[entry.slice.name])) for entry in self._layouts[fragment].entries]
+
+    @contextmanager
+    def _copies_follow(self, views: Sequence[tuple[Entry, Tensor]]) -> Iterator[None]:
+        """While inside, these parts of parameters move; their copies have moved as far when it exits."""
+        moved = [(e.slice.of(copy), view) for e, view in views for copy in self.copies_of(e.slice.name)]
+        with torch.no_grad():
+            for copy, view in moved:
+                copy.sub_(view)
+            yield
+            for copy, view in moved:
+                copy.add_(view)
 
     def _align(self, param: Tensor, entry: Entry, staged: Staged) -> None:
         """The one pass of a landing over a parameter or some of its rows, whatever their memory format."""

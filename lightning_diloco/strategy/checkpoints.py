@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.devices.dense import DenseFragments
 from lightning_diloco.strategy.model import named_values
 
 if TYPE_CHECKING:
@@ -89,7 +91,10 @@ class AnchorInCheckpoints(Strategy):
 
     def _local_parameters(self) -> dict[str, torch.Tensor]:
         assert self._device is not None
-        return self._named(self._device.local_values)
+        values: Callable[[int], torch.Tensor] = self._device.local_values
+        if isinstance(self._device, DenseFragments) and any(p.dtype == torch.float64 for p in self._params.values()):
+            values = partial(self._device.local_values, dtype=torch.float64)
+        return self._named(values)
 
     def _named(self, values: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
         assert self._link is not None

@@ -40,6 +40,7 @@ from lightning_diloco.errors import DiLoCoError, RunOverError
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.strategy.checkpoints import AnchorInCheckpoints
+from lightning_diloco.strategy.copies import ParameterCopies
 from lightning_diloco.strategy.data import fork_random_state
 from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.identity import learner_id
@@ -127,10 +128,12 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._frozen = {name: p for name, p in every.items() if name not in self._params}
         self._aliases = aliases(self.lightning_module)
         self._counter = TokenCounter(self._token_count_fn)
+        self._copies = ParameterCopies(self._params)
+        self._copies.look(self._trainer.optimizers)
         self._stepped, self._tuner_checkpoint = False, None
         self._link = self._make_link()
         try:
-            self._link.start(self._describe(), self._make_device)
+            self._link.start(self._describe(), self._make_device_with_copies)
         except RunOverError as over:  # who starts learners again need not start this one
             if self.is_global_zero:
                 log.warning("%s", over)
@@ -172,6 +175,11 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
 
         return Link(self._run_options, self._learner, self._root_dir)
+
+    def _make_device_with_copies(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
+        device = self._make_device(plan, config)
+        self._copies.attach(device)
+        return device
 
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice:
         self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
@@ -252,11 +260,13 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
     def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What a learner's own checkpoint holds of an optimizer."""
-        return self.optimizer_state(optimizer)
+        return self._copies.relative(optimizer, self.optimizer_state(optimizer))
 
     def give_optimizer_states(self, state: Mapping[str, Any]) -> None:
         """The inverse for all optimizers, which are in `state["optimizer_states"]`."""
         self.load_optimizer_state_dict(state)
+        for optimizer, held in zip(self.optimizers, state["optimizer_states"], strict=True):
+            self._copies.restore(optimizer, held)
 
     def teardown(self) -> None:
         """A fit that had nothing to train never ends its training; it leaves here."""
@@ -328,6 +338,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._link.settle()
         with self._healing.warm_up.slowed(optimizer):
             yield
+        self._copies.look([optimizer])
         self._stepped = True
         if ends:
             self._end_inner_step()
@@ -350,6 +361,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         assert self._link is not None
         assert self._healing is not None
         check_frozen(self._trainer, self._frozen)
+        self._copies.look(self._trainer.optimizers)
         self._healing.step_done()
         hold_schedules(self._trainer)
         connector = self._trainer._logger_connector

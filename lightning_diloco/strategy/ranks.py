@@ -131,12 +131,13 @@ class RanksHooks(DecoupledDiLoCoStrategy):
 
     def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """See `DiLoCoHooks.held_optimizer_state`: of this rank."""
-        return optimizer_state.held(optimizer)
+        return self._copies.relative(optimizer, optimizer_state.held(optimizer))
 
     def give_optimizer_states(self, state: Mapping[str, Any]) -> None:
         """See `DiLoCoHooks.give_optimizer_states`."""
         for optimizer, held in zip(self.optimizers, state["optimizer_states"], strict=True):
             optimizer_state.give(optimizer, held, self.root_device)
+            self._copies.restore(optimizer, held)
 
     def _part_boxes(self) -> dict[str, Any] | None:
         """What this rank holds of each parameter; None: all of it."""

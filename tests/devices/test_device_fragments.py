@@ -58,6 +58,66 @@ def test_learner_without_a_step_contributes_exactly_zero(dtype, align):
     Rig(dtype, align=align).contributes_zero(num_rounds=4)
 
 
+@pytest.mark.parametrize("align", ["carry", "blend"])
+def test_float64_keeps_its_precision_at_every_landing(align):
+    """What a float32 cannot hold is still there after many landings, as plain float64 arithmetic has it."""
+    rig = Rig(torch.float64, align=align)
+    for round_ in range(20):
+        p = round_ % rig.plan.num_fragments
+        rig.train()
+        payload = rig.contribute(p).payload
+        old, before = rig.stored(p), rig.device.local_values(p, torch.float64)
+        rig.receive(p, rig.published(p), sent=payload)
+        expected = rig.stored(p) + (before - old) + rig.decoded(p, payload).double()
+        if align == "blend":
+            expected = 0.5 * before + 0.5 * rig.stored(p)
+        moved = (rig.device.local_values(p, torch.float64) - expected).abs()
+        assert bool((moved <= 1e-15).all())
+        lost = rig.device.local_values(p, torch.float64) - rig.device.local_values(p).double()
+        assert lost.abs().max() > 0, "these are no float32 values"
+
+
+def test_float64_that_stores_what_it_adopts_keeps_the_rest():
+    rig = Rig(torch.float64)
+    with torch.no_grad():
+        for param in rig.params.values():
+            param.copy_(rig.random(param.shape).double() / 3)
+    before = {name: param.detach().clone() for name, param in rig.params.items()}
+    for p in rig.fragments:
+        rig.device.adopt(p, rig.device.local_values(p))
+    assert all(torch.equal(param, before[name]) for name, param in rig.params.items())
+    for p in rig.fragments:
+        rig.device.adopt(p, rig.device.local_values(p) * 2)
+        assert torch.equal(rig.local(p), rig.stored(p))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
+def test_copies_move_as_their_parameters_do(dtype, align):
+    rig = Rig(dtype, align=align)
+    rig.train()
+    copies = {name: param.detach().double() + 0.25 for name, param in rig.params.items()}
+    rig.device.copies_of = lambda name: [copies[name]]
+
+    def beside():
+        return all(
+            torch.allclose(copies[n] - p.detach(), torch.full_like(copies[n], 0.25)) for n, p in rig.params.items()
+        )
+
+    for p in rig.fragments:
+        sent = rig.contribute(p).payload
+        rig.receive(p, rig.published(p), sent=sent)
+        assert beside()
+        rig.device.adopt(p, rig.device.anchor(p) + 1)
+        assert beside()
+    rig.train()
+    before = {name: copy.clone() for name, copy in copies.items()}
+    rig.device.show_anchor()
+    assert not torch.equal(copies["matrix"], before["matrix"])
+    rig.device.show_local()
+    assert all(torch.equal(copies[name], before[name]) for name in copies)
+
+
 def test_contribution_is_the_stored_anchor_minus_the_parameters():
     rig = Rig()
     rig.train()

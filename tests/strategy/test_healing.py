@@ -17,6 +17,7 @@ from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.strategy import healing
 from tests.strategy.conftest import Sequences
+from tests.strategy.optimizers import ScheduleFree
 
 MAX_STEPS = 16
 
@@ -313,3 +314,21 @@ def test_the_first_learners_of_a_run_do_not_warm_up(process, model, caplog):
     caplog.set_level(logging.INFO)
     process(kind=type(model), every=0)
     assert "warms up" not in caplog.text
+
+
+def test_copies_that_an_optimizer_keeps_come_back_beside_the_runs_parameters(scenario, process, model):
+    class Free(type(model)):
+        def configure_optimizers(self):
+            return ScheduleFree([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    class Beside(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            z = trainer.optimizers[0].state[pl_module.body.weight].get("z")
+            self.found = getattr(self, "found", []) + [None if z is None else z - pl_module.body.weight.detach()]
+
+    first, second = Beside(), Beside()
+    process(dies_at=5, kind=Free, callbacks=[first, Watch(5)])
+    scenario.run_values = 0.25  # what the run came to meanwhile
+    process(kind=Free, callbacks=[second])
+    assert first.found[4].abs().max() > 1e-3
+    assert torch.allclose(second.found[0], first.found[4], atol=1e-6)
