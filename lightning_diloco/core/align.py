@@ -81,8 +81,8 @@ def landing_base(anchor_new: Tensor, dtype: torch.dtype, sent: Tensor | None = N
 def land_carry_(param_view: Tensor, base: Tensor, old: Tensor) -> None:
     """param <- cast(base + (param - old)), in place.
 
-    A float32 (or float64) parameter is its own scratch: two passes, with two calls, as a small piece costs more to call for than
-    to read again. Others go through float32 in pieces that stay in the cache.
+    A float32 (or float64) parameter is its own scratch: two passes, with two calls, as a small piece costs more to call
+    for than to read again. Others go through float32 in pieces that stay in the cache.
 
     Args:
         param_view: contiguous, any shape: a parameter or some of its rows.
@@ -105,7 +105,7 @@ def land_added_(params: Sequence[Tensor], moves: Sequence[Tensor]) -> None:
     One call for all of them: between two calls a thread needs the interpreter's lock again, which others may hold.
 
     Args:
-        params: float32 or float64, parameters or some of their rows, of any memory format; of a rank, perhaps none at all.
+        params: float32 or float64, parameters or some of their rows, of any memory format; of a rank, perhaps none.
         moves: update + sent of each, of its shape, float32.
     """
     assert all(param.dtype in WIDE_DTYPES for param in params), "cast(A_new) is no sum of what was cast"

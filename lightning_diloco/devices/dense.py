@@ -207,8 +207,9 @@ class DenseFragments:
             else:
                 anchor, sent, move = self._new_anchor(fragment, update), update.sent, None
                 if sent is not None and self._is_double[fragment] and self._learner.align == "carry":
-                    sent, move = None, self._take()  # added by itself: its sum with an anchor is no float32
-                    self._add_decoded(self._from_host(update.sent), self._flat(fragment, move).zero_())
+                    move = self._take()  # by itself: the sum of anchor and contribution is no float32
+                    self._add_decoded(self._from_host(sent), self._flat(fragment, move).zero_())
+                    sent = None
                 base, old = self._base_and_old(fragment, anchor, sent)
                 staged = Staged(anchor, move=move, base=base, old=old)
         if update.sent is not None and fragment in self._unmerged:

@@ -6,7 +6,7 @@
 2. What model it is the anchor of: a configuration of LightningCLI. Each learner of a recipe leaves one in its folder
    (config.yaml); any other can be named, for example the recipe itself.
 3. Shapes are compared with the run's manifest, and frozen values (a LoRA's base) with its digests: nothing is exported
-   that the run did not train. Buffers are as the model builds them.
+   that the run did not train. Buffers, and copies of trained parameters, are as the model builds them.
 4. Values take the dtype that the parameters had. Tied weights are stored as transformers stores them.
 5. An adapter (PEFT) is merged into its base, so that the folder opens by itself; alone it lies in `adapter/`.
 """
@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.durable import Durable
 from lightning_diloco.runtime.manifest import check_model, plan_of
 from lightning_diloco.strategy.model import describe, named_values, trainable_parameters
+from lightning_diloco.strategy.own_state import copies_of_trained
 from lightning_diloco.transport.base import Json
 
 CHECKPOINT = "lightning.ckpt"
@@ -140,7 +141,9 @@ def load_anchor(module: L.LightningModule, manifest: Json, store: AnchorStore) -
     mine = describe(module, None, params=params)
     check_model(mine, manifest)
     frozen = manifest["frozen"]
-    odd = sorted(name for name in frozen if mine.frozen_digest.get(name) != frozen[name])
+    mine = replace(mine, copies=copies_of_trained(module, params))
+    confirmed = mine.confirmed(frozen)
+    odd = sorted(name for name in frozen if confirmed.get(name) != frozen[name])
     if odd:
         raise PlanMismatchError(
             f"{len(odd)} frozen values are not those of the run, such as {odd[0]}: they must be equal; export "

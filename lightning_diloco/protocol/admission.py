@@ -60,7 +60,7 @@ def mismatch(confirm: msg.Confirm, manifest: Json) -> msg.Rejected | None:
     differing = sorted(n for n in frozen.keys() | confirm.frozen.keys() if frozen.get(n) != confirm.frozen.get(n))
     if differing:
         shown = ", ".join(differing[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
-        text = f"frozen parameters or buffers differ from the run's: {shown}; load the same base model everywhere"
+        text = f"frozen parameters differ from the run's: {shown}; load the same base model, or seed alike, everywhere"
         return msg.Rejected("plan", text)
     if None not in (confirm.token_unit, manifest["token_unit"]) and confirm.token_unit != manifest["token_unit"]:
         text = f"token unit {confirm.token_unit!r}, the run counts {manifest['token_unit']!r}; pass token_count_fn"

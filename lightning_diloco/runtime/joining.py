@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,7 @@ class Joined:
         welcome: incarnation, manifest and the versions that were adopted.
         active: open rounds.
         cursor: where its polls go on.
+        differing: frozen parameters that are not as the run's first learner built them.
     """
 
     welcome: messages.Welcome
@@ -72,6 +73,7 @@ class Joined:
     config: RunConfig
     device: FragmentDevice[Any, Any]
     cursor: int
+    differing: Collection[str] = ()
 
     @property
     def run_steps(self) -> int:
@@ -152,11 +154,12 @@ class Joining:
         plan, config = plan_of(welcome.manifest)
         device = seeded if seeded is not None and welcome.manifest == self._offered else self._make_device(plan, config)
         welcome = self._adopt(welcome, plan, config, device)
+        frozen = welcome.manifest["frozen"]
         confirm = messages.Confirm(
-            welcome.incarnation, plan.digest, dict(self._model.frozen_digest), self._model.token_unit
+            welcome.incarnation, plan.digest, self._model.confirmed(frozen), self._model.token_unit
         )
         active = self._ask(confirm, messages.Active)
-        return Joined(welcome, active, plan, config, device, self._cursor)
+        return Joined(welcome, active, plan, config, device, self._cursor, self._model.differing(frozen))
 
     def _seed(
         self, hello: messages.Hello, grant: messages.SeedGrant

@@ -121,6 +121,7 @@ class Link(SaysOfItself):
         self.data_seed = int(joined.welcome.manifest.get("data_seed", 0))
         self.run_steps = joined.run_steps
         self.is_late = self.run_steps > 0
+        self.differing = joined.differing
         unit = joined.welcome.manifest["token_unit"]
         self._unit = None if unit is None else str(unit)
         self._state = joined.machine(self.learner_id, self._learner, has_ranks=self._has_ranks)

@@ -84,10 +84,15 @@ class AnchorInCheckpoints(Strategy):
 
         A learner that seeds a run then seeds it with them; one that joins a run adopts the run's anchor instead.
         """
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._note_built()
         super().load_model_state_dict(checkpoint, strict=strict)
         if self._trainer.state.fn == TrainerFn.FITTING and CHECKPOINT_KEY in checkpoint:
             assert self.lightning_module is not None
             self.lightning_module.load_state_dict(checkpoint[CHECKPOINT_KEY]["local"], strict=False)
+
+    def _note_built(self) -> None:
+        """The module is as the user's script has built it; a checkpoint comes."""
 
     def _local_parameters(self) -> dict[str, torch.Tensor]:
         assert self._device is not None

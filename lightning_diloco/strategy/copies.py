@@ -1,12 +1,12 @@
 """Optimizers that keep copies of parameters: schedule-free ones, Lookahead, float32 masters of bf16 parameters.
 
-What such an optimizer computes next begins with its copy. If only the parameter moved when an anchor lands, the next step
-would move it back. So copies take the same movement (`DenseFragments.copies_of`).
+What such an optimizer computes next begins with its copy. If only the parameter moved when an anchor lands, the next
+step would move it back. So copies take the same movement (`DenseFragments.copies_of`).
 
 1. A copy is a tensor of an optimizer's state, of its parameter's shape, that points where the parameter does: moments
    and sums of squares do not. All parameters of an optimizer are looked at together, a sample of each, and a kind of
    state is judged by its key in the first steps it is there. A parameter that is zero says nothing.
-2. In a learner's own checkpoints a copy is what it is beside its parameter: the parameter is the run's when it comes back.
+2. In a learner's own checkpoints a copy is what it is beside its parameter, for which the run has another value later.
 
 Source: our choice.
 """
@@ -91,8 +91,8 @@ class ParameterCopies:
             name = type(optimizer).__name__
             if self._device is not None and not hasattr(self._device, "copies_of"):
                 raise ConfigError(
-                    f"{name} keeps copies of parameters in its state ({key!r}): when an anchor lands here, it would move "
-                    "parameters back; use an optimizer without copies, or train on CPU or CUDA"
+                    f"{name} keeps copies of parameters in its state ({key!r}): it would move them back when an "
+                    "anchor lands; use an optimizer without copies, or train on CPU or CUDA"
                 )
             keys.add(key)
             log.info("%s keeps copies of parameters in its state (%r); they land with the parameters", name, key)

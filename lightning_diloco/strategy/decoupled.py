@@ -38,6 +38,12 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
     update by an optimizer of the Trainer: code of yours that changes them elsewhere may be in it with some values, and
     with the others in the next contribution. Nothing is lost, or counted twice.
 
+    Exchanged are trainable parameters, and those that a finetuning callback, or whoever gave them to an optimizer, may
+    unfreeze. Frozen parameters must be built alike everywhere. All other state of the module is each learner's own:
+    statistics of BatchNorm, teachers that follow a student, queues, codebooks. So two learners with the same anchor may
+    validate it differently; GroupNorm or LayerNorm have no such statistics, and `torch.optim.swa_utils.update_bn` makes
+    those of the anchor. A learner that comes back has its own state from its checkpoint, a newcomer that of a peer.
+
     Args:
         inner: what trains inside this learner: one of Lightning's strategies, such as `DDPStrategy(...)`; "auto" takes
             what fits the Trainer's devices.

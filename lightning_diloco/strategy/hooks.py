@@ -47,6 +47,7 @@ from lightning_diloco.strategy.identity import learner_id
 from lightning_diloco.strategy.losses import train_loss, val_loss, validate_final
 from lightning_diloco.strategy.model import aliases, describe, named_parameters, trainable_parameters
 from lightning_diloco.strategy.outermost import Outermost
+from lightning_diloco.strategy.own_state import OwnState, copies_of_trained, follow
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
@@ -79,6 +80,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     _stopping: Stopping | None = None
     _raw_steps: RawSteps | None = None
     _outermost: Outermost | None = None
+    _built: ModelDescription | None = None
     _stepped = False
 
     @property
@@ -95,6 +97,11 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     def evaluates_anchor(self) -> bool:
         """Whether validation sees the run's anchor, rather than this learner's own parameters."""
         return self._learner.evaluate == "anchor"
+
+    @property
+    def _holds_all(self) -> bool:
+        """Whether this process holds parameters whole."""
+        return True
 
     @property
     def _exchanging(self) -> bool:
@@ -133,11 +140,16 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._stepped, self._tuner_checkpoint = False, None
         self._link = self._make_link()
         try:
-            self._link.start(self._describe(), self._make_device_with_copies)
+            model = self._described()
+            self._link.start(model, self._make_device_with_copies)
         except RunOverError as over:  # who starts learners again need not start this one
             if self.is_global_zero:
                 log.warning("%s", over)
             raise SystemExit(0) from over
+        if model.copies:
+            differing = self.broadcast(sorted(self._link.differing) if self.is_global_zero else [])
+            follow(self.lightning_module, model.copies, differing)
+        self.own_state = OwnState(self.lightning_module, self._frozen)
         self._heal()
         self._outermost = Outermost(self._validation_starts, self._training_ends)
         self._outermost.install(self._trainer)
@@ -162,6 +174,20 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
             self._healing.heal(warm_up_steps=link.config.sync_every, run_steps=run_steps)
         else:
             self._healing.heal()
+
+    def _note_built(self) -> None:
+        """See `AnchorInCheckpoints._note_built`."""
+        assert self.lightning_module is not None
+        params = {name: p for name, p in named_parameters(self.lightning_module).items() if p.requires_grad}
+        built = describe(self.lightning_module, None, params=params)
+        self._built = replace(built, copies=copies_of_trained(self.lightning_module, params))
+
+    def _described(self) -> ModelDescription:
+        """The model, and what it was before a checkpoint."""
+        assert self.lightning_module is not None
+        built, self._built = self._built, None
+        copies = copies_of_trained(self.lightning_module, self._params) if self._holds_all else {}
+        return replace(self._describe(), copies=copies, built=built)
 
     def _describe(self) -> ModelDescription:
         assert self.lightning_module is not None

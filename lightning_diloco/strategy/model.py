@@ -3,13 +3,13 @@
 1. Names come from `named_parameters()` of the plain LightningModule, without what wrappers of its layers add to them:
    wrappers do not show, tied weights appear once.
 2. What is exchanged are trainable parameters, and those that may become trainable (unfreezing.py). What else is frozen
-   must be equal everywhere, and is compared by digest.
+   must be equal everywhere when a script has built it, and is compared by digest. Buffers are a learner's own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters by name, tied ones once."""
-    return {_plain(name): p for name, p in module.named_parameters()}
+    return {plain_name(name): p for name, p in module.named_parameters()}
 
 
 def trainable_parameters(module: nn.Module, also: Collection[str] = ()) -> dict[str, nn.Parameter]:
@@ -67,13 +67,14 @@ def describe(
         token_unit: what steps count, if that is known before the first batch.
         params: what is exchanged; None: `trainable_parameters`.
         shape: of a parameter, where the tensor is a part of it.
-        whole: a frozen parameter or buffer, where the tensor is a part of it; called by all ranks in the same order.
+        whole: a frozen parameter, where the tensor is a part of it; called by all ranks in the same order.
     """
     params = trainable_parameters(module) if params is None else params
+    frozen = {name: p for name, p in named_parameters(module).items() if name not in params}
     return ModelDescription(
         shapes={name: shape(p) for name, p in params.items()},
         mean_names=embedding_names(module, params),
-        frozen_digest={name: _digest(whole(tensor)) for name, tensor in _frozen(module, params)},
+        frozen_digest={name: _digest(whole(p)) for name, p in frozen.items()},
         token_unit=token_unit,
     )
 
@@ -106,19 +107,12 @@ def named_values(
 
 def aliases(module: nn.Module) -> dict[str, str]:
     """Every name of every parameter -> its name in `named_parameters()`; they differ for tied weights."""
-    first = {id(p): _plain(name) for name, p in module.named_parameters()}
-    return {_plain(name): first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+    first = {id(p): plain_name(name) for name, p in module.named_parameters()}
+    return {plain_name(name): first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
-def _frozen(module: nn.Module, params: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, p) for name, p in named_parameters(module).items() if name not in params)
-    for path, child in module.named_modules():
-        for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set:
-                yield _plain(f"{path}.{name}" if path else name), buffer
-
-
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A name without what wrappers add to it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

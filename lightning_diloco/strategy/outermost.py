@@ -1,11 +1,11 @@
 """A strategy's hooks that must come before those of all callbacks, of which Lightning calls the strategy's last.
 
-Callbacks and modules put other weights in the place of parameters: averages for a validation, and for good when training
-ends. What they find then must be the anchor, and what they put there must not be sent, or overwritten.
+Callbacks and modules put other weights in the place of parameters: averages for a validation, and for good when
+training ends. What they find then must be the anchor, and what they put there must not be sent, or overwritten.
 
 1. The anchor is shown before anybody's `on_validation_start`; it is hidden after everybody's `on_validation_end`.
-2. The run is left before anybody's `on_train_end`, and before StochasticWeightAveraging's extra epoch, which begins with
-   the averaged weights and makes no step.
+2. The run is left before anybody's `on_train_end`, and before StochasticWeightAveraging's extra epoch, which begins
+   with the averaged weights and makes no step.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class ShardedHooks(RanksHooks):
 
     _inner: type[Strategy]
     _anchor_is_shown = False
+    _holds_all = False
 
     def _held(self) -> dict[str, tuple[Tensor, Box]]:
         """This rank's part of each parameter, and where it lies in it."""

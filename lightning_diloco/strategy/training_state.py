@@ -1,4 +1,4 @@
-"""What a Trainer knows besides the parameters: taken between two batches, and given back to another process.
+"""What a Trainer knows besides the exchanged parameters: taken between two batches, and given back to another process.
 
 1. Taking it copies tensors to the host and calls `state_dict` methods; it neither waits for anything nor writes.
 2. It is taken where a batch begins, when the one before is complete in every respect, and its random numbers are given
@@ -49,6 +49,7 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
     strategy = cast("DiLoCoHooks", trainer.strategy)
     state = {
         "kinds": _kinds(trainer),
+        "module": strategy.own_state.take(),
         "loops": trainer.fit_loop.state_dict(),
         "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
         "optimizer_states": [strategy.held_optimizer_state(optimizer) for optimizer in trainer.optimizers],
@@ -66,6 +67,8 @@ def objection(trainer: pl.Trainer, state: State, *, is_own: bool) -> str | None:
     """Why this Trainer cannot go on from this state, or None."""
     if state["kinds"] != (kinds := _kinds(trainer)):
         return f"it is of {state['kinds']}, this learner has {kinds}"
+    if problem := cast("DiLoCoHooks", trainer.strategy).own_state.objection(state["module"]):
+        return problem
     numbers = [t for t in tree_leaves(state["optimizer_states"]) if isinstance(t, Tensor) and t.is_floating_point()]
     if not is_own and not all(bool(torch.isfinite(t).all()) for t in numbers):
         return "its optimizer holds NaN or Inf"
@@ -84,7 +87,9 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     if not is_own:
         loops = {**loops, "state_dict": {k: v for k, v in loops["state_dict"].items() if k != "combined_loader"}}
     trainer.fit_loop.load_state_dict(loops)
-    cast("DiLoCoHooks", trainer.strategy).give_optimizer_states(state)
+    strategy = cast("DiLoCoHooks", trainer.strategy)
+    strategy.own_state.give(state["module"])
+    strategy.give_optimizer_states(state)
     for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(saved)
     if state["precision"]:

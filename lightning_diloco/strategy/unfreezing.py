@@ -71,8 +71,8 @@ def check_frozen(trainer: pl.Trainer, frozen: Mapping[str, nn.Parameter]) -> Non
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ConfigError(
-            f"{', '.join(names[:4])}{more}: unfrozen during the fit, but not exchanged, so that each learner would train "
-            "its own. What is exchanged is fixed when the fit begins: unfreeze with a callback derived from "
+            f"{', '.join(names[:4])}{more}: unfrozen during the fit, but not exchanged: each learner would train its "
+            "own. What is exchanged is fixed when the fit begins: unfreeze with a callback derived from "
             "BaseFinetuning (such as BackboneFinetuning), or give the parameters to the optimizer from the start"
         )
 

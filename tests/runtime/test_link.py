@@ -327,7 +327,7 @@ def test_a_zombie_is_fenced_when_its_successor_has_taken_over(tmp_path: Path) ->
         ({"sync_every": 12}, ConfigError, "sync_every=12 was asked for, the run has sync_every=6"),
         ({"shapes": {**SHAPES, "bias": (17,)}}, PlanMismatchError, r"bias: \[17\] here, \[16\] in the run"),
         ({"unit": "samples"}, PlanMismatchError, "token unit 'samples', the run counts 'tokens'"),
-        ({"frozen": {"base": "ab"}}, PlanMismatchError, "frozen parameters or buffers differ .* base"),
+        ({"frozen": {"base": "ab"}}, PlanMismatchError, "frozen parameters differ .* base"),
     ],
 )
 def test_joiner_that_does_not_fit_is_told_why(tmp_path: Path, options: dict, error: type, text: str) -> None:

@@ -62,6 +62,7 @@ class Scenario:
     run_steps: int = 0  # and this far
     is_last: bool = False  # nobody else is in the run when this learner leaves
     others_tokens: int = 0
+    differing: tuple[str, ...] = ()  # frozen parameters that are not those of the run
     stopped_after: int | None = None  # the run is over when this learner has made so many steps
     made: list[RecordingLink] = field(default_factory=list)
 
@@ -81,6 +82,7 @@ class RecordingLink:
         self.learner_id, self.data_part = self.scenario.learner_id, None
         self.run, self.incarnation, self.is_late = "run", self.scenario.incarnation, self.scenario.is_late
         self.run_steps = self.scenario.run_steps
+        self.differing = self.scenario.differing
         self.own_run_dir: Path | None = None
         self.events: list[str] = []
         self.boundary: list[torch.Tensor] = []  # parameters where the last step ended

@@ -17,6 +17,7 @@ from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.runtime.checkpoints import CheckpointStore
 from lightning_diloco.strategy import healing
 from tests.strategy.conftest import Sequences
+from tests.strategy.models import OWN_STATE
 from tests.strategy.optimizers import ScheduleFree
 
 MAX_STEPS = 16
@@ -324,7 +325,7 @@ def test_copies_that_an_optimizer_keeps_come_back_beside_the_runs_parameters(sce
     class Beside(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             z = trainer.optimizers[0].state[pl_module.body.weight].get("z")
-            self.found = getattr(self, "found", []) + [None if z is None else z - pl_module.body.weight.detach()]
+            self.found = [*getattr(self, "found", []), None if z is None else z - pl_module.body.weight.detach()]
 
     first, second = Beside(), Beside()
     process(dies_at=5, kind=Free, callbacks=[first, Watch(5)])
@@ -332,3 +333,21 @@ def test_copies_that_an_optimizer_keeps_come_back_beside_the_runs_parameters(sce
     process(kind=Free, callbacks=[second])
     assert first.found[4].abs().max() > 1e-3
     assert torch.allclose(second.found[0], first.found[4], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", OWN_STATE)
+@pytest.mark.parametrize("name", ["l0", "other"])
+def test_state_of_the_module_comes_back_and_newcomers_take_a_peers(scenario, process, kind, name):
+    class Keep(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            found = {each: value.clone() for each, value in pl_module.state_dict().items() if each in OWN_STATE[kind]}
+            self.states = {**getattr(self, "states", {}), trainer.global_step: found}
+
+    first, second = Keep(), Keep()
+    process(dies_at=5, kind=kind, callbacks=[first, Watch(5)])
+    scenario.is_late = name != "l0"
+    process(name, kind=kind, callbacks=[second])
+    assert min(second.states) == 4
+    for each, value in first.states[4].items():
+        assert torch.equal(second.states[4][each], value), each
+    assert any(not torch.equal(value, first.states[0][each]) for each, value in first.states[4].items())

@@ -1,4 +1,4 @@
-"""Optimizers that keep copies of parameters do not undo landings, and come back from a checkpoint with the run's values."""
+"""Optimizers that keep copies of parameters do not undo landings, and come back beside the run's values."""
 
 import pytest
 import torch

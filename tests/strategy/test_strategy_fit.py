@@ -22,7 +22,7 @@ def test_fit_describes_trainable_parameters_once(scenario, model, trainer_for):
     described = scenario.link.model
     assert described.shapes == {"embedding.weight": (11, 4), "body.weight": (4, 4), "body.bias": (4,)}
     assert described.mean_names == {"embedding.weight"}
-    assert described.frozen_digest.keys() == {"frozen.weight", "frozen.bias", "scale"}
+    assert described.frozen_digest.keys() == {"frozen.weight", "frozen.bias"}
     assert described.token_unit is None
 
 
