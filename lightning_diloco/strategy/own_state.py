@@ -1,7 +1,7 @@
 """State of the module that is not exchanged: each learner has its own.
 
 1. It is persistent buffers (statistics of BatchNorm, queues, codebooks), and frozen parameters that training changes
-   all the same (teachers that follow a student). Of a frozen parameter a sample is looked at: a pretrained base is large.
+   all the same (teachers that follow a student). A sample of each is looked at: a pretrained base is large.
 2. It is in a learner's own checkpoints, and comes back with them; who joins a run takes over a peer's.
 3. A frozen parameter that training changes begins, as a rule, as a copy of a trained one. Who adopts a run's values
    has another one than the run's learners had; then it becomes a copy of the adopted values (`follow`).
