@@ -40,7 +40,9 @@ class Losses(Callback):
 def agree(trainer_for, tmp_path):
     """Trains two modules built alike, one by a plain Trainer; returns both, and the run's summary."""
 
-    def run(kind: Any, callbacks: Any = lambda: [], batch_size: int = 4, **options: Any) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    def run(
+        kind: Any, callbacks: Any = lambda: [], batch_size: int = 4, **options: Any
+    ) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
         found = []
         for strategy in ("auto", DecoupledDiLoCoStrategy(
             sync_every=4, num_fragments=2, overlap=1, outer_lr=1.0, outer_momentum=0.0, wire="fp32", merge="mean"

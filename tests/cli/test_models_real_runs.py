@@ -1,0 +1,92 @@
+"""Two learners that build their models from different seeds: what is exchanged is one model, what is not is each one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+WITHIN_S = 180.0
+ROOT = Path(__file__).parents[2]
+# A teacher that follows its student, a backbone that is frozen at first, statistics of BatchNorm, copies in the optimizer.
+SCRIPT = """
+import copy, os, time
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import nn
+import lightning_diloco
+from tests.strategy.optimizers import ScheduleFree
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.student = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        time.sleep(0.01)
+        hidden = self.backbone(x)
+        return (self.student(hidden) - x[:, :4]).square().mean() + (self.student(x) - self.teacher(x)).square().mean()
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            for mine, theirs in zip(self.teacher.parameters(), self.student.parameters()):
+                mine.lerp_(theirs, 0.05)
+    def configure_optimizers(self):
+        return ScheduleFree([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+L.seed_everything(ord(os.environ["DILOCO_LEARNER"][-1]))
+data = torch.utils.data.TensorDataset(torch.randn(256, 8, generator=torch.Generator().manual_seed(0)))
+trainer = L.Trainer(
+    strategy=lightning_diloco.DecoupledDiLoCoStrategy(sync_every=6, num_fragments=2, overlap=1, checkpoint_every=10),
+    accelerator="cpu", devices=1, max_epochs=10, enable_progress_bar=False, enable_model_summary=False, logger=False,
+    enable_checkpointing=False, callbacks=BackboneFinetuning(unfreeze_backbone_at_epoch=3, lambda_func=lambda epoch: 1.0),
+)
+model = Model()
+start = model.backbone[0].weight.detach().clone()
+trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
+torch.save({"state": model.state_dict(), "start": start}, os.path.join(trainer.default_root_dir, "end.pt"))
+"""
+
+
+def test_learners_with_teachers_and_backbones_become_one_model(tmp_path: Path) -> None:
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_diloco.cli.main",
+        "run",
+        str(script),
+        "--local",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        "--no-table",
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, timeout=WITHIN_S, capture_output=True, text=True, cwd=tmp_path)
+    logs = "".join(path.read_text() for path in run_dir.glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["ledger_exact"]
+    assert summary["tokens_merged"] == summary["tokens_seen"]
+    first, second = (torch.load(run_dir / "learners" / name / "end.pt") for name in ("l0", "l1"))
+    assert not torch.equal(first["start"], second["start"]), "they were built from different seeds"
+    a, b = first["state"], second["state"]
+    for name in (n for n in a if n.startswith(("student", "backbone.0", "backbone.1.weight", "backbone.1.bias"))):
+        assert torch.allclose(a[name], b[name], atol=0.02), name
+    moved = (a["backbone.0.weight"] - first["start"]).abs().max()
+    assert moved > 0.1
+    for state in (a, b):
+        for name in (n for n in state if n.startswith("teacher")):
+            assert torch.allclose(state[name], state[name.replace("teacher", "student")], atol=0.15), name
+    assert not torch.equal(a["backbone.1.running_mean"], b["backbone.1.running_mean"]), "statistics are each one's own"
