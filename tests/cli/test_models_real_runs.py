@@ -1,4 +1,4 @@
-"""Two learners that build their models from different seeds: what is exchanged is one model, what is not is each one's own."""
+"""Two learners with models from different seeds: what is exchanged is one model, the rest is each one's own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 WITHIN_S = 180.0
 ROOT = Path(__file__).parents[2]
-# A teacher that follows its student, a backbone that is frozen at first, statistics of BatchNorm, copies in the optimizer.
+# A teacher, a backbone that is frozen at first, statistics of BatchNorm, an optimizer with copies.
 SCRIPT = """
 import copy, os, time
 import lightning as L
@@ -48,7 +48,7 @@ data = torch.utils.data.TensorDataset(torch.randn(256, 8, generator=torch.Genera
 trainer = L.Trainer(
     strategy=lightning_diloco.DecoupledDiLoCoStrategy(sync_every=6, num_fragments=2, overlap=1, checkpoint_every=10),
     accelerator="cpu", devices=1, max_epochs=10, enable_progress_bar=False, enable_model_summary=False, logger=False,
-    enable_checkpointing=False, callbacks=BackboneFinetuning(unfreeze_backbone_at_epoch=3, lambda_func=lambda epoch: 1.0),
+    enable_checkpointing=False, callbacks=BackboneFinetuning(3, lambda_func=lambda epoch: 1.0),
 )
 model = Model()
 start = model.backbone[0].weight.detach().clone()
@@ -73,7 +73,7 @@ def test_learners_with_teachers_and_backbones_become_one_model(tmp_path: Path) -
         "--no-table",
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, timeout=WITHIN_S, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(command, env=env, timeout=WITHIN_S, check=False, capture_output=True, text=True, cwd=tmp_path)
     logs = "".join(path.read_text() for path in run_dir.glob("*.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -1,7 +1,7 @@
-"""Models and optimizers nobody prepared for, with a real syncer process: a learner alone trains as a plain Trainer does.
+"""Models and optimizers nobody prepared for, with a real syncer: a learner alone trains as a plain Trainer does.
 
-What is merged is rounded to bfloat16, and what that loses stays in the parameters: so they agree up to a small part of what
-training moved them.
+What is merged is rounded to bfloat16, and what that loses stays in the parameters: so they agree up to a small part of
+what training moved them.
 """
 
 from __future__ import annotations
