@@ -117,7 +117,7 @@ class AnchorStore:
 
         Args:
             p: the fragment.
-            values: float32 [P], on the host; copied.
+            values: float32 [P], on the host; kept, and not to be changed any more.
             generation: 0 in a new run.
 
         Raises:
@@ -131,7 +131,7 @@ class AnchorStore:
                 f"torch.float32 [{wanted}]; send them as core.layout.gather gives them"
             )
         _check_finite(values, f"the start values of fragment {p}", "start from a sound checkpoint")
-        self._anchors[p] = Anchor(generation, 0, values.clone(), values.clone(), torch.zeros_like(values), ())
+        self._anchors[p] = Anchor(generation, 0, values, values.clone(), torch.zeros_like(values), ())
 
     def merge(
         self, p: int, contributions: Sequence[Tensor], shares: Sequence[float], max_norms: Sequence[float] | None = None
@@ -297,7 +297,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
-    """A 1-D tensor with a copy of these bytes; the inverse of `bytes_of`."""
+    """A 1-D tensor of these bytes, copied unless they may be changed; the inverse of `bytes_of`."""
+    if not memoryview(data).readonly and memoryview(data).nbytes:
+        return torch.frombuffer(data, dtype=dtype)
     copied = torch.empty(memoryview(data).nbytes, dtype=torch.uint8)
     copied.numpy()[:] = memoryview(data).cast("B")  # numpy lets other threads run meanwhile, bytearray() does not
     return copied.view(dtype)

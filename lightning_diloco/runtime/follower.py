@@ -27,6 +27,7 @@ from lightning_diloco.runtime.manifest import plan_of
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.orders import Orders
 from lightning_diloco.runtime.parted import PartSender
+from lightning_diloco.runtime.portions import Portioned
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import unpacked
 from lightning_diloco.runtime.standing import Standing
@@ -75,7 +76,7 @@ class FollowerLink:
         self._staged: dict[int, Any] = {}
         self._adopted: dict[int, Tensor] = {}
         self._orders = Orders()
-        self._sender = PartSender(self._orders, connect)
+        self._sender = PartSender(self._orders, lambda address: Portioned(connect(address)))
         self._boxes, self._join = boxes, join
         self._dealer: Dealer | None = None
         self._after: Callable[[], None] | None = None

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -41,8 +42,9 @@ from lightning_diloco.runtime.ending import is_over
 from lightning_diloco.runtime.manifest import check_model, make_manifest, plan_of
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.outbox import RESET
+from lightning_diloco.runtime.portions import LargeConnection
 from lightning_diloco.transport.address import JoinAddress
-from lightning_diloco.transport.base import Bulk, Connection, Json
+from lightning_diloco.transport.base import Bulk, Json
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ ANSWER_S = 900.0
 BULK_S = 600.0
 AGAIN_S = 1.0
 STORED_S, STORED_AGAIN_S = 3600.0, 0.02
+MAX_CORRUPT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class Joining:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: LargeConnection,
         address: JoinAddress,
         *,
         session: str,
@@ -232,22 +235,28 @@ class Joining:
         return heard
 
     def _insist(self, call: Callable[[], T]) -> T:
-        return reached(call, self._address, self._run_dir)
+        return reached(call, self._address, self._run_dir, lambda: self._connection.heard_s)
 
 
-def reached(call: Callable[[], T], address: JoinAddress, run_dir: Path | None) -> T:
+def reached(
+    call: Callable[[], T], address: JoinAddress, run_dir: Path | None, heard_s: Callable[[], float] = lambda: -math.inf
+) -> T:
     """Try until the syncer answers.
+
+    What the syncer, or this side, says is wrong with a message is not a network that fails: it is raised if it is found
+    MAX_CORRUPT times in a row, and any other refusal at once.
 
     Args:
         call: may be made several times.
         address: whom it leads to, for messages to people.
         run_dir: RUN_DIR, if it is on this machine.
+        heard_s: when the syncer was last heard of meanwhile, on the monotonic clock.
 
     Raises:
         JoinError: the syncer has not been reached for REACH_S.
         RunOverError: the run has ended.
     """
-    silent_since_s = time.monotonic()
+    num_corrupt, failing_since_s = 0, math.inf
     while True:
         try:
             return call()
@@ -257,7 +266,12 @@ def reached(call: Callable[[], T], address: JoinAddress, run_dir: Path | None) -
                     f"run {address.run} has finished, nothing is left to train; what came of it is in "
                     f"{run_dir}/summary.json; a new run needs a new directory"
                 ) from error
-            waited_s = time.monotonic() - silent_since_s
+            num_corrupt = num_corrupt + 1 if isinstance(error, CorruptMessageError) else 0
+            if num_corrupt == MAX_CORRUPT:
+                raise
+            now_s = time.monotonic()
+            failing_since_s = max(min(failing_since_s, now_s), heard_s())
+            waited_s = now_s - failing_since_s
             if waited_s >= REACH_S:
                 raise JoinError(
                     f"no syncer was reached at {address} in {waited_s:.0f} s ({error}); start one there, or "
@@ -276,7 +290,7 @@ def full_values(bulk: Bulk, numel: int) -> Tensor:
         numel: of the padded fragment.
 
     Returns:
-        float32 (P,), a copy.
+        float32 (P,); the payload's memory, if nobody else has that.
 
     Raises:
         CorruptMessageError: not this many, or not those the syncer took the digest of.

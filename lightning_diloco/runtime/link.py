@@ -39,6 +39,7 @@ from lightning_diloco.runtime.leased import LeaseDesk
 from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.naming import own_name
+from lightning_diloco.runtime.portions import LargeConnection, Portioned
 from lightning_diloco.runtime.self_report import SaysOfItself
 from lightning_diloco.runtime.threads import Crew
 from lightning_diloco.transport.address import JoinAddress
@@ -77,7 +78,7 @@ class Link(SaysOfItself):
         self._run_options = run_options
         self._learner = learner
         self._root_dir = root_dir
-        self._connect = connect
+        self._connect: Callable[[JoinAddress], LargeConnection] = lambda address: Portioned(connect(address))
         self._session = secrets.token_hex(16)
         self._changed = threading.Condition(threading.RLock())
         self._crew = Crew(self._fail)
@@ -87,7 +88,7 @@ class Link(SaysOfItself):
         self._left: actions.Left | None = None
         self._has_verdict = False
         self._embedded: EmbeddedSyncer | None = None
-        self._connection: Connection | None = None
+        self._connection: LargeConnection | None = None
         self._state: LearnerState | None = None
         self._desk: LeaseDesk | None = None
 

@@ -25,6 +25,7 @@ from typing import Any, cast
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import NonFiniteError, PlanMismatchError, StorageError, TransportError
 from lightning_diloco.protocol import SyncerState, actions, codec, events, messages, records
+from lightning_diloco.runtime import portions
 from lightning_diloco.runtime.board import Board
 from lightning_diloco.runtime.bulk import BulkDesk
 from lightning_diloco.runtime.durable import Durable, seeded_store
@@ -178,17 +179,18 @@ class SyncerService:
         """Take a contribution, or a part of the seed."""
         session = self._enter(bulk.header)
         if bulk.header.get("what") == "seed":
-            if self._store is None:  # a run that has its start values needs no others
-                self._desk.take_seed(session, bulk, self.state.seed_grant)
-        else:
-            event = self._desk.take_contribution(session, bulk, self._store, self.state)
-            if event is not None:  # else parts of it are missing
-                self._events.put(event)
-        return {}
+            if self._store is not None:  # a run that has its start values needs no others
+                return {"have": portions.place(bulk)[1]}
+            return {"have": self._desk.take_seed(session, bulk, self.state.seed_grant)}
+        event, have = self._desk.take_contribution(session, bulk, self._store, self.state)
+        if event is not None:  # else some of it is missing
+            self._events.put(event)
+        return {"have": have}
 
     def on_get(self, header: Json) -> Bulk:
         """What brings a learner up to date: {"session", "fragment", "generation", "have"} -> update."""
-        return self._desk.give(self._enter(header), header, self._store)
+        session = self._enter(header)
+        return self._desk.give(session, header, self._store, is_known=self.state.roster.get(session) is not None)
 
     def on_status(self) -> Json:
         """The run as people see it."""

@@ -48,7 +48,7 @@ class FlightConnection:
         identity: of a public key infrastructure of the user's own; None: none.
         control_deadline_s: of send, status, and of poll beyond its wait.
         keepalive_s: how long the line may be silent before it is probed, and how long the probe may go unanswered.
-        max_payload_bytes: of one download.
+        max_payload_bytes: of one call.
 
     Raises:
         ConfigError: an address off loopback with nothing to verify the syncer by.
