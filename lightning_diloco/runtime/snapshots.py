@@ -21,11 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load, save
 from torch import Tensor
 
 from lightning_diloco.errors import CorruptLogError
+from lightning_diloco.runtime import tensor_file
 from lightning_diloco.runtime.files import (
+    Buffer,
     Faults,
     make_directory,
     no_faults,
@@ -114,14 +115,14 @@ class SnapshotStore:
     ) -> None:
         sums: dict[str, str] = {}
 
-        def put(name: str, data: bytes) -> None:
+        def put(name: str, *pieces: Buffer) -> None:
             assert name not in sums, f"two files of a snapshot are called {name}"
-            write_file(folder / name, data)
-            sums[name] = _checksum(data)
+            write_file(folder / name, *pieces)
+            sums[name] = _checksum(*pieces)
             self._faults("snapshot:after_file")
 
         for stem, by_name in tensors:
-            put(_tensor_file(stem), save(dict(by_name)))
+            put(_tensor_file(stem), *tensor_file.pieces(by_name))
         put(_STATE, json.dumps(state, allow_nan=False).encode())
         write_file(folder / _SUMS, "".join(f"{sums[name]}  {name}\n" for name in sums).encode())
         sync_directory(folder)
@@ -151,7 +152,10 @@ class _TensorFiles(Mapping[str, dict[str, Tensor]]):
     def __getitem__(self, stem: str) -> dict[str, Tensor]:
         if stem not in self._stems:
             raise KeyError(stem)
-        return load(_read_verified(self._folder / _tensor_file(stem), self._sums))
+        path = self._folder / _tensor_file(stem)
+        with storage("read", path):
+            _verify(path, tensor_file.checksum(path), self._sums)
+            return tensor_file.read(path)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stems)
@@ -164,8 +168,11 @@ def _tensor_file(stem: str) -> str:
     return f"tensors-{stem}.safetensors"
 
 
-def _checksum(data: bytes) -> str:
-    return hashlib.blake2b(data).hexdigest()
+def _checksum(*pieces: Buffer) -> str:
+    found = hashlib.blake2b()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
@@ -179,9 +186,13 @@ def _read_sums(folder: Path) -> dict[str, str]:
 
 def _read_verified(path: Path, sums: Mapping[str, str]) -> bytes:
     data = _read(path)
-    if (found := _checksum(data)) != (expected := sums.get(path.name)):
-        raise _damaged(path, f"has the BLAKE2b checksum {found[:16]}..., expected {expected and expected[:16] + '...'}")
+    _verify(path, _checksum(data), sums)
     return data
+
+
+def _verify(path: Path, found: str, sums: Mapping[str, str]) -> None:
+    if found != (expected := sums.get(path.name)):
+        raise _damaged(path, f"has the BLAKE2b checksum {found[:16]}..., expected {expected and expected[:16] + '...'}")
 
 
 def _read(path: Path) -> bytes:
