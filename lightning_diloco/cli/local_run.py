@@ -35,7 +35,7 @@ Tell = Callable[[str, str], Mapping[str, str]]
 _SYNCER = "syncer"
 _GONE = ("left", "lapsed")
 _TICK_S = 0.1
-_STOP_SYNCER_S = 10.0
+_STOP_SYNCER_S, _SNAPSHOT_BPS = 10.0, 100e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +193,14 @@ class _Run:
                 f"{self._interruption.signal.name}: ending the run; learners have {grace_s:g} s to send what they have "
                 "and to write a checkpoint; a second signal ends it at once"
             )
-        for names, within_s in ((self._plan.learners, grace_s), ([_SYNCER], _STOP_SYNCER_S)):
+        for names, within_s in ((self._plan.learners, grace_s), ([_SYNCER], self._stop_syncer_s)):
             self._fleet.stop(names, within_s=within_s, is_urgent=lambda: self._interruption.is_urgent)
+
+    @property
+    def _stop_syncer_s(self) -> float:
+        """It writes a last snapshot, as large as the one that is there."""
+        files = (self._plan.run_dir / "syncer" / "snapshot").rglob("*")
+        return _STOP_SYNCER_S + sum(file.stat().st_size for file in files if file.is_file()) / _SNAPSHOT_BPS
 
     @property
     def _grace_s(self) -> float:

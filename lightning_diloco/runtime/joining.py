@@ -33,6 +33,7 @@ from lightning_diloco.errors import (
     FencedError,
     JoinError,
     PlanMismatchError,
+    RestoringError,
     RunOverError,
     TransportError,
 )
@@ -57,6 +58,7 @@ BULK_S = 600.0
 AGAIN_S = 1.0
 STORED_S, STORED_AGAIN_S = 3600.0, 0.02
 MAX_CORRUPT = 3
+RESTORING_S = 600.0  # without progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,8 @@ def reached(
     """Try until the syncer answers.
 
     What the syncer, or this side, says is wrong with a message is not a network that fails: it is raised if it is found
-    MAX_CORRUPT times in a row, and any other refusal at once.
+    MAX_CORRUPT times in a row, and any other refusal at once. A syncer that restores its run is waited for as long as it
+    gets on.
 
     Args:
         call: may be made several times.
@@ -257,9 +260,20 @@ def reached(
         RunOverError: the run has ended.
     """
     num_corrupt, failing_since_s = 0, math.inf
+    pause_s, said, said_s = STORED_AGAIN_S, "", time.monotonic()
     while True:
         try:
             return call()
+        except RestoringError as error:
+            failing_since_s, pause_s = math.inf, min(2 * pause_s, AGAIN_S)
+            if str(error) != said:
+                said, said_s = str(error), time.monotonic()
+                log.log(logging.INFO if pause_s < AGAIN_S else logging.WARNING, "%s: %s", address, error)
+            if time.monotonic() - said_s >= RESTORING_S:
+                raise JoinError(
+                    f"the syncer at {address} says for {RESTORING_S:.0f} s: {error}; look at its log and disk"
+                ) from error
+            time.sleep(pause_s)
         except TransportError as error:
             if run_dir is not None and is_over(run_dir, address.run):
                 raise RunOverError(

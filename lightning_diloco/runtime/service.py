@@ -135,6 +135,8 @@ class SyncerService:
         self._events.put(None)  # after what the merge thread made durable
         _join(self._loop_thread)
         self._outbox.close()
+        if self.error is None and not self._todo and self._recorder is None:  # a recorded run is replayed from its log
+            self._rest()
         is_finished = self.state.is_finished and self.state.somebody_finished and self.error is None
         self.state.finish()
         status = "finished" if is_finished else "interrupted"
@@ -145,6 +147,10 @@ class SyncerService:
         except StorageError as error:
             log.error("the end of the run is not on disk: %s", error)
         return summary
+
+    def _rest(self) -> None:
+        if self._store is not None and self.state.manifest is not None:
+            self._durable.rest(codec.dump(self.state.saved()), self.state.manifest, self._store)
 
     def _guarded(self, run_thread: Any) -> None:
         """A thread that fails ends the process with its error: nothing runs on half."""

@@ -72,7 +72,7 @@ def test_who_joined_and_left_is_known_after_a_power_cut_that_took_the_tape_s_end
         stays, leaves = fleet.learner("stays").go(), fleet.learner("leaves").go()
         fleet.until_commits(6)
         leaves.enough().done()
-        fleet.stop()
+        fleet.crash()
         lines = tape.read_bytes().splitlines(keepends=True)
         first_join = next(k for k, line in enumerate(lines) if b'"event":"join"' in line)
         tape.write_bytes(b"".join(lines[:first_join]))
