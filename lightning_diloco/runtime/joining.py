@@ -69,6 +69,7 @@ class Joined:
         welcome: incarnation, manifest and the versions that were adopted.
         active: open rounds.
         cursor: where its polls go on.
+        transfer_s: what adopting a fragment took, at most.
     """
 
     welcome: messages.Welcome
@@ -77,6 +78,7 @@ class Joined:
     config: RunConfig
     device: FragmentDevice[Any, Any]
     cursor: int
+    transfer_s: float
 
     @property
     def run_steps(self) -> int:
@@ -95,6 +97,7 @@ class Joined:
             overlap=self.config.overlap,
             align=own.align,
             drain_s=own.drain_s,
+            transfer_s=self.transfer_s,
             has_ranks=has_ranks,
         )
 
@@ -135,6 +138,7 @@ class Joining:
         self._run_dir = run_dir
         self._cursor = 0
         self._num_resets = 0
+        self._transfer_s = 0.0
         self._offered: Json | None = None
 
     def run(self) -> Joined:
@@ -161,7 +165,7 @@ class Joining:
             welcome.incarnation, plan.digest, dict(self._model.frozen_digest), self._model.token_unit
         )
         active = self._ask(confirm, messages.Active)
-        return Joined(welcome, active, plan, config, device, self._cursor)
+        return Joined(welcome, active, plan, config, device, self._cursor, self._transfer_s)
 
     def _seed(
         self, hello: messages.Hello, grant: messages.SeedGrant
@@ -200,9 +204,10 @@ class Joining:
         """Take over the anchors as they are now; the versions in the answer are what was really adopted."""
         generations, versions = [], []
         for p in range(plan.num_fragments):
-            numel = plan.layout(p, config.block_size).padded_numel
+            numel, began_s = plan.layout(p, config.block_size).padded_numel, time.monotonic()
             header, values_P = self._insist(partial(self._full, p, numel))
             device.adopt(p, values_P)
+            self._transfer_s = max(self._transfer_s, time.monotonic() - began_s)
             generations.append(header["generation"])
             versions.append(header["version"])
         return replace(welcome, generations=tuple(generations), versions=tuple(versions))

@@ -221,7 +221,7 @@ class Link(SaysOfItself):
     # --------------------------------------------------------------------------------------------------------- the end
 
     def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
-        """Drain and leave; blocks at most `drain_s` and a little.
+        """Drain and leave; see `drain_s` for how long.
 
         Args:
             reason: why; only who has finished is asked for a verdict on the final anchor.
@@ -236,7 +236,7 @@ class Link(SaysOfItself):
         with self._changed:
             self._machine.metrics = self._reported()
         self._handle(events.Finish(reason, within_s=within_s))
-        self._wait_for_leave(self._learner.drain_s + LEAVE_S if within_s is None else within_s + GOODBYE_S)
+        self._wait_for_leave(LEAVE_S if within_s is None else GOODBYE_S)
         self._raise_error()
         if self._left is None:
             log.warning("the syncer did not take note of this leave in time; what was not merged counts as lapsed")
@@ -278,11 +278,13 @@ class Link(SaysOfItself):
         if self._left is not None and self._left.is_last and not self._has_verdict:
             self.report(None, "the last learner ended without validating the anchor", within_s=GOODBYE_S)
 
-    def _wait_for_leave(self, within_s: float) -> None:
+    def _wait_for_leave(self, grace_s: float) -> None:
         """The training thread has nothing else to do: it makes the boundaries at which things land."""
-        until_s, failed_before = time.monotonic() + within_s, self._error
+        failed_before = self._error
         with self._changed:
-            while self._left is None and self._error is failed_before and time.monotonic() < until_s:
+            while self._left is None and self._error is failed_before:
+                if time.monotonic() >= self._machine.drain_until_s + grace_s:
+                    break
                 self._handle(events.Pause())
                 self._changed.wait(TICK_S)
 

@@ -64,6 +64,8 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         checkpoint_every: inner steps between two checkpoints from which this learner, started again, goes on:
             optimizer, schedules, random numbers and position. 0: none. Default 100.
         checkpoint_store: folder or fsspec URL of the checkpoints of all learners. Default: in the run directory.
+        drain_s: seconds to wait at the end of training for the last contributions to be merged. Default: as long as
+            they get on, one after the other, within three times what a round has usually taken, or a minute.
         preemption_s: how long after SIGTERM the process has ended, its leave and a checkpoint included. Default 20.
 
     Raises:
@@ -95,6 +97,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         max_fleet_tokens: int | None = None,
         checkpoint_every: int | None = None,
         checkpoint_store: str | None = None,
+        drain_s: float | None = None,
         preemption_s: float | None = None,
         **unknown: Any,
     ) -> None:

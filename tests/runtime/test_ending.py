@@ -70,6 +70,20 @@ def test_last_leaver_that_never_speaks_is_not_waited_for_forever(clock: list[flo
     assert watch.has_come(state, clock[0])
 
 
+def test_a_validation_that_usually_takes_long_is_waited_for_longer(clock: list[float]) -> None:
+    watch = Ending(expect=1, embedded_by=None)
+    validates = Member("a", "a", 1, 0, state="active", phase="evaluating")
+    for now_s in (1000.0, 1000.0 + EVALUATE_WAIT_S):
+        assert not watch.has_come(run_of(validates), now_s)
+    clock[0] += EVALUATE_WAIT_S
+    watch.polled("a")
+    assert not watch.has_come(run_of(left("a")), clock[0])
+    for waits, has_come in ((2.9, False), (3.1, True)):
+        clock[0] = 1000.0 + EVALUATE_WAIT_S * (1 + waits)
+        watch.polled("a")
+        assert watch.has_come(run_of(left("a")), clock[0]) == has_come
+
+
 def test_embedded_syncer_outlives_its_starter_while_others_take_part(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
