@@ -137,6 +137,8 @@ class SyncerState(Joins):
         elif not account.declare(progress):
             self.num_inexact += 1
             todo.append(do.Note("ledger", {"learner": member.learner, "progress": codec.dump(progress)}))
+        elif self.leases.catalogue is None:  # leased data is settled by the ranges themselves
+            account.settle()
         if not member.takes_part(now_s, self.heartbeat_s):
             todo += self.rounds.remove(member, now_s)
         return [*todo, *self._settle(member), do.Send(member.session, self._run_is(member))]

@@ -211,6 +211,7 @@ class _Replay:
                     wanted = IntervalSet(self._merged[member.session, p])
                 except ValueError as error:
                     raise _differs(f"{member.learner}, fragment {p}", str(error), "each token merged once") from error
+                wanted.settle(account.merged[p].floor)
                 if wanted != account.merged[p]:
                     what = f"the ledger of {member.learner} #{member.incarnation}, fragment {p},"
                     raise _differs(what, f"has {account.merged[p]}", f"{wanted} as in the commits")
