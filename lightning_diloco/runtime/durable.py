@@ -4,6 +4,7 @@
 2. `restore` is snapshot + log. It changes state by the very records the live machine wrote, so what comes out is what
    was there: anchors, momentum, versions and ledger, bit for bit.
 3. A snapshot is due when the log has grown as large as the state; log and snapshot stay under three times that size.
+   A clean stop writes one, too, beside the one that the log follows on; while the next is written there are three.
 """
 
 from __future__ import annotations
@@ -185,23 +186,30 @@ class Durable:
         self._snapshot_again_s = time.monotonic() + SNAPSHOT_AGAIN_S
         log.error("no snapshot was written, the log goes on growing: %s", error)
 
-    def _write(self, lsn: int, machine: Json, manifest: Json, numbers: Any, tensors: Any) -> None:
-        self.snapshots.write(lsn, {"machine": machine, "manifest": manifest, "anchors": numbers}, tensors)
+    def _write(
+        self, lsn: int, machine: Json, manifest: Json, numbers: Any, tensors: Any, *, keeps_oldest: bool = False
+    ) -> None:
+        state = {"machine": machine, "manifest": manifest, "anchors": numbers}
+        self.snapshots.write(lsn, state, tensors, keeps_oldest=keeps_oldest)
 
-    def rest(self, machine: Json, manifest: Json, store: AnchorStore) -> None:
-        """At a clean stop: a last snapshot, so that the next start has no log to replay, and no log.
+    def rest(self, machine: Json, manifest: Json, store: AnchorStore, *, keeps_log: bool) -> None:
+        """At a clean stop: a last snapshot, so that the next start has no log to replay.
 
         Nothing may be on its way to disk. A disk that does not take it leaves things as they were.
+
+        Args:
+            machine, manifest, store: what to write.
+            keeps_log: also keep the log, and the snapshot that it begins after, so that the run can be computed again.
         """
         if self._writing is not None:
             self._writing.join()
-        if self.log.first_lsn > self.log.last_lsn:
-            return  # all of it is in a snapshot
         try:
             self.tape.sync()
-            self.log.rotate()
-            self._write(self.log.last_lsn, machine, manifest, *store.freeze())
-            self.log.drop_before(self.log.last_lsn + 1)
+            self.log.sync()
+            self._write(self.log.last_lsn, machine, manifest, *store.freeze(), keeps_oldest=keeps_log)
+            if not keeps_log:
+                self.log.rotate()
+                self.log.drop_before(self.log.last_lsn + 1)
         except StorageError as error:
             log.warning("no last snapshot was written, the next start replays the log: %s", error)
 

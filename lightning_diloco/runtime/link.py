@@ -36,6 +36,7 @@ from lightning_diloco.runtime.freight import Freight
 from lightning_diloco.runtime.insisting import insist
 from lightning_diloco.runtime.joining import Joining, MakeDevice, reached, where
 from lightning_diloco.runtime.leased import LeaseDesk
+from lightning_diloco.runtime.leftovers import tidy
 from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.naming import own_name
@@ -367,6 +368,7 @@ class Link(SaysOfItself):
         if (address := _given_address(self._learner)) is not None:
             return address
         run_dir = self._root_dir / "diloco" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        tidy(run_dir.parent)
         self._embedded = EmbeddedSyncer(run_dir)
         address = self._embedded.address
         log.warning(

@@ -135,7 +135,7 @@ class SyncerService:
         self._events.put(None)  # after what the merge thread made durable
         _join(self._loop_thread)
         self._outbox.close()
-        if self.error is None and not self._todo and self._recorder is None:  # a recorded run is replayed from its log
+        if self.error is None and not self._todo:
             self._rest()
         is_finished = self.state.is_finished and self.state.somebody_finished and self.error is None
         self.state.finish()
@@ -149,8 +149,9 @@ class SyncerService:
         return summary
 
     def _rest(self) -> None:
+        is_own = self._options.embedded_by is not None  # a script's, which nobody computes again
         if self._store is not None and self.state.manifest is not None:
-            self._durable.rest(codec.dump(self.state.saved()), self.state.manifest, self._store)
+            self._durable.rest(codec.dump(self.state.saved()), self.state.manifest, self._store, keeps_log=not is_own)
 
     def _guarded(self, run_thread: Any) -> None:
         """A thread that fails ends the process with its error: nothing runs on half."""

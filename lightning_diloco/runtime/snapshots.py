@@ -5,7 +5,8 @@
     <directory>/<lsn>/B2SUMS                      checksums of all the others; `b2sum -c B2SUMS` checks them too
 
 1. A snapshot is written under another name, fsynced file by file, then renamed: under its own name it is complete.
-2. The old one is removed after the new one is durable. What a crash left behind is removed at the next `latest`.
+2. The old one is removed after the new one is durable, unless a log is to be replayed from it. What a crash left behind
+   is removed at the next `latest`.
 3. A file is verified before its content is used. Nothing is pickled.
 4. Tensors are written and read file by file, so that one fragment at a time is in memory.
 
@@ -54,13 +55,21 @@ class SnapshotStore:
         self.directory = Path(directory)
         self._faults = faults
 
-    def write(self, lsn: int, state: Mapping[str, object], tensors: Iterable[tuple[str, Mapping[str, Tensor]]]) -> None:
+    def write(
+        self,
+        lsn: int,
+        state: Mapping[str, object],
+        tensors: Iterable[tuple[str, Mapping[str, Tensor]]],
+        *,
+        keeps_oldest: bool = False,
+    ) -> None:
         """Write a snapshot, then remove the older ones; there is nothing to do if this lsn has one.
 
         Args:
             lsn: the last log record this state contains; never lower than that of a snapshot already there.
             state: a JSON object with finite numbers.
             tensors: (stem, tensors by name), taken one by one; CPU tensors that share no memory.
+            keeps_oldest: all but the oldest one, from which a log is replayed.
 
         Raises:
             StorageError: the disk did not take it; the previous snapshot stays.
@@ -81,9 +90,13 @@ class SnapshotStore:
             partial.rename(final)
             sync_directory(self.directory)
             self._faults("snapshot:after_rename")
-            for old in older:
+            for old in older[keeps_oldest:]:
                 remove_tree(self._path(old))
             self._faults("snapshot:after_remove")
+
+    def oldest(self) -> Snapshot | None:
+        """Like `latest`, but the oldest that is kept."""
+        return self._open(0)
 
     def latest(self) -> Snapshot | None:
         """Open the newest snapshot, and remove what a crash left unfinished.
@@ -94,15 +107,18 @@ class SnapshotStore:
         Raises:
             CorruptLogError: it had been complete and is damaged.
         """
+        return self._open(-1)
+
+    def _open(self, which: int) -> Snapshot | None:
         for partial in self.directory.glob("*" + _PARTIAL):
             remove_tree(partial)
         lsns = self._lsns()
         if not lsns:
             return None
-        path = self._path(lsns[-1])
+        path = self._path(lsns[which])
         sums = _read_sums(path)
         state = json.loads(_read_verified(path / _STATE, sums))
-        return Snapshot(lsn=lsns[-1], state=state, tensors=_TensorFiles(path, sums))
+        return Snapshot(lsn=lsns[which], state=state, tensors=_TensorFiles(path, sums))
 
     def _path(self, lsn: int) -> Path:
         return self.directory / f"{lsn:020d}"

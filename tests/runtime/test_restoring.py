@@ -13,6 +13,7 @@ from lightning_diloco.protocol import SyncerState
 from lightning_diloco.runtime import by_fragment, joining, syncer
 from lightning_diloco.runtime.doorway import Doorway
 from lightning_diloco.runtime.durable import Durable
+from lightning_diloco.runtime.replay import replay
 from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
 from lightning_diloco.transport.flight import FlightConnection
 from tests.runtime.fleet import Fleet, assert_exact, until
@@ -42,13 +43,16 @@ def test_a_clean_stop_leaves_a_snapshot_and_no_log_to_replay(tmp_path: Path) -> 
         assert [torch.equal(store.anchor(p).published, values) for p, values in enumerate(published)] == [True] * 3
         assert state.ledger.totals() == totals
         snapshots = list((tmp_path / "syncer" / "snapshot").iterdir())
-        assert len(snapshots) == 1
+        assert len(snapshots) == 2, "the log can still be computed again from the older one"
+        assert replay(tmp_path).num_outer_steps >= 6
         fleet.restart(cleanly=True)
         fleet.stop()  # without anything new
         assert list((tmp_path / "syncer" / "snapshot").iterdir()) == snapshots
         fleet.restart(cleanly=True)
         trained(fleet)
         assert_exact(fleet.stop())
+        assert len(list((tmp_path / "syncer" / "snapshot").iterdir())) == 2
+        assert replay(tmp_path).num_outer_steps >= 12
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
