@@ -135,23 +135,25 @@ class SyncerService:
         self._events.put(None)  # after what the merge thread made durable
         _join(self._loop_thread)
         self._outbox.close()
-        if self.error is None and not self._todo:
-            self._rest()
+        may_rest = self.error is None and not self._todo  # else the machine knows what the disk does not
+        saved = codec.dump(self.state.saved()) if may_rest else {}
         is_finished = self.state.is_finished and self.state.somebody_finished and self.error is None
         self.state.finish()
         status = "finished" if is_finished else "interrupted"
         summary = self._board.summary(status)
         try:
             write_whole(self._options.run_dir / "summary.json", _json(summary))
+            if may_rest:
+                self._rest(saved)
             self._durable.close()
         except StorageError as error:
             log.error("the end of the run is not on disk: %s", error)
         return summary
 
-    def _rest(self) -> None:
+    def _rest(self, saved: Json) -> None:
         is_own = self._options.embedded_by is not None  # a script's, which nobody computes again
         if self._store is not None and self.state.manifest is not None:
-            self._durable.rest(codec.dump(self.state.saved()), self.state.manifest, self._store, keeps_log=not is_own)
+            self._durable.rest(saved, self.state.manifest, self._store, keeps_log=not is_own)
 
     def _guarded(self, run_thread: Any) -> None:
         """A thread that fails ends the process with its error: nothing runs on half."""

@@ -203,7 +203,7 @@ class Fleet:
 
     def crash(self) -> None:
         """What a killed syncer leaves on its disk, with all that it was committing."""
-        self.service._rest = lambda: None  # type: ignore[method-assign]
+        self.service._rest = lambda saved: None  # type: ignore[method-assign]
         self.stop()
 
     def restart(self, *, cleanly: bool = False) -> None:
