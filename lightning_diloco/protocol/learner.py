@@ -29,7 +29,7 @@ from lightning_diloco.protocol.lessee import Lessee
 from lightning_diloco.protocol.promise import Promises
 
 MAX_REFUSALS = 3
-DRAIN_S, DRAIN_ROUNDS = 60.0, 3.0
+DRAIN_S, DRAIN_ROUNDS, DRAIN_STAGES = 60.0, 3.0, 3
 NUM_ROUNDS = 16
 WAIT_SHARE = 0.5  # of the time to drain, in which others may finish evaluating
 
@@ -46,7 +46,7 @@ class LearnerState:
         heartbeat_s: seconds between heartbeats.
         drain_s: how long `Finish` waits for the last contributions; None: as long as one after the other is uploaded,
             merged or landed within DRAIN_ROUNDS times what a round usually takes, or within DRAIN_S if that is longer;
-            in all as often as there are fragments.
+            in all that long for each of these of each fragment.
         transfer_s: what adopting a fragment took, in place of rounds until there are any.
         has_ranks: several ranks do together what `StepBegins` promised (promise.py).
     """
@@ -398,7 +398,7 @@ class LearnerState:
         usual_s = max(DRAIN_S, DRAIN_ROUNDS * median(self._rounds_s))
         drain_s, self._drain_again_s = (usual_s, usual_s) if fixed_s is None else (fixed_s, 0.0)
         self.drain_until_s = now_s + (drain_s if event.drain else 0.0)
-        self._drain_latest_s = now_s + len(self.fragments) * drain_s
+        self._drain_latest_s = now_s + DRAIN_STAGES * len(self.fragments) * drain_s
         self._drain_alone_s = now_s + WAIT_SHARE * drain_s
         return [self._heartbeat(now_s), *self._boundary(now_s), *self._drain(now_s)]
 
@@ -414,7 +414,7 @@ class LearnerState:
         return [self._leave()]
 
     def _drains(self, now_s: float) -> None:
-        """One of the last contributions has got on; what the norm guard gives back is sent again, so there is an end."""
+        """One of the last contributions has got on; what the norm guard gives back is sent again, up to a limit."""
         self.drain_until_s = max(self.drain_until_s, min(now_s + self._drain_again_s, self._drain_latest_s))
 
     def _leave(self) -> LearnerAction:

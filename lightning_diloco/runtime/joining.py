@@ -251,8 +251,8 @@ def reached(
     """Try until the syncer answers.
 
     What the syncer, or this side, says is wrong with a message is not a network that fails: it is raised if it is found
-    MAX_CORRUPT times in a row, and any other refusal at once. A syncer that restores its run is waited for as long as it
-    gets on.
+    MAX_CORRUPT times in a row, and any other refusal at once. A syncer that restores its run is waited for as long as
+    it gets on.
 
     Args:
         call: may be made several times.
