@@ -54,6 +54,7 @@ class FollowerLink:
     """
 
     agreed = Agreement()  # what all ranks know since the last step ended
+    is_drained = False
 
     def __init__(
         self,
@@ -124,8 +125,13 @@ class FollowerLink:
             self.begin_step(0)
             agreed = self._boundary()
             if agreed.is_over:
-                self._is_over = True
+                self._is_over, self.is_drained = True, agreed.is_drained
                 return agreed.is_last
+
+    @property
+    def num_landings(self) -> int:
+        """See `Link.num_landings`."""
+        return sum(self._counts.values())
 
     def _boundary(self) -> Agreement:
         agreed = self.agreed = Agreement.of(self._ranks.end())

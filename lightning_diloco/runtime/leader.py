@@ -146,7 +146,8 @@ class LeaderLink(Link):
             raise
         finally:
             self._ends_together = False
-        self._begin(is_over=True, is_last=is_last, land=tuple(self._relay.landed) if is_last else (), snapshot=())
+        said = {"is_last": is_last, "is_drained": self.is_drained}
+        self._begin(is_over=True, land=tuple(self._relay.landed) if is_last else (), snapshot=(), **said)
         self._agreed()
         self._ranks.tell({"do": "end"})
         self._parted.end()

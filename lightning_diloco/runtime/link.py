@@ -88,6 +88,7 @@ class Link(SaysOfItself):
         self._unit: str | None = None
         self._left: actions.Left | None = None
         self._has_verdict = False
+        self._num_landings = 0
         self._embedded: EmbeddedSyncer | None = None
         self._connection: LargeConnection | None = None
         self._state: LearnerState | None = None
@@ -242,10 +243,21 @@ class Link(SaysOfItself):
         if self._left is None:
             log.warning("the syncer did not take note of this leave in time; what was not merged counts as lapsed")
         is_last = reason == "finished" and self._left is not None and self._left.is_last
-        if is_last:
+        if is_last and self.is_drained:
             self._take_final()
             self._raise_error()
         return is_last
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all that this learner has trained is merged, and in its anchors."""
+        with self._changed:
+            return not any(self._machine.progress.pending)
+
+    @property
+    def num_landings(self) -> int:
+        """How often an anchor has changed since this learner joined."""
+        return self._num_landings
 
     def report(self, eval_loss: float | None, reason: str | None = None, *, within_s: float = FINAL_S) -> None:
         """The last leaver's verdict on the final anchor; a syncer that is being started again gets it, too."""
@@ -325,6 +337,7 @@ class Link(SaysOfItself):
                 self._freight.fetch(action)
             case actions.Land():
                 self._freight.land(action.fragment)
+                self._num_landings += 1
                 return 1
             case actions.Forget():
                 self._freight.forget(action.fragment, action.seq)
@@ -370,6 +383,7 @@ class Link(SaysOfItself):
         run_dir = self._root_dir / "diloco" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         tidy(run_dir.parent)
         self._embedded = EmbeddedSyncer(run_dir)
+        self._crew.start("syncer", partial(self._embedded.watch, self._crew.stopping, lambda: self._left is None))
         address = self._embedded.address
         log.warning(
             "started a syncer for this run at %s; others join it with DILOCO_JOIN=$(cat %s)", address, run_dir / "join"

@@ -5,7 +5,9 @@
    validate, test, predict and fast_dev_run start none; nor do the trial fits of a tuner, which call the fit loop.
 2. An inner step ends after `optimizer_step`, once per real step. With manual optimization it ends after a
    `training_step` in which any optimizer stepped: before, gradients may still be computed with the parameters.
-3. We change parameters only at the end of an inner step, around validation, and at the end of training.
+3. We change parameters only at the end of an inner step, around validation, and when the run is left: as soon as it is
+   known that no step follows, before the last validation and the last checkpoints, and in any case before `on_train_end`
+   of callbacks (last_step.py). From there on the module is an ordinary one.
 4. What is snapshotted at the end of an inner step may be copied while the next forward and backward compute. It is
    settled when these are done, before gradients are clipped and any optimizer changes parameters; also before
    validation. Who changes parameters elsewhere (clamping at a batch's start or end, `max_norm` of an embedding, an
@@ -18,6 +20,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -41,7 +44,8 @@ from lightning_diloco.strategy.checkpoints import AnchorInCheckpoints
 from lightning_diloco.strategy.data import fork_random_state
 from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.identity import learner_id
-from lightning_diloco.strategy.losses import train_loss, val_loss, validate_final
+from lightning_diloco.strategy.last_step import LastStep
+from lightning_diloco.strategy.losses import NOT_DRAINED, NOT_VALIDATED, Verdict, train_loss, val_loss, validate_final, verdict
 from lightning_diloco.strategy.model import aliases, describe, trainable_parameters
 from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
@@ -58,6 +62,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NOT_DRAINED = (
+    "the run was left at step %d before all of this learner's work was merged: its syncer could not be reached, or was not "
+    "done in time. The module, and checkpoints of this step, keep this learner's own parameters, with all that it trained, "
+    "instead of the run's anchor. Save them (trainer.save_checkpoint); fit(ckpt_path=...) without a join string begins a "
+    "new run with them"
+)
+
 
 class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     """Mixin: put it before one of Lightning's strategies."""
@@ -71,6 +82,9 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     _healing: Healing | None = None
     _preemption: Preemption | None = None
     _stopping: Stopping | None = None
+    _last_step: LastStep | None = None
+    _left: Link | None = None  # of a run that was left, and nobody else is in it
+    _verdict: Verdict = (None, NOT_VALIDATED)
     _stepped = False
 
     @property
@@ -87,6 +101,11 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     def evaluates_anchor(self) -> bool:
         """Whether validation sees the run's anchor, rather than this learner's own parameters."""
         return self._learner.evaluate == "anchor"
+
+    @property
+    def _given_join(self) -> str | None:
+        """How to join a run that others have started; None: this learner starts one."""
+        return self._learner.join or os.environ.get("DILOCO_JOIN") or None
 
     @property
     def _exchanging(self) -> bool:
@@ -118,7 +137,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._params = trainable_parameters(self.lightning_module)
         self._aliases = aliases(self.lightning_module)
         self._counter = TokenCounter(self._token_count_fn)
-        self._stepped, self._tuner_checkpoint = False, None
+        self._stepped, self._tuner_checkpoint, self._saved = False, None, {}
         self._link = self._make_link()
         try:
             self._link.start(self._describe(), self._make_device)
@@ -127,8 +146,9 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
                 log.warning("%s", over)
             raise SystemExit(0) from over
         self._heal()
-        self._stopping = Stopping(self._trainer, self._learner.max_fleet_tokens)
+        self._stopping = Stopping(self._trainer, self._learner.max_fleet_tokens, self.evaluates_anchor)
         self._stopping.heed(self._link)
+        self._last_step = LastStep(self._trainer, self._leave, self._end)
         refresh_schedules(self._trainer)
         if (bar := self._trainer.progress_bar_callback) is not None:
             self._progress = ProgressFields(bar, self._link.standing)
@@ -165,43 +185,59 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
         return self._device
 
-    def on_train_end(self) -> None:
-        """Send the last contributions, wait for them, and leave the anchor in the module; the last one validates it."""
-        super().on_train_end()
-        if self._exchanging:
-            self._leave(validates=True)
-
-    def _leave(self, *, validates: bool) -> None:
+    def _leave(self) -> None:
+        """No step follows: send the last contributions, wait for them, and leave the anchor in the module."""
+        if not self._exchanging:
+            return
         assert self._link is not None
-        if self._stopping is not None and self._stopping.reason is not None and self.is_global_zero:
-            self._link.stop_run(self._stopping.reason)
-        is_last = self._link.finish()
-        if self._device is not None:
+        assert self._device is not None
+        assert self._stopping is not None
+        link = self._link
+        if (reason := self._stopping.why_all_end()) is not None and self.is_global_zero:
+            link.stop_run(reason)
+        is_last = link.finish()
+        if link.is_drained:
             self._device.show_anchor()  # for good
-        link = self._let_go()
-        assert link is not None
-        try:
-            if is_last and validates:
-                link.report(*validate_final(self._trainer))
-        finally:
+        elif self.is_global_zero:
+            log.warning(_NOT_DRAINED, self._trainer.global_step)
+        self._verdict = (None, NOT_VALIDATED if link.is_drained else NOT_DRAINED)
+        self._let_go()
+        if is_last:
+            self._left = link  # it is asked about the final anchor
+        else:
             link.close()
+        self._save_again()
 
-    def _let_go(self) -> Link | None:
+    def _end(self) -> None:
+        """Training is over, and callbacks do not know it yet; the last learner says what it found in the final anchor."""
+        self._leave()
+        if self._link is not None:  # only a trial is over
+            return
+        try:
+            if self._left is not None:
+                joined_others = self._given_join is not None
+                problem = validate_final(self._trainer) if joined_others and self._verdict[1] == NOT_VALIDATED else None
+                self._left.report(*((None, problem) if problem else self._verdict))
+        finally:
+            self._close()
+
+    def _let_go(self) -> None:
         """From here on the module is an ordinary one; the link is the caller's to close."""
         if self._progress is not None:
             self._progress.remove()
         if self._healing is not None:
             self._healing.close()
-        if self._preemption is not None:
-            self._preemption.close()
-        link, self._link, self._device, self._tuner_checkpoint = self._link, None, None, None
         self._close_leased()
-        self._healing = self._preemption = None
-        return link
+        self._link = self._device = self._progress = self._healing = self._stopping = self._tuner_checkpoint = None
 
     def _close(self) -> None:
-        if link := self._let_go():
-            link.close()
+        """Let go of everything that a fit holds; idempotent."""
+        links = (self._link, self._left)
+        self._let_go()
+        for each in (self._preemption, self._last_step, *links):
+            if each is not None:
+                each.close()
+        self._left = self._preemption = self._last_step = None
 
     def on_exception(self, exception: BaseException) -> None:
         """Put the local parameters back and let go of the run."""
@@ -245,8 +281,10 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
     def teardown(self) -> None:
         """A fit that had nothing to train never ends its training; it leaves here."""
-        if self._link is not None:
-            self._leave(validates=False)
+        try:
+            self._leave()
+        finally:
+            self._close()
         super().teardown()
 
     # --- training ------------------------------------------------------------------------------------------------
@@ -302,8 +340,14 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
     def _end_inner_step(self, output: Any = None) -> None:
         self._stepped = False
+        if self._link is None and self._last_step is not None:
+            rank_zero_warn(
+                "Training goes on after its last step, when the run was left: a callback has reset trainer.should_stop or "
+                "raised max_epochs. From here on this learner trains alone."
+            )
         if not self._exchanging:
             return
+        self._saved.clear()
         assert self._link is not None
         assert self._healing is not None
         self._healing.step_done()
@@ -326,18 +370,22 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         super().on_validation_start()
         if self._exchanging and not self._trainer.sanity_checking:
             self._set_evaluating(True)
+            assert self._link is not None
             assert self._stopping is not None
-            self._stopping.validation_starts()
+            self._stopping.validation_starts(self._link)
 
     def on_validation_end(self) -> None:
         """Back to the local parameters."""
         if self._exchanging and not self._trainer.sanity_checking:
             self._set_evaluating(False)
-            if self._learner.evaluate == "anchor" and self._stopping is not None:
-                self._stopping.anchor_was_validated()
             assert self._link is not None
-            if self._learner.evaluate == "anchor" and (loss := val_loss(self._trainer)) is not None:
+            assert self._stopping is not None
+            if self.evaluates_anchor:
+                self._stopping.anchor_was_validated(self._link)
+            if self.evaluates_anchor and (loss := val_loss(self._trainer)) is not None:
                 self._link.set_eval_loss(loss)
+        elif self._left is not None and self._verdict[1] == NOT_VALIDATED:
+            self._verdict = verdict(self._trainer)  # the module holds the final anchor
         super().on_validation_end()
 
     def _set_evaluating(self, evaluating: bool) -> None:

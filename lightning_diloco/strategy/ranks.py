@@ -77,10 +77,6 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         assert self.cluster_environment is not None
         return self.cluster_environment.creates_processes_externally and self.world_size > 1
 
-    @property
-    def _given_join(self) -> str | None:
-        return self._learner.join or os.environ.get("DILOCO_JOIN") or None
-
     def _make_link(self) -> LeaderLink | FollowerLink:
         from lightning_diloco.runtime.follower import FollowerLink
         from lightning_diloco.runtime.leader import LeaderLink
@@ -284,11 +280,11 @@ class RanksHooks(DecoupledDiLoCoStrategy):
             self._together.agree_now()
         super().on_validation_end()
 
-    def _let_go(self) -> Link | None:
+    def _let_go(self) -> None:
         if self._together is not None:
             self._together.close()
             self._together = None
-        return super()._let_go()
+        super()._let_go()
 
     # --- the signal that asks to end -----------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class Scenario:
     run_steps: int = 0  # and this far
     is_last: bool = False  # nobody else is in the run when this learner leaves
     others_tokens: int = 0
+    lands: bool = True  # each step changes an anchor; else none is merged, to the end
     stopped_after: int | None = None  # the run is over when this learner has made so many steps
     made: list[RecordingLink] = field(default_factory=list)
 
@@ -118,6 +119,14 @@ class RecordingLink:
         self.config = replace(self.config, data_parts=parts)
 
     @property
+    def num_landings(self) -> int:
+        return len(self.steps) if self.scenario.lands else 0
+
+    @property
+    def is_drained(self) -> bool:
+        return self.scenario.lands
+
+    @property
     def fleet_tokens(self) -> int:
         return self.scenario.others_tokens + sum(tokens for tokens, _ in self.steps)
 
@@ -164,7 +173,7 @@ class RecordingLink:
 
     def finish(self, reason: str = "finished", within_s: float | None = None) -> bool:
         self.events.append("finish" if reason == "finished" else reason)
-        for p in range(self.plan.num_fragments):
+        for p in range(self.plan.num_fragments) if self.scenario.lands else ():
             full = Update(full=self.device.anchor(p) + 1, chain=(), sent=None)
             self.device.land(p, self.device.stage(p, full))
         return self.scenario.is_last
