@@ -56,7 +56,11 @@ class EmbeddedSyncer:
         try:
             while not join.exists():
                 if self._process.poll() is not None or time.monotonic() > deadline_s:
-                    raise JoinError(f"the embedded syncer did not come up within {START_S:.0f} s; {self._last_words}")
+                    tail = self._log_path.read_text(errors="replace")[-2000:]
+                    raise JoinError(
+                        f"the embedded syncer did not come up within {START_S:.0f} s; its log {self._log_path} ends:\n"
+                        f"{tail}"
+                    )
                 time.sleep(0.05)
             self.address: JoinAddress = read_join_file(join)
         except BaseException:
@@ -74,11 +78,6 @@ class EmbeddedSyncer:
         yield_cores(process.pid)
         return process
 
-    @property
-    def _last_words(self) -> str:
-        tail = self._log_path.read_text(errors="replace")[-2000:]
-        return f"its log {self._log_path} ends:\n{tail}"
-
     def watch(self, stopping: threading.Event, is_needed: Callable[[], bool]) -> None:
         """Start it again whenever it ends while it is needed; for a thread beside training.
 
@@ -95,8 +94,8 @@ class EmbeddedSyncer:
             if time.monotonic() - began_s > AGAIN_AT_MOST_S:
                 pause_s = AGAIN_S
             log.warning(
-                "the embedded syncer ended (exit code %d) and is started again; training goes on meanwhile; %s",
-                code, self._last_words,
+                "the syncer of this run has ended (exit code %d) and is started again; training goes on; its log is %s",
+                code, self._log_path,
             )  # fmt: skip
             if stopping.wait(pause_s):
                 return

@@ -241,7 +241,7 @@ class Link(SaysOfItself):
         self._wait_for_leave(LEAVE_S if within_s is None else GOODBYE_S)
         self._raise_error()
         if self._left is None:
-            log.warning("the syncer did not take note of this leave in time; what was not merged counts as lapsed")
+            log.info("the syncer did not take note of this leave in time; what was not merged counts as lapsed")
         is_last = reason == "finished" and self._left is not None and self._left.is_last
         if is_last and self.is_drained:
             self._take_final()
