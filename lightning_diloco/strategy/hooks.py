@@ -53,7 +53,7 @@ from lightning_diloco.strategy.progress import ProgressFields
 from lightning_diloco.strategy.schedules import hold_schedules, refresh_schedules
 from lightning_diloco.strategy.splitting import SplitsData, wants_link
 from lightning_diloco.strategy.stopping import Stopping
-from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn
+from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn, check_training_step
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -132,8 +132,9 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
             self._join()
 
     def _join(self) -> None:
-        self._preemption = Preemption(self._learner.preemption_s)
         assert self.lightning_module is not None
+        check_training_step(self.lightning_module)
+        self._preemption = Preemption(self._learner.preemption_s)
         self._params = trainable_parameters(self.lightning_module)
         self._aliases = aliases(self.lightning_module)
         self._counter = TokenCounter(self._token_count_fn)

@@ -45,7 +45,8 @@ def weight_in(path: str | Path) -> torch.Tensor:
 
 @pytest.fixture
 def fit(scenario, model, trainer_for, tmp_path):
-    """Fits, and keeps checkpoints; returns the Trainer and what keeps them."""
+    """Fits alone, and keeps checkpoints; returns the Trainer and what keeps them."""
+    scenario.is_last = True
 
     def run(save="every epoch", *, callbacks=(), ckpt_path=None, **options):
         keep = ModelCheckpoint(tmp_path / "kept", **SAVES[save])
