@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_diloco.runtime.link import Link
+    from lightning_diloco.runtime.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ _NOT_DRAINED = (
     "instead of the run's anchor. Save them (trainer.save_checkpoint); fit(ckpt_path=...) without a join string begins a "
     "new run with them"
 )
+
+
+# Of one process and one fit; a copy of a strategy, such as in a worker of a data loader, is without.
+_NOT_COPIED = ("_link", "_left", "_device", "_healing", "_preemption", "_leased")
 
 
 class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
@@ -86,6 +91,9 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     _left: Link | None = None  # of a run that was left, and nobody else is in it
     _verdict: Verdict = (None, NOT_VALIDATED)
     _stepped = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in _NOT_COPIED}
 
     @property
     def fleet_tokens(self) -> int:
@@ -152,7 +160,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._last_step = LastStep(self._trainer, self._leave, self._end)
         refresh_schedules(self._trainer)
         if (bar := self._trainer.progress_bar_callback) is not None:
-            self._progress = ProgressFields(bar, self._link.standing)
+            self._progress = ProgressFields(bar, self._standing)
         self._reload_train_data()
 
     def _heal(self) -> None:
@@ -168,6 +176,9 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
             self._healing.heal(warm_up_steps=link.config.sync_every, run_steps=run_steps)
         else:
             self._healing.heal()
+
+    def _standing(self) -> Standing | None:
+        return None if self._link is None else self._link.standing()
 
     def _describe(self) -> ModelDescription:
         assert self.lightning_module is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -83,6 +84,7 @@ class RecordingLink:
         self.run, self.incarnation, self.is_late = "run", self.scenario.incarnation, self.scenario.is_late
         self.run_steps = self.scenario.run_steps
         self.own_run_dir: Path | None = None
+        self.lock = threading.Lock()  # cannot be copied, as nothing can that belongs to a run
         self.events: list[str] = []
         self.boundary: list[torch.Tensor] = []  # parameters where the last step ended
         self.unchanged: list[bool] = []  # by step: whether they were still the same when it settled first
