@@ -3,8 +3,8 @@
 1. It is a process group of its own, so that Ctrl-C in the learner's terminal does not take it down while others still
    use it. It yields cores that are short to training: nobody waits for it.
 2. It ends by itself: soon after its last learner left, or a lease after that learner was killed.
-3. If it ends before that, its starter starts it again, on the same run directory and at the same address: the run goes on
-   where it was, bit for bit, and learners reconnect. Pauses between attempts grow, and there is no last one.
+3. If it ends before that, its starter starts it again, on the same run directory and at the same address: the run goes
+   on where it was, bit for bit, and learners reconnect. Pauses between attempts grow, and there is no last one.
 """
 
 from __future__ import annotations
@@ -101,6 +101,11 @@ class EmbeddedSyncer:
                 return
             self._process, began_s = self._start(), time.monotonic()
             pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._process.poll() is not None
 
     def let_go(self, *, was_joined: bool, is_last: bool) -> None:
         """Its starter needs it no longer.

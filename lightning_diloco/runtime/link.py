@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -61,7 +63,8 @@ class Link(SaysOfItself):
     Args:
         run_options: explicit `RunConfig` options.
         learner: this learner's own options.
-        root_dir: where an embedded syncer's run directory goes.
+        root_dir: where an embedded syncer's run directory goes; None: it is temporary, and removed when the run has
+            finished.
         connect: makes the connection.
     """
 
@@ -71,7 +74,7 @@ class Link(SaysOfItself):
         self,
         run_options: dict[str, Any],
         learner: LearnerConfig,
-        root_dir: Path,
+        root_dir: Path | None,
         *,
         connect: Callable[[JoinAddress], Connection] = FlightConnection,
     ) -> None:
@@ -282,6 +285,9 @@ class Link(SaysOfItself):
             if self._embedded is not None:
                 is_last = self._left is not None and self._left.is_last
                 self._embedded.let_go(was_joined=self._state is not None, is_last=is_last)
+                is_kept = self._state is not None and not (is_last and self.is_drained)
+                if self._root_dir is None and self._embedded.has_ended and not is_kept:
+                    shutil.rmtree(self._embedded.run_dir, ignore_errors=True)
 
     def _say_goodbye(self) -> None:
         if self._left is None and self._line.is_online and not isinstance(self._error, errors.FencedError):
@@ -380,8 +386,12 @@ class Link(SaysOfItself):
     def _address(self) -> JoinAddress:
         if (address := _given_address(self._learner)) is not None:
             return address
-        run_dir = self._root_dir / "diloco" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        tidy(run_dir.parent)
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if self._root_dir is None:
+            run_dir = Path(tempfile.mkdtemp(prefix=f"diloco-{name}-"))
+        else:
+            run_dir = self._root_dir / "diloco" / name
+            tidy(run_dir.parent)
         self._embedded = EmbeddedSyncer(run_dir)
         self._crew.start("syncer", partial(self._embedded.watch, self._crew.stopping, lambda: self._left is None))
         address = self._embedded.address

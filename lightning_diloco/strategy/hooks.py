@@ -6,8 +6,8 @@
 2. An inner step ends after `optimizer_step`, once per real step. With manual optimization it ends after a
    `training_step` in which any optimizer stepped: before, gradients may still be computed with the parameters.
 3. We change parameters only at the end of an inner step, around validation, and when the run is left: as soon as it is
-   known that no step follows, before the last validation and the last checkpoints, and in any case before `on_train_end`
-   of callbacks (last_step.py). From there on the module is an ordinary one.
+   known that no step follows, before the last validation and the last checkpoints, and in any case before the
+   callbacks' `on_train_end` (last_step.py). From there on the module is an ordinary one.
 4. What is snapshotted at the end of an inner step may be copied while the next forward and backward compute. It is
    settled when these are done, before gradients are clipped and any optimizer changes parameters; also before
    validation. Who changes parameters elsewhere (clamping at a batch's start or end, `max_norm` of an embedding, an
@@ -24,7 +24,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,9 +44,17 @@ from lightning_diloco.strategy.data import fork_random_state
 from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.identity import learner_id
 from lightning_diloco.strategy.last_step import LastStep
-from lightning_diloco.strategy.losses import NOT_DRAINED, NOT_VALIDATED, Verdict, train_loss, val_loss, validate_final, verdict
+from lightning_diloco.strategy.losses import (
+    NOT_DRAINED,
+    NOT_VALIDATED,
+    Verdict,
+    train_loss,
+    val_loss,
+    validate_final,
+    verdict,
+)
 from lightning_diloco.strategy.model import aliases, describe, trainable_parameters
-from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
+from lightning_diloco.strategy.paths import checkpoint_url, run_root, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
 from lightning_diloco.strategy.schedules import hold_schedules, refresh_schedules
@@ -63,11 +70,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NOT_DRAINED = (
-    "the run was left at step %d before all of this learner's work was merged: its syncer could not be reached, or was not "
-    "done in time. The module, and checkpoints of this step, keep this learner's own parameters, with all that it trained, "
-    "instead of the run's anchor. Save them (trainer.save_checkpoint); fit(ckpt_path=...) without a join string begins a "
-    "new run with them"
+_LEFT_WITH_WORK = (
+    "the run was left at step %d before all of this learner's work was merged: its syncer could not be reached, or was "
+    "not done in time. The module, and checkpoints of this step, keep this learner's own parameters, with all that it "
+    "trained, instead of the run's anchor. Save them (trainer.save_checkpoint); fit(ckpt_path=...) without a join "
+    "string begins a new run with them"
 )
 
 
@@ -125,7 +132,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         """Give the learner paths of its own, before anything is looked for there, or opened."""
         if not wants_link(trainer):
             return
-        self._root_dir = Path(trainer.default_root_dir)
+        self._root_dir, self._run_root = trainer.default_root_dir, run_root(trainer)
         if (name := learner_id(self._learner)) is not None:
             self._learner = replace(self._learner, learner=name)
             separate_paths(trainer, name)
@@ -191,7 +198,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     def _make_link(self) -> Link:
         from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
 
-        return Link(self._run_options, self._learner, self._root_dir)
+        return Link(self._run_options, self._learner, self._run_root)
 
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice:
         self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
@@ -211,7 +218,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         if link.is_drained:
             self._device.show_anchor()  # for good
         elif self.is_global_zero:
-            log.warning(_NOT_DRAINED, self._trainer.global_step)
+            log.warning(_LEFT_WITH_WORK, self._trainer.global_step)
         self._verdict = (None, NOT_VALIDATED if link.is_drained else NOT_DRAINED)
         self._let_go()
         if is_last:
@@ -221,7 +228,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._save_again()
 
     def _end(self) -> None:
-        """Training is over, and callbacks do not know it yet; the last learner says what it found in the final anchor."""
+        """Before callbacks' `on_train_end`: the last learner says what it found when it validated the final anchor."""
         self._leave()
         if self._link is not None:  # only a trial is over
             return
@@ -354,7 +361,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._stepped = False
         if self._link is None and self._last_step is not None:
             rank_zero_warn(
-                "Training goes on after its last step, when the run was left: a callback has reset trainer.should_stop or "
+                "Training goes on after its last step, when the run was left: a callback has reset should_stop, or "
                 "raised max_epochs. From here on this learner trains alone."
             )
         if not self._exchanging:

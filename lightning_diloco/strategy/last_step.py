@@ -2,8 +2,8 @@
 
 1. Lightning has no hook between the callbacks' `on_train_batch_end` and the validation after it, nor before their
    `on_train_end`: what its loops call there is wrapped, until `close`.
-2. Most often it is known after a batch that no step follows. What Lightning validates and saves then is what `fit` leaves
-   in the module.
+2. Most often it is known after a batch that no step follows. What Lightning validates and saves then is what `fit`
+   leaves in the module.
 3. What stops training later, such as EarlyStopping by that validation, is known before `on_train_end` of callbacks.
    These find an ordinary module, and what they leave in it stays there.
 """

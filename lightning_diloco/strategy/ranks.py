@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from lightning_diloco.runtime.follower import FollowerLink
     from lightning_diloco.runtime.footprint import Footprint
     from lightning_diloco.runtime.leader import LeaderLink
-    from lightning_diloco.runtime.link import Link
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         self._ranks, self._layout = ranks, layout_of(ranks.size, boxes)
         self._shares = ranks.share(super().distributed_sampler_kwargs["rank"])
         if ranks.rank == 0:
-            return LeaderLink(self._run_options, self._learner, self._root_dir, ranks=ranks, boxes=boxes)
+            return LeaderLink(self._run_options, self._learner, self._run_root, ranks=ranks, boxes=boxes)
         return FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes, join=self._given_join)
 
     def _settings(self) -> dict[str, Any]:

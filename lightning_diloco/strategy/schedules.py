@@ -120,7 +120,7 @@ def hold_schedules(trainer: pl.Trainer) -> None:
 
 def _num_updates(scheduler: object) -> int:
     """How often it was updated; 0 where it does not say: those of other libraries need not."""
-    return max((getattr(each, "last_epoch", 0) for each in (scheduler, *getattr(scheduler, "_schedulers", ()))))
+    return max(getattr(each, "last_epoch", 0) for each in (scheduler, *getattr(scheduler, "_schedulers", ())))
 
 
 def _by_steps(trainer: pl.Trainer) -> Iterator[LRSchedulerConfig]:

@@ -96,7 +96,8 @@ class TokenCounter:
         """
         if self.unit is None:
             raise ConfigError(
-                "an optimizer step without a counted batch: batches must pass through the Trainer, and be more than None"
+                "an optimizer step without a counted batch: at least one must have passed through the Trainer; "
+                "use training_step(self, batch, batch_idx)"
             )
         tokens, self._tokens = self._tokens, 0
         return tokens, self.unit

@@ -78,7 +78,7 @@ class RecordingLink:
 
     scenario: Scenario
 
-    def __init__(self, run_options: dict[str, Any], learner: LearnerConfig, root_dir: Path) -> None:
+    def __init__(self, run_options: dict[str, Any], learner: LearnerConfig, root_dir: Path | None) -> None:
         self.run_options, self.learner, self.root_dir = run_options, learner, root_dir
         self.learner_id, self.data_part = self.scenario.learner_id, None
         self.run, self.incarnation, self.is_late = "run", self.scenario.incarnation, self.scenario.is_late

@@ -1,4 +1,4 @@
-"""The end of a fit: the run is left before Lightning validates and saves for the last time, and nothing is lost there."""
+"""The end of a fit: the run is left before Lightning validates and saves for the last time; nothing is lost there."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_a_callback_leaves_in_the_module_stays_there(scenario, model, fit, 
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_without_a_syncer_at_the_end_the_module_keeps_what_was_trained(scenario, model, fit, trainer_for, caplog, end):
+def test_without_a_syncer_at_the_end_the_module_keeps_what_was_trained(scenario, model, fit, caplog, end):
     scenario.lands = False
     start, trained = model.body.weight.detach().clone(), []
 

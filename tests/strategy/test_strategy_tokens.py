@@ -65,10 +65,9 @@ def test_function_of_the_user_decides():
 @pytest.mark.parametrize("batch", [3, "text", {}, object(), iter([torch.zeros(2)])], ids=str)
 def test_batch_of_unknown_size_counts_as_one_and_is_told_once(batch):
     counter = TokenCounter()
-    with pytest.warns(UserWarning, match=f"A batch of type {type(batch).__name__} does not tell its size") as said:
+    with pytest.warns(UserWarning, match=f"A batch of type {type(batch).__name__} does not tell its size"):
         counter.add(batch)
-        counter.add(batch)
-    assert len(said) == 1
+    counter.add(batch)  # a warning would be an error
     assert counter.take() == (2, "samples")
 
 
