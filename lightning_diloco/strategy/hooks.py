@@ -20,7 +20,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -42,7 +41,7 @@ from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.strategy.checkpoints import AnchorInCheckpoints
 from lightning_diloco.strategy.data import fork_random_state
 from lightning_diloco.strategy.healing import Healing, Owner
-from lightning_diloco.strategy.identity import learner_id
+from lightning_diloco.strategy.identity import given_join, learner_id
 from lightning_diloco.strategy.last_step import LastStep
 from lightning_diloco.strategy.losses import (
     NOT_DRAINED,
@@ -119,8 +118,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
     @property
     def _given_join(self) -> str | None:
-        """How to join a run that others have started; None: this learner starts one."""
-        return self._learner.join or os.environ.get("DILOCO_JOIN") or None
+        return given_join(self._learner)
 
     @property
     def _exchanging(self) -> bool:

@@ -62,7 +62,9 @@ def test_function_of_the_user_decides():
     assert counter.take() == (400, "tokens")
 
 
-@pytest.mark.parametrize("batch", [3, "text", {}, object(), iter([torch.zeros(2)])], ids=str)
+@pytest.mark.parametrize(
+    "batch", [3, "text", {}, object(), iter([torch.zeros(2)])], ids=["int", "str", "empty", "object", "iterator"]
+)
 def test_batch_of_unknown_size_counts_as_one_and_is_told_once(batch):
     counter = TokenCounter()
     with pytest.warns(UserWarning, match=f"A batch of type {type(batch).__name__} does not tell its size"):
@@ -79,7 +81,9 @@ def test_none_is_no_batch():
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None", "ignore:A batch of type")
-@pytest.mark.parametrize("batches", [["text"] * 4, [3] * 4, [None, torch.zeros(2), None, torch.zeros(2)]], ids=str)
+@pytest.mark.parametrize(
+    "batches", [["text"] * 4, [3] * 4, [None, torch.zeros(2), None, torch.zeros(2)]], ids=["text", "numbers", "None"]
+)
 def test_any_batch_that_lightning_accepts_trains(scenario, model, trainer_for, monkeypatch, batches):
     monkeypatch.setattr(type(model), "training_step", lambda self, batch, batch_idx: self.body.weight.sum())
     trainer_for(max_steps=2, limit_val_batches=0).fit(model, DataLoader(batches, batch_size=None))
