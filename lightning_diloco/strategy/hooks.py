@@ -357,7 +357,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
     def _end_inner_step(self, output: Any = None) -> None:
         self._stepped = False
-        if self._link is None and self._last_step is not None:
+        if self._link is None and self._last_step is not None and not self._trainer.fit_loop._skip_backward:
             rank_zero_warn(
                 "Training goes on after its last step, when the run was left: a callback has reset should_stop, or "
                 "raised max_epochs. From here on this learner trains alone."
