@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,8 +258,7 @@ def test_a_killed_syncer_comes_back_and_nothing_is_lost(runs, fit, model):
 
 
 def test_a_syncer_that_never_comes_back_leaves_the_trained_parameters(runs, model, trainer_for, tmp_path, caplog):
-    strategy = DecoupledDiLoCoStrategy(sync_every=4, num_fragments=2, overlap=1)
-    strategy._learner = replace(strategy._learner, drain_s=1.0)
+    strategy = DecoupledDiLoCoStrategy(sync_every=4, num_fragments=2, overlap=1, drain_s=1.0)
     kill = KillSyncer(runs, then=lambda: [path.unlink() for path in tmp_path.glob("diloco/*/join")])
     keep = ModelCheckpoint(tmp_path / "kept", save_last=True)
     trainer_for(strategy=strategy, max_steps=18, enable_checkpointing=True, callbacks=[kill, keep]).fit(model)
