@@ -176,7 +176,7 @@ class _Run:
         if self._are_training() or self._interruption:
             return
         finished = [name for name in self._plan.learners if self._fleet.outcome(name) == "finished"]
-        if len(finished) == self._plan.num_learners and feed.latest is not None and not feed.latest["learners"]:
+        if len(finished) == self._plan.num_learners and self._is_unused(feed):
             self._screen.say(
                 "no learner took part in the run, so it cannot finish; "
                 'a script takes part by Trainer(strategy="decoupled_diloco"), after `import lightning_diloco`'
@@ -223,6 +223,10 @@ class _Run:
 
     def _are_training(self) -> bool:
         return any(self._fleet.outcome(name) == "running" for name in self._plan.learners)
+
+    def _is_unused(self, feed: StatusFeed) -> bool:
+        """Whether nobody ever took part."""
+        return feed.latest is not None and not (feed.latest["learners"] or feed.latest.get("versions"))
 
     def _is_used(self, feed: StatusFeed) -> bool:
         """Whether learners from elsewhere take part; ours have ended."""

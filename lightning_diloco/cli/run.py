@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import page, recipes
+from lightning_diloco.cli.claim import claimed
 from lightning_diloco.cli.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.cli.spelling import of_recipe, of_script
 from lightning_diloco.cli.syncer import NO_WANDB
@@ -98,20 +99,26 @@ def split(
 
 def call(arguments: argparse.Namespace) -> int:
     """Run to the end and print the summary; returns the exit code."""
-    from rich.console import Console
-
-    from lightning_diloco.cli.display import Screen, summary_view
-    from lightning_diloco.cli.local_run import Plan, execute
-
     found = problems(arguments)
     if arguments.stop_grace is not None and not arguments.stop_grace > 0.0:
         found.append(f"--stop-grace {arguments.stop_grace:g}: must be above 0")
     if found:
         raise ConfigError(found)
     target = recipes.resolve(arguments.target)
+    _tracking(arguments.wandb, target)  # refuses what is not installed, before anything is made
+    run_dir = make_run_dir(arguments.run_dir, target.stem)
+    with claimed(run_dir):
+        return _run(arguments, target, run_dir)
+
+
+def _run(arguments: argparse.Namespace, target: Path, run_dir: Path) -> int:
+    from rich.console import Console
+
+    from lightning_diloco.cli.display import Screen, summary_view
+    from lightning_diloco.cli.local_run import Plan, execute
+
     tracking, tell = _tracking(arguments.wandb, target)
     num_learners = arguments.local
-    run_dir = make_run_dir(arguments.run_dir, target.stem)
     if arguments.origin is not None:
         from lightning_diloco.runtime.run_snapshot import begin_from
 

@@ -34,6 +34,7 @@ from lightning_diloco.runtime.files import write_whole
 from lightning_diloco.runtime.manifest import manifest_file
 from lightning_diloco.runtime.merging import Installable, MergeJob, Merger
 from lightning_diloco.runtime.outbox import Outbox
+from lightning_diloco.runtime.past import CLOSED
 from lightning_diloco.runtime.progress import EVENT as PROGRESS
 from lightning_diloco.runtime.progress import pause_s, progress
 from lightning_diloco.runtime.recorded import Recorder
@@ -137,10 +138,11 @@ class SyncerService:
         self._outbox.close()
         may_rest = self.error is None and not self._todo  # else the machine knows what the disk does not
         saved = codec.dump(self.state.saved()) if may_rest else {}
-        is_finished = self.state.is_finished and self.state.somebody_finished and self.error is None
+        is_finished = self.state.is_finished and self.state.ended_by_finishing and self.error is None
         self.state.finish()
         status = "finished" if is_finished else "interrupted"
         summary = self._board.summary(status)
+        self._durable.note(CLOSED)
         try:
             write_whole(self._options.run_dir / "summary.json", _json(summary))
             if may_rest:

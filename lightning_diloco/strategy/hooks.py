@@ -374,6 +374,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         is_there = self.root_device.type == "cpu"  # elsewhere a thread waits for it, no more often than Lightning logs
         if is_there or connector.should_update_logs:
             self._link.set_loss(train_loss(self._trainer, output), aside=not is_there)
+        self._link.trainer_step = self._trainer.fit_loop.epoch_loop._batches_that_stepped + 1
         self._link.step(*self._counter.take())
         assert self._stopping is not None
         self._stopping.heed(self._link)

@@ -16,7 +16,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "id": "l0",
         "incarnation": 1,
         "phase": "stepping",
-        "step": 120,
+        "trainer_step": 120,
         "tokens": 30_720,
         "metrics": {"loss": 3.21456},
         "tokens_per_s": 5123.4,
@@ -24,7 +24,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "last_contribution_s_ago": 0.84,
         "last_heard_s_ago": 0.1,
     }
-    joining = {**learner, "id": "l1", "phase": "joining", "metrics": {}, "tokens_per_s": None, "step": 0}
+    joining = {**learner, "id": "l1", "phase": "joining", "metrics": {}, "tokens_per_s": None, "trainer_step": 0}
     wait = {"what": "fragment 3, round 17", "for": ["l1"], "since_s": 1.25, "until_s": 0.4, "then": "merge l0"}
     return {
         "run": "gpt",
