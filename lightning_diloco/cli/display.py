@@ -206,8 +206,9 @@ def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:
     loss = summary["eval_loss"]
     if loss is None:
         return {"eval_loss of the anchor": f"- ({summary.get('eval_reason') or 'nobody validated it'})"}
-    # What unit the loss has is not known here; one that large is not nats per token.
-    perplexity = {"perplexity, if per token": f"{math.exp(loss):.2f}"} if loss < _LARGE_NATS else {}
+    # Where samples are counted the model is no language model; a loss that large is not nats per token.
+    is_per_token = summary.get("token_unit") == "tokens" and loss < _LARGE_NATS
+    perplexity = {"perplexity, if per token": f"{math.exp(loss):.2f}"} if is_per_token else {}
     return {"eval_loss of the anchor": f"{loss:.4f}", **perplexity}
 
 

@@ -117,13 +117,21 @@ class Fleet:
         """The process (and process group) a child runs as now."""
         return self._children[name].process.pid
 
-    def stop(self, names: Iterable[str], *, within_s: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
+    def stop(
+        self,
+        names: Iterable[str],
+        *,
+        within_s: float,
+        is_urgent: Callable[[], bool] = lambda: False,
+        is_done: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         """Ask these children to end (SIGTERM), and kill what has not in time; returns once all are dead.
 
         Args:
             names: of children.
             within_s: how long they may take.
             is_urgent: becomes true when there is no time any more.
+            is_done: whether the child of this name has done all it was to do, and is only slow to end.
         """
         children = [child for name in names if (child := self._children[name]).outcome == "running"]
         for child in children:
@@ -136,7 +144,10 @@ class Fleet:
             and not is_urgent()
         ):
             time.sleep(_POLL_S)
-        if late := [child.command.name for child in children if child.process.poll() is None]:
+        late = [child.command.name for child in children if child.process.poll() is None]
+        if slow := [name for name in late if is_done(name)]:
+            self._say(f"{', '.join(slow)}: left in good order; the process was slow to end and is not waited for")
+        if late := [name for name in late if name not in slow]:
             why = "there is no time" if is_urgent() else f"still running {within_s:g} s after being asked to end"
             self._say(f"{', '.join(late)}: {why}; killed")
         for child in children:

@@ -1,7 +1,7 @@
 """The one wait: from the first hello to the moment a learner may step.
 
 1. A learner that cannot reach the syncer says so, names it, and tries again until a deadline; or until it finds the
-   run's summary, where it shares the run's directory.
+   run's summary, where it shares the run's directory, or the machine on which it was served last.
 2. In an empty run one learner seeds; everybody else adopts the run's anchors before its first step.
 3. The conversation is asked again until answered; every message of it may be repeated safely.
 """
@@ -38,6 +38,7 @@ from lightning_diloco.errors import (
     TransportError,
 )
 from lightning_diloco.protocol import LearnerState, messages
+from lightning_diloco.runtime import whereabouts
 from lightning_diloco.runtime.anchors import bytes_of, tensor_of
 from lightning_diloco.runtime.ending import is_over
 from lightning_diloco.runtime.manifest import check_model, make_manifest, plan_of
@@ -55,7 +56,7 @@ T = TypeVar("T")
 REACH_S = 60.0
 ANSWER_S = 900.0
 BULK_S = 600.0
-AGAIN_S = 1.0
+AGAIN_S, LONG_PAUSE_S = 1.0, 4.0
 STORED_S, STORED_AGAIN_S = 3600.0, 0.02
 MAX_CORRUPT = 3
 RESTORING_S = 600.0  # without progress
@@ -264,26 +265,27 @@ def reached(
         JoinError: the syncer has not been reached for REACH_S.
         RunOverError: the run has ended.
     """
-    num_corrupt, failing_since_s = 0, math.inf
-    pause_s, said, said_s = STORED_AGAIN_S, "", time.monotonic()
+    num_corrupt, failing_since_s, pause_s = 0, math.inf, AGAIN_S
+    restoring_s, said, said_s = STORED_AGAIN_S, "", time.monotonic()
     while True:
         try:
             return call()
         except RestoringError as error:
-            failing_since_s, pause_s = math.inf, min(2 * pause_s, AGAIN_S)
+            failing_since_s, restoring_s = math.inf, min(2 * restoring_s, AGAIN_S)
             if str(error) != said:
                 said, said_s = str(error), time.monotonic()
-                log.log(logging.INFO if pause_s < AGAIN_S else logging.WARNING, "%s: %s", address, error)
+                log.log(logging.INFO if restoring_s < AGAIN_S else logging.WARNING, "%s: %s", address, error)
             if time.monotonic() - said_s >= RESTORING_S:
                 raise JoinError(
                     f"the syncer at {address} says for {RESTORING_S:.0f} s: {error}; look at its log and disk"
                 ) from error
-            time.sleep(pause_s)
+            time.sleep(restoring_s)
         except TransportError as error:
-            if run_dir is not None and is_over(run_dir, address.run):
+            where = run_dir or whereabouts.find(address.run)
+            if where is not None and is_over(where, address.run):
                 raise RunOverError(
                     f"run {address.run} has finished, nothing is left to train; what came of it is in "
-                    f"{run_dir}/summary.json; a new run needs a new directory"
+                    f"{where}/summary.json; a new run needs a new directory"
                 ) from error
             num_corrupt = num_corrupt + 1 if isinstance(error, CorruptMessageError) else 0
             if num_corrupt == MAX_CORRUPT:
@@ -296,9 +298,10 @@ def reached(
                     f"no syncer was reached at {address} in {waited_s:.0f} s ({error}); start one there, or "
                     "correct DILOCO_JOIN (or join=)"
                 ) from error
-            left_s = REACH_S - waited_s
-            log.warning("no syncer at %s yet; trying for another %.0f s (%s)", address, left_s, error)
-            time.sleep(min(AGAIN_S, left_s))
+            if pause_s == AGAIN_S:  # once
+                log.warning("no syncer at %s yet; trying for %.0f s; is the run still on?", address, REACH_S)
+            time.sleep(min(pause_s, REACH_S - waited_s))
+            pause_s = min(2 * pause_s, LONG_PAUSE_S)
 
 
 def full_values(bulk: Bulk, numel: int) -> Tensor:

@@ -15,6 +15,7 @@ from lightning_diloco.transport.base import Json
 
 STALL, EXCHANGE_P95, LOSS, EVAL_LOSS = "diloco/stall_s", "diloco/exchange_p95_s", "loss", "eval_loss"
 TRAINER_STEP = "diloco/trainer_step"  # goes on where a learner that is started again does
+COUNTS_TOKENS = "diloco/counts_tokens"  # 1: of a language model, as far as is known; 0: samples
 GONE_S = 600.0
 
 
@@ -63,6 +64,7 @@ def summary(
         "versions": [f.version for f in state.rounds.fragments],
         "eval_loss": state.eval_loss,
         "eval_reason": state.eval_reason,
+        "token_unit": _token_unit(state),
         "config": config,
     }
 
@@ -137,6 +139,12 @@ def goodput(state: SyncerState, now_s: float, pauses: Pauses = ()) -> float | No
             capacity += (ended_s - began_s - idle_s) * rate
     merged = state.ledger.totals().merged / max(1, state.ledger.num_fragments)
     return merged / capacity if capacity > 0 else None
+
+
+def _token_unit(state: SyncerState) -> str | None:
+    """What the learners count; None: no step has shown it yet."""
+    told = [m.metrics[COUNTS_TOKENS] for m in _took_part(state) if COUNTS_TOKENS in m.metrics]
+    return ("tokens" if max(told) else "samples") if told else None
 
 
 def _took_part(state: SyncerState) -> list[Member]:

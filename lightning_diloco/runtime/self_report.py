@@ -14,7 +14,7 @@ from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.protocol import LearnerState, messages
 from lightning_diloco.runtime.freight import Freight
 from lightning_diloco.runtime.line import Line
-from lightning_diloco.runtime.report import EVAL_LOSS, EXCHANGE_P95, LOSS, STALL, TRAINER_STEP
+from lightning_diloco.runtime.report import COUNTS_TOKENS, EVAL_LOSS, EXCHANGE_P95, LOSS, STALL, TRAINER_STEP
 from lightning_diloco.runtime.standing import Standing, metrics, standing
 from lightning_diloco.runtime.stopwatch import Stopwatch
 
@@ -27,6 +27,7 @@ class SaysOfItself:
     _machine: LearnerState
     _freight: Freight
     _line: Line
+    _unit: str | None
 
     def __init__(self) -> None:
         self._watch = Stopwatch()
@@ -71,7 +72,8 @@ class SaysOfItself:
 
     def _reported(self) -> dict[str, float]:
         own = {STALL: self._watch.stall_s, EXCHANGE_P95: self._watch.exchange_p95_s, TRAINER_STEP: self.trainer_step}
-        return {**own, **self._losses}
+        counts = {} if self._unit is None else {COUNTS_TOKENS: float(self._unit == "tokens")}
+        return {**own, **counts, **self._losses}
 
     def _mark(self, p: int) -> messages.Mark:
         """What this learner has of a fragment.

@@ -16,6 +16,7 @@ import socket
 import threading
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.runtime import whereabouts
 from lightning_diloco.runtime.doorway import Doorway
 from lightning_diloco.runtime.durable import Durable
 from lightning_diloco.runtime.heaps import keep_few_heaps
@@ -49,6 +50,8 @@ def serve(options: SyncerOptions) -> int:
         server.start()
         join = server.join_address(address.run, _reachable_host(options.listen))
         write_join_file(options.run_dir / "join", join)
+        if options.embedded_by is None:  # a folder of links would grow with every script
+            whereabouts.note(join.run, options.run_dir)
         log.info("run %s is served at %s; the whole join string is in %s/join", join.run, join, options.run_dir)
 
     is_known = (options.run_dir / "join").exists()

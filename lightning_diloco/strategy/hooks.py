@@ -369,6 +369,8 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         assert self._link is not None
         assert self._healing is not None
         self._healing.step_done()
+        if self._preemption is not None:
+            self._preemption.has_trained = True
         hold_schedules(self._trainer)
         connector = self._trainer._logger_connector
         is_there = self.root_device.type == "cpu"  # elsewhere a thread waits for it, no more often than Lightning logs

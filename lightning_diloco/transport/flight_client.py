@@ -144,7 +144,9 @@ class FlightConnection:
             if isinstance(error, (flight.FlightTimedOutError, flight.FlightUnavailableError)):
                 self._forget(channel)
             self._recheck_pin(error, deadline_s - waited_s)
-            raise self._translated(error, name, waited_s, deadline_s) from error
+            translated = self._translated(error, name, waited_s, deadline_s)
+            # What the syncer answered says all there is to say; Arrow's traceback above it would be read first.
+            raise translated from (error if isinstance(translated, TransportError) else None)
 
     def _client(self, channel: Channel, timeout_s: float) -> flight.FlightClient:
         with self._lock:

@@ -303,3 +303,13 @@ def test_what_an_earlier_process_wrote_is_not_blamed(tmp_path: Path) -> None:
     said = harness.run("import os; os._exit(3)")
     assert said.startswith("l0 died (exit code 3); restart 1 of 1\n")
     assert "yesterday" not in said
+
+
+def test_a_child_that_has_done_all_and_is_slow_to_end_is_not_called_killed(tmp_path: Path) -> None:
+    harness = Harness(tmp_path)
+    log = tmp_path / "l0" / "log.txt"
+    with harness.fleet as fleet:
+        fleet.start(harness.command(STUBBORN))
+        until(lambda: log.exists() and "ready" in log.read_text())
+        fleet.stop(["l0"], within_s=0.01, is_done=lambda name: name == "l0")
+    assert harness.said == ["l0: left in good order; the process was slow to end and is not waited for"]
