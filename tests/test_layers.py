@@ -40,7 +40,7 @@ LIBRARIES = {
     "cli/chaos_picture.py": "matplotlib",
     "live": "prometheus_client",
     "tracking": "torch lightning wandb",
-    "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock peft",
+    "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock peft safetensors",
     "plots": "matplotlib",
     "strategy": "torch lightning numpy",
     "runtime": "torch safetensors fsspec",

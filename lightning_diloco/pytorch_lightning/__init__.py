@@ -30,8 +30,12 @@ _OTHER_NAMES = {
     r"\blightning\.fabric\b": "lightning_fabric",
 }
 _MIRRORED = re.compile(rf"{re.escape(__name__)}\.((?:strategy|tracking)(?:\.\w+)*)")
-MADE_IN = {"DecoupledDiLoCoStrategy": "strategy.decoupled", "FleetTokenLR": "strategy.schedules"}
-__all__ = ["DecoupledDiLoCoStrategy", "FleetTokenLR"]
+MADE_IN = {
+    "DecoupledDiLoCoStrategy": "strategy.decoupled",
+    "FleetTokenLR": "strategy.schedules",
+    "load_anchor": "strategy.anchor",
+}
+__all__ = ["DecoupledDiLoCoStrategy", "FleetTokenLR", "load_anchor"]
 
 
 def package() -> str:
