@@ -59,7 +59,7 @@ def read_anchor(run_dir: Path) -> tuple[Json, AnchorStore]:
         durable = Durable(run_dir)
     except StorageError as error:
         raise StorageError(
-            error.errno, f"{run_dir} cannot be exported: {error}; wait for the run's end, or stop its syncer (SIGTERM)"
+            error.errno, f"{run_dir} cannot be read: {error}; wait for the run's end, or stop its syncer (SIGTERM)"
         ) from error
     try:
         state = SyncerState(run=run_dir.name)
