@@ -1,6 +1,7 @@
 """When a run is over by itself: its fleet has gone, and the last one to leave has spoken.
 
-1. A syncer that expects N learners ends when as many have finished and nobody is left.
+1. A syncer that expects N learners ends when as many have finished and nobody is left. In a run that had been stopped
+   or had ended, and was opened again to go on, those that finished before do not count.
 2. An embedded one ends when nobody is left; or when its starter died before anybody took part. While its starter lives,
    who has only lapsed counts as there: a suspended laptop, or a script behind Ctrl-Z, goes on later.
 3. The last leaver evaluates the final anchor. It is waited for as long as it listens, up to EVALUATE_WAIT_S, or
@@ -41,6 +42,11 @@ class Ending:
         self._quiet_since_s: float | None = None
         self._validating_since_s: dict[str, float] = {}
         self._wait_s = EVALUATE_WAIT_S
+        self._counts_from_s = float("-inf")
+
+    def reopened(self) -> None:
+        """The run had been closed, and not only its syncer killed."""
+        self._counts_from_s = self._began_s
 
     def contacted(self) -> None:
         """Somebody called."""
@@ -81,8 +87,9 @@ class Ending:
             return state.is_finished or (is_forgotten and not state.roster.in_state("active", "left"))
         if self._expect is None:
             return False
-        num_finished = len({m.learner for m in state.roster.in_state("left") if m.ending == "finished"})
-        return state.is_finished and num_finished >= self._expect
+        finished = [m for m in state.roster.in_state("left") if m.ending == "finished"]
+        here = {m.learner for m in finished if m.ended_s is None or m.ended_s >= self._counts_from_s}
+        return state.is_finished and len(here) >= self._expect
 
 
 def is_over(run_dir: Path, run: str) -> bool:

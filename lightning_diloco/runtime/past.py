@@ -25,12 +25,14 @@ class Past:
     Args:
         began_s: time of the first line of the tape, by the clock of this process; None: there was none.
         pauses: from when to when no syncer was meant to run; that one was killed is no pause.
+        was_closed: whether the last of the pauses lasted until this process came.
         bytes_up, bytes_down: payload bytes.
         usual: norms of what was committed; this process goes on with it.
     """
 
     began_s: float | None = None
     pauses: list[tuple[float, float]] = field(default_factory=list)
+    was_closed: bool = False
     bytes_up: int = 0
     bytes_down: int = 0
     usual: UsualNorms = field(default_factory=UsualNorms, compare=False)
@@ -72,5 +74,6 @@ def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float
                 if (member := newest.get(learner["id"])) is not None:
                     member.tokens_per_s = learner["tokens_per_s"] or member.tokens_per_s
     if closed_s is not None:
+        past.was_closed = True
         past.pauses.append((closed_s, now_s))
     return past

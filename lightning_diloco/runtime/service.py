@@ -90,6 +90,8 @@ class SyncerService:
             self._recorder = Recorder(options.run_dir / "syncer" / "contributions")
         self.state = SyncerState(run=run, options=dict(options.run_options), expect=options.expect)
         self._store = self._durable.restore(self.state, time.monotonic())
+        if self._durable.past.was_closed:
+            self._ending.reopened()
         self._desk = BulkDesk()
         self._desk.remember_merged(self.state.roster)
         self._board = Board(self.state, self._desk, self._durable.past)
@@ -142,7 +144,8 @@ class SyncerService:
         self.state.finish()
         status = "finished" if is_finished else "interrupted"
         summary = self._board.summary(status)
-        self._durable.note(CLOSED)
+        if self.error is None:  # else it is started again
+            self._durable.note(CLOSED)
         try:
             write_whole(self._options.run_dir / "summary.json", _json(summary))
             if may_rest:

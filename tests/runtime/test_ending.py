@@ -42,6 +42,16 @@ def test_expected_fleet_ends_the_run_when_all_have_finished(clock: list[float]) 
     assert watch.has_come(run_of(left("a"), left("b")), clock[0] + BACK_S)
 
 
+def test_a_run_that_is_opened_again_does_not_end_by_who_finished_before(clock: list[float]) -> None:
+    clock[0] = 1001.0
+    watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
+    watch.reopened()
+    assert not watch.has_come(state, clock[0] + EVALUATE_WAIT_S)
+    state.roster.members["a"].ended_s = clock[0] + 1.0
+    assert not watch.has_come(state, clock[0] + 1.0)
+    assert watch.has_come(state, clock[0] + 1.0 + BACK_S)
+
+
 def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: list[float]) -> None:
     watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
     watch.polled("a")

@@ -58,7 +58,10 @@ def test_a_run_pauses_from_a_stop_to_the_next_line_and_not_after_a_kill() -> Non
     assert recall(Roster(), TAPE, now_s=30.0, unix_s=110.0).pauses == []
     assert recall(Roster(), [*TAPE, stop], now_s=30.0, unix_s=110.0).pauses == [(28.5, 30.0)]
     again: Json = {"t": 109.0, "event": "join", "learner": "l0", "incarnation": 3}
-    assert recall(Roster(), [*TAPE, stop, again], now_s=30.0, unix_s=110.0).pauses == [(28.5, 29.0)]
+    past = recall(Roster(), [*TAPE, stop, again], now_s=30.0, unix_s=110.0)
+    assert past.pauses == [(28.5, 29.0)]
+    assert not past.was_closed
+    assert recall(Roster(), [*TAPE, stop], now_s=30.0, unix_s=110.0).was_closed
 
 
 def test_goodput_spans_a_restart_of_the_syncer(tmp_path: Path) -> None:
