@@ -215,7 +215,7 @@ def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:
 def _goodput(told: Mapping[str, Any]) -> str:
     """Of a run that was stopped for a while, with that time and without."""
     whole, unpaused = told["goodput"], told.get("goodput_unpaused", told["goodput"])
-    return _percent(whole) + (f" ({_percent(unpaused)} of the time it was not stopped)" if unpaused != whole else "")
+    return _percent(whole) + (f" ({_percent(unpaused)} without the time it was stopped)" if unpaused != whole else "")
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
