@@ -281,11 +281,11 @@ def reached(
                 ) from error
             time.sleep(restoring_s)
         except TransportError as error:
-            where = run_dir or whereabouts.find(address.run)
-            if where is not None and is_over(where, address.run):
+            known_dir = run_dir or whereabouts.find(address.run)
+            if known_dir is not None and is_over(known_dir, address.run):
                 raise RunOverError(
                     f"run {address.run} has finished, nothing is left to train; what came of it is in "
-                    f"{where}/summary.json; a new run needs a new directory"
+                    f"{known_dir}/summary.json; a new run needs a new directory"
                 ) from error
             num_corrupt = num_corrupt + 1 if isinstance(error, CorruptMessageError) else 0
             if num_corrupt == MAX_CORRUPT:
