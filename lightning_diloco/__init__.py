@@ -9,24 +9,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightning_diloco.pytorch_lightning import MADE_IN, package
 from lightning_diloco.strategy.registration import register
 
 if TYPE_CHECKING:
+    from lightning_diloco.strategy.anchor import load_anchor
     from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
     from lightning_diloco.strategy.schedules import FleetTokenLR
 
 __version__ = "0.1.0"
-__all__ = ["DecoupledDiLoCoStrategy", "FleetTokenLR", "__version__"]
-
-_MADE_IN = {"DecoupledDiLoCoStrategy": "strategy.decoupled", "FleetTokenLR": "strategy.schedules"}
+__all__ = ["DecoupledDiLoCoStrategy", "FleetTokenLR", "__version__", "load_anchor"]
 
 register()
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MADE_IN:
+    if name not in MADE_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MADE_IN[name]}"), name)
+    return getattr(import_module(f"{package()}.{MADE_IN[name]}"), name)
 
 
 def __dir__() -> list[str]:

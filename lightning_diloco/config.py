@@ -136,7 +136,8 @@ class LearnerConfig:
             memory, each brought just in time (XLA). On CPU both are the same; CUDA has no "host".
         join: join string of a run; None: DILOCO_JOIN, else an embedded syncer.
         learner: learner id; None: DILOCO_LEARNER, else the host name and a slot.
-        drain_s: how long to wait at the end for the last contributions to be merged.
+        drain_s: how long to wait at the end for the last contributions to be merged; None: as long as they get on, one
+            after the other, within three times what a round has usually taken, or a minute.
         max_fleet_tokens: end the whole run when all learners together have seen so many; None: do not.
         checkpoint_every: inner steps between two checkpoints from which this learner, started again, goes on; 0: none.
         checkpoint_store: folder or fsspec URL of the checkpoints of all learners; None: in the run directory.
@@ -150,7 +151,7 @@ class LearnerConfig:
     anchor_device: AnchorDevice = "device"
     join: str | None = None
     learner: str | None = None
-    drain_s: float = 60.0
+    drain_s: float | None = None
     max_fleet_tokens: int | None = None
     checkpoint_every: int = 100
     checkpoint_store: str | None = None
@@ -163,7 +164,8 @@ class LearnerConfig:
         found.choice("evaluate", Evaluate)
         found.choice("anchor_device", AnchorDevice)
         found.number("blend_alpha", at_least=0.0, at_most=1.0)
-        found.number("drain_s", at_least=0.0)
+        if self.drain_s is not None:
+            found.number("drain_s", at_least=0.0, or_else="None")
         found.integer("max_fleet_tokens", 1, optional=True)
         found.integer("checkpoint_every", 0)
         found.number("preemption_s", above=0.0)

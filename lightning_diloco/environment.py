@@ -27,7 +27,7 @@ VARIABLES = {
     "DILOCO_HOST": Variable("name under which learners reach this machine", ("runtime/syncer.py",)),
     "DILOCO_JOIN": Variable(
         "join string of the run to take part in",
-        ("cli/status.py", "runtime/link.py", "strategy/identity.py", "strategy/ranks.py"),
+        ("cli/status.py", "runtime/link.py", "strategy/identity.py"),
     ),
     "DILOCO_LEARNER": Variable(
         "id of this learner; default: one is made up",

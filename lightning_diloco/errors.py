@@ -12,6 +12,7 @@
     │   ├── FencedError       a newer process runs under this learner id
     │   ├── RefusedError      contributions were refused three times in a row
     │   └── TransportError    a call failed or ran into its deadline; may be tried again
+    │       ├── RestoringError        the syncer is there and reads its disk; it will be ready by itself
     │       └── CorruptMessageError   wrong length, checksum or fields; nothing of it was used
     └── StorageError          the disk did not take, or does not hold, what it should
         └── CorruptLogError   a record that had been durable cannot be read back
@@ -79,6 +80,10 @@ class RefusedError(RemoteError):
 
 class TransportError(RemoteError):
     """A call failed or ran into its deadline; it may be tried again."""
+
+
+class RestoringError(TransportError):
+    """The syncer was started again and reads its disk; the message says how far it is."""
 
 
 class CorruptMessageError(TransportError):

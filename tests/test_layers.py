@@ -26,7 +26,7 @@ SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") f
 
 LAYERS = (
     "cli > __init__ > live | tracking | hf | plots | simulate > strategy > runtime > devices | transport"
-    " > protocol | core > config | environment > errors"
+    " > protocol | core > config | environment > errors | pytorch_lightning"
 )
 NARROWER = {
     "simulate": "core protocol config errors",
@@ -40,7 +40,7 @@ LIBRARIES = {
     "cli/chaos_picture.py": "matplotlib",
     "live": "prometheus_client",
     "tracking": "torch lightning wandb",
-    "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock peft",
+    "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock peft safetensors",
     "plots": "matplotlib",
     "strategy": "torch lightning numpy",
     "runtime": "torch safetensors fsspec",

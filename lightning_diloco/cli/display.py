@@ -26,7 +26,7 @@ _BEFORE = {
     "waiting": "waiting for learners",
     "seeding": "the first learner's parameters become the anchors",
 }
-_TRAINING = {"open": "training"}  # as the live page says it
+_WORDS = {"open": "training", "idle": "waiting for learners"}  # as the live page says it
 _STYLES = {
     "stepping": "green",
     "evaluating": "cyan",
@@ -111,7 +111,7 @@ def status_view(status: Status, *, num_waits: int | None = None) -> Group:
         table.add_row(
             Text(learner["id"]),
             Text(learner["phase"], style=_STYLES.get(learner["phase"], "")),
-            str(learner["step"]),
+            str(learner["trainer_step"]),
             _number(learner["metrics"].get("loss"), ".4f"),
             _count(learner["tokens_per_s"]),
             str(learner["staleness_versions"]),
@@ -132,7 +132,7 @@ def status_lines(status: Status, age_s: float) -> list[str]:
     """The state as plain lines: the run, then each learner; age_s goes on when the syncer is started again."""
     stamp = f"{age_s:7.1f} s  "
     return [stamp + run_line(status)] + [
-        f"{stamp}{learner['id']} {learner['phase']}: step {learner['step']}, "
+        f"{stamp}{learner['id']} {learner['phase']}: step {learner['trainer_step']}, "
         f"loss {_number(learner['metrics'].get('loss'), '.4f')}, {_count(learner['tokens_per_s'])} tokens/s, "
         f"staleness {learner['staleness_versions']}, last contribution {_ago(learner['last_contribution_s_ago'])}"
         for learner in status["learners"]
@@ -151,10 +151,10 @@ def _parts(status: Status) -> dict[str, list[str]]:
     versions: Sequence[int] = status["versions"]
     span = f"versions {min(versions)}..{max(versions)} of {len(versions)} fragments" if versions else "no versions"
     why = f" ({status['reason']})" if status["reason"] else ""
-    word = _TRAINING.get(status["state"], status["state"])
+    word = _WORDS.get(status["state"], status["state"])
     fleet = (
         f"{_count(status['fleet_tokens'])} tokens, participation {_percent(status['participation'])}, "
-        f"goodput {_percent(status['goodput'])}"
+        f"goodput {_goodput(status)}"
     )
     return {
         "run": [f"{word}{why}: {status['num_commits']} commits, {span}, quorum {status['effective_quorum']}"],
@@ -175,7 +175,7 @@ def wait_lines(status: Status) -> Iterator[str]:
 
 def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
     """What `summary.json` says, and where the files are."""
-    merged, seen = summary["tokens_merged"], summary["tokens_seen"]
+    merged, seen, paused_s = summary["tokens_merged"], summary["tokens_seen"], summary.get("paused_s")
     discarded = ", ".join(
         f"{cause} {_count(tokens)}" for cause, tokens in summary["tokens_discarded"].items() if tokens
     )
@@ -184,13 +184,13 @@ def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
     table.add_column(overflow="fold")
     rows = {
         "status": str(summary["status"]),
-        "wall time": f"{summary['wall_s']:.1f} s",
+        "wall time": f"{summary['wall_s']:.1f} s" + (f", of which {paused_s:.1f} s stopped" if paused_s else ""),
         "tokens": f"{_count(summary['fleet_tokens'])} seen by the fleet",
         "merged / seen": f"{merged:,} / {seen:,} token-fragments ({_percent(merged / seen if seen else None)})",
         "discarded": discarded or "nothing",
         "pending": f"{summary['tokens_pending']:,}",
         "participation": _percent(summary["participation"]),
-        "goodput": _percent(summary["goodput"]),
+        "goodput": _goodput(summary),
         "received / sent": f"{_bytes(summary['bytes_up'])} / {_bytes(summary['bytes_down'])}",
         "joins / lapses": f"{summary['joins']} / {summary['lapses']}",
         **{f"stall of {name}": _number(stall_s, ".3f", " s") for name, stall_s in (summary["stall_s"] or {}).items()},
@@ -206,9 +206,16 @@ def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:
     loss = summary["eval_loss"]
     if loss is None:
         return {"eval_loss of the anchor": f"- ({summary.get('eval_reason') or 'nobody validated it'})"}
-    # What unit the loss has is not known here; one that large is not nats per token.
-    perplexity = {"perplexity, if per token": f"{math.exp(loss):.2f}"} if loss < _LARGE_NATS else {}
+    # Where samples are counted the model is no language model; a loss that large is not nats per token.
+    is_per_token = summary.get("token_unit") == "tokens" and loss < _LARGE_NATS
+    perplexity = {"perplexity, if per token": f"{math.exp(loss):.2f}"} if is_per_token else {}
     return {"eval_loss of the anchor": f"{loss:.4f}", **perplexity}
+
+
+def _goodput(told: Mapping[str, Any]) -> str:
+    """Of a run that was stopped for a while, with that time and without."""
+    whole, unpaused = told["goodput"], told.get("goodput_unpaused", told["goodput"])
+    return _percent(whole) + (f" ({_percent(unpaused)} without the time it was stopped)" if unpaused != whole else "")
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

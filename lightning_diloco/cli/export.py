@@ -1,4 +1,4 @@
-"""`diloco export`: a run's anchor as a transformers folder and a Lightning checkpoint."""
+"""`diloco export`: a run's anchor as a transformers folder and a Lightning checkpoint; of a script, its parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXAMPLE = """example:
 
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
-    about = "write the anchor of a stopped run as a transformers folder and a Lightning checkpoint"
+    about = "write the anchor of a stopped run as a transformers folder and a Lightning checkpoint, or its parameters"
     parser = add_verb(verbs, "export", about, _EXAMPLE)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of a run that is finished or stopped")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write; new or empty")
@@ -24,7 +24,7 @@ def add_parser(verbs: Any) -> None:
         "--config",
         type=Path,
         metavar="YAML",
-        help="what the run trained (default: a learner's config.yaml in RUN_DIR)",
+        help="what the run trained (default: a learner's config.yaml in RUN_DIR; a script leaves none)",
     )
     parser.set_defaults(call=call)
 
@@ -32,12 +32,16 @@ def add_parser(verbs: Any) -> None:
 def call(arguments: argparse.Namespace) -> int:
     """Write, and say what and where."""
     with kept():
-        from lightning_diloco.hf.export import CHECKPOINT, export
+        from lightning_diloco.hf.export import CHECKPOINT, PARAMETERS, export
     done = export(arguments.run_dir, arguments.to, config=arguments.config)
     low, high = min(done.versions), max(done.versions)
-    print(
-        f"anchor of {arguments.run_dir}: versions {low}..{high} of {len(done.versions)} fragments; model: {done.config}"
-    )
+    what = f"anchor of {arguments.run_dir}: versions {low}..{high} of {len(done.versions)} fragments"
+    if done.config is None:
+        print(f"{what}; model: of a script, which left no config.yaml (--config names one)")
+        print(f"parameters by name: {done.folder / PARAMETERS}")
+        print(f"in Python: lightning_diloco.load_anchor({str(arguments.run_dir)!r}, module)")
+        return 0
+    print(f"{what}; model: {done.config}")
     if done.is_transformers:
         print(f"transformers folder: {done.folder}{'' if done.has_tokenizer else ' (without a tokenizer)'}")
     print(f"Lightning checkpoint: {done.folder / CHECKPOINT}")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ _PREEMPTED_EXIT_CODE = 128 + signal.SIGTERM
 _POLL_S = 0.02
 _STANDBY_AFTER_S = 2.0  # the child itself starts first
 _TAIL_BYTES = 1 << 16
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")  # as it follows the frames of a traceback, which are indented
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class _Child:
     num_restarts: int = 0
     outcome: Outcome = "running"
     standby: subprocess.Popen[bytes] | None = None
+    log_bytes: int = 0  # of its log when it started: what earlier processes wrote is not its own
     started_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -95,7 +98,8 @@ class Fleet:
 
     def start(self, command: Command) -> None:
         """Start one child."""
-        self._children[command.name] = _Child(command, _spawn(command, command.argv))
+        log_bytes = command.log_path.stat().st_size if command.log_path.exists() else 0
+        self._children[command.name] = _Child(command, _spawn(command, command.argv), log_bytes=log_bytes)
 
     def watch(self) -> None:
         """Look once at every child; start the dead again, or say why not. Never waits."""
@@ -113,13 +117,21 @@ class Fleet:
         """The process (and process group) a child runs as now."""
         return self._children[name].process.pid
 
-    def stop(self, names: Iterable[str], *, within_s: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
+    def stop(
+        self,
+        names: Iterable[str],
+        *,
+        within_s: float,
+        is_urgent: Callable[[], bool] = lambda: False,
+        is_done: Callable[[str], bool] = lambda name: False,
+    ) -> None:
         """Ask these children to end (SIGTERM), and kill what has not in time; returns once all are dead.
 
         Args:
             names: of children.
             within_s: how long they may take.
             is_urgent: becomes true when there is no time any more.
+            is_done: whether the child of this name has done all it was to do, and is only slow to end.
         """
         children = [child for name in names if (child := self._children[name]).outcome == "running"]
         for child in children:
@@ -132,7 +144,10 @@ class Fleet:
             and not is_urgent()
         ):
             time.sleep(_POLL_S)
-        if late := [child.command.name for child in children if child.process.poll() is None]:
+        late = [child.command.name for child in children if child.process.poll() is None]
+        if slow := [name for name in late if is_done(name)]:
+            self._say(f"{', '.join(slow)}: left in good order; the process was slow to end and is not waited for")
+        if late := [name for name in late if name not in slow]:
             why = "there is no time" if is_urgent() else f"still running {within_s:g} s after being asked to end"
             self._say(f"{', '.join(late)}: {why}; killed")
         for child in children:
@@ -158,8 +173,8 @@ class Fleet:
             self._give_up(child, f"{name} died ({how}); restarts used up: {child.num_restarts} of {self._max_restarts}")
         else:
             child.num_restarts += 1
-            # An exception's name and message; what was said last before a signal has nothing to do with it.
-            why = "".join(f": {line.strip()}" for line in last_lines(child.command.log_path, 1) if code > 0)
+            # What was said last before a signal has nothing to do with it.
+            why = f": {reason}" if code > 0 and (reason := last_words(child.command.log_path, child.log_bytes)) else ""
             self._say(f"{name} died ({how}{why}); restart {child.num_restarts} of {self._max_restarts}")
             _start_again(child)
 
@@ -172,7 +187,7 @@ class Fleet:
 
     def _give_up(self, child: _Child, why: str) -> None:
         child.outcome = "gave up"
-        self._say(f"{why}\n{describe_log(child.command.log_path)}")
+        self._say(f"{why}\n{describe_log(child.command.log_path, since_bytes=child.log_bytes)}")
 
 
 def describe_exit(code: int) -> str:
@@ -185,16 +200,27 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def describe_log(path: Path, *, num_lines: int = 15) -> str:
+def describe_log(path: Path, *, num_lines: int = 15, since_bytes: int = 0) -> str:
     """The last lines of a log, indented, and where the rest is."""
-    tail = "".join(f"    {line}\n" for line in last_lines(path, num_lines))
+    tail = "".join(f"    {line}\n" for line in last_lines(path, num_lines, since_bytes))
     return f"  its last lines:\n{tail}  the whole log: {path}"
 
 
-def last_lines(path: Path, num_lines: int) -> list[str]:
-    """The last lines of a log; fewer if it is shorter."""
+def last_words(path: Path, since_bytes: int = 0) -> str:
+    """Of the last traceback in a log, the exception's name and the first line of its message; else the last line.
+
+    A message can have several lines, and what ends a process can say more after it.
+    """
+    lines = last_lines(path, _TAIL_BYTES, since_bytes)
+    tracebacks = [k for k, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    raised = [line for line in lines[tracebacks[-1] + 1 :] if _EXCEPTION.match(line)] if tracebacks else []
+    return next(iter(raised or lines[-1:]), "").strip()
+
+
+def last_lines(path: Path, num_lines: int, since_bytes: int = 0) -> list[str]:
+    """The last lines of a log after so many bytes; fewer if it is shorter."""
     with path.open("rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        log.seek(max(since_bytes, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
         text = log.read().decode(errors="replace")
     # A progress bar redraws its line after "\r"; only its last state is of interest.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")] if text.strip() else []
@@ -203,6 +229,7 @@ def last_lines(path: Path, num_lines: int) -> list[str]:
 
 def _start_again(child: _Child) -> None:
     standby, child.standby, child.started_s = child.standby, None, time.monotonic()
+    child.log_bytes = child.command.log_path.stat().st_size
     is_ready = standby is not None and standby.poll() is None
     if standby is not None:
         _close_stdin(standby, b"\n")

@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli import standby
 from lightning_diloco.cli.display import Screen
+from lightning_diloco.cli.echo import Echo
 from lightning_diloco.cli.feed import Fetch, Status, StatusFeed, asking
 from lightning_diloco.cli.fleet import Command, Fleet
 from lightning_diloco.cli.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
@@ -35,7 +37,7 @@ Tell = Callable[[str, str], Mapping[str, str]]
 _SYNCER = "syncer"
 _GONE = ("left", "lapsed")
 _TICK_S = 0.1
-_STOP_SYNCER_S = 10.0
+_STOP_SYNCER_S, _SNAPSHOT_BPS = 10.0, 100e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +94,11 @@ class Plan:
         }
         if self.threads is not None or "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = str(self.threads or max(1, _num_cores() // self.num_learners))
-        log_path = folder / "log.txt"
-        return Command(name=name, argv=self.learner_argv, log_path=log_path, env=env, until=_SYNCER)
+        return Command(name=name, argv=self.learner_argv, log_path=self.log_of(name), env=env, until=_SYNCER)
+
+    def log_of(self, learner: str) -> Path:
+        """Where a learner's output goes."""
+        return self.run_dir / "learners" / learner / "log.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +136,7 @@ def execute(
             with ask(address) as fetch, StatusFeed(fetch) as feed:
                 run.train(feed)
                 run.drain(feed)
-                run.stop()
+                run.stop(feed)
     summary = json.loads(summary_path.read_text(encoding="utf-8")) if _stamp(summary_path) != before else None
     if interruption:
         return Ended(exit_code=interruption.exit_code, summary=summary)
@@ -151,6 +156,7 @@ class _Run:
         self._screen = screen
         self._interruption = interruption
         self._meddle = meddle
+        self._echo = Echo({name: plan.log_of(name) for name in plan.learners}, screen.say)
 
     def open(self) -> JoinAddress | None:
         """Start the syncer; its address, or None if it did not come up."""
@@ -176,7 +182,7 @@ class _Run:
         if self._are_training() or self._interruption:
             return
         finished = [name for name in self._plan.learners if self._fleet.outcome(name) == "finished"]
-        if len(finished) == self._plan.num_learners and feed.latest is not None and not feed.latest["learners"]:
+        if len(finished) == self._plan.num_learners and self._is_unused(feed):
             self._screen.say(
                 "no learner took part in the run, so it cannot finish; "
                 'a script takes part by Trainer(strategy="decoupled_diloco"), after `import lightning_diloco`'
@@ -185,7 +191,7 @@ class _Run:
         deadline_s = time.monotonic() + (self._plan.linger_s if finished else 0.0)
         self._wait(lambda: not self._is_served() or (time.monotonic() > deadline_s and not self._is_used(feed)), feed)
 
-    def stop(self) -> None:
+    def stop(self, feed: StatusFeed) -> None:
         """End what still runs."""
         grace_s = self._grace_s
         if self._interruption.signal:
@@ -193,8 +199,19 @@ class _Run:
                 f"{self._interruption.signal.name}: ending the run; learners have {grace_s:g} s to send what they have "
                 "and to write a checkpoint; a second signal ends it at once"
             )
-        for names, within_s in ((self._plan.learners, grace_s), ([_SYNCER], _STOP_SYNCER_S)):
-            self._fleet.stop(names, within_s=within_s, is_urgent=lambda: self._interruption.is_urgent)
+        for names, within_s in ((self._plan.learners, grace_s), ([_SYNCER], self._stop_syncer_s)):
+            self._fleet.stop(
+                names,
+                within_s=within_s,
+                is_urgent=lambda: self._interruption.is_urgent,
+                is_done=partial(_has_left, feed),
+            )
+
+    @property
+    def _stop_syncer_s(self) -> float:
+        """It writes a last snapshot, as large as the one that is there."""
+        files = (self._plan.run_dir / "syncer" / "snapshot").rglob("*")
+        return _STOP_SYNCER_S + sum(file.stat().st_size for file in files if file.is_file()) / _SNAPSHOT_BPS
 
     @property
     def _grace_s(self) -> float:
@@ -205,6 +222,7 @@ class _Run:
     def _wait(self, done: Callable[[], bool], feed: StatusFeed | None = None) -> None:
         self._fleet.watch()
         while not self._interruption and not done():
+            self._echo.look()
             if feed is not None:
                 self._screen.show(feed.latest, feed.problem if self._is_served() else None)
                 if self._meddle is not None and self._are_training():
@@ -218,10 +236,20 @@ class _Run:
     def _are_training(self) -> bool:
         return any(self._fleet.outcome(name) == "running" for name in self._plan.learners)
 
+    def _is_unused(self, feed: StatusFeed) -> bool:
+        """Whether nobody ever took part."""
+        return feed.latest is not None and not (feed.latest["learners"] or feed.latest.get("versions"))
+
     def _is_used(self, feed: StatusFeed) -> bool:
         """Whether learners from elsewhere take part; ours have ended."""
         present = [] if feed.latest is None else feed.latest["learners"]
         return any(it["phase"] not in _GONE and it["id"] not in self._plan.learners for it in present)
+
+
+def _has_left(feed: StatusFeed, learner: str) -> bool:
+    """Whether the syncer has heard this learner leave, with all it had."""
+    learners = [] if feed.latest is None else feed.latest["learners"]
+    return any(it["id"] == learner and it["phase"] == "left" for it in learners)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -1,44 +1,74 @@
 """`diloco`: finds the verb, runs it, and turns errors into one clean block on stderr.
 
-1. Exit codes: 0 done; 1 it failed, and may work when tried again; 2 it was asked for wrongly, or refused; 130 Ctrl-C.
+1. Exit codes: 0 done; 1 it failed, and may work when tried again; 2 it was asked for wrongly, or refused; 130 Ctrl-C;
+   141 whoever read its output has closed it (`diloco status RUN_DIR --json | head`).
 2. Nothing heavy is imported before a verb needs it.
+3. A verb or an option that is not known is refused before anything starts, with the nearest name that is.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_diloco import __version__
 from lightning_diloco.cli import chaos, cp, export, ls, plan, plot, replay, run, snapshot, status, syncer
+from lightning_diloco.cli.spelling import did_you_mean
 from lightning_diloco.errors import DiLoCoError, StorageError
 
 _EXAMPLE = "example:\n  diloco run recipes/tiny/gpt.yaml --local 2"
+_VERBS = (run, chaos, replay, snapshot, plan, plot, export, syncer, status, ls, cp)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `diloco` with one sub-parser per verb."""
     parser = _Parser(prog="diloco", description="Decoupled DiLoCo for PyTorch Lightning.", epilog=_EXAMPLE)
+    parser.add_argument("--version", action="version", version=f"lightning-diloco {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for verb in (run, chaos, replay, snapshot, plan, plot, export, syncer, status, ls, cp):
+    for verb in _VERBS:
         verb.add_parser(verbs)
+    for its_own in verbs.choices.values():
+        its_own.set_defaults(options=tuple(its_own._option_string_actions))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: that of this process); returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    num_words = len(words)
     splitting = {"run": run.split, "chaos": chaos.split}.get(words[0])
     words, passed_on = splitting(words) if splitting else (words, [])
     try:
-        arguments = build_parser().parse_args(words, argparse.Namespace(passed_on=passed_on))
-        return int(arguments.call(arguments))
+        is_divided = len(words) + len(passed_on) < num_words
+        arguments = _parse(words, argparse.Namespace(passed_on=passed_on, is_divided=is_divided))
+        exit_code = int(arguments.call(arguments))
+        sys.stdout.flush()
+        return exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 141
     except DiLoCoError as error:
         print(f"diloco: {error}", file=sys.stderr)
         return 1 if isinstance(error, StorageError) else 2
+
+
+def _parse(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespace:
+    """The command line as a namespace; says what is wrong with it, and ends with exit code 2, if something is."""
+    parser = build_parser()
+    names = [verb.__name__.rpartition(".")[2] for verb in _VERBS]
+    if words[0] not in names and not words[0].startswith("-"):
+        parser.error(f"no verb {words[0]!r}{did_you_mean(words[0], names)}; there are {', '.join(names)}")
+    arguments, unknown = parser.parse_known_args(words, known)
+    if unknown:
+        options: Sequence[str] = arguments.options
+        said = [f"{word}{did_you_mean(word, options)}" for word in unknown if word.startswith("-")] or unknown
+        parser.error(f"{words[0]} takes no {', '.join(said)}; see `diloco {words[0]} --help`")
+    return arguments
 
 
 class _Parser(argparse.ArgumentParser):

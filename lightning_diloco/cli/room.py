@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import torch
 from lightning_diloco.cli.plan import scenario_of
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.blueprint import Blueprint, blueprint, can_be_built, is_language_model
+from lightning_diloco.runtime.machine import memory_here
 from lightning_diloco.simulate.memory import Items
 from lightning_diloco.simulate.plan import Forecast, forecast, gib
-
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_room(recipe: Path, config: Any, num_here: int) -> None:
@@ -52,13 +50,6 @@ def check_room(recipe: Path, config: Any, num_here: int) -> None:
             f"{'on the device' if on_gpu else 'of memory'}; take a smaller model or a larger machine, "
             f"`diloco plan {recipe}` says what it needs"
         )
-
-
-def memory_here() -> int:
-    """Bytes of memory that processes on this machine, or in this container, may have."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
-    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def _trains_on_gpu(drawn: Blueprint) -> bool:

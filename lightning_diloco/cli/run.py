@@ -1,7 +1,8 @@
 """`diloco run`: a recipe or a script as N learners on this machine, with a syncer.
 
 Options are ours up to `--`, or up to the first one after the target that is not ours; everything from there on belongs
-to the recipe or the script, untouched.
+to the recipe or the script, untouched. What no recipe takes, or looks like an option of ours that was misspelt, is
+refused before anything starts; after `--` a script's options may be called as they like.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import page, recipes
+from lightning_diloco.cli.claim import claimed
 from lightning_diloco.cli.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
+from lightning_diloco.cli.spelling import of_recipe, of_script
 from lightning_diloco.cli.syncer import NO_WANDB
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
@@ -32,7 +35,7 @@ _EXAMPLE = """examples:
   diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"""
 VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")
-_VALUED, _FLAGS = (*VALUED, "--grace", "--page", "--wandb"), (*FLAGS, "--no-page")
+_VALUED, _FLAGS = (*VALUED, "--stop-grace", "--page", "--wandb"), (*FLAGS, "--no-page")
 _WANDB = "lightning_diloco.tracking.Wandb"
 _WANDB_HELP = "log learners and syncer to Weights & Biases, in one group; a script's learners by its own WandbLogger"
 _SCRIPT_S_OWN = (
@@ -58,10 +61,10 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--max-restarts", type=int, default=3, metavar="R", help="of each process (default: 3)")
     parser.add_argument("--threads", type=int, metavar="T", help="of each learner (default: cores / N)")
     parser.add_argument(
-        "--grace",
+        "--stop-grace",
         type=float,
         metavar="S",
-        help=f"seconds learners have to leave (after Ctrl-C {CTRL_C_GRACE_S:g}, SIGTERM {GRACE_S:g})",
+        help=f"seconds an interrupted run gives its learners (after Ctrl-C {CTRL_C_GRACE_S:g}, SIGTERM {GRACE_S:g})",
     )
     parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
     parser.add_argument("--page", default=page.LISTEN, metavar="HOST:PORT", help=page.HELP)
@@ -96,20 +99,26 @@ def split(
 
 def call(arguments: argparse.Namespace) -> int:
     """Run to the end and print the summary; returns the exit code."""
+    found = problems(arguments)
+    if arguments.stop_grace is not None and not arguments.stop_grace > 0.0:
+        found.append(f"--stop-grace {arguments.stop_grace:g}: must be above 0")
+    if found:
+        raise ConfigError(found)
+    target = recipes.resolve(arguments.target)
+    _tracking(arguments.wandb, target)  # refuses what is not installed, before anything is made
+    run_dir = make_run_dir(arguments.run_dir, target.stem)
+    with claimed(run_dir):
+        return _run(arguments, target, run_dir)
+
+
+def _run(arguments: argparse.Namespace, target: Path, run_dir: Path) -> int:
     from rich.console import Console
 
     from lightning_diloco.cli.display import Screen, summary_view
     from lightning_diloco.cli.local_run import Plan, execute
 
-    found = problems(arguments)
-    if arguments.grace is not None and not arguments.grace > 0.0:
-        found.append(f"--grace {arguments.grace:g}: must be above 0")
-    if found:
-        raise ConfigError(found)
-    target = recipes.resolve(arguments.target)
     tracking, tell = _tracking(arguments.wandb, target)
     num_learners = arguments.local
-    run_dir = make_run_dir(arguments.run_dir, target.stem)
     if arguments.origin is not None:
         from lightning_diloco.runtime.run_snapshot import begin_from
 
@@ -121,7 +130,7 @@ def call(arguments: argparse.Namespace) -> int:
         num_learners=num_learners,
         threads=arguments.threads,
         max_restarts=arguments.max_restarts,
-        grace_s=arguments.grace,
+        grace_s=arguments.stop_grace,
         tell=tell,
     )
     console = Console()
@@ -165,7 +174,8 @@ def problems(arguments: argparse.Namespace) -> list[str]:
         value = getattr(arguments, name)
         if value is not None and value < minimum:
             found.append(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
-    return found
+    misspelt = of_script if arguments.target.endswith(".py") else of_recipe
+    return found + misspelt(arguments)
 
 
 def make_run_dir(wanted: Path | None, stem: str) -> Path:

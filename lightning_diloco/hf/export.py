@@ -1,44 +1,35 @@
 """The anchor of a run as files that others open: a transformers folder, and a Lightning checkpoint.
 
-1. The anchor comes from the syncer's own snapshot and log, as after a restart, so it is the run's, bit for bit. The run
-   must be stopped or finished: a syncer that still runs holds the log's lock, and that is said. It takes the syncer's
-   memory, 15 bytes per parameter, and the model's.
+1. The anchor comes from the run's disk, see `strategy/anchor.py`; buffers are as the model builds them.
 2. What model it is the anchor of: a configuration of LightningCLI. Each learner of a recipe leaves one in its folder
-   (config.yaml); any other can be named, for example the recipe itself.
-3. Shapes are compared with the run's manifest, and frozen values (a LoRA's base) with its digests: nothing is exported
-   that the run did not train. Buffers, and copies of trained parameters, are as the model builds them.
-4. Values take the dtype that the parameters had. Tied weights are stored as transformers stores them.
-5. An adapter (PEFT) is merged into its base, so that the folder opens by itself; alone it lies in `adapter/`.
+   (config.yaml); any other can be named, for example the recipe itself. A script leaves none: then the parameters are
+   written alone, float32 and by the names of its LightningModule.
+3. Values take the dtype that the parameters had. Tied weights are stored as transformers stores them.
+4. An adapter (PEFT) is merged into its base, so that the folder opens by itself; alone it lies in `adapter/`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as bars
 
-from lightning_diloco.errors import ConfigError, PlanMismatchError, StorageError
+from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.blueprint import default_dtype, instantiate
 from lightning_diloco.hf.recipe import parse
-from lightning_diloco.protocol import SyncerState
-from lightning_diloco.runtime.anchors import AnchorStore
-from lightning_diloco.runtime.durable import Durable
-from lightning_diloco.runtime.manifest import check_model, plan_of
-from lightning_diloco.strategy.model import describe, named_values, trainable_parameters
-from lightning_diloco.strategy.own_state import copies_of_trained
-from lightning_diloco.transport.base import Json
+from lightning_diloco.strategy.anchor import anchor_values, put_anchor, read_anchor
 
 CHECKPOINT = "lightning.ckpt"
+PARAMETERS = "anchor.safetensors"
 ADAPTER = "adapter"
 
 
@@ -48,14 +39,14 @@ class Exported:
 
     Args:
         folder: where.
-        config: the configuration that described the model.
+        config: the configuration that described the model; None: there was none, and only PARAMETERS was written.
         is_transformers: False if the module has no transformers model, and only the checkpoint was written.
         has_tokenizer: whether the tokenizer lies beside it.
         versions: of the anchor, per fragment.
     """
 
     folder: Path
-    config: Path
+    config: Path | None
     is_transformers: bool
     has_tokenizer: bool
     versions: tuple[int, ...]
@@ -67,10 +58,10 @@ def export(run_dir: Path, folder: Path, *, config: Path | None = None) -> Export
     Args:
         run_dir: RUN_DIR.
         folder: made if it is not there; must not hold anything else.
-        config: of LightningCLI; None: the newest that a learner left in RUN_DIR.
+        config: of LightningCLI; None: the newest that a learner left in RUN_DIR, if one did.
 
     Raises:
-        ConfigError: no configuration was found, or the folder is not empty.
+        ConfigError: the folder is not empty, or this is no run directory.
         PlanMismatchError: the configuration describes another model than the run's.
         StorageError: the run goes on, or its files cannot be read.
     """
@@ -78,82 +69,26 @@ def export(run_dir: Path, folder: Path, *, config: Path | None = None) -> Export
         raise ConfigError(f"{folder} is not empty: an export needs a folder of its own; choose another, or empty it")
     config = config or find_config(run_dir)
     manifest, store = read_anchor(run_dir)
+    versions = tuple(store.anchor(p).version for p in range(len(store.layouts)))
+    if config is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(anchor_values(manifest, store), folder / PARAMETERS, metadata={"format": "pt"})
+        return Exported(folder, None, False, False, versions)
     module, tokenizer = _build(config)
-    load_anchor(module, manifest, store)
+    put_anchor(module, manifest, store)
     folder.mkdir(parents=True, exist_ok=True)
     model = getattr(module, "model", None)
     is_transformers = isinstance(model, PreTrainedModel) or hasattr(model, "save_pretrained")
     _save_checkpoint(module, folder / CHECKPOINT)
     if is_transformers:
         _save_transformers(model, tokenizer, folder)
-    versions = tuple(store.anchor(p).version for p in range(len(store.layouts)))
     return Exported(folder, config, is_transformers, is_transformers and tokenizer is not None, versions)
 
 
-def find_config(run_dir: Path) -> Path:
-    """The newest configuration that a learner left in a run directory.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = sorted((run_dir / "learners").rglob("config.yaml"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise ConfigError(
-            f"no config.yaml below {run_dir / 'learners'}: learners were scripts, or their logger wrote elsewhere; "
-            "name the recipe with --config (a script has the anchor in its module after fit: trainer.save_checkpoint)"
-        )
-    return found[-1]
-
-
-def read_anchor(run_dir: Path) -> tuple[Json, AnchorStore]:
-    """Manifest and anchors of a stopped run, as a restart of its syncer would find them.
-
-    Raises:
-        ConfigError: this is no run directory, or the run has no values yet.
-        StorageError: a syncer works in it.
-        CorruptLogError: the files are damaged.
-    """
-    if not (run_dir / "syncer" / "log").is_dir():
-        raise ConfigError(f"{run_dir} has no syncer/log: no syncer ever ran there; give the RUN_DIR of a run")
-    try:
-        durable = Durable(run_dir)
-    except StorageError as error:
-        raise StorageError(
-            error.errno, f"{run_dir} cannot be exported: {error}; wait for the run's end, or stop its syncer (SIGTERM)"
-        ) from error
-    try:
-        state = SyncerState(run=run_dir.name)
-        store = durable.restore(state, time.monotonic())
-    finally:
-        durable.close()
-    if store is None or state.manifest is None:
-        raise ConfigError(f"the run in {run_dir} has no start values yet: nothing was trained; let a learner join")
-    return state.manifest, store
-
-
-def load_anchor(module: L.LightningModule, manifest: Json, store: AnchorStore) -> None:
-    """Put the published values into a module's parameters.
-
-    Raises:
-        PlanMismatchError: the module is not the run's model, or its frozen values differ.
-    """
-    params = trainable_parameters(module, manifest["shapes"])
-    mine = describe(module, None, params=params)
-    check_model(mine, manifest)
-    frozen = manifest["frozen"]
-    mine = replace(mine, copies=copies_of_trained(module, params))
-    confirmed = mine.confirmed(frozen)
-    odd = sorted(name for name in frozen if confirmed.get(name) != frozen[name])
-    if odd:
-        raise PlanMismatchError(
-            f"{len(odd)} frozen values are not those of the run, such as {odd[0]}: they must be equal; export "
-            "with the configuration, and the pretrained weights, that the run was started with"
-        )
-    plan, config = plan_of(manifest)
-    values = named_values(plan, config.block_size, params, lambda p: store.anchor(p).published)
-    with torch.no_grad():
-        for name, value in values.items():
-            params[name].copy_(value)
+def find_config(run_dir: Path) -> Path | None:
+    """The newest configuration that a learner left in a run directory; None: learners were scripts."""
+    found = (run_dir / "learners").rglob("config.yaml")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _build(config: Path) -> tuple[L.LightningModule, PreTrainedTokenizerBase | None]:

@@ -143,7 +143,7 @@ function health(state, age) {
   }
   if (!status) return ["", "connecting", null];
   if (status.state === "suspended") return ["bad", "suspended", `Nothing is committed: ${status.reason}`];
-  return [status.state === "open" ? "good" : "info", status.state === "open" ? "training" : status.state, null];
+  return [status.state === "open" ? "good" : "info", { open: "training", idle: "waiting for learners" }[status.state] ?? status.state, null];
 }
 
 function figures(told) {
@@ -172,7 +172,7 @@ function learners(told) {
   const ago = (seconds) => `${duration(seconds)} ${known(told.wall_s) ? "before the end" : "ago"}`;
   const made = (told.learners || []).slice().sort((a, b) => (a.id < b.id ? -1 : 1)).map((one) => {
     const rows = {
-      step: count(one.step), loss: number(one.metrics.loss, 3), "tokens/s": count(one.tokens_per_s),
+      step: count(one.trainer_step), loss: number(one.metrics.loss, 3), "tokens/s": count(one.tokens_per_s),
       staleness: one.staleness_versions, stall: duration(one.metrics["diloco/stall_s"]),
       merged: known(one.last_contribution_s_ago) ? ago(one.last_contribution_s_ago) : "–",
     };

@@ -33,6 +33,8 @@ class Outstanding:
         is_held: the syncer has it; only a lost message could keep its fate from us.
         merged_at: the version it became part of, once that is known.
         asked_s: when its fate was last asked.
+        began_s: when it was snapshotted.
+        was_uploaded: the payload was through once.
     """
 
     ready: Ready
@@ -41,6 +43,8 @@ class Outstanding:
     is_held: bool = False
     merged_at: int | None = None
     asked_s: float = float("-inf")
+    began_s: float = 0.0
+    was_uploaded: bool = False
 
     def upload(self) -> list[LearnerAction]:
         """Send the payload (again), once it exists."""
@@ -126,7 +130,7 @@ class Fragment:
             and self.must_adopt is None
         )
 
-    def snapshot(self, p: int, step: int, tokens: int, lessee: Lessee) -> Ready:
+    def snapshot(self, p: int, step: int, tokens: int, lessee: Lessee, now_s: float) -> Ready:
         """The fresh range becomes a contribution."""
         spans, repeats = lessee.between(self.fresh_from, tokens)
         self.seq += 1
@@ -141,7 +145,7 @@ class Fragment:
             spans=spans,
             repeats=repeats,
         )
-        self.outstanding = Outstanding(ready)
+        self.outstanding = Outstanding(ready, began_s=now_s)
         self.fresh_from, self.fresh_step, self.snapshot_step = tokens, step, step
         return ready
 

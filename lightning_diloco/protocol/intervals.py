@@ -7,35 +7,64 @@ from collections.abc import Iterable, Iterator
 
 
 class IntervalSet:
-    """A set of non-negative integers, kept as sorted, disjoint, non-touching ranges [start, stop)."""
+    """A set of non-negative integers, kept as sorted, disjoint, non-touching ranges [start, stop).
 
-    __slots__ = ("_starts", "_stops")
+    Integers below `floor` are settled: nothing is added there any more, and how many of them are in the set is all that
+    is kept of them.
 
-    def __init__(self, ranges: Iterable[Iterable[int]] = ()) -> None:
+    Args:
+        ranges: those from the floor on.
+        floor, num_settled: see above.
+
+    Attributes:
+        size: how many integers are in the set.
+    """
+
+    __slots__ = ("_starts", "_stops", "floor", "num_settled", "size")
+
+    def __init__(self, ranges: Iterable[Iterable[int]] = (), *, floor: int = 0, num_settled: int = 0) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
+        self.floor = floor
+        self.num_settled = self.size = num_settled
         for start, stop in ranges:
             self.add(start, stop)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(zip(self._starts, self._stops, strict=True))
 
+    def __len__(self) -> int:
+        return len(self._starts)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, IntervalSet) and list(self) == list(other)
+        return isinstance(other, IntervalSet) and self._all() == other._all()
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"IntervalSet({list(self)})"
 
-    @property
-    def size(self) -> int:
-        """How many integers are in the set."""
-        return sum(stop - start for start, stop in self)
+    def _all(self) -> tuple[int, int, list[int], list[int]]:
+        return self.floor, self.num_settled, self._starts, self._stops
 
     def overlap(self, start: int, stop: int) -> int:
-        """How many integers of [start, stop) are in the set."""
-        return sum(max(0, min(stop, b) - max(start, a)) for a, b in self)
+        """How many integers of [start, stop) are in the set, or settled."""
+        settled = max(0, min(stop, self.floor) - start)
+        return settled + sum(max(0, min(stop, b) - max(start, a)) for a, b in self._near(start, stop))
+
+    def settle(self, floor: int) -> None:
+        """Nothing below this will be added any more; a range that reaches beyond it stays as it is."""
+        num = bisect_right(self._stops, floor)
+        if num < len(self._starts):
+            floor = min(floor, self._starts[num])
+        self.num_settled += sum(self._stops[:num]) - sum(self._starts[:num])
+        del self._starts[:num], self._stops[:num]
+        self.floor = max(self.floor, floor)
+
+    def _near(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The ranges that reach into [start, stop)."""
+        first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)
+        return zip(self._starts[first:last], self._stops[first:last], strict=True)
 
     def add(self, start: int, stop: int) -> None:
         """Add [start, stop); empty ranges change nothing.
@@ -47,6 +76,7 @@ class IntervalSet:
             return
         if taken := self.overlap(start, stop):
             raise ValueError(f"[{start}, {stop}) overlaps {self} in {taken}; an integer may be added once")
+        self.size += stop - start
         first = bisect_left(self._stops, start)
         last = bisect_right(self._starts, stop)
         touched_starts, touched_stops = self._starts[first:last], self._stops[first:last]
@@ -54,13 +84,9 @@ class IntervalSet:
         self._stops[first:last] = [max([stop, *touched_stops])]
 
     def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The parts of [start, stop) that are not in the set, in order."""
-        gaps, at = [], start
-        for a, b in self:
-            if b <= at:
-                continue
-            if a >= stop:
-                break
+        """The parts of [start, stop) that are neither in the set nor settled, in order."""
+        gaps, at = [], max(start, self.floor)
+        for a, b in self._near(at, stop):
             if a > at:
                 gaps.append((at, a))
             at = max(at, b)

@@ -15,8 +15,9 @@ contributions.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from statistics import median
 
 from lightning_diloco.config import PROTOCOL_VERSION, Align
 from lightning_diloco.protocol import actions as do
@@ -28,6 +29,8 @@ from lightning_diloco.protocol.lessee import Lessee
 from lightning_diloco.protocol.promise import Promises
 
 MAX_REFUSALS = 3
+DRAIN_S, DRAIN_ROUNDS, DRAIN_STAGES = 60.0, 3.0, 3
+NUM_ROUNDS = 16
 WAIT_SHARE = 0.5  # of the time to drain, in which others may finish evaluating
 
 
@@ -41,7 +44,10 @@ class LearnerState:
         sync_every, overlap: H and tau.
         align: landing rule; decides which tokens a landing drops.
         heartbeat_s: seconds between heartbeats.
-        drain_s: how long `Finish` waits for the last contributions.
+        drain_s: how long `Finish` waits for the last contributions; None: as long as one after the other is uploaded,
+            merged or landed within DRAIN_ROUNDS times what a round usually takes, or within DRAIN_S if that is longer;
+            in all that long for each of these of each fragment.
+        transfer_s: what adopting a fragment took, in place of rounds until there are any.
         has_ranks: several ranks do together what `StepBegins` promised (promise.py).
     """
 
@@ -57,7 +63,8 @@ class LearnerState:
         overlap: int,
         align: Align = "carry",
         heartbeat_s: float = 1.0,
-        drain_s: float = 60.0,
+        drain_s: float | None = None,
+        transfer_s: float = 0.0,
         has_ranks: bool = False,
     ) -> None:
         self.learner = learner
@@ -81,10 +88,12 @@ class LearnerState:
         self.lessee = Lessee(drops=align != "carry")
         self._heartbeat_s = heartbeat_s
         self._drain_s = drain_s
+        self._rounds_s = deque([transfer_s], NUM_ROUNDS)
         self._promises = Promises(has_ranks)
         self._next_heartbeat_s = float("-inf")
         self._leave_reason: msg.Reason | None = None
-        self._drain_until_s = self._drain_alone_s = 0.0
+        self.drain_until_s = self._drain_alone_s = 0.0
+        self._drain_again_s = self._drain_latest_s = 0.0
         self._is_leaving = False
         self._has_left = False
 
@@ -168,16 +177,18 @@ class LearnerState:
         todo: list[LearnerAction] = []
         for p, f in enumerate(self.fragments):
             if f.staged and f.can_land and self._promises.allow_landing(p):
-                todo += self._land(p, f, f.staged)
+                todo += self._land(p, f, f.staged, now_s)
             if f.announced is not None:
-                todo += self._answer(p, f, f.announced)
+                todo += self._answer(p, f, f.announced, now_s)
         return todo + [action for message in self._promises.kept() for action in self._hear(message, now_s)]
 
-    def _land(self, p: int, f: Fragment, staged: on.Staged) -> list[LearnerAction]:
+    def _land(self, p: int, f: Fragment, staged: on.Staged, now_s: float) -> list[LearnerAction]:
         todo: list[LearnerAction] = [do.Land(p)]
         f.landed, f.generation, f.staged = staged.version, staged.generation, None
         mine = f.outstanding
         if mine and staged.merged_seq == mine.ready.seq:
+            self._rounds_s.append(now_s - mine.began_s)
+            self._drains(now_s)
             self._merge_landed(f, mine.ready, staged.kept)
             todo.append(do.Forget(p, mine.ready.seq))
         if f.must_adopt or not self._keeps_all:
@@ -196,7 +207,7 @@ class LearnerState:
             f.drop_outstanding()
             self._book("overwritten", ready.stop - stop)
 
-    def _answer(self, p: int, f: Fragment, round_id: int) -> list[LearnerAction]:
+    def _answer(self, p: int, f: Fragment, round_id: int, now_s: float) -> list[LearnerAction]:
         is_merged = f.outstanding is not None and f.outstanding.merged_at is not None
         if is_merged or not (f.outstanding or self._promises.allow_snapshot(p)):
             return []  # an update that contains it is on its way, or others must know first: answer after that
@@ -205,7 +216,7 @@ class LearnerState:
             return [do.Say(f.outstanding.ready)]  # held, so ready in this round; the syncer may have forgotten
         if f.must_adopt or self.tokens <= f.fresh_from or self.step <= f.fresh_step:
             return [do.Say(msg.Decline(p, round_id))]
-        ready = f.snapshot(p, self.step, self.tokens, self.lessee)
+        ready = f.snapshot(p, self.step, self.tokens, self.lessee, now_s)
         return [do.Snapshot(ready), do.Say(ready)]
 
     # ----------------------------------------------------------------------------------------------- what is heard
@@ -267,6 +278,7 @@ class LearnerState:
             return todo
         if msg.Contributor(self.learner, self.incarnation, mine.ready.seq) in message.contributors:
             mine.merged_at = message.version
+            self._drains(now_s)
             return todo
         return todo + mine.ask_fate(now_s, at_once=True)
 
@@ -339,6 +351,9 @@ class LearnerState:
         if mine is None or mine.ready.seq != event.seq:
             return []
         mine.is_uploading = False
+        if isinstance(event, on.Uploaded) and not mine.was_uploaded:
+            mine.was_uploaded = True
+            self._drains(now_s)
         return mine.ask_fate(now_s) if isinstance(event, on.UploadFailed) else []
 
     # ----------------------------------------------------------------------------------------------------- over time
@@ -379,8 +394,11 @@ class LearnerState:
     def _finish(self, event: on.Finish, now_s: float) -> list[LearnerAction]:
         self._leave_reason = event.reason
         self.phase = "draining"
-        drain_s = self._drain_s if event.within_s is None else event.within_s
-        self._drain_until_s = now_s + (drain_s if event.drain else 0.0)
+        fixed_s = self._drain_s if event.within_s is None else event.within_s
+        usual_s = max(DRAIN_S, DRAIN_ROUNDS * median(self._rounds_s))
+        drain_s, self._drain_again_s = (usual_s, usual_s) if fixed_s is None else (fixed_s, 0.0)
+        self.drain_until_s = now_s + (drain_s if event.drain else 0.0)
+        self._drain_latest_s = now_s + DRAIN_STAGES * len(self.fragments) * drain_s
         self._drain_alone_s = now_s + WAIT_SHARE * drain_s
         return [self._heartbeat(now_s), *self._boundary(now_s), *self._drain(now_s)]
 
@@ -388,12 +406,16 @@ class LearnerState:
         """Ask for rounds until everything is merged and landed, then leave."""
         if self._leave_reason is None or self._is_leaving:
             return []
-        if now_s < self._drain_until_s and not all(f.is_drained(self.tokens) for f in self.fragments):
+        if now_s < self.drain_until_s and not all(f.is_drained(self.tokens) for f in self.fragments):
             waiting = [p for p, f in enumerate(self.fragments) if f.wants_round(self.tokens) and f.announced is None]
             patience_s = max(0.0, self._drain_alone_s - now_s)
             return [do.Say(self._intent(p, patience_s)) for p in waiting]
         self._is_leaving = True
         return [self._leave()]
+
+    def _drains(self, now_s: float) -> None:
+        """One of the last contributions has got on; what the norm guard gives back is sent again, up to a limit."""
+        self.drain_until_s = max(self.drain_until_s, min(now_s + self._drain_again_s, self._drain_latest_s))
 
     def _leave(self) -> LearnerAction:
         assert self._leave_reason is not None

@@ -5,6 +5,7 @@
    records of cause, `pending` from learners' own unsent ranges. No term is computed from the others, so that
    seen = merged + discarded + pending is a check.
 3. A range is merged once: adding it twice raises.
+4. Where landings drop tokens, merged ranges never touch. Those that a learner has done with are kept as a number.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 
 from lightning_diloco.protocol.intervals import IntervalSet
 from lightning_diloco.protocol.messages import Progress
+
+MAX_RANGES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,15 @@ class Account:
         total = landed_size + sum(progress.discarded.values()) + pending
         return total == progress.tokens * len(self.merged)
 
+    def settle(self) -> None:
+        """Keep only the number of what lies before everything that is pending or has not landed, once there is much."""
+        if self.declared is None:
+            return
+        for merged, unlanded, pending in zip(self.merged, self.unlanded, self.declared.pending, strict=True):
+            if len(merged) > MAX_RANGES:
+                open_from = [start for start, _ in pending] + [start for _, start, _ in unlanded]
+                merged.settle(min([self.declared.tokens, *open_from]))
+
     def merge(self, fragment: int, version: int, start: int, stop: int) -> None:
         """Book a commit; raises ValueError if any of the range was merged before."""
         self.merged[fragment].add(start, stop)
@@ -142,6 +154,7 @@ class SavedAccount:
     booked: dict[str, int]
     is_absent: bool
     is_closed: bool
+    settled: tuple[tuple[int, int], ...] = ()
 
 
 class Ledger:
@@ -153,7 +166,10 @@ class Ledger:
             (a.learner, a.incarnation): Account(
                 learner=a.learner,
                 incarnation=a.incarnation,
-                merged=[IntervalSet(ranges) for ranges in a.merged],
+                merged=[
+                    IntervalSet(ranges, floor=floor, num_settled=number)
+                    for ranges, (floor, number) in zip(a.merged, a.settled or ((0, 0),) * len(a.merged), strict=True)
+                ],
                 unlanded=[list(entries) for entries in a.unlanded],
                 seen=a.seen,
                 declared=a.declared,
@@ -200,6 +216,7 @@ class Ledger:
                 booked=dict(a.booked),
                 is_absent=a.is_absent,
                 is_closed=a.is_closed,
+                settled=tuple((ranges.floor, ranges.num_settled) for ranges in a.merged),
             )
             for a in self.accounts.values()
         )

@@ -137,6 +137,8 @@ class SyncerState(Joins):
         elif not account.declare(progress):
             self.num_inexact += 1
             todo.append(do.Note("ledger", {"learner": member.learner, "progress": codec.dump(progress)}))
+        elif self.leases.catalogue is None:  # leased data is settled by the ranges themselves
+            account.settle()
         if not member.takes_part(now_s, self.heartbeat_s):
             todo += self.rounds.remove(member, now_s)
         return [*todo, *self._settle(member), do.Send(member.session, self._run_is(member))]
@@ -251,9 +253,12 @@ class SyncerState(Joins):
         return bool(took_part) and self._is_last()
 
     @property
-    def somebody_finished(self) -> bool:
-        """Whether anyone left because there was nothing more to train; who only lapsed may come back."""
-        return any(member.ending == "finished" for member in self.roster.in_state("left"))
+    def ended_by_finishing(self) -> bool:
+        """Whether the last to leave had nothing more to train, and nobody came after that; who lapsed may come back."""
+        left = [(m.ended_s, m.ending) for m in self.roster.in_state("left") if m.ended_s is not None]
+        ended_s, ending = max(left, key=lambda it: it[0], default=(0.0, None))
+        came = [m.active_s for m in self.roster.in_state("active") if m.active_s is not None]
+        return ending == "finished" and not any(active_s > ended_s for active_s in came)
 
     # ----------------------------------------------------------------------------------------------------- over time
 

@@ -19,6 +19,7 @@ class Agreement:
         stops: a rank says that this is the last step of training.
         is_over: rank 0 says that there are no more boundaries.
         is_last: rank 0 says that nobody else is in the run.
+        is_drained: rank 0 says that all that was trained is merged.
         land, snapshot: rank 0 says what is done at this boundary, by fragment.
     """
 
@@ -30,6 +31,7 @@ class Agreement:
     stops: bool = False
     is_over: bool = False
     is_last: bool = False
+    is_drained: bool = False
     land: tuple[int, ...] = ()
     snapshot: tuple[int, ...] = ()
 
@@ -37,12 +39,12 @@ class Agreement:
         """As integers that can be summed."""
         flags = [int(p in marked) for marked in (self.land, self.snapshot) for p in range(num_fragments)]
         counts = [self.tokens, self.num_failed, self.num_asked, self.fleet_tokens]
-        return [*counts, *map(int, (self.saves, self.stops, self.is_over, self.is_last)), *flags]
+        return [*counts, *map(int, (self.saves, self.stops, self.is_over, self.is_last, self.is_drained)), *flags]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Agreement:
         """The inverse of `numbers`."""
-        tokens, num_failed, num_asked, fleet_tokens, saves, stops, is_over, is_last, *flags = numbers
+        tokens, num_failed, num_asked, fleet_tokens, saves, stops, is_over, is_last, is_drained, *flags = numbers
         half = len(flags) // 2
         land, snapshot = (tuple(p for p, flag in enumerate(part) if flag) for part in (flags[:half], flags[half:]))
         return cls(
@@ -54,6 +56,7 @@ class Agreement:
             stops=bool(stops),
             is_over=bool(is_over),
             is_last=bool(is_last),
+            is_drained=bool(is_drained),
             land=land,
             snapshot=snapshot,
         )

@@ -17,7 +17,7 @@ Source: our choice; the outer step is the paper's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -117,7 +117,7 @@ class AnchorStore:
 
         Args:
             p: the fragment.
-            values: float32 [P], on the host; copied.
+            values: float32 [P], on the host; kept, and not to be changed any more.
             generation: 0 in a new run.
 
         Raises:
@@ -131,7 +131,7 @@ class AnchorStore:
                 f"torch.float32 [{wanted}]; send them as core.layout.gather gives them"
             )
         _check_finite(values, f"the start values of fragment {p}", "start from a sound checkpoint")
-        self._anchors[p] = Anchor(generation, 0, values.clone(), values.clone(), torch.zeros_like(values), ())
+        self._anchors[p] = Anchor(generation, 0, values, values.clone(), torch.zeros_like(values), ())
 
     def merge(
         self, p: int, contributions: Sequence[Tensor], shares: Sequence[float], max_norms: Sequence[float] | None = None
@@ -161,13 +161,14 @@ class AnchorStore:
             max_norms=max_norms,
         )
 
-    def next_state(self, p: int, outer_gradient: Tensor, *, work: float) -> Anchor:
-        """The fragment after one outer step; changes nothing.
+    def next_state(self, p: int, outer_gradient: Tensor, *, work: float, in_place: bool = False) -> Anchor:
+        """The fragment after one outer step; changes nothing, unless in place.
 
         Args:
             p: the fragment.
             outer_gradient: bfloat16 [P], from `merge` or a log record.
             work: of the round, > 0, see `momentum_by_work`.
+            in_place: the present state's memory becomes the next one's; where nobody else reads it.
 
         Raises:
             NonFiniteError: the outer gradient, or what it leads to, is not finite.
@@ -176,7 +177,9 @@ class AnchorStore:
         assert outer_gradient.dtype == torch.bfloat16, f"outer gradient is {outer_gradient.dtype}"
         assert outer_gradient.shape == now.master.shape, f"{outer_gradient.shape} for {now.master.shape}"
         coefficients = momentum_by_work(config.outer_momentum, work)
-        master, momentum, published = now.master.clone(), now.momentum.clone(), now.published.clone()
+        master, momentum, published = now.master, now.momentum, now.published
+        if not in_place:
+            master, momentum, published = master.clone(), momentum.clone(), published.clone()
         nesterov_step(master, momentum, outer_gradient, lr=config.outer_lr, momentum_coef=coefficients)
         _check_finite(momentum, f"the momentum of fragment {p}", "refuse this round's contributions")
         update = publish(master, published, wire=config.wire, block_size=config.block_size)
@@ -189,7 +192,15 @@ class AnchorStore:
         assert (state.generation, state.version) == (now.generation, now.version + 1), f"{state} after {now}"
         self._anchors[p] = state
 
-    def commit(self, p: int, outer_gradient: Tensor | Buffer, *, work: float, version: int | None = None) -> int:
+    def commit(
+        self,
+        p: int,
+        outer_gradient: Tensor | Buffer,
+        *,
+        work: float,
+        version: int | None = None,
+        in_place: bool = False,
+    ) -> int:
         """`next_state` and `install` at once: what a restart does with each log record.
 
         Args:
@@ -197,6 +208,7 @@ class AnchorStore:
             outer_gradient: bfloat16 [P], or its bytes.
             work: of the round.
             version: what the log record says will come out.
+            in_place: see `next_state`.
 
         Returns:
             The new version.
@@ -213,7 +225,7 @@ class AnchorStore:
                 f"found a commit of fragment {p} to version {version} with {gradient.numel()} values; after "
                 f"{present.version} comes {present.version + 1} with {wanted}; restore log and snapshot of one moment"
             )
-        self.install(p, self.next_state(p, gradient, work=work))
+        self.install(p, self.next_state(p, gradient, work=work, in_place=in_place))
         return present.version + 1
 
     def regenerate(self, generation: int) -> None:
@@ -258,8 +270,19 @@ class AnchorStore:
         numbers = [{"generation": anchor.generation, "version": anchor.version} for anchor in anchors]
         return numbers, ((_stem(p), anchor.tensors()) for p, anchor in enumerate(anchors))
 
-    def restore(self, numbers: Sequence[Mapping[str, int]], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def restore(
+        self,
+        numbers: Sequence[Mapping[str, int]],
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        *,
+        do: Callable[..., object] = lambda p, call, *args, **kwargs: call(*args, **kwargs),
+    ) -> None:
         """The inverse of `freeze`.
+
+        Args:
+            numbers: generation and version per fragment.
+            tensors: by stem; each is asked for once.
+            do: has a call that concerns a fragment done: `do(p, call, *args, **kwargs)`.
 
         Raises:
             CorruptLogError: the snapshot is of another plan or wire.
@@ -267,7 +290,7 @@ class AnchorStore:
         if len(numbers) != len(self._anchors):
             raise _not_ours(f"{len(numbers)} fragments", f"{len(self._anchors)}")
         for p, fragment in enumerate(numbers):
-            self.load_tensors(p, tensors[_stem(p)], **fragment)
+            do(p, lambda p, fragment: self.load_tensors(p, tensors[_stem(p)], **fragment), p, fragment)
 
     def state_tensors(self, p: int) -> dict[str, Tensor]:
         """master, published, momentum and the chain of one fragment; not to be changed."""
@@ -297,7 +320,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
-    """A 1-D tensor with a copy of these bytes; the inverse of `bytes_of`."""
+    """A 1-D tensor of these bytes, copied unless they may be changed; the inverse of `bytes_of`."""
+    if not memoryview(data).readonly and memoryview(data).nbytes:
+        return torch.frombuffer(data, dtype=dtype)
     copied = torch.empty(memoryview(data).nbytes, dtype=torch.uint8)
     copied.numpy()[:] = memoryview(data).cast("B")  # numpy lets other threads run meanwhile, bytearray() does not
     return copied.view(dtype)

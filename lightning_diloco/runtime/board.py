@@ -119,4 +119,4 @@ class Board:
     def _figures(self) -> Json:
         past, desk = self._past, self._desk
         up, down = past.bytes_up + desk.bytes_up, past.bytes_down + desk.bytes_down
-        return {"now_s": time.monotonic(), "bytes_up": up, "bytes_down": down}
+        return {"now_s": time.monotonic(), "pauses": past.pauses, "bytes_up": up, "bytes_down": down}

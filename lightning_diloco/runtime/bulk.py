@@ -4,29 +4,53 @@
    exception: the machine refuses it, and tells.
 2. At most one payload per session and fragment is kept, from its arrival to the machine's word that it is not needed;
    what comes again after it was decided is not kept. Of start values, those of the one lease that was granted.
-   What comes in parts is such a payload when all of them are here (`assembly.py`).
-3. A reply says which contribution of the asker is part of it, as of the version it carries.
+   What comes in parts or portions is such a payload when all of it is here (`assembly.py`, `portions.py`).
+3. An update that goes out in portions stays as it is until all of it went, or for GIVING_S; one for each session.
+4. A reply says which contribution of the asker is part of it, as of the version it carries.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from lightning_diloco.core.quantize import Decoder, check_fragment, wire_nbytes
-from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.errors import CorruptMessageError, JoinError
 from lightning_diloco.protocol import SyncerState, actions, events, messages
 from lightning_diloco.protocol.records import CommitRecord
 from lightning_diloco.protocol.roster import Roster
+from lightning_diloco.runtime import portions
 from lightning_diloco.runtime.anchors import AnchorStore, tensor_of
 from lightning_diloco.runtime.assembly import Assemblies
+from lightning_diloco.runtime.machine import memory_here
 from lightning_diloco.transport.base import Bulk, Json
 
 MAX_FRAGMENTS = 1 << 16
+GIVING_S = 600.0
 _TOO_LATE = "decided before, or not of a process that takes part now"
+
+
+@dataclass(slots=True)
+class _Seed:
+    """Start values of one fragment, float32 as bytes, of which the first num_bytes are here."""
+
+    values: Tensor
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Given:
+    """An update on its way to a session."""
+
+    mark: str
+    answer: Json
+    payload: memoryview
+    asked_s: float
 
 
 class BulkDesk:
@@ -38,7 +62,8 @@ class BulkDesk:
 
     def __init__(self) -> None:
         self._payloads: dict[tuple[str, int], tuple[int, Tensor]] = {}
-        self._seed: dict[tuple[str, int, int], Tensor] = {}
+        self._seed: dict[tuple[str, int, int], _Seed] = {}
+        self._given: dict[str, _Given] = {}
         self._keeping = threading.Lock()
         self._assemblies = Assemblies()
         self._merged: dict[tuple[str, int], tuple[int, int, float]] = {}
@@ -49,37 +74,43 @@ class BulkDesk:
 
     def take_contribution(
         self, session: str, bulk: Bulk, store: AnchorStore | None, state: SyncerState
-    ) -> events.PayloadReceived | None:
-        """Keep a contribution's payload, if it may be merged; returns what the machine is to be told, if anything."""
-        payload, config = self._received(bulk), state.config
-        ready = _described(bulk.header)
+    ) -> tuple[events.PayloadReceived | None, int]:
+        """Keep a contribution's payload, if it may be merged.
+
+        Returns:
+            What the machine is to be told, if anything, and how many bytes of what the sender sends need not be sent.
+        """
+        self._count_up(bulk)
+        config, ready = state.config, _described(bulk.header)
         if store is None or not 0 <= ready.fragment < len(store.layouts):
             raise CorruptMessageError(f"a contribution to fragment {ready.fragment}; the run has no such fragment yet")
-        layout = store.layouts[ready.fragment]
-        wanted = wire_nbytes(layout.padded_numel, config.wire, config.block_size)
+        layout, (_, have) = store.layouts[ready.fragment], portions.place(bulk)
         if bulk.header.get("error") is not None:  # the learner itself says what is wrong, and sends nothing
-            return events.PayloadReceived(session, ready, str(bulk.header["error"]))
-        if bulk.header.get("num_parts") is not None:
+            return events.PayloadReceived(session, ready, str(bulk.header["error"])), have
+        if bulk.header.get("num_parts") is None and have == bulk.payload.nbytes:
+            payload = tensor_of(bulk.payload, torch.uint8)
+        else:
             if not state.may_merge(session, ready):
-                return events.PayloadReceived(session, ready, _TOO_LATE)
+                return events.PayloadReceived(session, ready, _TOO_LATE), have
             if self._has(session, ready):
-                return None  # whole already
-            whole = self._assemblies.add(session, ready, bulk.header, payload, numel=layout.padded_numel, config=config)
+                return None, have  # whole already
+            have, whole = self._assemblies.add(session, ready, bulk, numel=layout.padded_numel, config=config)
             if whole is None:
-                return None
+                return None, have
             payload = whole
-        if payload.numel() != wanted:
-            problem = f"{payload.numel()} bytes, fragment {ready.fragment} takes {wanted} as {config.wire}"
-            return events.PayloadReceived(session, ready, problem)
         try:
+            if payload.numel() != (wanted := wire_nbytes(layout.padded_numel, config.wire, config.block_size)):
+                raise CorruptMessageError(
+                    f"{payload.numel()} bytes, fragment {ready.fragment} takes {wanted} as {config.wire}"
+                )
             check_fragment(layout, payload, config.wire, config.block_size)
             Decoder(payload, layout.padded_numel, config.wire, config.block_size)  # all that a merge will insist on
         except (ValueError, CorruptMessageError) as error:
-            return events.PayloadReceived(session, ready, str(error))
+            return events.PayloadReceived(session, ready, str(error)), have
         if not state.may_merge(session, ready):
-            return events.PayloadReceived(session, ready, _TOO_LATE)
+            return events.PayloadReceived(session, ready, _TOO_LATE), have
         self._keep(session, ready, payload)
-        return events.PayloadReceived(session, ready)
+        return events.PayloadReceived(session, ready), have
 
     def _keep(self, session: str, ready: messages.Ready, payload: Tensor) -> None:
         with self._keeping:
@@ -96,27 +127,74 @@ class BulkDesk:
         with self._keeping:
             return self._payloads.get((session, ready.fragment), (None,))[0] == ready.seq
 
-    def take_seed(self, session: str, bulk: Bulk, granted: tuple[str, int] | None) -> None:
+    def take_seed(self, session: str, bulk: Bulk, granted: tuple[str, int] | None) -> int:
         """Keep start values of one fragment.
 
         Args:
             session: whose they are.
-            bulk: header {"fragment", "lease"}, float32 values.
+            bulk: header {"fragment", "lease"}, float32 values, or a portion of them.
             granted: session and lease that may seed the run; the values of any other are dropped.
+
+        Returns:
+            How many bytes of them need not be sent.
+
+        Raises:
+            CorruptMessageError: not what the header must say.
+            JoinError: more than the memory of this machine.
         """
-        values = self._received(bulk)
-        p, lease = bulk.header.get("fragment"), bulk.header.get("lease")
-        if type(p) is not int or type(lease) is not int or values.numel() % 4:
+        self._count_up(bulk)
+        p, lease, (at, of) = bulk.header.get("fragment"), bulk.header.get("lease"), portions.place(bulk)
+        if type(p) is not int or type(lease) is not int or of % 4:
             raise CorruptMessageError(
-                f"start values with fragment={p!r}, lease={lease!r} in {values.numel()} bytes; fragment and lease must "
+                f"start values with fragment={p!r}, lease={lease!r} in {of} bytes; fragment and lease must "
                 "be integers, the values whole float32 numbers; do both sides run the same version?"
             )
-        if granted == (session, lease) and 0 <= p < MAX_FRAGMENTS:
+        if granted != (session, lease) or not 0 <= p < MAX_FRAGMENTS:
+            return of
+        if of > (there := memory_here()):
+            raise JoinError(
+                f"the start values of fragment {p} take {of} bytes; the syncer's machine has {there} bytes of memory; "
+                "run the syncer on a larger one: it takes 12 bytes for each parameter of the model"
+            )
+        with self._keeping:
             self._seed = {key: kept for key, kept in self._seed.items() if key[:2] == granted}
-            self._seed[session, lease, p] = values.view(torch.float32)
+            seed = self._seed.get((session, lease, p))
+            if at == 0 and (seed is None or seed.num_bytes == of or seed.values.nbytes != of):
+                seed = self._seed[session, lease, p] = _Seed(torch.empty(of, dtype=torch.uint8), 0)
+            if seed is None or seed.values.nbytes != of or seed.num_bytes != at:
+                return 0 if seed is None else min(seed.num_bytes, of)
+            stop = at + bulk.payload.nbytes
+            seed.values.numpy()[at:stop] = bulk.payload
+            seed.num_bytes = stop
+        return stop
 
-    def give(self, session: str, header: Json, store: AnchorStore | None) -> Bulk:
-        """What brings a learner up to date: {"fragment", "generation", "have"} -> update."""
+    def give(self, session: str, header: Json, store: AnchorStore | None, *, is_known: bool = False) -> Bulk:
+        """What brings a learner up to date.
+
+        Args:
+            session: who asks.
+            header: {"fragment", "generation", "have"}, and {"at", "mark"} if it continues what came in portions.
+            store: the anchors, if there are any.
+            is_known: whether an update may be kept for this session until all of it went.
+        """
+        at, mark = header.get("at", 0), header.get("mark")
+        given = self._given.pop(session, None)
+        if given is None or at == 0 or given.mark != mark:
+            given = self._new(session, header, store)
+        num_bytes = given.payload.nbytes
+        if type(at) is not int or not 0 <= at < num_bytes or given.mark != mark:
+            at = 0
+        payload = given.payload[at : at + portions.PORTION_BYTES]
+        with self._counting:
+            self.bytes_down += payload.nbytes
+        if payload.nbytes == num_bytes:
+            return Bulk(given.answer, payload)
+        if is_known and at + payload.nbytes < num_bytes:
+            given.asked_s = time.monotonic()
+            self._given[session] = given
+        return Bulk({**given.answer, "at": at, "of": num_bytes, "mark": given.mark}, payload)
+
+    def _new(self, session: str, header: Json, store: AnchorStore | None) -> _Given:
         p = header.get("fragment")
         if store is None or type(p) is not int or not 0 <= p < len(store.layouts):
             raise CorruptMessageError(
@@ -132,8 +210,6 @@ class BulkDesk:
         seq, version, kept = self._merged.get((session, p), (None, 0, 1.0))
         now = store.anchor(p)
         is_now = (now.generation, now.version) == (update.generation, update.version)
-        with self._counting:
-            self.bytes_down += update.payload.nbytes
         answer = {
             "kind": update.kind,
             "generation": update.generation,
@@ -143,12 +219,12 @@ class BulkDesk:
             "kept": kept,
             "digest": now.digest if update.kind == "full" and is_now else None,
         }
-        return Bulk(answer, update.payload)
+        mark = f"{p} {update.kind} {update.generation} {update.from_version} {update.version}"
+        return _Given(mark, answer, update.payload, time.monotonic())
 
-    def _received(self, bulk: Bulk) -> Tensor:
+    def _count_up(self, bulk: Bulk) -> None:
         with self._counting:
             self.bytes_up += bulk.payload.nbytes
-        return tensor_of(bulk.payload, torch.uint8)
 
     # ------------------------------------------------------------------------------------------- called by the service
 
@@ -167,15 +243,19 @@ class BulkDesk:
         self._assemblies.drop(action.session, action.fragment, action.seq)
 
     def prune(self, state: SyncerState) -> None:
-        """Drop parts whose contribution will never be whole."""
+        """Drop parts whose contribution will never be whole, and updates whose rest nobody asks for."""
         self._assemblies.prune(state)
+        for session, given in self._given.copy().items():
+            if time.monotonic() - given.asked_s > GIVING_S:
+                self._given.pop(session, None)
 
     def seed(self, action: actions.StoreSeed) -> list[Tensor] | None:
         """The start values of all fragments; None until all are here."""
         num_fragments = action.manifest["num_fragments"]
         assert isinstance(num_fragments, int)
-        values = [self._seed.get((action.session, action.lease, p)) for p in range(num_fragments)]
-        return [v for v in values if v is not None] if all(v is not None for v in values) else None
+        found = [self._seed.get((action.session, action.lease, p)) for p in range(num_fragments)]
+        seeds = [seed for seed in found if seed is not None and seed.num_bytes == seed.values.nbytes]
+        return [seed.values.view(torch.float32) for seed in seeds] if len(seeds) == num_fragments else None
 
     def drop_seed(self) -> None:
         """The run has its start values."""

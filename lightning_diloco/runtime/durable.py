@@ -4,6 +4,7 @@
 2. `restore` is snapshot + log. It changes state by the very records the live machine wrote, so what comes out is what
    was there: anchors, momentum, versions and ledger, bit for bit.
 3. A snapshot is due when the log has grown as large as the state; log and snapshot stay under three times that size.
+   A clean stop writes one, too, beside the one that the log follows on; while the next is written there are three.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from lightning_diloco.errors import CorruptLogError, PlanMismatchError, StorageError
 from lightning_diloco.protocol import SyncerState, codec, records
 from lightning_diloco.runtime.anchors import AnchorStore
+from lightning_diloco.runtime.by_fragment import ByFragment
 from lightning_diloco.runtime.files import Buffer, Faults, no_faults
 from lightning_diloco.runtime.manifest import plan_of
 from lightning_diloco.runtime.past import Past, recall
@@ -40,13 +42,23 @@ class Durable:
     Args:
         run_dir: RUN_DIR.
         faults: hook at named points, for crash tests.
+        locked: called when the directory is this process's, before anything is read.
+        tell: told in words how far opening and `restore` are.
 
     Attributes:
         past: the run before this process, once it is restored.
     """
 
-    def __init__(self, run_dir: Path, *, faults: Faults = no_faults) -> None:
-        self.log = RedoLog(run_dir / "syncer" / "log", faults=faults)
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        faults: Faults = no_faults,
+        locked: Callable[[], None] = lambda: None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._tell = tell
+        self.log = RedoLog(run_dir / "syncer" / "log", faults=faults, locked=locked, tell=tell)
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
         self.tape = Tape(run_dir / "tape" / "events.jsonl")
         self.past = Past()
@@ -72,17 +84,30 @@ class Durable:
         if snapshot is not None:
             state.restore(codec.load(records.SavedState, snapshot.state["machine"]), now_s)
             store = _new_store(cast("Json", snapshot.state["manifest"]))
-            store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors)
-        for record in self.log.records(snapshot.lsn + 1 if snapshot else self.log.first_lsn):
-            change = records.decode(record.header)
-            state.apply(change)
-            in_log += _told_of(change, state)
-            if isinstance(change, records.CommitRecord):
-                if store is None:
-                    raise CorruptLogError(f"log record {record.lsn} is a commit, but no snapshot has the start values")
-                store.commit(change.fragment, record.payload, work=change.work, version=change.version)
-            elif isinstance(change, records.Regenerated) and store is not None:
-                store.regenerate(change.generation)
+        with ByFragment(len(store.layouts) if store else 1) as threads:
+            if snapshot is not None and store is not None:
+                self._tell("its snapshot is read")
+                store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors, do=threads.do)
+                threads.settle()
+            for record in self.log.records(snapshot.lsn + 1 if snapshot else self.log.first_lsn):
+                self._tell(f"its log is replayed, record {record.lsn} of {self.log.last_lsn}")
+                change = records.decode(record.header)
+                state.apply(change)
+                in_log += _told_of(change, state)
+                if isinstance(change, records.CommitRecord):
+                    if store is None:
+                        raise CorruptLogError(
+                            f"log record {record.lsn} is a commit, but no snapshot has the start values"
+                        )
+                    follows = {"work": change.work, "version": change.version, "in_place": True}
+                    threads.do(change.fragment, store.commit, change.fragment, record.payload, **follows)
+                elif isinstance(change, records.Regenerated) and store is not None:
+                    threads.settle()
+                    store.regenerate(change.generation)
+            threads.settle()
+            self._tell("digests are taken")
+            for p in range(len(store.layouts) if store and store.is_seeded else 0):
+                threads.do(p, cast("AnchorStore", store).digest, p)
         self.tape.truncate_after(self.log.last_lsn)
         self.past = recall(state.roster, self._completed_tape(in_log), now_s=now_s, unix_s=unix_s)
         if state.manifest is None or store is None:
@@ -161,8 +186,32 @@ class Durable:
         self._snapshot_again_s = time.monotonic() + SNAPSHOT_AGAIN_S
         log.error("no snapshot was written, the log goes on growing: %s", error)
 
-    def _write(self, lsn: int, machine: Json, manifest: Json, numbers: Any, tensors: Any) -> None:
-        self.snapshots.write(lsn, {"machine": machine, "manifest": manifest, "anchors": numbers}, tensors)
+    def _write(
+        self, lsn: int, machine: Json, manifest: Json, numbers: Any, tensors: Any, *, keeps_oldest: bool = False
+    ) -> None:
+        state = {"machine": machine, "manifest": manifest, "anchors": numbers}
+        self.snapshots.write(lsn, state, tensors, keeps_oldest=keeps_oldest)
+
+    def rest(self, machine: Json, manifest: Json, store: AnchorStore, *, keeps_log: bool) -> None:
+        """At a clean stop: a last snapshot, so that the next start has no log to replay.
+
+        Nothing may be on its way to disk. A disk that does not take it leaves things as they were.
+
+        Args:
+            machine, manifest, store: what to write.
+            keeps_log: also keep the log, and the snapshot that it begins after, so that the run can be computed again.
+        """
+        if self._writing is not None:
+            self._writing.join()
+        try:
+            self.tape.sync()
+            self.log.sync()
+            self._write(self.log.last_lsn, machine, manifest, *store.freeze(), keeps_oldest=keeps_log)
+            if not keeps_log:
+                self.log.rotate()
+                self.log.drop_before(self.log.last_lsn + 1)
+        except StorageError as error:
+            log.warning("no last snapshot was written, the next start replays the log: %s", error)
 
     def close(self) -> None:
         """Wait for a snapshot being written, and let go of all files; raises `StorageError`."""

@@ -144,11 +144,13 @@ def make_directory(path: Path) -> None:
             sync_directory(folder.parent)
 
 
-def write_file(path: Path, data: Buffer) -> None:
-    """Create a file with this content and fsync it; its name becomes durable with `sync_directory`."""
+def write_file(path: Path, *pieces: Buffer) -> None:
+    """Create a file with this content, piece by piece, and fsync it; its name becomes durable with `sync_directory`."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        _write_at(fd, 0, data)
+        offset = 0
+        for piece in pieces:
+            offset = _write_at(fd, offset, piece)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -27,6 +27,7 @@ from lightning_diloco.runtime.manifest import plan_of
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.orders import Orders
 from lightning_diloco.runtime.parted import PartSender
+from lightning_diloco.runtime.portions import Portioned
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import unpacked
 from lightning_diloco.runtime.standing import Standing
@@ -53,6 +54,7 @@ class FollowerLink:
     """
 
     agreed = Agreement()  # what all ranks know since the last step ended
+    is_drained = False
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class FollowerLink:
         self._staged: dict[int, Any] = {}
         self._adopted: dict[int, Tensor] = {}
         self._orders = Orders()
-        self._sender = PartSender(self._orders, connect)
+        self._sender = PartSender(self._orders, lambda address: Portioned(connect(address)))
         self._boxes, self._join = boxes, join
         self._dealer: Dealer | None = None
         self._after: Callable[[], None] | None = None
@@ -123,8 +125,13 @@ class FollowerLink:
             self.begin_step(0)
             agreed = self._boundary()
             if agreed.is_over:
-                self._is_over = True
+                self._is_over, self.is_drained = True, agreed.is_drained
                 return agreed.is_last
+
+    @property
+    def num_landings(self) -> int:
+        """See `Link.num_landings`."""
+        return sum(self._counts.values())
 
     def _boundary(self) -> Agreement:
         agreed = self.agreed = Agreement.of(self._ranks.end())

@@ -1,7 +1,7 @@
 """The one wait: from the first hello to the moment a learner may step.
 
 1. A learner that cannot reach the syncer says so, names it, and tries again until a deadline; or until it finds the
-   run's summary, where it shares the run's directory.
+   run's summary, where it shares the run's directory, or the machine on which it was served last.
 2. In an empty run one learner seeds; everybody else adopts the run's anchors before its first step.
 3. The conversation is asked again until answered; every message of it may be repeated safely.
 """
@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -32,17 +33,20 @@ from lightning_diloco.errors import (
     FencedError,
     JoinError,
     PlanMismatchError,
+    RestoringError,
     RunOverError,
     TransportError,
 )
 from lightning_diloco.protocol import LearnerState, messages
+from lightning_diloco.runtime import whereabouts
 from lightning_diloco.runtime.anchors import bytes_of, tensor_of
 from lightning_diloco.runtime.ending import is_over
 from lightning_diloco.runtime.manifest import check_model, make_manifest, plan_of
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.outbox import RESET
+from lightning_diloco.runtime.portions import LargeConnection
 from lightning_diloco.transport.address import JoinAddress
-from lightning_diloco.transport.base import Bulk, Connection, Json
+from lightning_diloco.transport.base import Bulk, Json
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +56,10 @@ T = TypeVar("T")
 REACH_S = 60.0
 ANSWER_S = 900.0
 BULK_S = 600.0
-AGAIN_S = 1.0
+AGAIN_S, LONG_PAUSE_S = 1.0, 4.0
 STORED_S, STORED_AGAIN_S = 3600.0, 0.02
+MAX_CORRUPT = 3
+RESTORING_S = 600.0  # without progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,7 @@ class Joined:
         welcome: incarnation, manifest and the versions that were adopted.
         active: open rounds.
         cursor: where its polls go on.
+        transfer_s: what adopting a fragment took, at most.
         differing: frozen parameters that are not as the run's first learner built them.
     """
 
@@ -73,6 +80,7 @@ class Joined:
     config: RunConfig
     device: FragmentDevice[Any, Any]
     cursor: int
+    transfer_s: float
     differing: Collection[str] = ()
 
     @property
@@ -92,6 +100,7 @@ class Joined:
             overlap=self.config.overlap,
             align=own.align,
             drain_s=own.drain_s,
+            transfer_s=self.transfer_s,
             has_ranks=has_ranks,
         )
 
@@ -112,7 +121,7 @@ class Joining:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: LargeConnection,
         address: JoinAddress,
         *,
         session: str,
@@ -132,6 +141,7 @@ class Joining:
         self._run_dir = run_dir
         self._cursor = 0
         self._num_resets = 0
+        self._transfer_s = 0.0
         self._offered: Json | None = None
 
     def run(self) -> Joined:
@@ -159,7 +169,8 @@ class Joining:
             welcome.incarnation, plan.digest, self._model.confirmed(frozen), self._model.token_unit
         )
         active = self._ask(confirm, messages.Active)
-        return Joined(welcome, active, plan, config, device, self._cursor, self._model.differing(frozen))
+        differing = self._model.differing(frozen)
+        return Joined(welcome, active, plan, config, device, self._cursor, self._transfer_s, differing)
 
     def _seed(
         self, hello: messages.Hello, grant: messages.SeedGrant
@@ -198,9 +209,10 @@ class Joining:
         """Take over the anchors as they are now; the versions in the answer are what was really adopted."""
         generations, versions = [], []
         for p in range(plan.num_fragments):
-            numel = plan.layout(p, config.block_size).padded_numel
+            numel, began_s = plan.layout(p, config.block_size).padded_numel, time.monotonic()
             header, values_P = self._insist(partial(self._full, p, numel))
             device.adopt(p, values_P)
+            self._transfer_s = max(self._transfer_s, time.monotonic() - began_s)
             generations.append(header["generation"])
             versions.append(header["version"])
         return replace(welcome, generations=tuple(generations), versions=tuple(versions))
@@ -235,40 +247,65 @@ class Joining:
         return heard
 
     def _insist(self, call: Callable[[], T]) -> T:
-        return reached(call, self._address, self._run_dir)
+        return reached(call, self._address, self._run_dir, lambda: self._connection.heard_s)
 
 
-def reached(call: Callable[[], T], address: JoinAddress, run_dir: Path | None) -> T:
+def reached(
+    call: Callable[[], T], address: JoinAddress, run_dir: Path | None, heard_s: Callable[[], float] = lambda: -math.inf
+) -> T:
     """Try until the syncer answers.
+
+    What the syncer, or this side, says is wrong with a message is not a network that fails: it is raised if it is found
+    MAX_CORRUPT times in a row, and any other refusal at once. A syncer that restores its run is waited for as long as
+    it gets on.
 
     Args:
         call: may be made several times.
         address: whom it leads to, for messages to people.
         run_dir: RUN_DIR, if it is on this machine.
+        heard_s: when the syncer was last heard of meanwhile, on the monotonic clock.
 
     Raises:
         JoinError: the syncer has not been reached for REACH_S.
         RunOverError: the run has ended.
     """
-    silent_since_s = time.monotonic()
+    num_corrupt, failing_since_s, pause_s = 0, math.inf, AGAIN_S
+    restoring_s, said, said_s = STORED_AGAIN_S, "", time.monotonic()
     while True:
         try:
             return call()
+        except RestoringError as error:
+            failing_since_s, restoring_s = math.inf, min(2 * restoring_s, AGAIN_S)
+            if str(error) != said:
+                said, said_s = str(error), time.monotonic()
+                log.log(logging.INFO if restoring_s < AGAIN_S else logging.WARNING, "%s: %s", address, error)
+            if time.monotonic() - said_s >= RESTORING_S:
+                raise JoinError(
+                    f"the syncer at {address} says for {RESTORING_S:.0f} s: {error}; look at its log and disk"
+                ) from error
+            time.sleep(restoring_s)
         except TransportError as error:
-            if run_dir is not None and is_over(run_dir, address.run):
+            known_dir = run_dir or whereabouts.find(address.run)
+            if known_dir is not None and is_over(known_dir, address.run):
                 raise RunOverError(
                     f"run {address.run} has finished, nothing is left to train; what came of it is in "
-                    f"{run_dir}/summary.json; a new run needs a new directory"
+                    f"{known_dir}/summary.json; a new run needs a new directory"
                 ) from error
-            waited_s = time.monotonic() - silent_since_s
+            num_corrupt = num_corrupt + 1 if isinstance(error, CorruptMessageError) else 0
+            if num_corrupt == MAX_CORRUPT:
+                raise
+            now_s = time.monotonic()
+            failing_since_s = max(min(failing_since_s, now_s), heard_s())
+            waited_s = now_s - failing_since_s
             if waited_s >= REACH_S:
                 raise JoinError(
                     f"no syncer was reached at {address} in {waited_s:.0f} s ({error}); start one there, or "
                     "correct DILOCO_JOIN (or join=)"
                 ) from error
-            left_s = REACH_S - waited_s
-            log.warning("no syncer at %s yet; trying for another %.0f s (%s)", address, left_s, error)
-            time.sleep(min(AGAIN_S, left_s))
+            if pause_s == AGAIN_S:  # once
+                log.warning("no syncer at %s yet; trying for %.0f s; is the run still on?", address, REACH_S)
+            time.sleep(min(pause_s, REACH_S - waited_s))
+            pause_s = min(2 * pause_s, LONG_PAUSE_S)
 
 
 def full_values(bulk: Bulk, numel: int) -> Tensor:
@@ -279,7 +316,7 @@ def full_values(bulk: Bulk, numel: int) -> Tensor:
         numel: of the padded fragment.
 
     Returns:
-        float32 (P,), a copy.
+        float32 (P,); the payload's memory, if nobody else has that.
 
     Raises:
         CorruptMessageError: not this many, or not those the syncer took the digest of.

@@ -29,10 +29,10 @@ from lightning_diloco.runtime.link import Link
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.orders import Orders
 from lightning_diloco.runtime.parted import PartedConnection
+from lightning_diloco.runtime.portions import LargeConnection
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import Relay
 from lightning_diloco.runtime.sharded_relay import ShardedRelay
-from lightning_diloco.transport.base import Connection
 
 SILENT_S = 5.0
 RANK_BYTES = "diloco/rank_bytes"
@@ -86,7 +86,7 @@ class LeaderLink(Link):
         self._ranks.tell({"do": "go", "learner": self.learner_id, **known})
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
 
-    def _parted_connection(self, connection: Connection) -> PartedConnection:
+    def _parted_connection(self, connection: LargeConnection) -> PartedConnection:
         self._parted = PartedConnection(connection, self._orders)
         return self._parted
 
@@ -146,7 +146,8 @@ class LeaderLink(Link):
             raise
         finally:
             self._ends_together = False
-        self._begin(is_over=True, is_last=is_last, land=tuple(self._relay.landed) if is_last else (), snapshot=())
+        said = {"is_last": is_last, "is_drained": self.is_drained}
+        self._begin(is_over=True, land=tuple(self._relay.landed) if is_last else (), snapshot=(), **said)
         self._agreed()
         self._ranks.tell({"do": "end"})
         self._parted.end()

@@ -166,7 +166,8 @@ class Line:
         with self._switching:
             if self.is_online and not self._crew.stopping.is_set():
                 self._offline_since_s = time.monotonic()
-                log.warning("the syncer cannot be reached, training on: %s", error)
+                if self._poll_s == POLL_S:  # else this learner has left, and the syncer may have ended
+                    log.warning("the syncer cannot be reached, training on: %s", error)
 
     def _came_back(self) -> None:
         with self._switching:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -36,9 +38,11 @@ from lightning_diloco.runtime.freight import Freight
 from lightning_diloco.runtime.insisting import insist
 from lightning_diloco.runtime.joining import Joining, MakeDevice, reached, where
 from lightning_diloco.runtime.leased import LeaseDesk
+from lightning_diloco.runtime.leftovers import tidy
 from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.naming import own_name
+from lightning_diloco.runtime.portions import LargeConnection, Portioned
 from lightning_diloco.runtime.self_report import SaysOfItself
 from lightning_diloco.runtime.threads import Crew
 from lightning_diloco.transport.address import JoinAddress
@@ -59,7 +63,8 @@ class Link(SaysOfItself):
     Args:
         run_options: explicit `RunConfig` options.
         learner: this learner's own options.
-        root_dir: where an embedded syncer's run directory goes.
+        root_dir: where an embedded syncer's run directory goes; None: it is temporary, and removed when the run has
+            finished.
         connect: makes the connection.
     """
 
@@ -69,7 +74,7 @@ class Link(SaysOfItself):
         self,
         run_options: dict[str, Any],
         learner: LearnerConfig,
-        root_dir: Path,
+        root_dir: Path | None,
         *,
         connect: Callable[[JoinAddress], Connection] = FlightConnection,
     ) -> None:
@@ -77,7 +82,7 @@ class Link(SaysOfItself):
         self._run_options = run_options
         self._learner = learner
         self._root_dir = root_dir
-        self._connect = connect
+        self._connect: Callable[[JoinAddress], LargeConnection] = lambda address: Portioned(connect(address))
         self._session = secrets.token_hex(16)
         self._changed = threading.Condition(threading.RLock())
         self._crew = Crew(self._fail)
@@ -86,8 +91,9 @@ class Link(SaysOfItself):
         self._unit: str | None = None
         self._left: actions.Left | None = None
         self._has_verdict = False
+        self._num_landings = 0
         self._embedded: EmbeddedSyncer | None = None
-        self._connection: Connection | None = None
+        self._connection: LargeConnection | None = None
         self._state: LearnerState | None = None
         self._desk: LeaseDesk | None = None
 
@@ -221,7 +227,7 @@ class Link(SaysOfItself):
     # --------------------------------------------------------------------------------------------------------- the end
 
     def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
-        """Drain and leave; blocks at most `drain_s` and a little.
+        """Drain and leave; see `drain_s` for how long.
 
         Args:
             reason: why; only who has finished is asked for a verdict on the final anchor.
@@ -236,15 +242,26 @@ class Link(SaysOfItself):
         with self._changed:
             self._machine.metrics = self._reported()
         self._handle(events.Finish(reason, within_s=within_s))
-        self._wait_for_leave(self._learner.drain_s + LEAVE_S if within_s is None else within_s + GOODBYE_S)
+        self._wait_for_leave(LEAVE_S if within_s is None else GOODBYE_S)
         self._raise_error()
         if self._left is None:
-            log.warning("the syncer did not take note of this leave in time; what was not merged counts as lapsed")
+            log.info("the syncer did not take note of this leave in time; what was not merged counts as lapsed")
         is_last = reason == "finished" and self._left is not None and self._left.is_last
-        if is_last:
+        if is_last and self.is_drained:
             self._take_final()
             self._raise_error()
         return is_last
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all that this learner has trained is merged, and in its anchors."""
+        with self._changed:
+            return not any(self._machine.progress.pending)
+
+    @property
+    def num_landings(self) -> int:
+        """How often an anchor has changed since this learner joined."""
+        return self._num_landings
 
     def report(self, eval_loss: float | None, reason: str | None = None, *, within_s: float = FINAL_S) -> None:
         """The last leaver's verdict on the final anchor; a syncer that is being started again gets it, too."""
@@ -269,6 +286,9 @@ class Link(SaysOfItself):
             if self._embedded is not None:
                 is_last = self._left is not None and self._left.is_last
                 self._embedded.let_go(was_joined=self._state is not None, is_last=is_last)
+                is_kept = self._state is not None and not (is_last and self.is_drained)
+                if self._root_dir is None and self._embedded.has_ended and not is_kept:
+                    shutil.rmtree(self._embedded.run_dir, ignore_errors=True)
 
     def _say_goodbye(self) -> None:
         if self._left is None and self._line.is_online and not isinstance(self._error, errors.FencedError):
@@ -278,11 +298,13 @@ class Link(SaysOfItself):
         if self._left is not None and self._left.is_last and not self._has_verdict:
             self.report(None, "the last learner ended without validating the anchor", within_s=GOODBYE_S)
 
-    def _wait_for_leave(self, within_s: float) -> None:
+    def _wait_for_leave(self, grace_s: float) -> None:
         """The training thread has nothing else to do: it makes the boundaries at which things land."""
-        until_s, failed_before = time.monotonic() + within_s, self._error
+        failed_before = self._error
         with self._changed:
-            while self._left is None and self._error is failed_before and time.monotonic() < until_s:
+            while self._left is None and self._error is failed_before:
+                if time.monotonic() >= self._machine.drain_until_s + grace_s:
+                    break
                 self._handle(events.Pause())
                 self._changed.wait(TICK_S)
 
@@ -322,6 +344,7 @@ class Link(SaysOfItself):
                 self._freight.fetch(action)
             case actions.Land():
                 self._freight.land(action.fragment)
+                self._num_landings += 1
                 return 1
             case actions.Forget():
                 self._freight.forget(action.fragment, action.seq)
@@ -364,8 +387,14 @@ class Link(SaysOfItself):
     def _address(self) -> JoinAddress:
         if (address := _given_address(self._learner)) is not None:
             return address
-        run_dir = self._root_dir / "diloco" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if self._root_dir is None:
+            run_dir = Path(tempfile.mkdtemp(prefix=f"diloco-{name}-"))
+        else:
+            run_dir = self._root_dir / "diloco" / name
+            tidy(run_dir.parent)
         self._embedded = EmbeddedSyncer(run_dir)
+        self._crew.start("syncer", partial(self._embedded.watch, self._crew.stopping, lambda: self._left is None))
         address = self._embedded.address
         log.warning(
             "started a syncer for this run at %s; others join it with DILOCO_JOIN=$(cat %s)", address, run_dir / "join"

@@ -30,6 +30,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.parts import part_of
 from lightning_diloco.errors import DiLoCoError, TransportError
 from lightning_diloco.runtime.anchors import bytes_of, tensor_of
+from lightning_diloco.runtime.portions import LargeConnection
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Connection, Json
 
@@ -63,15 +64,21 @@ class PartedConnection:
     """Rank 0's `Connection`, whose contributions go by several lines.
 
     Args:
-        connection: of rank 0.
+        connection: of rank 0, which takes a part of any size.
         orders: to the other ranks.
     """
 
-    def __init__(self, connection: Connection, orders: Giver) -> None:
+    def __init__(self, connection: LargeConnection, orders: Giver) -> None:
+        self._connection = connection
         self.send, self.poll, self.get = connection.send, connection.poll, connection.get
         self.status, self.close = connection.status, connection.close
         self._put, self._orders = connection.put, orders
         self._alone_until_s = float("-inf")
+
+    @property
+    def heard_s(self) -> float:
+        """See `LargeConnection`."""
+        return self._connection.heard_s
 
     @staticmethod
     def is_possible(reached: Sequence[bool]) -> bool:
@@ -134,7 +141,7 @@ class PartSender:
 
     Args:
         orders: from rank 0.
-        connect: makes the connection.
+        connect: makes the connection, which takes a part of any size.
     """
 
     def __init__(self, orders: Taker, connect: Callable[[JoinAddress], Connection]) -> None:

@@ -15,6 +15,8 @@ from lightning_diloco.runtime.progress import EVENT as PROGRESS
 from lightning_diloco.runtime.usual_norms import UsualNorms
 from lightning_diloco.transport.base import Json
 
+CLOSED = "closed"  # event: the syncer was told to stop, or the run had ended; until the next line it is paused
+
 
 @dataclass(slots=True)
 class Past:
@@ -22,11 +24,15 @@ class Past:
 
     Args:
         began_s: time of the first line of the tape, by the clock of this process; None: there was none.
+        pauses: from when to when no syncer was meant to run; that one was killed is no pause.
+        was_closed: whether the last of the pauses lasted until this process came.
         bytes_up, bytes_down: payload bytes.
         usual: norms of what was committed; this process goes on with it.
     """
 
     began_s: float | None = None
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    was_closed: bool = False
     bytes_up: int = 0
     bytes_down: int = 0
     usual: UsualNorms = field(default_factory=UsualNorms, compare=False)
@@ -47,9 +53,13 @@ def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float
     past = Past()
     members = {(member.learner, member.incarnation): member for member in roster.members.values()}
     newest: dict[str, Member] = {}
+    closed_s: float | None = None
     for line in lines:
         at_s = now_s - (unix_s - line["t"])
         past.began_s = at_s if past.began_s is None else past.began_s
+        if closed_s is not None:
+            past.pauses.append((closed_s, at_s))
+        closed_s = at_s if line["event"] == CLOSED else None
         if line["event"] == "join" and (joined := members.get((line["learner"], line["incarnation"]))):
             if (replaced := newest.get(joined.learner)) is not None and replaced.ended_s is None:
                 replaced.ended_s = at_s
@@ -63,4 +73,7 @@ def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float
             for learner in line["learners"]:
                 if (member := newest.get(learner["id"])) is not None:
                     member.tokens_per_s = learner["tokens_per_s"] or member.tokens_per_s
+    if closed_s is not None:
+        past.was_closed = True
+        past.pauses.append((closed_s, now_s))
     return past

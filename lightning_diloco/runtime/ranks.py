@@ -58,6 +58,9 @@ class Ranks:
         self._beat_s = time.monotonic()
         end_at_once_if_dying()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # a copy, such as in a worker of a data loader, has no part in it
+
     def close(self) -> None:
         """End the groups, when no thread uses them any more, and see to it that those of training end in time, too."""
         self._commands.close()

@@ -18,7 +18,7 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lightning_diloco.errors import CorruptLogError, StorageError
@@ -45,6 +45,8 @@ class RedoLog:
         directory: created if it is not there.
         faults: called at "append:before", "append:after_header", "append:after_payload", "sync:before", "sync:after",
             "rotate:before", "rotate:after_create" and "drop:before", for tests that fail or crash there.
+        locked: called when the directory is this process's, before the log is read.
+        tell: told in words how far opening is.
 
     Attributes:
         torn_bytes: what was cut off at opening.
@@ -56,14 +58,23 @@ class RedoLog:
         StorageError: the directory cannot be used, or another process uses it.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, faults: Faults = no_faults) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        faults: Faults = no_faults,
+        locked: Callable[[], None] = lambda: None,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.directory = Path(directory)
         self._faults = faults
+        self._tell = tell
         self._mutex = threading.RLock()
         make_directory(self.directory)
         with contextlib.ExitStack() as undo:
             self._lock_fd = _lock_directory(self.directory)
             undo.callback(os.close, self._lock_fd)
+            locked()
             self._segments = self._find_segments()
             self._active = AppendFile(self._path(self._segments[-1]), faults=faults)
             undo.callback(self._active.close)
@@ -211,6 +222,7 @@ class RedoLog:
             end = 0
             for record, record_end in self._walk(first):
                 last_lsn, end = record.lsn, record_end
+                self._tell(f"its log is checked, record {last_lsn}")
         return last_lsn, end
 
     def _walk(self, first: int, beyond: int | None = None) -> Iterator[tuple[Record, int]]:

@@ -1,6 +1,6 @@
 """A run computed again from what lies on its disk, and compared bit for bit with what it said it did.
 
-1. "outer steps": from the snapshot, every outer step in the log gives the anchors whose digests are on the tape.
+1. "outer steps": from the oldest snapshot, every outer step in the log gives the anchors whose digests are on the tape.
 2. "merges", where contributions were recorded from the start: from the start values, every outer gradient is merged
    again from the received bytes and equals the one in the log; the anchors equal those of snapshot and log in master,
    published values, momentum and chain.
@@ -87,7 +87,7 @@ class _Replay:
         self._num_outer_steps = 0
 
     def run(self) -> Replayed:
-        snapshot = SnapshotStore(self._run_dir / "syncer" / "snapshot").latest()
+        snapshot = SnapshotStore(self._run_dir / "syncer" / "snapshot").oldest()
         if snapshot is None:
             raise StorageError(
                 f"{self._run_dir} has no start values yet; a run must have begun; there is nothing to do"
@@ -98,7 +98,7 @@ class _Replay:
         self._plan, self._config = plan_of(cast("Json", snapshot.state["manifest"]))
         self._store = AnchorStore(self._plan, self._config)
         self._store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors)
-        last_lsn = self._redo(snapshot.lsn)
+        last_lsn = self._redo(snapshot.lsn, SnapshotStore(self._run_dir / "syncer" / "snapshot").latest())
         if tape_lsn > last_lsn:
             raise _differs("the log", f"ends at lsn {last_lsn}", f"lsn {tape_lsn}, which the tape tells of")
         is_recorded = (self._recorded / "seed-0000.safetensors").exists()
@@ -130,8 +130,8 @@ class _Replay:
                 self._told[line["fragment"], line["version"]] = line["digest"]
         return last_lsn
 
-    def _redo(self, snapshot_lsn: int) -> int:
-        """Do what the log says, as a restart does; returns its last lsn."""
+    def _redo(self, snapshot_lsn: int, newest: Snapshot | None) -> int:
+        """Do what the log says, as a restart does; returns its last lsn. A newer snapshot must be what comes out."""
         last_lsn = snapshot_lsn
         for record in log_records(self._run_dir / "syncer" / "log", snapshot_lsn + 1):
             last_lsn = max(last_lsn, record.lsn)
@@ -148,6 +148,10 @@ class _Replay:
                 self._check_digest(self._store, change.fragment)
             elif isinstance(change, records.Regenerated):
                 self._store.regenerate(change.generation)
+            if newest is not None and record.lsn == newest.lsn:
+                for p in range(self._plan.num_fragments):
+                    found, wanted = self._store.state_tensors(p), newest.tensors[f"fragment-{p:04d}"]
+                    _compare(p, self._store.anchor(p).version, found, wanted, "the newest snapshot")
         return last_lsn
 
     def _check_digest(self, store: AnchorStore, p: int) -> None:
@@ -211,6 +215,7 @@ class _Replay:
                     wanted = IntervalSet(self._merged[member.session, p])
                 except ValueError as error:
                     raise _differs(f"{member.learner}, fragment {p}", str(error), "each token merged once") from error
+                wanted.settle(account.merged[p].floor)
                 if wanted != account.merged[p]:
                     what = f"the ledger of {member.learner} #{member.incarnation}, fragment {p},"
                     raise _differs(what, f"has {account.merged[p]}", f"{wanted} as in the commits")

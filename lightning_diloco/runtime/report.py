@@ -5,7 +5,7 @@ Every figure is defined once: here, in `ledger.py` (tokens) and in `stopwatch.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_diloco.protocol import SyncerState
@@ -14,9 +14,24 @@ from lightning_diloco.runtime import waiting
 from lightning_diloco.transport.base import Json
 
 STALL, EXCHANGE_P95, LOSS, EVAL_LOSS = "diloco/stall_s", "diloco/exchange_p95_s", "loss", "eval_loss"
+TRAINER_STEP = "diloco/trainer_step"  # goes on where a learner that is started again does
+COUNTS_TOKENS = "diloco/counts_tokens"  # 1: of a language model, as far as is known; 0: samples
+GONE_S = 600.0
 
 
-def summary(state: SyncerState, *, status: str, wall_s: float, now_s: float, bytes_up: int, bytes_down: int) -> Json:
+Pauses = Sequence[tuple[float, float]]
+
+
+def summary(
+    state: SyncerState,
+    *,
+    status: str,
+    wall_s: float,
+    now_s: float,
+    bytes_up: int,
+    bytes_down: int,
+    pauses: Pauses = (),
+) -> Json:
     """What a run leaves behind; ledger figures are integer sums of token x fragment."""
     totals = state.ledger.totals()
     num_fragments = max(1, state.ledger.num_fragments)
@@ -26,6 +41,7 @@ def summary(state: SyncerState, *, status: str, wall_s: float, now_s: float, byt
         "status": status,
         "stopped": state.stopped,
         "wall_s": round(wall_s, 3),
+        "paused_s": round(sum(to_s - from_s for from_s, to_s in pauses), 3),
         "fleet_tokens": totals.seen / num_fragments,
         "tokens_seen": totals.seen,
         "tokens_merged": totals.merged,
@@ -34,6 +50,7 @@ def summary(state: SyncerState, *, status: str, wall_s: float, now_s: float, byt
         "tokens_repeated": state.leases.num_repeated,
         "ledger_exact": totals.is_exact and state.num_inexact == 0,
         "goodput": goodput(state, now_s),
+        "goodput_unpaused": goodput(state, now_s, pauses),
         "ranges_done": state.leases.num_done,
         "rounds": state.rounds.counts.num_commits,
         "rounds_aborted": state.rounds.counts.num_aborted,
@@ -47,23 +64,31 @@ def summary(state: SyncerState, *, status: str, wall_s: float, now_s: float, byt
         "versions": [f.version for f in state.rounds.fragments],
         "eval_loss": state.eval_loss,
         "eval_reason": state.eval_reason,
+        "token_unit": _token_unit(state),
         "config": config,
     }
 
 
 def status(
-    state: SyncerState, *, disk: tuple[str, float] | None, uptime_s: float, now_s: float, bytes_up: int, bytes_down: int
+    state: SyncerState,
+    *,
+    disk: tuple[str, float] | None,
+    uptime_s: float,
+    now_s: float,
+    bytes_up: int,
+    bytes_down: int,
+    pauses: Pauses = (),
 ) -> Json:
     """The run as it is now; `disk` says why nothing is committed, and since when, if that is so."""
     totals = state.ledger.totals()
     rounds = [_round(state, p, now_s) for p, f in enumerate(state.rounds.fragments) if f.round is not None]
     return {
         "run": state.run,
-        "state": "suspended" if disk is not None else _stage(state),
+        "state": "suspended" if disk is not None else _stage(state, since_s=now_s - uptime_s),
         "reason": None if disk is None else disk[0],
         "uptime_s": uptime_s,
         "config": state.config.to_dict(),
-        "learners": [_learner(state, m, now_s) for m in _present(state)],
+        "learners": [_learner(state, m, now_s) for m in _present(state, now_s, since_s=now_s - uptime_s)],
         "versions": [f.version for f in state.rounds.fragments],
         "rounds": rounds,
         "waits": waiting.waits(state, rounds, disk=disk, now_s=now_s),
@@ -71,6 +96,7 @@ def status(
         "effective_quorum": max(1, min(state.config.quorum, len(state.roster.electorate(now_s, state.heartbeat_s)))),
         "participation": state.rounds.counts.participation,
         "goodput": goodput(state, now_s),
+        "goodput_unpaused": goodput(state, now_s, pauses),
         "fleet_tokens": totals.seen / max(1, state.ledger.num_fragments),
         "ledger": {
             "seen": totals.seen,
@@ -84,13 +110,13 @@ def status(
     }
 
 
-def goodput(state: SyncerState, now_s: float) -> float | None:
+def goodput(state: SyncerState, now_s: float, pauses: Pauses = ()) -> float | None:
     """Tokens merged, divided by what the planned learners would have trained undisturbed.
 
     A learner's planned time runs from its first start to its announced leave, downtime included. Its undisturbed rate
     is the median it measured itself; of several incarnations each counts by what it trained: the last one may have
-    trained for seconds, and alone. None before anything was measured, and where the tape does not know of a learner
-    when it began (`past.py`).
+    trained for seconds, and alone. Time within `pauses` is not planned. None before anything was measured, and where
+    the tape does not know of a learner when it began (`past.py`).
     """
     accounts = state.ledger.accounts
     if any(m.active_s is None and (m.learner, m.incarnation) in accounts for m in _took_part(state)):
@@ -108,30 +134,55 @@ def goodput(state: SyncerState, now_s: float) -> float | None:
         if starts and undisturbed_s:
             ends = [m.ended_s if m.ended_s is not None else now_s for m in members]
             rate = sum(tokens for tokens, rate in trained if rate > 0) / undisturbed_s
-            capacity += (max(ends) - min(starts)) * rate
+            began_s, ended_s = min(starts), max(ends)
+            idle_s = sum(max(0.0, min(ended_s, to_s) - max(began_s, from_s)) for from_s, to_s in pauses)
+            capacity += (ended_s - began_s - idle_s) * rate
     merged = state.ledger.totals().merged / max(1, state.ledger.num_fragments)
     return merged / capacity if capacity > 0 else None
+
+
+def _token_unit(state: SyncerState) -> str | None:
+    """What the learners count; None: no step has shown it yet."""
+    told = [m.metrics[COUNTS_TOKENS] for m in _took_part(state) if COUNTS_TOKENS in m.metrics]
+    return ("tokens" if max(told) else "samples") if told else None
 
 
 def _took_part(state: SyncerState) -> list[Member]:
     return state.roster.in_state("active", "left", "fenced")
 
 
-def _present(state: SyncerState) -> list[Member]:
-    """By learner id, the newest session that took part, and a newer one that is joining."""
+def _present(state: SyncerState, now_s: float, *, since_s: float) -> list[Member]:
+    """By learner id, the newest session that took part, and a newer one that is joining.
+
+    Who was turned away while joining is there for a lease, who is gone for GONE_S; who had left before this syncer
+    started (`since_s`) is not there, as it may come back under another name, or not at all.
+    """
     newest: dict[tuple[str, bool], Member] = {}
     for member in sorted(state.roster.members.values(), key=lambda m: m.incarnation):
         is_joining = member.state in ("joining", "confirmed")
         newest[member.learner, is_joining] = member
         if not is_joining:
             newest.pop((member.learner, True), None)
-    return [newest[key] for key in sorted(newest)]
+    return [newest[key] for key in sorted(newest) if _is_seen(state, newest[key], now_s, since_s)]
 
 
-def _stage(state: SyncerState) -> str:
+def _is_seen(state: SyncerState, m: Member, now_s: float, since_s: float) -> bool:
+    silent_s = now_s - m.heard_s
+    if m.state in ("joining", "confirmed"):
+        return silent_s <= state.config.lease_s
+    if m.state == "left":
+        return now_s - GONE_S <= (m.ended_s or 0.0) >= since_s
+    return m.is_live or silent_s <= GONE_S
+
+
+def _stage(state: SyncerState, *, since_s: float) -> str:
+    """A run that was finished before this syncer started was opened again to go on, and waits for its learners."""
     if state.manifest is None:
         return "seeding" if state.roster.members else "waiting"
-    return "finished" if state.is_finished and state.somebody_finished else "open"
+    if state.is_finished and state.ended_by_finishing:
+        last_s = max(m.ended_s or 0.0 for m in state.roster.in_state("left"))
+        return "finished" if last_s >= since_s else "idle"
+    return "idle" if state.is_finished and not state.roster.in_state("active") else "open"
 
 
 def _phase(state: SyncerState, m: Member, now_s: float) -> str:
@@ -152,6 +203,7 @@ def _learner(state: SyncerState, m: Member, now_s: float) -> dict[str, Any]:
         "incarnation": m.incarnation,
         "phase": _phase(state, m, now_s),
         "step": m.step,
+        "trainer_step": int(m.metrics.get(TRAINER_STEP, m.step)),
         "tokens": m.tokens,
         "metrics": dict(m.metrics),
         "tokens_per_s": m.tokens_per_s,

@@ -14,7 +14,7 @@ from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.protocol import LearnerState, messages
 from lightning_diloco.runtime.freight import Freight
 from lightning_diloco.runtime.line import Line
-from lightning_diloco.runtime.report import EVAL_LOSS, EXCHANGE_P95, LOSS, STALL
+from lightning_diloco.runtime.report import COUNTS_TOKENS, EVAL_LOSS, EXCHANGE_P95, LOSS, STALL, TRAINER_STEP
 from lightning_diloco.runtime.standing import Standing, metrics, standing
 from lightning_diloco.runtime.stopwatch import Stopwatch
 
@@ -27,10 +27,12 @@ class SaysOfItself:
     _machine: LearnerState
     _freight: Freight
     _line: Line
+    _unit: str | None
 
     def __init__(self) -> None:
         self._watch = Stopwatch()
         self._losses: dict[str, float] = {}
+        self.trainer_step = 0  # steps of the Trainer, those before it was started again included
 
     def held_up(self, for_s: float) -> None:
         """Something else of ours took the training thread for so long."""
@@ -69,7 +71,9 @@ class SaysOfItself:
             return standing(self._machine, self._line)
 
     def _reported(self) -> dict[str, float]:
-        return {STALL: self._watch.stall_s, EXCHANGE_P95: self._watch.exchange_p95_s, **self._losses}
+        own = {STALL: self._watch.stall_s, EXCHANGE_P95: self._watch.exchange_p95_s, TRAINER_STEP: self.trainer_step}
+        counts = {} if self._unit is None else {COUNTS_TOKENS: float(self._unit == "tokens")}
+        return {**own, **counts, **self._losses}
 
     def _mark(self, p: int) -> messages.Mark:
         """What this learner has of a fragment.

@@ -25,6 +25,7 @@ from typing import Any, cast
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import NonFiniteError, PlanMismatchError, StorageError, TransportError
 from lightning_diloco.protocol import SyncerState, actions, codec, events, messages, records
+from lightning_diloco.runtime import portions
 from lightning_diloco.runtime.board import Board
 from lightning_diloco.runtime.bulk import BulkDesk
 from lightning_diloco.runtime.durable import Durable, seeded_store
@@ -33,6 +34,7 @@ from lightning_diloco.runtime.files import write_whole
 from lightning_diloco.runtime.manifest import manifest_file
 from lightning_diloco.runtime.merging import Installable, MergeJob, Merger
 from lightning_diloco.runtime.outbox import Outbox
+from lightning_diloco.runtime.past import CLOSED
 from lightning_diloco.runtime.progress import EVENT as PROGRESS
 from lightning_diloco.runtime.progress import pause_s, progress
 from lightning_diloco.runtime.recorded import Recorder
@@ -88,6 +90,8 @@ class SyncerService:
             self._recorder = Recorder(options.run_dir / "syncer" / "contributions")
         self.state = SyncerState(run=run, options=dict(options.run_options), expect=options.expect)
         self._store = self._durable.restore(self.state, time.monotonic())
+        if self._durable.past.was_closed:
+            self._ending.reopened()
         self._desk = BulkDesk()
         self._desk.remember_merged(self.state.roster)
         self._board = Board(self.state, self._desk, self._durable.past)
@@ -134,16 +138,27 @@ class SyncerService:
         self._events.put(None)  # after what the merge thread made durable
         _join(self._loop_thread)
         self._outbox.close()
-        is_finished = self.state.is_finished and self.state.somebody_finished and self.error is None
+        may_rest = self.error is None and not self._todo  # else the machine knows what the disk does not
+        saved = codec.dump(self.state.saved()) if may_rest else {}
+        is_finished = self.state.is_finished and self.state.ended_by_finishing and self.error is None
         self.state.finish()
         status = "finished" if is_finished else "interrupted"
         summary = self._board.summary(status)
+        if self.error is None:  # else it is started again
+            self._durable.note(CLOSED)
         try:
             write_whole(self._options.run_dir / "summary.json", _json(summary))
+            if may_rest:
+                self._rest(saved)
             self._durable.close()
         except StorageError as error:
             log.error("the end of the run is not on disk: %s", error)
         return summary
+
+    def _rest(self, saved: Json) -> None:
+        is_own = self._options.embedded_by is not None  # a script's, which nobody computes again
+        if self._store is not None and self.state.manifest is not None:
+            self._durable.rest(saved, self.state.manifest, self._store, keeps_log=not is_own)
 
     def _guarded(self, run_thread: Any) -> None:
         """A thread that fails ends the process with its error: nothing runs on half."""
@@ -178,17 +193,18 @@ class SyncerService:
         """Take a contribution, or a part of the seed."""
         session = self._enter(bulk.header)
         if bulk.header.get("what") == "seed":
-            if self._store is None:  # a run that has its start values needs no others
-                self._desk.take_seed(session, bulk, self.state.seed_grant)
-        else:
-            event = self._desk.take_contribution(session, bulk, self._store, self.state)
-            if event is not None:  # else parts of it are missing
-                self._events.put(event)
-        return {}
+            if self._store is not None:  # a run that has its start values needs no others
+                return {"have": portions.place(bulk)[1]}
+            return {"have": self._desk.take_seed(session, bulk, self.state.seed_grant)}
+        event, have = self._desk.take_contribution(session, bulk, self._store, self.state)
+        if event is not None:  # else some of it is missing
+            self._events.put(event)
+        return {"have": have}
 
     def on_get(self, header: Json) -> Bulk:
         """What brings a learner up to date: {"session", "fragment", "generation", "have"} -> update."""
-        return self._desk.give(self._enter(header), header, self._store)
+        session = self._enter(header)
+        return self._desk.give(session, header, self._store, is_known=self.state.roster.get(session) is not None)
 
     def on_status(self) -> Json:
         """The run as people see it."""

@@ -5,7 +5,8 @@
     <directory>/<lsn>/B2SUMS                      checksums of all the others; `b2sum -c B2SUMS` checks them too
 
 1. A snapshot is written under another name, fsynced file by file, then renamed: under its own name it is complete.
-2. The old one is removed after the new one is durable. What a crash left behind is removed at the next `latest`.
+2. The old one is removed after the new one is durable, unless a log is to be replayed from it. What a crash left behind
+   is removed at the next `latest`.
 3. A file is verified before its content is used. Nothing is pickled.
 4. Tensors are written and read file by file, so that one fragment at a time is in memory.
 
@@ -21,11 +22,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load, save
 from torch import Tensor
 
 from lightning_diloco.errors import CorruptLogError
+from lightning_diloco.runtime import tensor_file
 from lightning_diloco.runtime.files import (
+    Buffer,
     Faults,
     make_directory,
     no_faults,
@@ -53,13 +55,21 @@ class SnapshotStore:
         self.directory = Path(directory)
         self._faults = faults
 
-    def write(self, lsn: int, state: Mapping[str, object], tensors: Iterable[tuple[str, Mapping[str, Tensor]]]) -> None:
+    def write(
+        self,
+        lsn: int,
+        state: Mapping[str, object],
+        tensors: Iterable[tuple[str, Mapping[str, Tensor]]],
+        *,
+        keeps_oldest: bool = False,
+    ) -> None:
         """Write a snapshot, then remove the older ones; there is nothing to do if this lsn has one.
 
         Args:
             lsn: the last log record this state contains; never lower than that of a snapshot already there.
             state: a JSON object with finite numbers.
             tensors: (stem, tensors by name), taken one by one; CPU tensors that share no memory.
+            keeps_oldest: all but the oldest one, from which a log is replayed.
 
         Raises:
             StorageError: the disk did not take it; the previous snapshot stays.
@@ -80,9 +90,13 @@ class SnapshotStore:
             partial.rename(final)
             sync_directory(self.directory)
             self._faults("snapshot:after_rename")
-            for old in older:
+            for old in older[keeps_oldest:]:
                 remove_tree(self._path(old))
             self._faults("snapshot:after_remove")
+
+    def oldest(self) -> Snapshot | None:
+        """Like `latest`, but the oldest that is kept."""
+        return self._open(0)
 
     def latest(self) -> Snapshot | None:
         """Open the newest snapshot, and remove what a crash left unfinished.
@@ -93,15 +107,18 @@ class SnapshotStore:
         Raises:
             CorruptLogError: it had been complete and is damaged.
         """
+        return self._open(-1)
+
+    def _open(self, which: int) -> Snapshot | None:
         for partial in self.directory.glob("*" + _PARTIAL):
             remove_tree(partial)
         lsns = self._lsns()
         if not lsns:
             return None
-        path = self._path(lsns[-1])
+        path = self._path(lsns[which])
         sums = _read_sums(path)
         state = json.loads(_read_verified(path / _STATE, sums))
-        return Snapshot(lsn=lsns[-1], state=state, tensors=_TensorFiles(path, sums))
+        return Snapshot(lsn=lsns[which], state=state, tensors=_TensorFiles(path, sums))
 
     def _path(self, lsn: int) -> Path:
         return self.directory / f"{lsn:020d}"
@@ -114,14 +131,14 @@ class SnapshotStore:
     ) -> None:
         sums: dict[str, str] = {}
 
-        def put(name: str, data: bytes) -> None:
+        def put(name: str, *pieces: Buffer) -> None:
             assert name not in sums, f"two files of a snapshot are called {name}"
-            write_file(folder / name, data)
-            sums[name] = _checksum(data)
+            write_file(folder / name, *pieces)
+            sums[name] = _checksum(*pieces)
             self._faults("snapshot:after_file")
 
         for stem, by_name in tensors:
-            put(_tensor_file(stem), save(dict(by_name)))
+            put(_tensor_file(stem), *tensor_file.pieces(by_name))
         put(_STATE, json.dumps(state, allow_nan=False).encode())
         write_file(folder / _SUMS, "".join(f"{sums[name]}  {name}\n" for name in sums).encode())
         sync_directory(folder)
@@ -151,7 +168,10 @@ class _TensorFiles(Mapping[str, dict[str, Tensor]]):
     def __getitem__(self, stem: str) -> dict[str, Tensor]:
         if stem not in self._stems:
             raise KeyError(stem)
-        return load(_read_verified(self._folder / _tensor_file(stem), self._sums))
+        path = self._folder / _tensor_file(stem)
+        with storage("read", path):
+            _verify(path, tensor_file.checksum(path), self._sums)
+            return tensor_file.read(path)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stems)
@@ -164,8 +184,11 @@ def _tensor_file(stem: str) -> str:
     return f"tensors-{stem}.safetensors"
 
 
-def _checksum(data: bytes) -> str:
-    return hashlib.blake2b(data).hexdigest()
+def _checksum(*pieces: Buffer) -> str:
+    found = hashlib.blake2b()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
@@ -179,9 +202,13 @@ def _read_sums(folder: Path) -> dict[str, str]:
 
 def _read_verified(path: Path, sums: Mapping[str, str]) -> bytes:
     data = _read(path)
-    if (found := _checksum(data)) != (expected := sums.get(path.name)):
-        raise _damaged(path, f"has the BLAKE2b checksum {found[:16]}..., expected {expected and expected[:16] + '...'}")
+    _verify(path, _checksum(data), sums)
     return data
+
+
+def _verify(path: Path, found: str, sums: Mapping[str, str]) -> None:
+    if found != (expected := sums.get(path.name)):
+        raise _damaged(path, f"has the BLAKE2b checksum {found[:16]}..., expected {expected and expected[:16] + '...'}")
 
 
 def _read(path: Path) -> bytes:

@@ -2,8 +2,9 @@
 
 Source: our choice. Stall is all time inside our hooks on the training thread. The undisturbed rate is
 the median over the whole run of tokens per second between two hooks, hooks left out: goodput compares the run with it,
-so a machine that speeds up or slows down in the course of the run must count with all its speeds. Values are kept in
-order of size: every step asks for these figures, and sorting them each time was half of its hook.
+so a machine that speeds up or slows down in the course of the run must count with all its speeds. A step much longer
+than the usual one is doubted (it compiled, or wrote a checkpoint) and believed once most steps are like it. Values are
+kept in order of size: every step asks for these figures, and sorting them each time was half of its hook.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ NUM_RECENT = 200
 NUM_SAMPLES = 512
 NUM_WARM_UP = 2
 COMPILE_FACTOR = 5.0
+NUM_DOUBTED = 9  # steps of which most must be long
 
 
 class _Ordered:
@@ -86,6 +88,7 @@ class Stopwatch:
         self._left_s: float | None = None
         self._seen = 0
         self._step_s = Recent()
+        self._lately: deque[tuple[float, int, bool]] = deque(maxlen=NUM_DOUBTED)  # length, tokens, whether doubted
         self._rates = Sample()
         self._exchange_s = Recent()
         self.stall_s = 0.0
@@ -97,10 +100,24 @@ class Stopwatch:
             return
         self._seen += 1
         step_s = now_s - self._left_s
-        is_slow = 0 < COMPILE_FACTOR * self.step_s < step_s
-        if self._seen > NUM_WARM_UP and step_s > 0 and not is_slow:
+        if self._seen <= NUM_WARM_UP or step_s <= 0:
+            return
+        is_doubted = 0 < COMPILE_FACTOR * self.step_s < step_s
+        self._lately.append((step_s, tokens, is_doubted))
+        if not is_doubted:
             self._step_s.add(step_s)
             self._rates.add(tokens / step_s)
+        elif 2 * sum(doubted for _, _, doubted in self._lately) > NUM_DOUBTED:
+            self._believe()
+
+    def _believe(self) -> None:
+        """Steps have become longer to stay: how long they were before counts in the rate of the whole run only."""
+        self._step_s = Recent()
+        for step_s, tokens, was_doubted in self._lately:
+            self._step_s.add(step_s)
+            if was_doubted:
+                self._rates.add(tokens / step_s)
+        self._lately.clear()
 
     def left(self, entered_s: float, now_s: float, *, num_exchanges: int) -> None:
         """The hook is done; it snapshotted or landed this many fragments."""

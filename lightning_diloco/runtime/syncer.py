@@ -2,7 +2,8 @@
 
 1. Run id, token and certificate are made at a run directory's first start, and kept: learners still dial and trust
    them after a restart.
-2. A run directory that has lost a part of a run that learners may know is not opened by chance.
+2. A syncer that is started again listens before it reads its disk, and says how far it is.
+3. A run directory that has lost a part of a run that learners may know is not opened by chance.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import socket
 import threading
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.runtime import whereabouts
+from lightning_diloco.runtime.doorway import Doorway
+from lightning_diloco.runtime.durable import Durable
 from lightning_diloco.runtime.heaps import keep_few_heaps
 from lightning_diloco.runtime.service import SyncerOptions, SyncerService
 from lightning_diloco.transport.address import (
@@ -39,17 +43,33 @@ def serve(options: SyncerOptions) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     options.run_dir.mkdir(parents=True, exist_ok=True)
     address, identity = _address_and_identity(options)
-    service = SyncerService(options, run=address.run)
-    server = FlightServer(service, options.listen, token=address.token, tls=identity)
+    door = Doorway()
+    server = FlightServer(door, options.listen, token=address.token, tls=identity)
+
+    def listen() -> None:
+        server.start()
+        join = server.join_address(address.run, _reachable_host(options.listen))
+        write_join_file(options.run_dir / "join", join)
+        if options.embedded_by is None:  # a folder of links would grow with every script
+            whereabouts.note(join.run, options.run_dir)
+        log.info("run %s is served at %s; the whole join string is in %s/join", join.run, join, options.run_dir)
+
+    is_known = (options.run_dir / "join").exists()
+    try:
+        # Who knows the run is told from the first moment on that it is being restored; a new run has nothing to read.
+        durable = Durable(options.run_dir, locked=listen if is_known else lambda: None, tell=door.tell)
+        service = SyncerService(options, run=address.run, durable=durable)
+    except BaseException:
+        server.stop()
+        raise
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     service.start()
+    door.open(service)
     try:
-        server.start()
-        join = server.join_address(service.state.run, _reachable_host(options.listen))
-        write_join_file(options.run_dir / "join", join)
-        log.info("run %s is served at %s; the whole join string is in %s/join", join.run, join, options.run_dir)
+        if not is_known:
+            listen()
         while not stop.is_set() and not service.wait(0.1):
             pass
     finally:

@@ -4,7 +4,8 @@
 2. The tape is not fsynced line by line: after a crash it may lack its end, or be ahead of a log that lost its own. It
    is then cut to the log (`truncate_after`), and who joined and left is completed from it. Therefore it is synced
    before the log drops records.
-3. A line without its end, left by a crash, is cut at opening.
+3. A line without its end, left by a crash, is cut at opening, which reads no more than the end of a tape: it grows by
+   about half a kilobyte with each commit, and a restart reads all of it once (`past.py`).
 
 Non-finite numbers are written as Python writes them: NaN, Infinity.
 
@@ -26,6 +27,7 @@ from lightning_diloco.runtime.files import AppendFile, make_directory, storage
 from lightning_diloco.transport.base import Json
 
 _MAX = sys.maxsize
+_END_BYTES = 1 << 16
 
 
 class Tape:
@@ -40,7 +42,7 @@ class Tape:
         torn_bytes: what was cut off at opening.
 
     Raises:
-        CorruptLogError: a line other than the last is not JSON.
+        CorruptLogError: the last whole line is not JSON; `read_tape` looks at the others.
         StorageError: the file cannot be used.
     """
 
@@ -52,7 +54,7 @@ class Tape:
         make_directory(self.path.parent)
         self._file = AppendFile(self.path)
         try:
-            end = self._measure()
+            end = self._measure_end()
             self.torn_bytes = self._file.end - end
             if self.torn_bytes:
                 self._file.cut(end)
@@ -113,6 +115,23 @@ class Tape:
         except StorageError:
             self._measure(before=self._file.end)
             raise
+
+    def _measure_end(self) -> int:
+        """Where the last whole line ends; sets `last_lsn`, which never falls from line to line."""
+        num_bytes, size = _END_BYTES, self._file.end
+        while num_bytes < size:
+            with storage("read", self.path), self.path.open("rb") as file:
+                file.seek(size - num_bytes)
+                lines = file.read().split(b"\n")
+            try:  # the first is a part of one, the last is torn, or nothing
+                known = (lsn for line in lines[-2:0:-1] if (lsn := _parse(self.path, 0, line)["lsn"]) is not None)
+                if (last_lsn := next(known, None)) is not None:
+                    self.last_lsn = last_lsn
+                    return size - len(lines[-1])
+            except CorruptLogError:
+                break  # the line's number is told by who counts them
+            num_bytes *= 4
+        return self._measure()
 
     def _measure(self, *, up_to_lsn: int = _MAX, before: int = _MAX) -> int:
         """Where the last whole line before this byte and of no later lsn ends; sets `last_lsn` to match."""

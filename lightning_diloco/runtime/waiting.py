@@ -101,7 +101,7 @@ def _silent(state: SyncerState, now_s: float) -> Iterator[Json]:
 
 def _end(state: SyncerState, now_s: float) -> Iterator[Json]:
     """The last leaver evaluates the final anchor."""
-    if not state.is_finished or state.has_verdict:
+    if not (state.is_finished and state.ended_by_finishing) or state.has_verdict:
         return
     left = state.roster.in_state("left")
     last: Member | None = max(left, key=lambda m: m.ended_s or 0.0, default=None)

@@ -2,7 +2,9 @@
 
 1. `state_dict` is the anchor, so that anybody can load it; the local parameters lie under CHECKPOINT_KEY, as tensors
    and plain values only.
-2. A tuner that runs in the midst of training brackets its trial steps with a checkpoint of its own; nothing is
+2. What was saved since the last step is saved again when the run has been left: all checkpoints of that step hold what
+   `fit` leaves in the module.
+3. A tuner that runs in the midst of training brackets its trial steps with a checkpoint of its own; nothing is
    exchanged in between.
 
 What a learner goes on from after a failure is another thing: healing.py.
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 CHECKPOINT_KEY = "decoupled_diloco"
 CHECKPOINT_VERSION = 1
 
+# How a checkpoint of this step was saved: where the loops were, whether it holds weights only, storage options.
+_Saved = tuple[Any, bool, Any]
+
 _TUNER_CHECKPOINTS = (".lr_find_", ".scale_batch_size_")
 
 
@@ -44,6 +49,7 @@ class AnchorInCheckpoints(Strategy):
     _params: dict[str, nn.Parameter]
     _aliases: dict[str, str]
     _tuner_checkpoint: str | None = None
+    _saved: dict[str, _Saved]
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -62,11 +68,11 @@ class AnchorInCheckpoints(Strategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Add the local parameters, unless only weights are wanted."""
-        if self._device is not None and "optimizer_states" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = {
-                "version": CHECKPOINT_VERSION,
-                "local": self._local_parameters(),
-            }
+        if self._device is not None:
+            is_whole = "optimizer_states" in checkpoint
+            self._saved[os.fspath(filepath)] = (checkpoint.get("loops"), not is_whole, storage_options)
+            if is_whole:
+                checkpoint[CHECKPOINT_KEY] = {"version": CHECKPOINT_VERSION, "local": self._local_parameters()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._link is not None and Path(filepath).name.startswith(_TUNER_CHECKPOINTS):
             self._tuner_checkpoint = os.fspath(filepath)
@@ -75,9 +81,19 @@ class AnchorInCheckpoints(Strategy):
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """A tuner removes its checkpoint when it has restored everything."""
         super().remove_checkpoint(filepath)
+        if self._device is not None:
+            self._saved.pop(os.fspath(filepath), None)
         if self._link is not None and os.fspath(filepath) == self._tuner_checkpoint:
             self._tuner_checkpoint = None
             self._link.set_evaluating(False)
+
+    def _save_again(self) -> None:
+        """The checkpoints of the last step, with the module as it is now; in all else as they were."""
+        saved, self._saved = self._saved, {}
+        for filepath, (loops, weights_only, storage_options) in saved.items():
+            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
+            self.save_checkpoint({**checkpoint, "loops": loops}, filepath, storage_options)
+            self.barrier("Trainer.save_checkpoint")
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Training goes on from the local parameters; everything else gets the anchor.

@@ -44,6 +44,16 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
     validate it differently; GroupNorm or LayerNorm have no such statistics, and `torch.optim.swa_utils.update_bn` makes
     those of the anchor. A learner that comes back has its own state from its checkpoint, a newcomer that of a peer.
 
+    The run is left when the last step is done, before Lightning validates and saves for the last time: that validation,
+    `last` and `best` checkpoints of that step, and the module after `fit` are the same, the run's anchor. If the syncer
+    cannot be reached then, they are this learner's own parameters, and a warning says so.
+
+    Other than with Lightning's strategies, loggers also get `diloco/*`, `perf/*` and figures of the fleet, at the
+    Trainer's `log_every_n_steps`. A run that this learner begins has a directory in `<default_root_dir>/diloco`; a
+    temporary one if `default_root_dir` is a URL, or if it is not given and there is neither logger nor checkpoint. If
+    the last learner of a run that others have started runs no validation at its end, it validates once more, for the
+    run's summary.
+
     Args:
         inner: what trains inside this learner: one of Lightning's strategies, such as `DDPStrategy(...)`; "auto" takes
             what fits the Trainer's devices.
@@ -64,12 +74,15 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         join: join string of a run. Default: DILOCO_JOIN, else a run of its own that others can join.
         learner: learner id. Default: DILOCO_LEARNER, else from the host name.
         token_count_fn: number of tokens of a host batch. Default: attention mask, input_ids, or samples.
-        evaluate: validate the "anchor" (default) or the "local" parameters.
+        evaluate: validate the "anchor" (default) or the "local" parameters. The last validation sees what `fit` leaves
+            in the module.
         max_fleet_tokens: end the whole run when all learners together have seen so many tokens. Default: no.
         anchor_device: XLA: anchors beside the parameters ("device", default) or in "host" memory.
         checkpoint_every: inner steps between two checkpoints from which this learner, started again, goes on:
             optimizer, schedules, random numbers and position. 0: none. Default 100.
         checkpoint_store: folder or fsspec URL of the checkpoints of all learners. Default: in the run directory.
+        drain_s: seconds to wait at the end of training for the last contributions to be merged. Default: as long as
+            they get on, one after the other, within three times what a round has usually taken, or a minute.
         preemption_s: how long after SIGTERM the process has ended, its leave and a checkpoint included. Default 20.
 
     Raises:
@@ -101,6 +114,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         max_fleet_tokens: int | None = None,
         checkpoint_every: int | None = None,
         checkpoint_store: str | None = None,
+        drain_s: float | None = None,
         preemption_s: float | None = None,
         **unknown: Any,
     ) -> None:
@@ -164,6 +178,11 @@ def _final_class(devices: list[torch.device], num_nodes: int) -> type[DecoupledD
     final = _FINAL_CLASSES.get((types[0], len(devices) * num_nodes > 1)) if len(types) == 1 else None
     if final is None:
         allowed = ", ".join(f"{'several' if many else 'one'} {kind}" for kind, many in _FINAL_CLASSES)
+        if types == ["mps"]:
+            raise ConfigError(
+                'this learner would train on a device of type mps, which accelerator="auto" picks on Apple silicon: a '
+                f'learner can have {allowed}; pass Trainer(accelerator="cpu")'
+            )
         raise ConfigError(
             f"this learner has {num_nodes} node(s) with {len(devices)} device(s) each of type {'/'.join(types)}: "
             f"a learner can have {allowed}; pass Trainer(accelerator=..., devices=1, num_nodes=1) and start one "

@@ -6,7 +6,9 @@
 2. An inner step ends after `optimizer_step`, once per real step. With manual optimization it ends after a
    `training_step` in which any optimizer stepped: before, gradients may still be computed with the parameters. Steps
    that do not pass through Lightning count, too (raw_steps.py).
-3. We change parameters only at the end of an inner step, around validation, and at the end of training.
+3. We change parameters only at the end of an inner step, around validation, and when the run is left: as soon as it is
+   known that no step follows, before the last validation and the last checkpoints, and in any case before the
+   callbacks' `on_train_end` (last_step.py). From there on the module is an ordinary one.
 4. What is snapshotted at the end of an inner step may be copied while the next forward and backward compute. It is
    settled when these are done, before gradients are clipped and any optimizer changes parameters; also before
    validation. Who changes parameters elsewhere (clamping at a batch's start or end, `max_norm` of an embedding, an
@@ -23,12 +25,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -43,27 +45,48 @@ from lightning_diloco.strategy.checkpoints import AnchorInCheckpoints
 from lightning_diloco.strategy.copies import ParameterCopies
 from lightning_diloco.strategy.data import fork_random_state
 from lightning_diloco.strategy.healing import Healing, Owner
-from lightning_diloco.strategy.identity import learner_id
-from lightning_diloco.strategy.losses import train_loss, val_loss, validate_final
+from lightning_diloco.strategy.identity import given_join, learner_id
+from lightning_diloco.strategy.last_step import LastStep
+from lightning_diloco.strategy.losses import (
+    NOT_DRAINED,
+    NOT_VALIDATED,
+    Verdict,
+    train_loss,
+    val_loss,
+    validate_final,
+    verdict,
+)
 from lightning_diloco.strategy.model import aliases, describe, named_parameters, trainable_parameters
 from lightning_diloco.strategy.outermost import Outermost
 from lightning_diloco.strategy.own_state import OwnState, copies_of_trained, follow
-from lightning_diloco.strategy.paths import checkpoint_url, separate_paths
+from lightning_diloco.strategy.paths import checkpoint_url, run_root, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
 from lightning_diloco.strategy.raw_steps import RawSteps
 from lightning_diloco.strategy.schedules import hold_schedules, refresh_schedules
 from lightning_diloco.strategy.splitting import SplitsData, wants_link
 from lightning_diloco.strategy.stopping import Stopping
-from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn
+from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn, check_training_step
 from lightning_diloco.strategy.unfreezing import check_frozen, may_be_unfrozen
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_diloco.runtime.link import Link
+    from lightning_diloco.runtime.standing import Standing
 
 log = logging.getLogger(__name__)
+
+_LEFT_WITH_WORK = (
+    "the run was left at step %d before all of this learner's work was merged: its syncer could not be reached, or was "
+    "not done in time. The module, and checkpoints of this step, keep this learner's own parameters, with all that it "
+    "trained, instead of the run's anchor. Save them (trainer.save_checkpoint); fit(ckpt_path=...) without a join "
+    "string begins a new run with them"
+)
+
+
+# Of one process and one fit; a copy of a strategy, such as in a worker of a data loader, is without.
+_NOT_COPIED = ("_link", "_left", "_device", "_healing", "_preemption", "_leased", "_raw_steps", "_copies")
 
 
 class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
@@ -78,10 +101,16 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     _healing: Healing | None = None
     _preemption: Preemption | None = None
     _stopping: Stopping | None = None
+    _last_step: LastStep | None = None
+    _left: Link | None = None  # of a run that was left, and nobody else is in it
+    _verdict: Verdict = (None, NOT_VALIDATED)
     _raw_steps: RawSteps | None = None
     _outermost: Outermost | None = None
     _built: ModelDescription | None = None
     _stepped = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in _NOT_COPIED}
 
     @property
     def fleet_tokens(self) -> int:
@@ -99,6 +128,10 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         return self._learner.evaluate == "anchor"
 
     @property
+    def _given_join(self) -> str | None:
+        return given_join(self._learner)
+
+    @property
     def _holds_all(self) -> bool:
         """Whether this process holds parameters whole."""
         return True
@@ -113,7 +146,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         """Give the learner paths of its own, before anything is looked for there, or opened."""
         if not wants_link(trainer):
             return
-        self._root_dir = Path(trainer.default_root_dir)
+        self._root_dir, self._run_root = trainer.default_root_dir, run_root(trainer)
         if (name := learner_id(self._learner)) is not None:
             self._learner = replace(self._learner, learner=name)
             separate_paths(trainer, name)
@@ -128,8 +161,9 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
             self._join()
 
     def _join(self) -> None:
-        self._preemption = Preemption(self._learner.preemption_s)
         assert self.lightning_module is not None
+        check_training_step(self.lightning_module)
+        self._preemption = Preemption(self._learner.preemption_s)
         self._params = trainable_parameters(self.lightning_module, may_be_unfrozen(self._trainer))
         every = named_parameters(self.lightning_module)
         self._frozen = {name: p for name, p in every.items() if name not in self._params}
@@ -137,7 +171,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._counter = TokenCounter(self._token_count_fn)
         self._copies = ParameterCopies(self._params)
         self._copies.look(self._trainer.optimizers)
-        self._stepped, self._tuner_checkpoint = False, None
+        self._stepped, self._tuner_checkpoint, self._saved = False, None, {}
         self._link = self._make_link()
         try:
             model = self._described()
@@ -151,14 +185,15 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
             follow(self.lightning_module, model.copies, differing)
         self.own_state = OwnState(self.lightning_module, self._frozen)
         self._heal()
-        self._outermost = Outermost(self._validation_starts, self._training_ends)
+        self._outermost = Outermost(self._validation_starts, self._leave)
         self._outermost.install(self._trainer)
         self._raw_steps = RawSteps(self._params.values(), self._raw_step)
-        self._stopping = Stopping(self._trainer, self._learner.max_fleet_tokens)
+        self._stopping = Stopping(self._trainer, self._learner.max_fleet_tokens, self.evaluates_anchor)
         self._stopping.heed(self._link)
+        self._last_step = LastStep(self._trainer, self._leave, self._end)
         refresh_schedules(self._trainer)
         if (bar := self._trainer.progress_bar_callback) is not None:
-            self._progress = ProgressFields(bar, self._link.standing)
+            self._progress = ProgressFields(bar, self._standing)
         self._reload_train_data()
 
     def _heal(self) -> None:
@@ -189,6 +224,9 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         copies = copies_of_trained(self.lightning_module, self._params) if self._holds_all else {}
         return replace(self._describe(), copies=copies, built=built)
 
+    def _standing(self) -> Standing | None:
+        return None if self._link is None else self._link.standing()
+
     def _describe(self) -> ModelDescription:
         assert self.lightning_module is not None
         return describe(self.lightning_module, self._counter.unit, params=self._params)
@@ -200,7 +238,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     def _make_link(self) -> Link:
         from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
 
-        return Link(self._run_options, self._learner, self._root_dir)
+        return Link(self._run_options, self._learner, self._run_root)
 
     def _make_device_with_copies(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
         device = self._make_device(plan, config)
@@ -211,46 +249,64 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         self._device = device_for(self.root_device)(plan, self._params, config, self._learner)
         return self._device
 
-    def _training_ends(self) -> None:
-        """Send the last contributions, wait for them, and leave the anchor in the module; the last one validates it."""
-        if self._exchanging:
-            self._leave(validates=True)
-
-    def _leave(self, *, validates: bool) -> None:
+    def _leave(self) -> None:
+        """No step follows: send the last contributions, wait for them, and leave the anchor in the module."""
+        if not self._exchanging:
+            return
         assert self._link is not None
-        if self._stopping is not None and self._stopping.reason is not None and self.is_global_zero:
-            self._link.stop_run(self._stopping.reason)
-        is_last = self._link.finish()
-        if self._device is not None:
+        assert self._device is not None
+        assert self._stopping is not None
+        link = self._link
+        if (reason := self._stopping.why_all_end()) is not None and self.is_global_zero:
+            link.stop_run(reason)
+        is_last = link.finish()
+        if link.is_drained:
             self._device.show_anchor()  # for good
-        link = self._let_go()
-        assert link is not None
-        try:
-            if is_last and validates:
-                link.report(*validate_final(self._trainer))
-        finally:
+        elif self.is_global_zero:
+            log.warning(_LEFT_WITH_WORK, self._trainer.global_step)
+        self._verdict = (None, NOT_VALIDATED if link.is_drained else NOT_DRAINED)
+        self._let_go()
+        if is_last:
+            self._left = link  # it is asked about the final anchor
+        else:
             link.close()
+        self._save_again()
 
-    def _let_go(self) -> Link | None:
+    def _end(self) -> None:
+        """Before callbacks' `on_train_end`: the last learner says what it found when it validated the final anchor."""
+        self._leave()
+        if self._link is not None:  # only a trial is over
+            return
+        try:
+            if self._left is not None:
+                joined_others = self._given_join is not None
+                problem = validate_final(self._trainer) if joined_others and self._verdict[1] == NOT_VALIDATED else None
+                self._left.report(*((None, problem) if problem else self._verdict))
+        finally:
+            self._close()
+
+    def _let_go(self) -> None:
         """From here on the module is an ordinary one; the link is the caller's to close."""
         if self._progress is not None:
             self._progress.remove()
         if self._healing is not None:
             self._healing.close()
-        if self._preemption is not None:
-            self._preemption.close()
         if self._raw_steps is not None:
             self._raw_steps.close()
         if self._outermost is not None:
             self._outermost.remove(self._trainer)
-        link, self._link, self._device, self._tuner_checkpoint = self._link, None, None, None
         self._close_leased()
-        self._healing = self._preemption = self._raw_steps = self._outermost = None
-        return link
+        self._link = self._device = self._progress = self._healing = self._stopping = self._tuner_checkpoint = None
+        self._raw_steps = self._outermost = self._copies = None
 
     def _close(self) -> None:
-        if link := self._let_go():
-            link.close()
+        """Let go of everything that a fit holds; idempotent."""
+        links = (self._link, self._left)
+        self._let_go()
+        for each in (self._preemption, self._last_step, *links):
+            if each is not None:
+                each.close()
+        self._left = self._preemption = self._last_step = None
 
     def on_exception(self, exception: BaseException) -> None:
         """Put the local parameters back and let go of the run."""
@@ -296,8 +352,10 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
     def teardown(self) -> None:
         """A fit that had nothing to train never ends its training; it leaves here."""
-        if self._link is not None:
-            self._leave(validates=False)
+        try:
+            self._leave()
+        finally:
+            self._close()
         super().teardown()
 
     # --- training ------------------------------------------------------------------------------------------------
@@ -382,18 +440,27 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
     def _end_inner_step(self, output: Any = None) -> None:
         self._stepped = False
+        if self._link is None and self._last_step is not None and not self._trainer.fit_loop._skip_backward:
+            rank_zero_warn(
+                "Training goes on after its last step, when the run was left: a callback has reset should_stop, or "
+                "raised max_epochs. From here on this learner trains alone."
+            )
         if not self._exchanging:
             return
+        self._saved.clear()
         assert self._link is not None
         assert self._healing is not None
         check_frozen(self._trainer, self._frozen)
         self._copies.look(self._trainer.optimizers)
         self._healing.step_done()
+        if self._preemption is not None:
+            self._preemption.has_trained = True
         hold_schedules(self._trainer)
         connector = self._trainer._logger_connector
         is_there = self.root_device.type == "cpu"  # elsewhere a thread waits for it, no more often than Lightning logs
         if is_there or connector.should_update_logs:
             self._link.set_loss(train_loss(self._trainer, output), aside=not is_there)
+        self._link.trainer_step = self._trainer.fit_loop.epoch_loop._batches_that_stepped + 1
         self._link.step(*self._counter.take())
         assert self._stopping is not None
         self._stopping.heed(self._link)
@@ -407,18 +474,22 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         """Validate the anchor. The sanity check has nothing to swap: parameters and anchor are still the same."""
         if self._exchanging and not self._trainer.sanity_checking:
             self._set_evaluating(True)
+            assert self._link is not None
             assert self._stopping is not None
-            self._stopping.validation_starts()
+            self._stopping.validation_starts(self._link)
 
     def on_validation_end(self) -> None:
         """Back to the local parameters."""
         if self._exchanging and not self._trainer.sanity_checking:
             self._set_evaluating(False)
-            if self._learner.evaluate == "anchor" and self._stopping is not None:
-                self._stopping.anchor_was_validated()
             assert self._link is not None
-            if self._learner.evaluate == "anchor" and (loss := val_loss(self._trainer)) is not None:
+            assert self._stopping is not None
+            if self.evaluates_anchor:
+                self._stopping.anchor_was_validated(self._link)
+            if self.evaluates_anchor and (loss := val_loss(self._trainer)) is not None:
                 self._link.set_eval_loss(loss)
+        elif self._left is not None and self._verdict[1] == NOT_VALIDATED:
+            self._verdict = verdict(self._trainer)  # the module holds the final anchor
         super().on_validation_end()
 
     def _set_evaluating(self, evaluating: bool) -> None:

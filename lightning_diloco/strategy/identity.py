@@ -14,6 +14,11 @@ from lightning_diloco.runtime.naming import own_name
 from lightning_diloco.transport.address import JoinAddress
 
 
+def given_join(config: LearnerConfig) -> str | None:
+    """The join string of a run that others have started; None: this learner starts one."""
+    return config.join or os.environ.get("DILOCO_JOIN") or None
+
+
 def learner_id(config: LearnerConfig) -> str | None:
     """The id known before the run is joined, or None.
 
@@ -21,5 +26,5 @@ def learner_id(config: LearnerConfig) -> str | None:
         ConfigError: the join string is not one.
     """
     name = config.learner or os.environ.get("DILOCO_LEARNER")
-    join = config.join or os.environ.get("DILOCO_JOIN")
+    join = given_join(config)
     return name or (own_name(JoinAddress.parse(join).run) if join else None)

@@ -84,7 +84,7 @@ def check_devices(inner: DecoupledDiLoCoStrategy, devices: list[torch.device], n
     if types not in (["cpu"], ["cuda"]):
         raise ConfigError(
             f"inner={name}() on devices of type {'/'.join(types)}: it trains on cpu or "
-            "cuda; pass Trainer(accelerator='gpu'), or leave inner out"
+            'cuda; pass Trainer(accelerator="gpu") where there is a CUDA GPU, else pass Trainer(accelerator="cpu")'
         )
     if backend == "nccl" and types == ["cpu"]:
         raise ConfigError(

@@ -1,8 +1,11 @@
 """The two losses people see beside a run: each learner's own while it trains, and the final anchor's.
 
 1. Metrics are the user's: a loss is known by its name, and there may be none.
-2. Validating the final anchor is an ordinary validation of the fit, seen by loggers and callbacks. It fails for itself:
-   the model is trained, whatever its last validation does.
+2. The final anchor's is that of the last validation of a fit, if Lightning validates after the run was left. If it does
+   not, such as after early stopping, the last learner of a run that others have started validates once more, for the
+   run's summary. That is an ordinary validation, seen by loggers and callbacks. It fails for itself: the model is
+   trained, whatever its last validation does. A learner that has started the run by itself runs no validation that
+   Lightning would not.
 """
 
 from __future__ import annotations
@@ -24,7 +27,14 @@ log = logging.getLogger(__name__)
 
 _TRAIN_NAMES = ("train/loss", "train_loss", "loss")
 _VAL_NAMES = ("val/loss", "val_loss")
-_NOTHING = "nothing to validate: no validation_step, no validation data, or limit_val_batches=0"
+# A loss and no reason, or None and the reason.
+Verdict = tuple[float | None, str | None]
+
+NOT_VALIDATED = (
+    "no validation after the last contributions were merged: stopped early, no validation_step, no validation data, or "
+    "limit_val_batches=0"
+)
+NOT_DRAINED = "the last learner left before all of its contributions were merged"
 
 
 def train_loss(trainer: pl.Trainer, output: object) -> Callable[[], float | None]:
@@ -52,36 +62,38 @@ def val_loss(trainer: pl.Trainer) -> float | None:
     return _finite(_named_loss(trainer.callback_metrics, _VAL_NAMES))
 
 
-def validate_final(trainer: pl.Trainer) -> tuple[float | None, str | None]:
-    """Validate the parameters as they are now, at the end of a fit.
+def validate_final(trainer: pl.Trainer) -> str | None:
+    """Validate the parameters as they are now, at the end of a fit, as Lightning does in the midst of training.
 
     Returns:
-        The loss and no reason, or None and the reason.
+        Why that failed; None: it did not, or there is nothing to validate.
     """
     if not trainer.enable_validation:
-        return None, _NOTHING
+        return None
     log.info("validating the final anchor")
+    trainer.validating = True
     try:
-        outputs = _validate(trainer)
+        trainer.fit_loop.epoch_loop.val_loop.run()
     except Exception as error:
         log.exception("the final anchor could not be validated")
-        return None, f"validation failed: {error!r}"
-    if not outputs:
-        return None, _NOTHING
-    metrics = {name: value for output in outputs for name, value in output.items()}
+        return f"validation failed: {error!r}"
+    finally:
+        trainer.training = True
+    return None
+
+
+def verdict(trainer: pl.Trainer) -> Verdict:
+    """What the validation that ends now found; no metrics of training are among it."""
+    metrics = validated_metrics(trainer)
     loss = _named_loss(metrics, (*_VAL_NAMES, *(name for name in metrics if "loss" in name)))
     if loss is None:
         return None, f"validation logs no loss: no name contains 'loss' (found: {', '.join(metrics) or 'nothing'})"
     return (loss, None) if math.isfinite(loss) else (None, f"the loss is {loss}")
 
 
-def _validate(trainer: pl.Trainer) -> list[Mapping[str, Any]]:
-    """Run the fit's own validation once more, as Lightning does in the midst of training."""
-    trainer.validating = True
-    try:
-        return list(trainer.fit_loop.epoch_loop.val_loop.run())
-    finally:
-        trainer.training = True
+def validated_metrics(trainer: pl.Trainer) -> Mapping[str, Any]:
+    """What the validation that ends now has logged for callbacks, by name."""
+    return trainer._logger_connector.metrics["callback"]
 
 
 def _finite(loss: float | None) -> float | None:

@@ -4,8 +4,8 @@ Callbacks and modules put other weights in the place of parameters: averages for
 training ends. What they find then must be the anchor, and what they put there must not be sent, or overwritten.
 
 1. The anchor is shown before anybody's `on_validation_start`; it is hidden after everybody's `on_validation_end`.
-2. The run is left before anybody's `on_train_end`, and before StochasticWeightAveraging's extra epoch, which begins
-   with the averaged weights and makes no step.
+2. The run is left before StochasticWeightAveraging's extra epoch, which begins with the averaged weights and makes no
+   step; in any other fit at its last step (last_step.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Outermost(Callback):
 
     Args:
         validation_starts: called before any other hook of that name.
-        training_ends: called when the last inner step is made; perhaps twice.
+        leave: called when the last inner step is made.
     """
 
-    def __init__(self, validation_starts: Callable[[], None], training_ends: Callable[[], None]) -> None:
+    def __init__(self, validation_starts: Callable[[], None], leave: Callable[[], None]) -> None:
         self._validation_starts = validation_starts
-        self._training_ends = training_ends
+        self._leave = leave
 
     def install(self, trainer: pl.Trainer) -> None:
         """Be first; hooks that run now are not changed by it."""
@@ -47,8 +47,4 @@ class Outermost(Callback):
         """Rule 2."""
         averaging = (each for each in trainer.callbacks if isinstance(each, StochasticWeightAveraging))  # type: ignore[attr-defined]
         if any(trainer.current_epoch == each.swa_end + 1 for each in averaging):
-            self._training_ends()
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Rule 2."""
-        self._training_ends()
+            self._leave()

@@ -8,6 +8,9 @@ The learner's directory is `<root>/learners/<id>`: root is DILOCO_RUN_DIR if set
    working directory move below the learner's own, with the same relative path.
 3. What already lies in the learner's directory is left alone: a launcher may start the process with
    PL_TRAINER_DEFAULT_ROOT_DIR, which Lightning reads itself.
+4. A run that a learner begins by itself has a directory on a local disk, in `<root>/diloco`. It is temporary, and gone
+   when the run has finished, where the root is elsewhere (a bucket), or where nothing is to be written at all: no root
+   was given, and there is no logger and no checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
@@ -80,19 +84,31 @@ def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
             callback.dirpath = moved(os.fspath(callback.dirpath))  # type: ignore[attr-defined]
 
 
-def checkpoint_url(chosen: str | None, own_run_dir: Path | None, root_dir: Path, run: str) -> str:
+def run_root(trainer: pl.Trainer) -> Path | None:
+    """The folder for a run that this learner begins, by rule 4; None: a temporary one."""
+    root = trainer.default_root_dir
+    if not _is_local_file_protocol(root):
+        return None
+    is_given = os.path.abspath(root) != os.getcwd()
+    return Path(root) if is_given or trainer.loggers or trainer.checkpoint_callbacks else None
+
+
+def checkpoint_url(chosen: str | None, own_run_dir: Path | None, root_dir: str, run: str) -> str:
     """Where the checkpoints of a run's learners lie: a folder or an fsspec URL.
 
     Args:
         chosen: by the user; has a folder for each run.
         own_run_dir: of the run that this learner began.
-        root_dir: the Trainer's, for a run whose directory is elsewhere.
+        root_dir: the Trainer's, for a run whose directory is elsewhere; a folder or an fsspec URL.
         run: run id.
     """
     if chosen is not None:
         return f"{chosen.rstrip('/')}/{run}"
     run_dir = own_run_dir or os.environ.get("DILOCO_RUN_DIR")
-    return os.path.abspath(os.path.join(run_dir, "checkpoints") if run_dir else root_dir / "diloco-checkpoints" / run)
+    if run_dir:
+        return os.path.abspath(os.path.join(run_dir, "checkpoints"))
+    url = os.path.join(root_dir, "diloco-checkpoints", run)
+    return os.path.abspath(url) if _is_local_file_protocol(url) else url
 
 
 def _below_working_directory(path: str) -> str | None:

@@ -1,7 +1,8 @@
 """SIGTERM asks a learner to go, soon: it says so, sends what it has, writes a checkpoint, and ends in time.
 
 1. Lightning's handler notes the signal, tells our launcher, and raises `SIGTERMException` where the present batch ends.
-   From the signal on a guard counts: whatever hangs, the process is gone when the grace is over.
+   From the signal on a guard counts: whatever hangs, the process is gone when the grace is over. Before the first step
+   is done there is nothing to save: who waits for a syncer, or compiles the first batch, is gone after UNTRAINED_S.
 2. The leave, its last contributions and the checkpoint share the grace, less RESERVE_S for the rest of the way out.
 3. The exit code is EXIT_CODE, 128 + SIGTERM as shells have it: neither an end of the work nor a failure.
 """
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 EXIT_CODE = 143
 RESERVE_S = 4.0
+UNTRAINED_S = 0.5
 
 
 class Preemption:
@@ -28,11 +30,15 @@ class Preemption:
     Args:
         grace_s: from the signal to the end of the process.
         end: how the process is ended when the grace is over.
+
+    Attributes:
+        has_trained: whether a step is done.
     """
 
     def __init__(self, grace_s: float, end: Callable[[int], object] = os._exit) -> None:
         self._grace_s = grace_s
         self._end = end
+        self.has_trained = False
         self._noticed_s: float | None = None
         self._noticed, self._is_over = threading.Event(), threading.Event()
         # Not from the handler: starting a thread takes locks that the interrupted thread may hold.
@@ -63,6 +69,9 @@ class Preemption:
 
     def _guard(self) -> None:
         self._noticed.wait()
+        if not self._is_over.wait(min(UNTRAINED_S, self._grace_s)) and not self.has_trained:
+            log.warning("SIGTERM came before the first step; there is nothing to save, and this process ends")
+            self._end(EXIT_CODE)
         if not self._is_over.wait(self._grace_s):
             log.error("SIGTERM came %.0f s ago and this process has not ended; it ends now", self._grace_s)
             self._end(EXIT_CODE)

@@ -27,10 +27,10 @@ class ProgressFields:
 
     Args:
         bar: of the Trainer.
-        standing: asked at every redraw.
+        standing: asked at every redraw; None: this learner takes no part in a run.
     """
 
-    def __init__(self, bar: ProgressBar, standing: Callable[[], Standing]) -> None:
+    def __init__(self, bar: ProgressBar, standing: Callable[[], Standing | None]) -> None:
         self._bar = bar
         self._standing = standing
         self._others = bar.get_metrics
@@ -43,7 +43,8 @@ class ProgressFields:
         self._colour_rich(False)
 
     def _get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        standing = self._standing()
+        if (standing := self._standing()) is None:
+            return self._others(trainer, pl_module)
         is_offline = standing.offline_s is not None
         self._colour_rich(is_offline)
         found = fields(standing)

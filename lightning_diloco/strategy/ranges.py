@@ -215,6 +215,10 @@ class RangeLoader:
         self._waiting: deque[Batch] = deque()
         self._handed: deque[Batch] = deque()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, such as in a worker of another loader, holds no leases and cannot be read."""
+        return {}
+
     def __iter__(self) -> Iterator[Any]:
         self._waiting.extendleft(reversed(self._handed))
         self._handed.clear()

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from lightning_diloco.runtime.follower import FollowerLink
     from lightning_diloco.runtime.footprint import Footprint
     from lightning_diloco.runtime.leader import LeaderLink
-    from lightning_diloco.runtime.link import Link
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +76,6 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         assert self.cluster_environment is not None
         return self.cluster_environment.creates_processes_externally and self.world_size > 1
 
-    @property
-    def _given_join(self) -> str | None:
-        return self._learner.join or os.environ.get("DILOCO_JOIN") or None
-
     def _make_link(self) -> LeaderLink | FollowerLink:
         from lightning_diloco.runtime.follower import FollowerLink
         from lightning_diloco.runtime.leader import LeaderLink
@@ -94,7 +89,7 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         self._ranks, self._layout = ranks, layout_of(ranks.size, boxes)
         self._shares = ranks.share(super().distributed_sampler_kwargs["rank"])
         if ranks.rank == 0:
-            return LeaderLink(self._run_options, self._learner, self._root_dir, ranks=ranks, boxes=boxes)
+            return LeaderLink(self._run_options, self._learner, self._run_root, ranks=ranks, boxes=boxes)
         return FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes, join=self._given_join)
 
     def _settings(self) -> dict[str, Any]:
@@ -285,11 +280,11 @@ class RanksHooks(DecoupledDiLoCoStrategy):
             self._together.agree_now()
         super().on_validation_end()
 
-    def _let_go(self) -> Link | None:
+    def _let_go(self) -> None:
         if self._together is not None:
             self._together.close()
             self._together = None
-        return super()._let_go()
+        super()._let_go()
 
     # --- the signal that asks to end -----------------------------------------------------------------------------
 

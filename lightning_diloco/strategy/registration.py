@@ -2,8 +2,7 @@
 
 1. As soon as a registry exists, the name is in it: at once if Lightning is imported already, else while it is being
    imported. Lightning is not imported for that, and the strategy itself only when a Trainer asks for it.
-2. The package pytorch_lightning has classes and a registry of its own, which take our strategy for a stranger: there
-   the name leads to an error that says so.
+2. The package pytorch_lightning has classes and a registry of its own; see `lightning_diloco.pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
-
-from lightning_diloco.errors import ConfigError
+from typing import Any
 
 NAME = "decoupled_diloco"
 ACCELERATOR = "xla"
@@ -32,21 +29,13 @@ def register() -> None:
             sys.meta_path.insert(0, _Awaited(module, add))
 
 
-def _make(**options: Any) -> Any:
-    from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
-
-    return DecoupledDiLoCoStrategy(**options)
+def _make(package: str, **options: Any) -> Any:
+    return importlib.import_module(f"{package}.strategy.decoupled").DecoupledDiLoCoStrategy(**options)
 
 
-def _refuse(**options: Any) -> NoReturn:
-    raise ConfigError(
-        f'Trainer(strategy="{NAME}") of the package pytorch_lightning: only that of `lightning` is supported; '
-        "replace `import pytorch_lightning as pl` by `import lightning.pytorch as pl`"
-    )
-
-
-def _add_strategy(strategies: ModuleType, make: Callable[..., Any] = _make) -> None:
+def _add_strategy(strategies: ModuleType, package: str = "lightning_diloco") -> None:
     if NAME not in strategies.StrategyRegistry:
+        make = partial(_make, package)
         strategies.StrategyRegistry.register(NAME, make, description="Decoupled DiLoCo over any network")
 
 
@@ -60,7 +49,7 @@ def _add_accelerator(accelerators: ModuleType) -> None:
 _WHEN_IMPORTED: dict[str, Callable[[ModuleType], None]] = {
     "lightning.pytorch.strategies": _add_strategy,
     "lightning.pytorch.accelerators": _add_accelerator,
-    "pytorch_lightning.strategies": partial(_add_strategy, make=_refuse),
+    "pytorch_lightning.strategies": partial(_add_strategy, package="lightning_diloco.pytorch_lightning"),
 }
 
 

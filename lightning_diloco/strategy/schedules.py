@@ -114,8 +114,13 @@ def advance_schedules(trainer: pl.Trainer, run_steps: int) -> str:
 def hold_schedules(trainer: pl.Trainer) -> None:
     """After each step: a schedule by steps that has come to its end stays there, though a late learner goes on."""
     for config in _by_steps(trainer):
-        if 0 <= trainer.max_steps <= config.scheduler.last_epoch * _steps_per_update(trainer, config):
+        if 0 <= trainer.max_steps <= _num_updates(config.scheduler) * _steps_per_update(trainer, config):
             config.frequency = sys.maxsize
+
+
+def _num_updates(scheduler: object) -> int:
+    """How often it was updated; 0 where it does not say: those of other libraries need not."""
+    return max(getattr(each, "last_epoch", 0) for each in (scheduler, *getattr(scheduler, "_schedulers", ())))
 
 
 def _by_steps(trainer: pl.Trainer) -> Iterator[LRSchedulerConfig]:

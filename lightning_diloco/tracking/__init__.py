@@ -5,7 +5,10 @@ Lazy: the syncer's part needs no Lightning.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
+
+from lightning_diloco.pytorch_lightning import package
 
 if TYPE_CHECKING:
     from lightning_diloco.tracking.learner import Wandb
@@ -16,6 +19,5 @@ __all__ = ["Wandb"]
 def __getattr__(name: str) -> type[Wandb]:
     if name != "Wandb":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_diloco.tracking.learner import Wandb
-
-    return Wandb
+    made: type[Wandb] = import_module(f"{package()}.tracking.learner").Wandb
+    return made

@@ -48,7 +48,7 @@ class FlightConnection:
         identity: of a public key infrastructure of the user's own; None: none.
         control_deadline_s: of send, status, and of poll beyond its wait.
         keepalive_s: how long the line may be silent before it is probed, and how long the probe may go unanswered.
-        max_payload_bytes: of one download.
+        max_payload_bytes: of one call.
 
     Raises:
         ConfigError: an address off loopback with nothing to verify the syncer by.
@@ -144,7 +144,9 @@ class FlightConnection:
             if isinstance(error, (flight.FlightTimedOutError, flight.FlightUnavailableError)):
                 self._forget(channel)
             self._recheck_pin(error, deadline_s - waited_s)
-            raise self._translated(error, name, waited_s, deadline_s) from error
+            translated = self._translated(error, name, waited_s, deadline_s)
+            # What the syncer answered says all there is to say; Arrow's traceback above it would be read first.
+            raise translated from (error if isinstance(translated, TransportError) else None)
 
     def _client(self, channel: Channel, timeout_s: float) -> flight.FlightClient:
         with self._lock:

@@ -37,7 +37,7 @@ from lightning_diloco.transport.identity import ServerIdentity
 
 _SLICE_S = 0.25
 _STOP_S = 2.0
-_INFLIGHT_PAYLOADS = 4
+_INFLIGHT_PAYLOADS = 16
 
 
 class FlightServer:
@@ -48,8 +48,8 @@ class FlightServer:
         listen: `host:port`; port 0 for any, which is then kept.
         token: what every caller must show.
         tls: who the server is; None: no TLS, on loopback only.
-        max_payload_bytes: of one upload.
-        max_inflight_bytes: of all uploads being received or handled; None: four of max_payload_bytes.
+        max_payload_bytes: of one call.
+        max_inflight_bytes: of all uploads being received or handled; None: sixteen of max_payload_bytes.
         on_error: told of what the handler raised outside our error tree.
 
     Raises:

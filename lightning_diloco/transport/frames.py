@@ -22,7 +22,7 @@ from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.transport.base import Bulk, Json
 
 BATCH_BYTES = 2 << 20
-MAX_PAYLOAD_BYTES = 1 << 30
+MAX_PAYLOAD_BYTES = 256 << 20  # in one call; what is longer comes in several
 MAX_JSON_BYTES = 8 << 20
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 ENVELOPE_KEY = b"diloco"
@@ -101,8 +101,8 @@ class Envelope:
             )
         if num_bytes > max_payload_bytes:
             raise CorruptMessageError(
-                f"a payload of {num_bytes} bytes was declared; at most {max_payload_bytes} are taken; raise "
-                "max_payload_bytes, or use more fragments"
+                f"a payload of {num_bytes} bytes was declared; at most {max_payload_bytes} are taken in "
+                "one call; send it in portions of that"
             )
         return cls(header, num_bytes, crc32)
 

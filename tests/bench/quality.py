@@ -2,6 +2,7 @@
 
 python -m tests.bench.quality                                       the defaults, three seeds: the table of the README
 python -m tests.bench.quality --seed 1 --outer-lr 0.6 0.8 --align carry overwrite         a sweep: every combination
+python -m tests.bench.quality --seed 1 --learners 4 --together 4 2 1       how many of four learners are in each round
 
 1. Both see the same batches in the same steps, start from the same weights and follow the same learning rate.
 2. The anchor is measured after the drain, on the whole validation split.
@@ -30,7 +31,7 @@ from tests.bench.training_fleet import TrainingFleet
 
 RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "outer_lr", "outer_momentum", "merge", "wire")
 SIZE = ("learners", "steps", "seed")
-KEYS = (*RUN_OPTIONS, "align", "lr", "learners", "steps")
+KEYS = (*RUN_OPTIONS, "align", "lr", "learners", "steps", "together")
 BOUND = 0.02
 
 
@@ -42,15 +43,30 @@ def data_parallel(tiny: Tiny, *, learners: int, steps: int, seed: int) -> float:
     return trainee.validation_loss()
 
 
-def decoupled(tiny: Tiny, config: RunConfig, learner: LearnerConfig, *, learners: int, steps: int, seed: int) -> float:
-    """Validation loss of the anchor that learners arrive at together."""
+def decoupled(
+    tiny: Tiny,
+    config: RunConfig,
+    learner: LearnerConfig,
+    *,
+    learners: int,
+    steps: int,
+    seed: int,
+    together: int | None = None,
+) -> float:
+    """Validation loss of the anchor that learners arrive at together.
+
+    Args:
+        together: so many of them are in each round, and begin spread over a period; None: all.
+    """
     batch = tiny.data.hparams["batch_size"] * tiny.data.hparams["seq_len"]
+    spread_s = 0.0 if together in (None, learners) else config.sync_every / learners
     fleet = TrainingFleet(
         config,
         learner,
         [tiny.model(seed, steps) for _ in range(learners)],
         [tiny.batches(seed, part, learners) for part in range(learners)],
-        [Pace(step_s=1.0, tokens=batch, num_steps=steps) for _ in range(learners)],
+        [Pace(step_s=1.0, tokens=batch, num_steps=steps, starts_s=m * spread_s) for m in range(learners)],
+        together=together,
     )
     fleet.run_to_the_end(limit_s=2.0 * steps + 100)
     errors = [learner.error for learner in fleet.learners.values() if learner.error]
@@ -96,14 +112,16 @@ def _anchor(recipe: Path, trial: dict[str, Any]) -> float:
     torch.set_num_threads(1)
     tiny = Tiny(recipe, model={"lr": trial["lr"]})
     config = RunConfig(**{name: trial[name] for name in RUN_OPTIONS}).validate()
-    return decoupled(tiny, config, LearnerConfig(align=trial["align"]), **{name: trial[name] for name in SIZE})
+    return decoupled(
+        tiny, config, LearnerConfig(align=trial["align"]), **{name: trial[name] for name in (*SIZE, "together")}
+    )
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
     """One row for each setting: the mean gap over seeds, and each seed's losses."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for result in results:
-        groups.setdefault(tuple(result[key] for key in KEYS), []).append(result)
+        groups.setdefault(tuple(result.get(key) for key in KEYS), []).append(result)
     varied = [key for k, key in enumerate(KEYS) if len({group[k] for group in groups}) > 1]
     rows = []
     for group in groups.values():
@@ -137,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--learners", type=int, nargs="+", default=[2])
     options.add_argument("--steps", type=int, nargs="+", default=[tiny.num_steps])
     options.add_argument("--seed", type=int, nargs="+", default=[1, 2, 3])
+    options.add_argument("--together", type=int, nargs="+", default=[None], help="learners in each round; default: all")
     options.add_argument("--jobs", type=int, default=1, help="processes; each takes one core")
     options.add_argument("--no-data-parallel", action="store_true")
     options.add_argument("--out", type=Path)

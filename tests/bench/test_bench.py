@@ -20,6 +20,7 @@ from tests.bench import (
     chaos,
     exchange,
     forecast,
+    loss_by_participation,
     memory,
     participation,
     quality,
@@ -31,6 +32,7 @@ from tests.bench import (
     xla_step,
 )
 from tests.bench.processes import Measured
+from tests.bench.tasks import Classifier, Gan
 from tests.bench.tiny import RECIPE, Tiny
 
 
@@ -61,6 +63,27 @@ def test_quality_is_the_same_each_time(toy: Tiny) -> None:
         quality.decoupled(toy, RunConfig(**SMALL), LearnerConfig(), learners=2, steps=9, seed=1) for _ in range(2)
     }
     assert len(losses) == 1
+
+
+@pytest.mark.slow
+def test_the_anchor_does_not_depend_on_how_many_take_part() -> None:
+    task, size = Classifier(1), {"learners": 4, "steps": 400}
+    arms = loss_by_participation.ARMS
+    everybody, some, control = (
+        loss_by_participation.anchor_loss(task, arms[name], **size)
+        for name in (loss_by_participation.FULL, "a quarter", loss_by_participation.CONTROL)
+    )
+    assert (everybody["participation"], some["participation"]) == (1.0, pytest.approx(0.25, abs=0.01))
+    assert some["loss"] < 1.02 * everybody["loss"]
+    assert control["loss"] > 1.2 * everybody["loss"], "shares of the round, as the paper has it, go too far"
+
+
+@pytest.mark.slow
+def test_two_learners_of_a_gan_stay_as_close_to_the_data_as_one_trainer() -> None:
+    task, size = Gan(1), {"learners": 2, "steps": 600}
+    untrained = task.model().validation_loss()
+    loss = loss_by_participation.anchor_loss(task, loss_by_participation.Arm(together=0.5, waits=False), **size)["loss"]
+    assert loss < 0.1 * untrained
 
 
 def test_data_parallel_reads_what_all_learners_read(toy: Tiny) -> None:

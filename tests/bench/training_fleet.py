@@ -4,36 +4,51 @@
 2. What is snapshotted, encoded, merged, published and landed goes through the code that does it in a run.
 3. Only time is simulated, and the wire: a fragment lands `overlap` steps after its snapshot. Equal arguments give
    equal losses.
+4. Who takes part can be forced: announcements reach only learners of the group that opened the round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol import events as on
+from lightning_diloco.protocol import messages
 from lightning_diloco.runtime.anchors import AnchorStore, tensor_of
 from lightning_diloco.simulate.fleet import Fleet, Network, Pace, SimulatedLearner
 from lightning_diloco.strategy.model import describe, trainable_parameters
-from tests.bench.tiny import Batch, Trainee
 
 
 @dataclass(slots=True)
 class _Crew:
     """What a learner's process would hold."""
 
-    trainee: Trainee
-    batches: Iterator[Batch]
+    trainee: Trains
+    batches: Iterator[Any]
     device: CpuFragments
     sent: dict[tuple[int, int], Tensor]
     staged: dict[int, object]
+
+
+class Trains(Protocol):
+    """A model that trains by the step."""
+
+    module: nn.Module
+
+    def step(self, batch: Any) -> int:
+        """One inner step; returns what was counted of the batch."""
+
+    def validation_loss(self) -> float:
+        """Of the parameters as they are now."""
 
 
 class TrainingFleet(Fleet):
@@ -44,16 +59,21 @@ class TrainingFleet(Fleet):
         learner: options of all learners; `align` counts here.
         trainees: one model each, equal at the start.
         batches: one stream each.
-        paces: one each; `num_steps` ends a learner.
+        paces: one each; `num_steps` ends a learner. Where they start at different times, nobody waits for the others.
+        together: learners that hear of each other's rounds: groups of so many; None: all.
+        latency_s: one way, of control messages; None: next to nothing.
     """
 
     def __init__(
         self,
         config: RunConfig,
         learner: LearnerConfig,
-        trainees: list[Trainee],
-        batches: list[Iterator[Batch]],
-        paces: list[Pace],
+        trainees: Sequence[Trains],
+        batches: Sequence[Iterator[Any]],
+        paces: Sequence[Pace],
+        *,
+        together: int | None = None,
+        latency_s: float | None = None,
     ) -> None:
         model = describe(trainees[0].module, "tokens")
         self.plan = FragmentPlan.balanced(
@@ -66,10 +86,17 @@ class TrainingFleet(Fleet):
         transfer_s = (config.overlap - 0.5) / 2 * paces[0].step_s
         super().__init__(
             config,
-            network=Network(latency_s=0.01 * paces[0].step_s, upload_s=transfer_s, download_s=transfer_s),
+            network=Network(
+                latency_s=0.01 * paces[0].step_s if latency_s is None else latency_s,
+                upload_s=transfer_s,
+                download_s=transfer_s,
+            ),
             merge_s=0.01 * paces[0].step_s,
-            expect=len(trainees),
+            expect=None if any(pace.starts_s for pace in paces) else len(trainees),
         )
+        self._together = together or len(trainees)
+        self._groups: dict[str, int] = {}
+        self._openers: dict[int, int] = {}
         self.store = AnchorStore(self.plan, config)
         self._gradients: dict[int, Tensor] = {}
         self._crews: dict[str, _Crew] = {}
@@ -77,7 +104,7 @@ class TrainingFleet(Fleet):
             device = CpuFragments(self.plan, trainable_parameters(trainee.module), config, learner)
             self._board(self.start(f"l{len(self._crews)}", pace), _Crew(trainee, stream, device, {}, {}))
 
-    def show_anchor(self) -> Trainee:
+    def show_anchor(self) -> Trains:
         """The first learner's model with the anchor in it."""
         crew = next(iter(self._crews.values()))
         crew.device.show_anchor()
@@ -89,6 +116,7 @@ class TrainingFleet(Fleet):
             if not self._crews:
                 self.store.seed(p, values)
             crew.device.adopt(p, values)
+        self._groups[learner.session] = len(self._crews) // self._together
         self._crews[learner.session] = crew
 
     # ------------------------------------------------------------------------------------------------------- learners
@@ -125,7 +153,20 @@ class TrainingFleet(Fleet):
 
     # --------------------------------------------------------------------------------------------------------- syncer
 
+    def _hears(self, action: do.Send) -> bool:
+        """Whether the receiver is of the group that opened the round: the one whose intent was heard last before it."""
+        assert isinstance(action.message, messages.Announce)
+        opener = self._openers.setdefault(action.message.round, self._groups[self._speaker])
+        return self._groups[action.session] == opener
+
+    def _syncer_handles(self, event: on.SyncerEvent) -> None:
+        if isinstance(event, on.FromALearner) and isinstance(event.message, messages.Intent):
+            self._speaker = event.session
+        super()._syncer_handles(event)
+
     def _do_for_syncer(self, action: do.SyncerAction) -> None:
+        if isinstance(action, do.Send) and isinstance(action.message, messages.Announce) and not self._hears(action):
+            return
         if isinstance(action, do.Merge):
             members = action.contributions
             payloads = [self._crews[c.session].sent[action.fragment, c.ready.seq] for c in members]

@@ -70,6 +70,8 @@ def test_the_run_without_faults_keeps_the_schedule_of_the_run_it_is_compared_wit
 
 
 def _parsed(words: list[str]):
+    import argparse
+
     from lightning_diloco.cli.main import build_parser
 
-    return build_parser().parse_args(words)
+    return build_parser().parse_args(words, argparse.Namespace(passed_on=[], is_divided=False))

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from lightning_diloco import __version__
 from lightning_diloco.cli import local_run, recipes
 from lightning_diloco.cli.display import Screen
 from lightning_diloco.cli.interruption import Interruption
 from lightning_diloco.cli.local_run import Ended, Plan
 from lightning_diloco.cli.main import main
 from lightning_diloco.cli.run import split
+from lightning_diloco.cli.spelling import SECTIONS
 from lightning_diloco.cli.status import address
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, StorageError, TransportError
@@ -72,7 +74,7 @@ def test_a_run_line_is_split_where_our_options_end(line: str, ours: str, passed_
 
 
 def test_run_starts_recipes_with_lightning_cli(project: Path, plans: list[Plan]) -> None:
-    line = "run toy/one --local 3 --run-dir there --max-restarts 1 --threads 2 --grace 9 --trainer.max_steps 60"
+    line = "run toy/one --local 3 --run-dir there --max-restarts 1 --threads 2 --stop-grace 9 --trainer.max_steps 60"
     assert main(line.split()) == 0
     (plan,) = plans
     assert plan.learner_argv == (
@@ -103,14 +105,103 @@ def test_run_directories_are_never_shared_by_default(project: Path, plans: list[
 
 def test_run_reports_all_problems_at_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["run", "toy/one", "--max-restarts", "-1", "--threads", "0", "--grace", "0", "--lr", "1", "--local", "2"])
+        main(
+            [
+                "run",
+                "toy/one",
+                "--max-restarts",
+                "-1",
+                "--threads",
+                "0",
+                "--stop-grace",
+                "0",
+                "--trainer.x",
+                "1",
+                "--local",
+                "2",
+            ]
+        )
         == 2
     )
     said = capsys.readouterr().err
     assert "--local N is missing: say how many learners to run; put it before everything that is passed on" in said
     assert "--max-restarts -1: must be at least 0" in said
     assert "--threads 0: must be at least 1" in said
-    assert "--grace 0: must be above 0" in said
+    assert "--stop-grace 0: must be above 0" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("rnu toy/one", "no verb 'rnu' (did you mean run?)"),
+        ("ls --hlep", "ls takes no --hlep (did you mean --help?)"),
+        ("run --locl 2 toy/one", "run takes no --locl (did you mean --local?)"),
+        ("run toy/one --locl 2", "--locl: neither ours nor a recipe's"),
+        ("run toy/one --local 2 --run_dir x", "did you mean --run-dir?"),
+        ("run toy/one --local 2 --trainer.max_steps 2 --no-page", "--no-page: must come before everything that is"),
+        ("run toy/one --local 2 --grace 9", "did you mean --stop-grace or --trainer.strategy.grace?"),
+        ("run toy/one --local 2 -- --sync-every 9", "did you mean --trainer.strategy.sync_every?"),
+        ("run recipes/toy/own.py --local 2 --run_dir=x", "--run_dir would be passed on to recipes/toy/own.py; write"),
+        ("chaos toy/one --local 2 --fault-per-hour 6", "did you mean --faults-per-hour?"),
+    ],
+)
+def test_what_is_misspelt_is_refused_with_the_nearest_name_before_anything_starts(
+    project: Path, plans: list[Plan], capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(line.split()))
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not plans
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "passed_on"),
+    [
+        ("run toy/one --local 2 --trainer.callbacks+=a.B --model.x -1", "--trainer.callbacks+=a.B --model.x -1"),
+        ("run toy/one --local 2 --data=c.D --seed_everything 3", "--data=c.D --seed_everything 3"),
+        ("run recipes/toy/own.py --local 2 --epochs 3 --learning_rate 1", "--epochs 3 --learning_rate 1"),
+        ("run recipes/toy/own.py --local 2 -- --run_dir x", "--run_dir x"),
+    ],
+)
+def test_options_of_recipes_and_scripts_are_passed_on(
+    project: Path, plans: list[Plan], line: str, passed_on: str
+) -> None:
+    assert main(line.split()) == 0
+    assert " ".join(plans[0].learner_argv).endswith(f" {passed_on}")
+
+
+def test_sections_of_a_recipe_are_those_of_lightning_cli(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_diloco.hf.recipe import RecipeCLI
+
+    taken: set[str] = set()
+
+    class Taken(RecipeCLI):
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            fit = parser._subcommands_action.choices["fit"]
+            taken.update(option[2:].partition(".")[0] for option in fit._option_string_actions if option[1] == "-")
+            raise InterruptedError
+
+    monkeypatch.setattr(sys, "argv", ["diloco"])
+    with pytest.raises(InterruptedError):
+        Taken(project, args=["fit"])
+    assert taken == set(SECTIONS)
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"lightning-diloco {__version__}\n")
+
+
+def test_output_that_nobody_reads_ends_the_command_quietly(project: Path) -> None:
+    code = "import sys; from lightning_diloco.cli.main import main; sys.exit(main(['ls']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_a_run_directory_that_cannot_be_made_is_said(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "id": "l0",
         "incarnation": 1,
         "phase": "stepping",
-        "step": 120,
+        "trainer_step": 120,
         "tokens": 30_720,
         "metrics": {"loss": 3.21456},
         "tokens_per_s": 5123.4,
@@ -24,7 +24,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "last_contribution_s_ago": 0.84,
         "last_heard_s_ago": 0.1,
     }
-    joining = {**learner, "id": "l1", "phase": "joining", "metrics": {}, "tokens_per_s": None, "step": 0}
+    joining = {**learner, "id": "l1", "phase": "joining", "metrics": {}, "tokens_per_s": None, "trainer_step": 0}
     wait = {"what": "fragment 3, round 17", "for": ["l1"], "since_s": 1.25, "until_s": 0.4, "then": "merge l0"}
     return {
         "run": "gpt",
@@ -139,6 +139,7 @@ def test_the_live_table_is_drawn_and_what_is_said_stays() -> None:
 
 
 SUMMARY = {
+    "token_unit": "tokens",
     "status": "finished",
     "wall_s": 93.21,
     "fleet_tokens": 1_000_000.0,
@@ -172,6 +173,12 @@ def test_the_summary_shows_every_figure_and_where_the_files_are() -> None:
     assert cells(text, "eval_loss")[1] == "2.3457"
     assert cells(text, "perplexity")[1] == "10.44"
     assert cells(text, "files")[1] == "/runs/gpt"
+
+
+def test_a_model_whose_samples_are_counted_has_no_perplexity() -> None:
+    assert "perplexity" in drawn(summary_view({**SUMMARY, "eval_loss": 0.5}, Path("x")))
+    for unit in ("samples", None):
+        assert "perplexity" not in drawn(summary_view({**SUMMARY, "eval_loss": 0.5, "token_unit": unit}, Path("x")))
 
 
 def test_a_loss_that_can_be_no_nats_per_token_has_no_perplexity() -> None:

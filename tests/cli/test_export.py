@@ -9,13 +9,16 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import lightning_diloco
 from lightning_diloco.cli.main import main
 from lightning_diloco.core.fragments import gather
+from lightning_diloco.errors import ConfigError, PlanMismatchError, StorageError
 from lightning_diloco.hf import CausalLM
-from lightning_diloco.hf.export import CHECKPOINT
+from lightning_diloco.hf.export import CHECKPOINT, PARAMETERS
 from lightning_diloco.protocol import SyncerState, codec, records
 from lightning_diloco.runtime.anchors import AnchorStore, bytes_of
 from lightning_diloco.runtime.durable import Durable
@@ -133,12 +136,42 @@ def test_another_model_than_the_run_s_is_refused(run: Run, tmp_path: Path, capsy
     assert "not the model of the run" in capsys.readouterr().err
 
 
-def test_without_a_config_the_way_out_is_named(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_s_parameters_are_written_by_name(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = run.write_config(MODEL)
     moved = config.rename(tmp_path / "recipe.yaml")
-    assert export(run, tmp_path / "to") == 2
-    assert "--config" in capsys.readouterr().err
-    assert export(run, tmp_path / "to", "--config", str(moved)) == 0
+    to = tmp_path / "to"
+    assert export(run, to) == 0
+    said = capsys.readouterr().out
+    assert "--config" in said
+    assert "load_anchor" in said
+    found = load_file(to / PARAMETERS)
+    assert found.keys() == run.anchor.keys()
+    assert all(same(found[name], value.float()) for name, value in run.anchor.items())
+    assert export(run, tmp_path / "whole", "--config", str(moved)) == 0
+    assert (tmp_path / "whole" / CHECKPOINT).exists()
+
+
+def test_the_anchor_is_loaded_into_a_module(run: Run) -> None:
+    module = CausalLM(config=MODEL)
+    module.configure_model()
+    module.register_buffer("seen", torch.ones(3))  # what training changes is in no anchor, and stays
+    lightning_diloco.load_anchor(run.dir, module)
+    assert all(same(param.detach(), run.anchor[name]) for name, param in module.named_parameters())
+    assert module.seen.sum() == 3
+
+
+def test_the_anchor_is_not_loaded_into_another_module_or_from_a_run_that_goes_on(run: Run, tmp_path: Path) -> None:
+    other = torch.nn.Linear(2, 2)
+    with pytest.raises(PlanMismatchError, match="not the model of the run"):
+        lightning_diloco.load_anchor(str(run.dir), other)
+    with pytest.raises(ConfigError, match="no syncer ever ran there"):
+        lightning_diloco.load_anchor(tmp_path / "nowhere", other)
+    syncer = Durable(run.dir)
+    with pytest.raises(StorageError, match="stop its syncer"):
+        lightning_diloco.load_anchor(run.dir, other)
+    syncer.close()
 
 
 def test_a_folder_that_holds_something_is_left_alone(

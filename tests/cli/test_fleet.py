@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from lightning_diloco.cli import fleet as fleet_module
-from lightning_diloco.cli.fleet import Command, Fleet, describe_exit, describe_log
+from lightning_diloco.cli.fleet import Command, Fleet, describe_exit, describe_log, last_words
 from tests.alive import is_running
 
 SLEEP = "import time; time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
 DEADLINE_S = 10.0
+TRACEBACK = "Traceback (most recent call last):\n  File 'a.py', line 1, in f\n    f()\n    ^^^\n"
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -270,3 +271,45 @@ def test_only_the_last_state_of_a_progress_bar_is_shown(tmp_path: Path) -> None:
     assert "    line 29\n    step 3\n" in shown
     assert "line 28" not in shown
     assert "step 2" not in shown
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            "Traceback (most recent call last):\n  File 'a.py'\nValueError: bad\n  shape (3, 4)\nor so",
+            "ValueError: bad",
+        ),
+        (
+            "Traceback (most recent call last):\n  x\nE: a\n\nTraceback (most recent call last):\n  y\na.b.C: d",
+            "a.b.C: d",
+        ),
+        ("Traceback (most recent call last):\n  File 'a.py'\nKeyboardInterrupt\nwandb: synced", "KeyboardInterrupt"),
+        ("killed by the scheduler", "killed by the scheduler"),
+        ("", ""),
+    ],
+)
+def test_the_last_words_of_a_process_are_its_exception(tmp_path: Path, said: str, words: str) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(said)
+    assert last_words(log) == words
+
+
+def test_what_an_earlier_process_wrote_is_not_blamed(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, max_restarts=1)
+    log = harness.command("").log_path
+    log.parent.mkdir()
+    log.write_text("Traceback (most recent call last):\nValueError: of yesterday\n")
+    said = harness.run("import os; os._exit(3)")
+    assert said.startswith("l0 died (exit code 3); restart 1 of 1\n")
+    assert "yesterday" not in said
+
+
+def test_a_child_that_has_done_all_and_is_slow_to_end_is_not_called_killed(tmp_path: Path) -> None:
+    harness = Harness(tmp_path)
+    log = tmp_path / "l0" / "log.txt"
+    with harness.fleet as fleet:
+        fleet.start(harness.command(STUBBORN))
+        until(lambda: log.exists() and "ready" in log.read_text())
+        fleet.stop(["l0"], within_s=0.01, is_done=lambda name: name == "l0")
+    assert harness.said == ["l0: left in good order; the process was slow to end and is not waited for"]

@@ -58,7 +58,7 @@ class Run:
     def start(self, num_steps: int) -> subprocess.Popen[str]:
         words = ("run", "train.py", "--local", "2", "--run-dir", str(self.dir), "--no-table", "--no-page")
         return subprocess.Popen(
-            (sys.executable, "-m", "lightning_diloco.cli.main", *words, "--grace", "120", "--", str(num_steps)),
+            (sys.executable, "-m", "lightning_diloco.cli.main", *words, "--stop-grace", "120", "--", str(num_steps)),
             cwd=self._folder,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

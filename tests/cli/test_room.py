@@ -10,6 +10,7 @@ import pytest
 from lightning_diloco.cli import fit, room
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.recipe import parse
+from lightning_diloco.runtime import machine
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = RECIPES / "tiny" / "gpt.yaml"
@@ -48,7 +49,7 @@ def test_every_learner_on_the_machine_counts(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_container_has_what_it_may_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(room, "_CGROUP_LIMIT", limit)
+    monkeypatch.setattr(machine, "_CGROUP_LIMIT", limit)
     physical = room.memory_here()
     limit.write_text("max\n")
     assert room.memory_here() == physical

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_diloco.errors import TransportError
+from lightning_diloco.errors import RestoringError, TransportError
 from lightning_diloco.transport.address import JoinAddress, read_join_file, split_host_port
 from lightning_diloco.transport.faults import FaultProxy
 from lightning_diloco.transport.flight import FlightConnection
@@ -119,9 +120,14 @@ class Processes:
         return json.loads((self.root / f"{name}.json").read_text())
 
     def status(self) -> dict[str, Any]:
-        connection = FlightConnection(self.address)
+        """Of the syncer; one that is being restored is asked again."""
+        connection, until_s = FlightConnection(self.address), time.monotonic() + DEADLINE_S
         try:
-            return connection.status()
+            while True:
+                with suppress(RestoringError):
+                    return connection.status()
+                assert time.monotonic() < until_s, "the syncer restores for too long"
+                time.sleep(0.05)
         finally:
             connection.close()
 

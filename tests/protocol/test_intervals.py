@@ -27,6 +27,29 @@ def test_it_agrees_with_a_set_of_integers(ranges: list[tuple[int, int]], probe: 
     assert all(stop < start for (_, stop), (start, _) in zip(list(intervals), list(intervals)[1:], strict=False))
 
 
+@given(st.lists(RANGE, max_size=12), st.integers(0, 50), RANGE)
+def test_what_is_settled_is_a_number_and_can_be_added_no_more(
+    ranges: list[tuple[int, int]], floor: int, probe: tuple[int, int]
+) -> None:
+    intervals, reference = IntervalSet(), set()
+    for start, stop in ranges:
+        if not reference & set(range(start, stop)):
+            intervals.add(start, stop)
+            reference |= set(range(start, stop))
+    intervals.settle(floor)
+
+    floor = intervals.floor
+    inside = set(range(*probe)) & reference
+    assert intervals.size == len(reference)
+    assert intervals.num_settled == len([i for i in reference if i < floor])
+    assert all(start >= floor for start, _ in intervals)
+    assert intervals.overlap(*probe) == len(inside | {i for i in range(*probe) if i < floor})
+    gaps = [i for a, b in intervals.missing(*probe) for i in range(a, b)]
+    assert gaps == sorted(i for i in range(*probe) if i >= floor and i not in reference)
+    again = IntervalSet(intervals, floor=floor, num_settled=intervals.num_settled)
+    assert (again, again.size) == (intervals, intervals.size)
+
+
 def test_touching_ranges_become_one() -> None:
     assert list(IntervalSet([(0, 5), (10, 15), (5, 10)])) == [(0, 15)]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
+from lightning_diloco.protocol.learner import DRAIN_S
 from tests.protocol.harness import Learner, of_kind
 
 
@@ -130,6 +133,70 @@ def test_a_drain_that_takes_too_long_ends_with_honest_books() -> None:
 
     (leave,) = learner.says
     assert (leave.reason, leave.progress.pending) == ("preempted", (((0, 10),), ((0, 10),)))
+
+
+def left(learner: Learner) -> bool:
+    return any(isinstance(message, msg.Leave) for message in learner.says)
+
+
+def test_a_drain_goes_on_as_long_as_its_contributions_do() -> None:
+    """Each of them takes less than the wait, all together three times as long."""
+    learner = Learner()
+    learner.step()
+    learner.handle(on.Finish("finished"))
+    for p in (0, 1):
+        learner.hear(msg.Announce(p, 1))
+        learner.handle(on.Pause(), after_s=DRAIN_S - 1)
+        assert not left(learner)
+        learner.handle(on.Encoded(p, 1))
+        learner.handle(on.Uploaded(p, 1))
+        learner.handle(on.Uploaded(p, 1), after_s=1.0)  # once more: that is no progress
+        learner.handle(on.Pause(), after_s=DRAIN_S - 3)
+        assert not left(learner)
+        learner.commit(p, 1, seq=1)
+        learner.handle(on.Staged(p, 0, 1, 1), after_s=DRAIN_S - 1)
+        learner.handle(on.Pause())
+    assert left(learner)
+    assert learner.state.progress.pending == ((), ())
+    assert learner.books() == (20, 20)
+
+
+def test_a_drain_ends_where_nothing_of_its_own_gets_on_whatever_others_do() -> None:
+    learner = Learner(num_fragments=1, sync_every=4)
+    learner.step()
+    learner.handle(on.Finish("finished"))
+    for version in range(1, 6):
+        assert not left(learner)
+        learner.commit(0, version)
+        learner.handle(on.Staged(0, 0, version, None))
+        learner.handle(on.Pause(), after_s=DRAIN_S / 5)
+    assert left(learner)
+    assert learner.state.progress.pending == (((0, 10),),)
+
+
+def test_a_drain_waits_for_what_rounds_have_taken_and_an_option_is_a_limit() -> None:
+    def drained(round_s: float, **options: Any) -> tuple[float, Learner]:
+        learner = Learner(num_fragments=1, **options)
+        for version in range(1, 4):
+            learner.snapshot(0, version)
+            learner.commit(0, version, seq=version)
+            learner.now_s += round_s
+            learner.land(0, version, version)
+        learner.handle(on.Finish("finished"))
+        return learner.state.drain_until_s - learner.now_s, learner
+
+    assert drained(1.0)[0] == DRAIN_S
+    assert drained(200.0)[0] == pytest.approx(3 * 200.0, rel=0.02)
+    assert drained(200.0, drain_s=7.0)[0] == 7.0
+    assert drained(200.0, drain_s=0.0)[0] == 0.0
+    learner = Learner(transfer_s=50.0)
+    learner.step()
+    learner.handle(on.Finish("finished"))
+    assert learner.state.drain_until_s - learner.now_s == 150.0
+    learner = Learner(transfer_s=50.0)
+    learner.step()
+    learner.handle(on.Finish("preempted", within_s=4.0))
+    assert learner.state.drain_until_s - learner.now_s == 4.0
 
 
 def test_nothing_is_snapshotted_or_landed_after_the_leave_was_said() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_diloco.protocol.ledger import Account, Ledger
+from lightning_diloco.protocol.ledger import MAX_RANGES, Account, Ledger
 from lightning_diloco.protocol.messages import Progress
 
 
@@ -92,3 +92,38 @@ def test_a_saved_ledger_is_the_same_ledger(ledger: Ledger, account: Account) -> 
     ledger.account("b", 2).close("lapsed")
 
     assert Ledger(1, ledger.saved()).accounts == ledger.accounts
+
+
+def test_ranges_that_never_touch_do_not_pile_up_once_their_learner_has_done_with_them() -> None:
+    """As under overwrite: every landing drops the tokens between two contributions."""
+    ledger = Ledger(2)
+    account = ledger.account("a", 1)
+    for version in range(1, 5 * MAX_RANGES):
+        start = 10 * version
+        for p in range(2):
+            account.merge(p, version, start, start + 7)
+        waits = ((start + 10, start + 17),)
+        discarded = {"overwritten": 2 * (start + 10 - 7 * version)}
+        progress = Progress(version, start + 17, (version, version), (waits, waits), discarded, 0)
+        assert account.declare(progress)
+        account.settle()
+        assert len(account.merged[0]) <= MAX_RANGES
+    assert account.num_merged == 2 * 7 * (5 * MAX_RANGES - 1)
+    with pytest.raises(ValueError, match="overlaps"):
+        account.merge(0, version + 1, 5, 9)
+    account.merge(0, version + 1, start + 10, start + 17)
+    restored = Ledger(2, ledger.saved())
+    assert restored.accounts == ledger.accounts
+    assert restored.totals() == ledger.totals()
+
+
+def test_what_has_not_landed_or_is_pending_is_not_settled() -> None:
+    account = Ledger(1).account("a", 1)
+    for version in range(1, 2 * MAX_RANGES):
+        account.merge(0, version, 10 * version, 10 * version + 7)
+    account.declare(Progress(1, 10_000, (100,), (((3, 5),),), {}, 0))
+    account.settle()
+    assert len(account.merged[0]) == 2 * MAX_RANGES - 1, "a range from 3 on may still come"
+    account.declare(Progress(2, 10_001, (100,), ((),), {}, 0))
+    account.settle()
+    assert next(iter(account.merged[0])) == (1010, 1017)

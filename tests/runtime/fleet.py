@@ -201,9 +201,15 @@ class Fleet:
         self.summary = self.service.stop()
         return self.summary
 
-    def restart(self) -> None:
-        """Another process on the same run directory, at the same address."""
+    def crash(self) -> None:
+        """What a killed syncer leaves on its disk, with all that it was committing."""
+        self.service._rest = lambda saved: None  # type: ignore[method-assign]
         self.stop()
+
+    def restart(self, *, cleanly: bool = False) -> None:
+        """Another process on the same run directory, at the same address."""
+        if self.summary is None:
+            self.stop() if cleanly else self.crash()
         self.service = self.transport.handler = self._served()
         self.summary = None
 

@@ -192,14 +192,6 @@ def test_seed_of_another_plan_or_with_nan_is_refused() -> None:
     assert not store.is_seeded
 
 
-def test_seed_is_copied() -> None:
-    store, untouched = seeded(), seeded()
-    mine = values(store, 0, 0)
-    store.seed(0, mine)
-    mine.zero_()
-    assert same_state(store, untouched, 0)
-
-
 def test_digest_is_of_the_published_bits() -> None:
     store, other = seeded(), seeded()
     assert store.digest(0) == hashlib.sha256(store.anchor(0).published.numpy().tobytes()).hexdigest()

@@ -42,6 +42,16 @@ def test_expected_fleet_ends_the_run_when_all_have_finished(clock: list[float]) 
     assert watch.has_come(run_of(left("a"), left("b")), clock[0] + BACK_S)
 
 
+def test_a_run_that_is_opened_again_does_not_end_by_who_finished_before(clock: list[float]) -> None:
+    clock[0] = 1001.0
+    watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
+    watch.reopened()
+    assert not watch.has_come(state, clock[0] + EVALUATE_WAIT_S)
+    state.roster.members["a"].ended_s = clock[0] + 1.0
+    assert not watch.has_come(state, clock[0] + 1.0)
+    assert watch.has_come(state, clock[0] + 1.0 + BACK_S)
+
+
 def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: list[float]) -> None:
     watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
     watch.polled("a")
@@ -68,6 +78,20 @@ def test_last_leaver_that_never_speaks_is_not_waited_for_forever(clock: list[flo
     clock[0] += EVALUATE_WAIT_S + 1
     watch.polled("a")
     assert watch.has_come(state, clock[0])
+
+
+def test_a_validation_that_usually_takes_long_is_waited_for_longer(clock: list[float]) -> None:
+    watch = Ending(expect=1, embedded_by=None)
+    validates = Member("a", "a", 1, 0, state="active", phase="evaluating")
+    for now_s in (1000.0, 1000.0 + EVALUATE_WAIT_S):
+        assert not watch.has_come(run_of(validates), now_s)
+    clock[0] += EVALUATE_WAIT_S
+    watch.polled("a")
+    assert not watch.has_come(run_of(left("a")), clock[0])
+    for waits, has_come in ((2.9, False), (3.1, True)):
+        clock[0] = 1000.0 + EVALUATE_WAIT_S * (1 + waits)
+        watch.polled("a")
+        assert watch.has_come(run_of(left("a")), clock[0]) == has_come
 
 
 def test_embedded_syncer_outlives_its_starter_while_others_take_part(

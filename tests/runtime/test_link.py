@@ -14,9 +14,17 @@ import torch
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices import cpu
-from lightning_diloco.errors import ConfigError, FencedError, JoinError, PlanMismatchError, RefusedError, TransportError
+from lightning_diloco.errors import (
+    ConfigError,
+    FencedError,
+    JoinError,
+    PlanMismatchError,
+    RefusedError,
+    RunOverError,
+    TransportError,
+)
 from lightning_diloco.protocol import rounds
-from lightning_diloco.runtime import joining
+from lightning_diloco.runtime import joining, whereabouts
 from lightning_diloco.runtime.line import LAST_POLLS_S
 from lightning_diloco.runtime.link import agreed_parts
 from lightning_diloco.transport.address import JoinAddress
@@ -102,7 +110,44 @@ def test_unreachable_syncer_is_named_with_how_long_it_was_tried(
         fleet.connect = lambda: FlightConnection(JoinAddress("127.0.0.1", port, RUN, "token"))
         with pytest.raises(JoinError, match=r"no syncer was reached at .* in 0 s .*; start one there, or correct"):
             fleet.learner("l0").join()
-    assert "trying for another" in caplog.text
+    assert caplog.text.count("yet; trying for") == 1, "once, however often it is tried"
+
+
+def test_a_run_that_ended_on_this_machine_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run_dir = tmp_path / "runs" / "mine"
+    run_dir.mkdir(parents=True)
+    (run_dir / "join").write_text("diloco://127.0.0.1:1/toy#token")
+    (run_dir / "summary.json").write_text(f'{{"run": "{RUN}", "status": "finished"}}')
+    whereabouts.note(RUN, tmp_path / "elsewhere")
+    whereabouts.note(RUN, run_dir)  # the newest counts
+    with Fleet(tmp_path / "fleet") as fleet:
+        fleet.connect = lambda: FlightConnection(JoinAddress("127.0.0.1", 1, RUN, "token"))
+        with pytest.raises(RunOverError, match=f"what came of it is in {run_dir}/summary.json"):
+            fleet.learner("l0").join()
+    assert whereabouts.find("another") is None
+
+
+def test_a_learner_that_has_left_says_nothing_of_a_syncer_that_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("l0").go()
+        fleet.until_commits(1)
+        line = learner.link._line
+        learner.wire.is_cut = True
+        until(lambda: "cannot be reached" in caplog.text, "a warning while it trains")
+        learner.wire.is_cut = False
+        until(lambda: line.is_online, "being back")
+        caplog.clear()
+        line.hurry()
+        learner.wire.is_cut = True
+        until(lambda: not line.is_online, "noticing the cut")
+        assert "cannot be reached" not in caplog.text
+        learner.wire.is_cut = False
+        until(lambda: line.is_online, "being back")
+        learner.enough()
+        learner.done()
 
 
 def test_learner_trains_on_without_a_syncer_and_catches_up(tmp_path: Path) -> None:

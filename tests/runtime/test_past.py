@@ -53,6 +53,17 @@ def test_times_and_rates_come_back_by_this_process_s_clock() -> None:
     assert past == Past(began_s=20.0, bytes_up=15, bytes_down=30)
 
 
+def test_a_run_pauses_from_a_stop_to_the_next_line_and_not_after_a_kill() -> None:
+    stop: Json = {"t": 108.5, "event": "closed"}
+    assert recall(Roster(), TAPE, now_s=30.0, unix_s=110.0).pauses == []
+    assert recall(Roster(), [*TAPE, stop], now_s=30.0, unix_s=110.0).pauses == [(28.5, 30.0)]
+    again: Json = {"t": 109.0, "event": "join", "learner": "l0", "incarnation": 3}
+    past = recall(Roster(), [*TAPE, stop, again], now_s=30.0, unix_s=110.0)
+    assert past.pauses == [(28.5, 29.0)]
+    assert not past.was_closed
+    assert recall(Roster(), [*TAPE, stop], now_s=30.0, unix_s=110.0).was_closed
+
+
 def test_goodput_spans_a_restart_of_the_syncer(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("a").go()
@@ -72,7 +83,7 @@ def test_who_joined_and_left_is_known_after_a_power_cut_that_took_the_tape_s_end
         stays, leaves = fleet.learner("stays").go(), fleet.learner("leaves").go()
         fleet.until_commits(6)
         leaves.enough().done()
-        fleet.stop()
+        fleet.crash()
         lines = tape.read_bytes().splitlines(keepends=True)
         first_join = next(k for k, line in enumerate(lines) if b'"event":"join"' in line)
         tape.write_bytes(b"".join(lines[:first_join]))

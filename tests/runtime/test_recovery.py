@@ -22,6 +22,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.errors import CorruptLogError, StorageError
 from lightning_diloco.runtime import files, snapshots
 from lightning_diloco.runtime.anchors import AnchorStore, bytes_of
+from lightning_diloco.runtime.files import Buffer
 from lightning_diloco.runtime.redo_log import RedoLog
 from lightning_diloco.runtime.snapshots import SnapshotStore
 
@@ -231,8 +232,8 @@ class NeverSyncing(RedoLog):
         return self.durable_lsn
 
 
-def without_file_sync(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+def without_file_sync(path: Path, *pieces: Buffer) -> None:
+    path.write_bytes(b"".join(pieces))
 
 
 def without_directory_sync(path: Path) -> None:

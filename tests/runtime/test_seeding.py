@@ -67,6 +67,8 @@ def test_a_seed_whose_lease_passed_on_while_the_disk_was_full_is_not_stored(
 class Storing:
     """A syncer that has all start values and never finds them on its disk; counts what is said to it."""
 
+    heard_s = float("-inf")
+
     def __init__(self) -> None:
         self.num_said = 0
 

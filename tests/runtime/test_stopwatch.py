@@ -53,6 +53,31 @@ def test_first_step_that_compiled_makes_no_long_step() -> None:
     assert training.watch.long_step_s == pytest.approx(5.0)
 
 
+def test_steps_that_become_much_longer_to_stay_are_believed_after_a_few() -> None:
+    training = Training()
+    for step_s in [1.0] * 300 + [30.0] + [1.0] * 20 + [8.0] * 4:
+        training.step(step_s)
+    assert training.watch.step_s == pytest.approx(1.0), "four in a row may be compilation"
+    training.step(8.0)
+    assert training.watch.step_s == pytest.approx(8.0)
+    assert training.watch.long_step_s == pytest.approx(8.0)
+    for _ in range(600):
+        training.step(8.0)
+    assert training.watch.tokens_per_s == pytest.approx(10.0 / 8.0)
+    training.step(80.0)
+    assert training.watch.step_s == training.watch.long_step_s == pytest.approx(8.0)
+
+
+def test_steps_of_a_shared_device_that_are_mostly_long_are_believed() -> None:
+    training = Training()
+    for step_s in [1.0] * 50 + [9.0, 9.0, 1.0] * 4:
+        training.step(step_s)
+    assert training.watch.step_s == pytest.approx(9.0)
+    for step_s in ([1.0] * 50 + [9.0] * 2) * 4:  # two in fifty: a checkpoint, with what comes after it
+        training.step(step_s)
+    assert training.watch.step_s == pytest.approx(1.0)
+
+
 def test_percentile_is_per_snapshot_or_landing() -> None:
     training = Training()
     for hook_s in [0.002] * 19 + [0.4]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.runtime import tape as tape_module
 from lightning_diloco.runtime.tape import Tape, read_tape
 
 
@@ -81,6 +82,28 @@ def test_damaged_line_is_named(path: Path) -> None:
     with pytest.raises(CorruptLogError, match=r"events.jsonl, line 1, is .*; a line must be .*; restore"):
         list(read_tape(path))
     with pytest.raises(CorruptLogError, match="line 1"):
+        Tape(path)
+
+
+def test_opening_reads_the_end_of_a_long_tape_only(path: Path, tape: Tape, monkeypatch: pytest.MonkeyPatch) -> None:
+    for lsn in range(1, 60):
+        tape.record("commit", lsn=lsn, text="x" * 50)
+    for _ in range(9):
+        tape.record("stall", lsn=None)
+    tape.close()
+    whole = path.read_bytes()
+    monkeypatch.setattr(tape_module, "_END_BYTES", 200)  # no line with a number among these, so that it looks again
+    monkeypatch.setattr(Tape, "_measure", lambda self: pytest.fail("all of it was read"))
+    for torn in (b"", b'{"t": 1'):
+        path.write_bytes(whole + torn)
+        opened = Tape(path)
+        assert (opened.last_lsn, opened.torn_bytes) == (59, len(torn))
+        opened.close()
+        assert path.read_bytes() == whole
+    monkeypatch.undo()
+    monkeypatch.setattr(tape_module, "_END_BYTES", 200)
+    path.write_bytes(whole + b"[]\n")
+    with pytest.raises(CorruptLogError, match="line 69"):
         Tape(path)
 
 

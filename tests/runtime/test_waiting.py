@@ -98,6 +98,6 @@ def test_the_end_waits_for_the_loss_of_the_final_anchor() -> None:
     progress = messages.Progress(4, 100, (0, 0), (((0, 100),),) * 2)
     syncer.tell("l0", messages.Leave("finished", progress, 25.0))
     syncer.now_s += 20.0
-    assert waits(syncer) == [("the loss of the final anchor", ["l0"], 20.0, 100.0, "the run ends without it")]
+    assert waits(syncer) == [("the loss of the final anchor", ["l0"], 20.0, 3580.0, "the run ends without it")]
     syncer.tell("l0", messages.Evaluated(2.5))
     assert waits(syncer) == []

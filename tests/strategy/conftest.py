@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,6 +64,7 @@ class Scenario:
     is_last: bool = False  # nobody else is in the run when this learner leaves
     others_tokens: int = 0
     differing: tuple[str, ...] = ()  # frozen parameters that are not those of the run
+    lands: bool = True  # each step changes an anchor; else none is merged, to the end
     stopped_after: int | None = None  # the run is over when this learner has made so many steps
     made: list[RecordingLink] = field(default_factory=list)
 
@@ -77,13 +79,14 @@ class RecordingLink:
 
     scenario: Scenario
 
-    def __init__(self, run_options: dict[str, Any], learner: LearnerConfig, root_dir: Path) -> None:
+    def __init__(self, run_options: dict[str, Any], learner: LearnerConfig, root_dir: Path | None) -> None:
         self.run_options, self.learner, self.root_dir = run_options, learner, root_dir
         self.learner_id, self.data_part = self.scenario.learner_id, None
         self.run, self.incarnation, self.is_late = "run", self.scenario.incarnation, self.scenario.is_late
         self.run_steps = self.scenario.run_steps
         self.differing = self.scenario.differing
         self.own_run_dir: Path | None = None
+        self.lock = threading.Lock()  # cannot be copied, as nothing can that belongs to a run
         self.events: list[str] = []
         self.boundary: list[torch.Tensor] = []  # parameters where the last step ended
         self.unchanged: list[bool] = []  # by step: whether they were still the same when it settled first
@@ -119,6 +122,14 @@ class RecordingLink:
         part, parts = self.data_part or (0, None)
         self.slot = part if slot is None else slot
         self.config = replace(self.config, data_parts=parts)
+
+    @property
+    def num_landings(self) -> int:
+        return len(self.steps) if self.scenario.lands else 0
+
+    @property
+    def is_drained(self) -> bool:
+        return self.scenario.lands
 
     @property
     def fleet_tokens(self) -> int:
@@ -168,7 +179,7 @@ class RecordingLink:
     def finish(self, reason: str = "finished", within_s: float | None = None) -> bool:
         self.events.append("finish" if reason == "finished" else reason)
         self.drained = self._parameters()
-        for p in range(self.plan.num_fragments):
+        for p in range(self.plan.num_fragments) if self.scenario.lands else ():
             full = Update(full=self.device.anchor(p) + 1, chain=(), sent=None)
             self.device.land(p, self.device.stage(p, full))
         return self.scenario.is_last

@@ -102,9 +102,17 @@ def test_a_fit_without_sigterm_leaves_no_guard(fit):
 def test_whatever_hangs_the_process_is_gone_when_the_grace_is_over():
     ended: queue.Queue[int] = queue.Queue()
     preemption = Preemption(0.05, ended.put)
+    preemption.has_trained = True
     preemption.notice()
     preemption.close()  # a fit that was left is not yet a process that has ended
     assert ended.get(timeout=WITHIN_S) == EXIT_CODE
+
+
+def test_before_the_first_step_the_signal_ends_the_process_at_once(caplog):
+    ended: queue.Queue[int] = queue.Queue()
+    Preemption(600.0, ended.put).notice()
+    assert ended.get(timeout=WITHIN_S) == EXIT_CODE
+    assert "nothing to save" in caplog.text
 
 
 def test_the_time_left_counts_from_the_first_signal():

@@ -82,9 +82,9 @@ def test_strategy_resumes_from_a_plain_checkpoint(scenario, model, trainer_for, 
 
 def test_model_checkpoint_in_validation_saves_both_values(scenario, model, trainer_for, tmp_path):
     start = model.body.weight.detach().clone()
-    keep = ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss", filename="best")
-    trainer_for(max_steps=2, val_check_interval=2, enable_checkpointing=True, callbacks=keep).fit(model)
-    checkpoint = torch.load(keep.best_model_path, weights_only=False)
+    keep = ModelCheckpoint(tmp_path / "ckpt", monitor="val_loss", filename="{step}", save_top_k=-1)
+    trainer_for(max_steps=3, val_check_interval=2, enable_checkpointing=True, callbacks=keep).fit(model)
+    checkpoint = torch.load(tmp_path / "ckpt" / "step=2.ckpt", weights_only=False)
     assert torch.equal(checkpoint["state_dict"]["body.weight"], start)
     assert not torch.equal(checkpoint[CHECKPOINT_KEY]["local"]["body.weight"], start)
 

@@ -38,7 +38,8 @@ def test_frozen_digest_differs_if_a_frozen_value_differs(scenario, model, traine
 def test_fit_starts_steps_validates_and_ends_in_order(scenario, model, trainer_for):
     trainer_for(max_steps=4, val_check_interval=2, num_sanity_val_steps=1).fit(model)
     val = ["evaluating", "training"]
-    assert scenario.link.events == ["start", "step", "step", *val, "step", "step", *val, "finish", "close"]
+    assert scenario.link.events == ["start", "step", "step", *val, "step", "step", "finish", "close"]
+    assert len(model.validated) == 3  # the last one is of what `fit` leaves
     assert scenario.link.steps == [(BATCH_TOKENS, "tokens")] * 4
 
 
@@ -117,14 +118,17 @@ def test_validation_sees_the_anchor_and_training_goes_on_locally(scenario, model
 
     trainer_for(max_steps=3, val_check_interval=1, callbacks=Keep()).fit(model)
     assert not torch.equal(local[0], start)
-    assert all(torch.equal(weight, start) for weight in model.validated)
+    *during, last = model.validated
+    assert all(torch.equal(weight, start) for weight in during)
+    assert torch.equal(last, start + 1)  # drained
 
 
 def test_validation_sees_local_parameters_if_asked(scenario, model, trainer_for):
     start = model.body.weight.detach().clone()
     strategy = DecoupledDiLoCoStrategy(evaluate="local")
-    trainer_for(strategy=strategy, max_steps=1, val_check_interval=1, num_sanity_val_steps=0).fit(model)
+    trainer_for(strategy=strategy, max_steps=2, val_check_interval=1, num_sanity_val_steps=0).fit(model)
     assert not torch.equal(model.validated[0], start)
+    assert torch.equal(model.validated[1], start + 1)  # what `fit` leaves
     assert scenario.link.events[2:4] == ["evaluating", "training"]
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
-from lightning_diloco.strategy.losses import train_loss
+from lightning_diloco.strategy.losses import NOT_VALIDATED, train_loss
 
 
 class Stop(Callback):
@@ -39,10 +39,18 @@ def _last(scenario):
     scenario.is_last = True
 
 
+@pytest.fixture
+def _joined(monkeypatch):
+    """The run is that of others, who want to know its loss."""
+    monkeypatch.setenv("DILOCO_JOIN", "diloco://127.0.0.1:1/run#secret")
+
+
+@pytest.mark.usefixtures("_joined")
 @pytest.mark.parametrize("end", ENDS)
-def test_last_learner_reports_the_loss_of_the_drained_anchor(scenario, model, trainer_for, end):
+def test_last_learner_of_a_run_it_joined_reports_the_loss_of_the_drained_anchor(scenario, model, trainer_for, end):
     start = model.body.weight.detach().clone()
     trainer_for(**ENDS[end], num_sanity_val_steps=0).fit(model)
+    assert len(model.validated) == 1  # Lightning's, where it validates
     assert torch.equal(model.validated[-1], start + 1)  # the stand-in's anchors grow by 1 at the end
     with torch.no_grad():
         wanted = model.loss(next(iter(model.val_dataloader()))).item()
@@ -50,6 +58,7 @@ def test_last_learner_reports_the_loss_of_the_drained_anchor(scenario, model, tr
     assert scenario.link.events[-3:] == ["finish", "report", "close"]
 
 
+@pytest.mark.usefixtures("_joined")
 def test_who_is_not_last_validates_nothing(scenario, model, trainer_for):
     scenario.is_last = False
     trainer_for(num_sanity_val_steps=0).fit(model)
@@ -57,6 +66,15 @@ def test_who_is_not_last_validates_nothing(scenario, model, trainer_for):
     assert scenario.link.events[-2:] == ["finish", "close"]
 
 
+def test_who_began_the_run_validates_no_more_than_lightning(scenario, model, trainer_for):
+    trainer_for(num_sanity_val_steps=0).fit(model)  # four of an epoch's six batches
+    trainer_for(num_sanity_val_steps=0, max_steps=6).fit(model)
+    assert len(model.validated) == 1
+    assert scenario.made[0].reports == [(None, NOT_VALIDATED)]
+    assert scenario.made[1].reports == [(pytest.approx(scenario.made[1].reports[0][0]), None)]
+
+
+@pytest.mark.usefixtures("_joined")
 def test_without_a_loss_the_report_says_why(scenario, model, trainer_for, monkeypatch):
     trainer_for(limit_val_batches=0).fit(model)
     monkeypatch.setattr(type(model), "validation_step", lambda self, batch, batch_idx: self.log("accuracy", 1.0))
@@ -65,7 +83,7 @@ def test_without_a_loss_the_report_says_why(scenario, model, trainer_for, monkey
     trainer_for(num_sanity_val_steps=0).fit(model)
     losses, reasons = zip(*(link.reports[0] for link in scenario.made), strict=True)
     assert losses == (None, None, None)
-    assert reasons[0] == "nothing to validate: no validation_step, no validation data, or limit_val_batches=0"
+    assert reasons[0] == NOT_VALIDATED
     assert reasons[1] == "validation logs no loss: no name contains 'loss' (found: accuracy)"
     assert reasons[2] == "validation failed: ZeroDivisionError('division by zero')"
 
@@ -89,15 +107,17 @@ def test_preferred_names_win_over_other_losses(scenario, model, trainer_for, mon
         self.log_dict({"aux_loss": 3.0, "val/loss": 2.0})
 
     monkeypatch.setattr(type(model), "validation_step", validation_step)
-    trainer_for(num_sanity_val_steps=0).fit(model)
+    trainer_for(num_sanity_val_steps=0, max_steps=6).fit(model)
     assert scenario.link.reports == [(2.0, None)]
 
 
-def test_final_validation_is_seen_by_loggers_and_callbacks_as_any_other(scenario, model, trainer_for, tmp_path):
+@pytest.mark.usefixtures("_joined")
+def test_one_more_validation_is_seen_by_loggers_and_callbacks_as_any_other(scenario, model, trainer_for, tmp_path):
     logger = CSVLogger(tmp_path)
     keep = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", mode="max", filename="best")
+    callbacks = [keep, EarlyStopping("val_loss")]
     trainer = trainer_for(
-        logger=logger, callbacks=[keep, EarlyStopping("val_loss")], enable_checkpointing=True, val_check_interval=2
+        logger=logger, callbacks=callbacks, enable_checkpointing=True, val_check_interval=2, max_steps=5
     )
     trainer.fit(model)
     rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
@@ -162,6 +182,6 @@ def test_a_loss_that_is_spread_over_ranks_is_put_together_by_all_of_them(monkeyp
 
 def test_losses_that_are_not_finite_are_not_told(scenario, model, trainer_for, monkeypatch):
     monkeypatch.setattr(type(model), "loss", lambda self, batch: self.body.weight.sum() * float("nan"))
-    trainer_for(num_sanity_val_steps=0).fit(model)
+    trainer_for(num_sanity_val_steps=0, max_steps=6).fit(model)
     assert scenario.link.losses == []
     assert scenario.link.reports == [(None, "the loss is nan")]

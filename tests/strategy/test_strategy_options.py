@@ -1,18 +1,17 @@
 """Options are validated together; the bare strategy becomes the right class; the name is registered once."""
 
 import sys
-from types import ModuleType
 
 import pytest
 import torch
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.decoupled import SingleDeviceDiLoCo, _final_class
+from lightning_diloco.strategy.inner import check_devices
 from lightning_diloco.strategy.registration import register
 
 
@@ -57,10 +56,19 @@ def test_precision_and_accelerator_survive_binding(trainer_for):
     assert trainer.strategy.accelerator is trainer.accelerator
 
 
-@pytest.mark.parametrize(("device", "num_nodes"), [("mps", 1), ("mps", 2)])
+@pytest.mark.parametrize(("device", "num_nodes"), [("hpu", 1), ("hpu", 2)])
 def test_unsupported_devices_are_refused(device, num_nodes):
     with pytest.raises(ConfigError, match=rf"{num_nodes} node\(s\) .* type {device}"):
         _final_class([torch.device(device)], num_nodes)
+
+
+def test_apple_silicon_is_told_what_to_pass():
+    said = {"match": r"of type mps.*pass Trainer\(accelerator=\"cpu\"\)"}
+    with pytest.raises(ConfigError, **said):
+        _final_class([torch.device("mps", 0)], 1)
+    with_inner = DecoupledDiLoCoStrategy(DDPStrategy())
+    with pytest.raises(ConfigError, **said):
+        check_devices(with_inner, [torch.device("mps", 0)], 1)
 
 
 def test_cuda_device_gets_a_final_class():
@@ -71,16 +79,6 @@ def test_registering_twice_changes_nothing():
     before = StrategyRegistry["decoupled_diloco"]
     register()
     assert StrategyRegistry["decoupled_diloco"] is before
-
-
-def test_trainer_of_the_other_package_gets_a_clear_error(monkeypatch):
-    other = ModuleType("pytorch_lightning.strategies")
-    other.StrategyRegistry = _StrategyRegistry()
-    monkeypatch.setitem(sys.modules, other.__name__, other)
-    register()
-    register()
-    with pytest.raises(ConfigError, match="replace `import pytorch_lightning as pl`"):
-        other.StrategyRegistry.get("decoupled_diloco")
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")

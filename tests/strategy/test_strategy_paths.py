@@ -1,10 +1,13 @@
 """Two learners with one script write to different places."""
 
+from pathlib import Path
+
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.strategy.paths import checkpoint_url
 
 
 def fit_as(learner, model, trainer_for, **options):
@@ -104,3 +107,39 @@ def test_validate_moves_nothing(scenario, model, trainer_for, tmp_path):
     trainer = trainer_for(strategy=DecoupledDiLoCoStrategy(learner="ada"))
     trainer.validate(model, verbose=False)
     assert trainer.default_root_dir == str(tmp_path)
+
+
+@pytest.fixture
+def fit_in(model, trainer_for, monkeypatch):
+    """Fits in a working directory."""
+
+    def fit(folder, **options):
+        monkeypatch.chdir(folder)
+        trainer_for(max_steps=1, limit_val_batches=0, **options).fit(model)
+
+    return fit
+
+
+@pytest.mark.parametrize(
+    ("options", "folder"),
+    [
+        ({"default_root_dir": "memory://bucket/root", "enable_checkpointing": True}, None),  # no folder of that name
+        ({"default_root_dir": None}, None),  # nobody wants any file
+        ({"default_root_dir": None, "logger": True}, "."),
+        ({"default_root_dir": None, "enable_checkpointing": True}, "."),
+        ({"default_root_dir": "given"}, "given"),
+    ],
+    ids=str,
+)
+def test_a_run_begun_here_lies_where_files_are_wanted(scenario, fit_in, tmp_path, options, folder):
+    fit_in(tmp_path, **options)
+    assert scenario.link.root_dir == (None if folder is None else tmp_path if folder == "." else Path(folder))
+    if folder is None:
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_of_learners_may_lie_in_a_bucket(tmp_path, monkeypatch):
+    monkeypatch.delenv("DILOCO_RUN_DIR", raising=False)
+    assert checkpoint_url(None, None, "s3://bucket/root", "run") == "s3://bucket/root/diloco-checkpoints/run"
+    assert checkpoint_url(None, None, str(tmp_path), "run") == str(tmp_path / "diloco-checkpoints" / "run")
+    assert checkpoint_url(None, tmp_path / "run", "s3://bucket/root", "run") == str(tmp_path / "run" / "checkpoints")

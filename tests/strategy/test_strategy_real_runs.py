@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +232,37 @@ def test_fits_of_one_process_are_runs_of_their_own(runs, fit, model):
     fit(model)
     assert not torch.equal(model.body.weight, middle)
     assert [summary["status"] for summary in runs.summaries()] == ["finished", "finished"]
+
+
+class KillSyncer(Callback):
+    """At step 6, with SIGKILL; keeps the last parameters of training."""
+
+    def __init__(self, runs: Runs, then: Callable[[], object] = lambda: None) -> None:
+        self._runs, self._then = runs, then
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 6:
+            (syncer,) = self._runs.syncers()
+            self._then()
+            syncer.kill()
+        self.weight = pl_module.body.weight.detach().clone()
+
+
+def test_a_killed_syncer_comes_back_and_nothing_is_lost(runs, fit, model):
+    fit(model, max_steps=18, callbacks=KillSyncer(runs))
+    summary = runs.summary
+    assert summary["status"] == "finished"
+    assert summary["tokens_seen"] == summary["tokens_merged"] == 18 * BATCH_TOKENS * 2
+    assert summary["tokens_pending"] == 0
+    assert summary["ledger_exact"]
+
+
+def test_a_syncer_that_never_comes_back_leaves_the_trained_parameters(runs, model, trainer_for, tmp_path, caplog):
+    strategy = DecoupledDiLoCoStrategy(sync_every=4, num_fragments=2, overlap=1, drain_s=1.0)
+    kill = KillSyncer(runs, then=lambda: [path.unlink() for path in tmp_path.glob("diloco/*/join")])
+    keep = ModelCheckpoint(tmp_path / "kept", save_last=True)
+    trainer_for(strategy=strategy, max_steps=18, enable_checkpointing=True, callbacks=[kill, keep]).fit(model)
+    assert torch.equal(model.body.weight, kill.weight)
+    assert torch.equal(torch.load(keep.last_model_path, weights_only=True)["state_dict"]["body.weight"], kill.weight)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("was left at step 18 before all of this learner's work was merged" in text for text in said) == 1

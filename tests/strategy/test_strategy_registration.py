@@ -64,10 +64,11 @@ def test_the_name_is_known_in_any_order(stand_in: Path, imports: str) -> None:
     assert python(imports + SHOW, stand_in) == "['decoupled_diloco', 'other']"
 
 
-def test_nothing_is_left_in_the_import_system(stand_in: Path) -> None:
+def test_nothing_but_the_finder_for_the_other_package_is_left_in_the_import_system(stand_in: Path) -> None:
     code = "before = list(sys.meta_path); import lightning_diloco, lightning, pytorch_lightning.strategies as other; "
-    assert python(f"{code}print(sys.meta_path == before, sorted(other.StrategyRegistry))", stand_in) == (
-        "True ['decoupled_diloco', 'other']"
+    code += "left = [type(it).__name__ for it in sys.meta_path if it not in before]; "
+    assert python(f"{code}print(left, sorted(other.StrategyRegistry))", stand_in) == (
+        "['_Mirror'] ['decoupled_diloco', 'other']"
     )
 
 
@@ -102,14 +103,3 @@ def test_a_trainer_finds_the_strategy(order: str) -> None:
         "print(isinstance(trainer.strategy, lightning_diloco.DecoupledDiLoCoStrategy))"
     )
     assert python(code).endswith("True")
-
-
-@pytest.mark.slow
-def test_the_other_package_is_told_what_to_import() -> None:
-    pytest.importorskip("pytorch_lightning")
-    code = (
-        "import warnings; warnings.simplefilter('ignore'); import lightning_diloco, pytorch_lightning as pl\n"
-        "try: pl.Trainer(strategy='decoupled_diloco', accelerator='cpu', logger=False)\n"
-        "except lightning_diloco.errors.ConfigError as error: print(error)"
-    )
-    assert "import lightning.pytorch as pl" in python(code)

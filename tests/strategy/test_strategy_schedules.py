@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, OneCycleLR, SequentialLR, StepLR
 
 from tests.strategy.conftest import Scenario, TinyModel
 
@@ -86,6 +86,34 @@ def test_schedules_of_schedules_go_along(late: Fit) -> None:
         alone["optimizer"].step()
         alone["lr_scheduler"]["scheduler"].step()
     assert late(chain)[0] == pytest.approx(alone["optimizer"].param_groups[0]["lr"] / 0.1)
+
+
+def test_chained_schedules_are_held_at_the_end_too(late: Fit) -> None:
+    assert late(lambda optimizer: ChainedScheduler([count(optimizer)])) == pytest.approx([*range(8, 20), *[20] * 8])
+
+
+def test_a_schedule_of_another_library_trains(trainer_for: Callable[..., L.Trainer], scenario: Scenario) -> None:
+    class OfTimm:
+        """What timm's schedulers have."""
+
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+        def step(self, epoch: int) -> None:
+            self.optimizer.param_groups[0]["lr"] = 1 / (1 + epoch)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        load_state_dict = state_dict
+
+    class Model(Scheduled):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.step(epoch=self.global_step)
+
+    model = Model(OfTimm)
+    trainer_for(max_steps=3, limit_val_batches=0).fit(model)
+    assert model.rates[1:] == pytest.approx([5, 10 / 3])
 
 
 @pytest.mark.parametrize(

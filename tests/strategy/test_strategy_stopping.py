@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from lightning_diloco import DecoupledDiLoCoStrategy
@@ -15,7 +16,7 @@ from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.schedules import FleetTokenLR, warmup_cosine
 from tests.strategy.conftest import LENGTH, Scenario, TinyModel
 
-BATCH = 4
+BATCH, BATCHES = 4, 6  # samples of a batch, batches of an epoch
 STEP_TOKENS = BATCH * LENGTH
 LOW_ENOUGH = {"monitor": "val_loss", "stopping_threshold": 1e9}  # any loss is
 
@@ -50,6 +51,59 @@ def test_early_stopping_on_the_anchor_ends_the_run_before_the_drain(
     assert "Stopping threshold reached" in said
     assert len(scenario.link.steps) == 3
     assert scenario.link.events.index(said) < scenario.link.events.index("finish")
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "train_loss"])
+def test_early_stopping_at_an_epochs_end_ends_the_run_if_it_is_because_of_the_anchor(
+    scenario: Scenario, model: TinyModel, trainer_for: Callable[..., L.Trainer], monitor: str
+) -> None:
+    trainer = trainer_for(max_steps=20, callbacks=EarlyStopping(**{**LOW_ENOUGH, "monitor": monitor}))
+    trainer.fit(model)
+    assert len(scenario.link.steps) == BATCHES  # of the first epoch
+    said = stops(scenario)
+    assert len(said) == (monitor == "val_loss")
+    assert all("Stopping threshold reached" in each for each in said)
+
+
+NO_BETTER = {"monitor": "val_loss", "patience": 2, "min_delta": 1e9}  # but for the first, nothing is
+NO_LESS = {"threshold": 1e9, "threshold_mode": "abs"}
+VALIDATED = {"epochs": {}, "steps": {"val_check_interval": 2}, "both": {"val_check_interval": 3}}
+
+
+@pytest.mark.parametrize("often", VALIDATED)
+@pytest.mark.parametrize("lands", [True, False])
+def test_an_anchor_that_has_not_changed_stops_nobody(
+    scenario: Scenario, model: TinyModel, trainer_for: Callable[..., L.Trainer], lands: bool, often: str
+) -> None:
+    scenario.lands = lands
+    stopping = EarlyStopping(**NO_BETTER, check_on_train_epoch_end=True if often == "both" else None)
+    trainer_for(max_steps=36, callbacks=stopping, **VALIDATED[often]).fit(model)
+    if lands:
+        assert len(scenario.link.steps) == (6 if often == "steps" else 18)
+        assert stops(scenario)
+    else:
+        assert len(scenario.link.steps) == 36
+        assert stops(scenario) == []
+
+
+@pytest.mark.parametrize("often", ["epochs", "steps"])
+@pytest.mark.parametrize("lands", [True, False])
+def test_an_anchor_that_has_not_changed_lowers_no_rate(
+    scenario: Scenario, trainer_for: Callable[..., L.Trainer], lands: bool, often: str
+) -> None:
+    class Plateau(TinyModel):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, **NO_LESS)
+            when = {"interval": "epoch"} if often == "epochs" else {"interval": "step", "frequency": 2}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss", **when}}
+
+    scenario.lands = lands
+    model = Plateau()
+    trainer = trainer_for(max_steps=18, **VALIDATED[often])
+    trainer.fit(model)
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    assert rate < model.learning_rate if lands else rate == model.learning_rate
 
 
 @pytest.mark.parametrize("when", ["local parameters", "training"])

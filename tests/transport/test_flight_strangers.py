@@ -23,8 +23,9 @@ from tests.transport.conftest import every_call
 def test_a_wrong_token_is_an_auth_error_on_every_call(served, dial, handler):
     address = served.join_address("run")
     for call in every_call(dial(replace(address, token="stolen-guess"))):
-        with pytest.raises(AuthError, match="refused the token"):
+        with pytest.raises(AuthError, match="refused the token") as caught:
             call()
+        assert caught.value.__suppress_context__, "Arrow's own traceback would be read first"
     assert not handler.entered.is_set()
 
 

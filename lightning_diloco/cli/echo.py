@@ -1,0 +1,49 @@
+"""Warnings of ours in the learners' logs, shown once each where the run is watched.
+
+A warning is a line as Python's `warnings` and Lightning's `rank_zero_warn` print it, from a file of this package. The
+same one of several learners, which may differ in numbers, is shown once. Source: our choice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_OURS = re.compile(r"\S*lightning_diloco/\S+\.py:\d+: (?:\w*Warning: )?(.+)")
+_NUMBER = re.compile(r"\d+")
+
+
+class Echo:
+    """Reads what was added to logs since it was made.
+
+    Args:
+        logs: by learner; they need not exist yet.
+        say: is told each warning.
+    """
+
+    def __init__(self, logs: Mapping[str, Path], say: Callable[[str], None]) -> None:
+        self._logs = logs
+        self._say = say
+        self._read_bytes = {name: log.stat().st_size if log.exists() else 0 for name, log in logs.items()}
+        self._said: set[str] = set()
+
+    def look(self) -> None:
+        """Say what is new; never waits."""
+        for name, log in self._logs.items():
+            for text in map(_OURS.fullmatch, self._new_lines(name, log)):
+                if text is not None and (kind := _NUMBER.sub("N", text[1])) not in self._said:
+                    self._said.add(kind)
+                    self._say(f"{name} warns: {text[1]}")
+
+    def _new_lines(self, name: str, log: Path) -> list[str]:
+        """Whole ones; a line that has no end yet is read again."""
+        if not log.exists() or log.stat().st_size <= self._read_bytes[name]:
+            return []
+        with log.open("rb") as file:
+            file.seek(self._read_bytes[name])
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read_bytes[name] += len(whole)
+        # A progress bar redraws its line after "\r".
+        return [line.rpartition("\r")[2] for line in whole.decode(errors="replace").replace("\r\n", "\n").split("\n")]

@@ -1,0 +1,20 @@
+"""What this machine, or this container, has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def memory_here() -> int:
+    """Bytes of memory that processes on this machine, or in this container, may have."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def cores_here() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,112 @@
+"""The anchor of a run in a module of one's own: what there is after a crash, or where nobody waited for the end.
+
+1. It comes from the syncer's own snapshot and log, as after a restart, so it is the run's, bit for bit. The run must be
+   stopped or finished: a syncer that still runs holds the log's lock, and that is said. It takes the syncer's memory,
+   15 bytes per parameter, and the model's.
+2. Names and shapes are compared with the run's manifest, and frozen parameters (a LoRA's base) with its digests:
+   nothing is loaded that the run did not train. Buffers, such as the statistics of a BatchNorm, and copies of trained
+   parameters (a teacher) are in no anchor.
+3. Values take the dtype and the device of the parameters.
+
+Source: our choice.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_diloco.core.fragments import scatter
+from lightning_diloco.errors import ConfigError, PlanMismatchError, StorageError
+from lightning_diloco.protocol import SyncerState
+from lightning_diloco.runtime.anchors import AnchorStore
+from lightning_diloco.runtime.durable import Durable
+from lightning_diloco.runtime.manifest import check_model, plan_of
+from lightning_diloco.strategy.model import describe, named_values, trainable_parameters
+from lightning_diloco.strategy.own_state import copies_of_trained
+from lightning_diloco.transport.base import Json
+
+
+def load_anchor(run_dir: str | os.PathLike[str], module: nn.Module) -> None:
+    """Load the anchor of a stopped or finished run into the module that it trained.
+
+    Args:
+        run_dir: RUN_DIR; of a script that started a syncer of its own, `default_root_dir/diloco/<time>`.
+        module: the LightningModule, made as for training; its trainable parameters are set, its buffers are left alone.
+
+    Raises:
+        ConfigError: this is no run directory, or the run has no values yet.
+        PlanMismatchError: the module is not the run's model, or its frozen parameters differ.
+        StorageError: a syncer still works in the directory, or its files cannot be read.
+    """
+    manifest, store = read_anchor(Path(run_dir))
+    put_anchor(module, manifest, store)
+
+
+def read_anchor(run_dir: Path) -> tuple[Json, AnchorStore]:
+    """Manifest and anchors of a stopped run, as a restart of its syncer would find them.
+
+    Raises:
+        ConfigError: this is no run directory, or the run has no values yet.
+        StorageError: a syncer works in it.
+        CorruptLogError: the files are damaged.
+    """
+    if not (run_dir / "syncer" / "log").is_dir():
+        raise ConfigError(f"{run_dir} has no syncer/log: no syncer ever ran there; give the RUN_DIR of a run")
+    try:
+        durable = Durable(run_dir)
+    except StorageError as error:
+        raise StorageError(
+            error.errno, f"{run_dir} cannot be read: {error}; wait for the run's end, or stop its syncer (SIGTERM)"
+        ) from error
+    try:
+        state = SyncerState(run=run_dir.name)
+        store = durable.restore(state, time.monotonic())
+    finally:
+        durable.close()
+    if store is None or state.manifest is None:
+        raise ConfigError(f"the run in {run_dir} has no start values yet: nothing was trained; let a learner join")
+    return state.manifest, store
+
+
+def put_anchor(module: nn.Module, manifest: Json, store: AnchorStore) -> None:
+    """Put the published values into a module's parameters.
+
+    Args:
+        module: whose.
+        manifest: of the run.
+        store: of the run.
+
+    Raises:
+        PlanMismatchError: the module is not the run's model, or its frozen values differ.
+    """
+    params = trainable_parameters(module, manifest["shapes"])
+    mine = replace(describe(module, None, params=params), copies=copies_of_trained(module, params))
+    check_model(mine, manifest)
+    frozen = manifest["frozen"]
+    confirmed = mine.confirmed(frozen)
+    odd = sorted(name for name in frozen if confirmed.get(name) != frozen[name])
+    if odd:
+        raise PlanMismatchError(
+            f"{len(odd)} frozen values are not those of the run, such as {odd[0]}: they must be equal; make the module "
+            "with the configuration, and the pretrained weights, that the run was started with"
+        )
+    plan, config = plan_of(manifest)
+    values = named_values(plan, config.block_size, params, lambda p: store.anchor(p).published)
+    with torch.no_grad():
+        for name, value in values.items():
+            params[name].copy_(value)
+
+
+def anchor_values(manifest: Json, store: AnchorStore) -> dict[str, Tensor]:
+    """The published values without a module: new float32 tensors on the host, by the names of the LightningModule."""
+    plan, config = plan_of(manifest)
+    tensors = {name: torch.empty(shape) for name, shape in plan.shapes.items()}
+    for fragment in range(plan.num_fragments):
+        scatter(plan.layout(fragment, config.block_size), store.anchor(fragment).published, tensors)
+    return tensors

@@ -1,0 +1,180 @@
+"""Does the anchor's loss depend on how many learners happen to take part in a round?
+
+python -m tests.bench.loss_by_participation                                  every task, M = 4, three seeds
+python -m tests.bench.loss_by_participation --tasks classifier --learners 2 8 --seeds 1
+
+1. The real machines and the real arithmetic, in one process with a simulated clock. Who takes part is forced (learners
+   hear only of rounds that their group opened), or follows from slow networks, slow learners, and late starts.
+2. Every arm trains on as many steps per learner, but "comes and goes", where one learner leaves at half time and
+   another one comes then.
+3. The control shares each round out among those who are in it, as the paper does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.protocol.shares import shares_of_work
+from lightning_diloco.simulate.fleet import Pace
+from tests.bench import report
+from tests.bench.tasks import BATCH, TASKS, Task
+from tests.bench.training_fleet import TrainingFleet
+
+STEPS = {"classifier": 800, "gan": 1200}
+BOUND, BOUND_PLAIN = 0.02, 0.05
+FULL, CONTROL = "all in every round", "control: shares of the round"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way to take part.
+
+    Args:
+        together: learners that are in a round together, as a part of all; 1: whoever is there.
+        latency_steps: of control messages, one way.
+        waits: the grace window is long enough for everybody; else there is none.
+        staggered: learners begin spread over one period.
+        slowdown: of the last learner.
+        changes: the first learner leaves at half time, the last one comes then.
+        normalized: shares are of the round, not of the fleet.
+    """
+
+    together: float = 1.0
+    latency_steps: float | None = None
+    waits: bool = True
+    staggered: bool = False
+    slowdown: int = 1
+    changes: bool = False
+    normalized: bool = False
+
+
+QUARTER = Arm(together=0.25, waits=False, staggered=True)
+ARMS = {
+    FULL: Arm(),
+    "half of them": replace(QUARTER, together=0.5),
+    "a quarter": QUARTER,
+    "slow network, all wait": Arm(latency_steps=3),
+    "slow network, nobody waits": Arm(latency_steps=3, waits=False, staggered=True),
+    "slower network, nobody waits": Arm(latency_steps=10, waits=False, staggered=True),
+    "one is 4x slower": Arm(slowdown=4, waits=False),
+    "one is 10x slower": Arm(slowdown=10, waits=False),
+    "one leaves, one comes": Arm(changes=True),
+    CONTROL: replace(QUARTER, normalized=True),
+}
+
+
+def anchor_loss(task: Task, arm: Arm, *, learners: int, steps: int, **options: Any) -> dict[str, float]:
+    """Validation loss of the anchor, and participation.
+
+    Args:
+        task: what is trained on.
+        arm: who takes part.
+        learners: M.
+        steps: inner steps of each; a slower one does as many fewer.
+        options: of the run.
+    """
+    config = RunConfig(num_fragments=6, grace=10.0 if arm.waits else 0.0, **options)
+    spread_s = config.sync_every / learners if arm.staggered else 0.0
+    paces = [Pace(tokens=BATCH, num_steps=steps, starts_s=m * spread_s, drain_s=120.0) for m in range(learners)]
+    paces[-1] = replace(paces[-1], step_s=float(arm.slowdown), num_steps=steps // arm.slowdown)
+    if arm.changes:
+        paces[0] = replace(paces[0], num_steps=steps // 2)
+        paces[-1] = replace(paces[-1], num_steps=steps // 2, starts_s=float(steps // 2))
+    fleet = TrainingFleet(
+        config,
+        LearnerConfig(),
+        [task.model() for _ in range(learners)],
+        [task.batches(part, learners) for part in range(learners)],
+        paces,
+        together=max(1, round(arm.together * learners)),
+        latency_s=arm.latency_steps,
+    )
+    shares = _of_the_round if arm.normalized else shares_of_work
+    with mock.patch("lightning_diloco.protocol.rounds.shares_of_work", shares):
+        fleet.run_to_the_end(limit_s=3.0 * steps + 500)
+    errors = [learner.error for learner in fleet.learners.values() if learner.error]
+    assert not errors, errors
+    return {"loss": fleet.show_anchor().validation_loss(), "participation": fleet.participation}
+
+
+def _of_the_round(contributors: Sequence[object], at_work: object) -> tuple[float, ...]:
+    return (1 / len(contributors),) * len(contributors)
+
+
+def _trial(name: str, arm: str | None, learners: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
+    torch.set_num_threads(1)
+    task = TASKS[name](seed)
+    if arm is None:
+        return {"loss": task.plain(parts=learners, steps=STEPS[name]), "participation": 1.0}
+    return anchor_loss(task, ARMS[arm], learners=learners, steps=STEPS[name], **options)
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each task, number of learners and arm: means over the seeds."""
+    options = {name: value for name in ("merge", "outer_lr", "outer_momentum") if (value := getattr(args, name))}
+    wanted = [(task, arm, m) for task in args.tasks for m in args.learners for arm in (None, *ARMS)]
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        trials: dict[tuple[Any, ...], Any] = {
+            (*key, seed): pool.submit(partial(_trial, *key, seed, options)) for key in wanted for seed in args.seeds
+        }
+        found = {key: future.result() for key, future in trials.items()}
+    rows, means = [], dict[tuple[Any, ...], float]()
+    for task, arm, m in wanted:
+        each = [found[task, arm, m, seed] for seed in args.seeds]
+        means[task, arm, m] = loss = statistics.mean(one["loss"] for one in each)
+        row: dict[str, Any] = {"task": task, "M": m, "run": arm or "plain Trainer, M times the batch", "loss": loss}
+        row["participation"] = statistics.mean(one["participation"] for one in each)
+        if arm is not None:
+            row["against all"] = loss / means[task, FULL, m] - 1
+            row["against plain"] = loss / means[task, None, m] - 1
+        rows.append(row)
+    return rows
+
+
+def checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    """Of the classifier, whose losses can be told apart; a GAN's differ by more from seed to seed."""
+    rows = [row for row in rows if row["task"] == "classifier" and "against all" in row]
+    ours = [row for row in rows if row["run"] not in (CONTROL, "one leaves, one comes")]
+    control = min((row["against all"] for row in rows if row["run"] == CONTROL), default=0.0)
+    worst, plain = (max(row[against] for row in ours) for against in ("against all", "against plain"))
+    return {
+        f"at most {worst:+.1%} against all in every round, bound {BOUND:+.0%}": worst <= BOUND,
+        f"at most {plain:+.1%} against plain training, bound {BOUND_PLAIN:+.0%}": plain <= BOUND_PLAIN,
+        f"the control is {control:+.1%} off, more than {BOUND:+.0%}": control > BOUND,
+    }
+
+
+def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+    """Run, print, store; 1 if a check fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--learners", type=int, nargs="+", default=[4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--merge", choices=("rda", "mean"))
+    parser.add_argument("--outer-lr", type=float)
+    parser.add_argument("--outer-momentum", type=float)
+    parser.add_argument("--jobs", type=int, default=2, help="processes; each takes one core")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    rows = run(args)
+    say(report.table(rows, ["task", "M", "run", "participation", "loss", "against all", "against plain"]))
+    found = checks(rows) if "classifier" in args.tasks else {}
+    say("\n" + report.verdicts(found))
+    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": found})
+    return int(not all(found.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
