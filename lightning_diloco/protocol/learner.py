@@ -400,7 +400,9 @@ class LearnerState:
         self.drain_until_s = now_s + (drain_s if event.drain else 0.0)
         self._drain_latest_s = now_s + DRAIN_STAGES * len(self.fragments) * drain_s
         self._drain_alone_s = now_s + WAIT_SHARE * drain_s
-        return [self._heartbeat(now_s), *self._boundary(now_s), *self._drain(now_s)]
+        # Who leaves at once, after an error perhaps, keeps the parameters as they are.
+        boundary = self._boundary(now_s) if event.drain else []
+        return [self._heartbeat(now_s), *boundary, *self._drain(now_s)]
 
     def _drain(self, now_s: float) -> list[LearnerAction]:
         """Ask for rounds until everything is merged and landed, then leave."""

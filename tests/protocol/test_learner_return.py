@@ -210,6 +210,16 @@ def test_nothing_is_snapshotted_or_landed_after_the_leave_was_said() -> None:
     assert learner.handle(on.Pause()) == []
 
 
+def test_what_was_staged_does_not_land_if_the_learner_leaves_at_once() -> None:
+    learner = Learner()
+    learner.step()
+    learner.commit(1, 1)
+    learner.handle(on.Staged(1, 0, 1, None))
+
+    assert of_kind(learner.handle(on.Finish("failed", drain=False)), do.Land) == []
+    assert of_kind(learner.handle(on.Pause()), do.Land) == []
+
+
 @pytest.mark.parametrize("align", ["carry", "overwrite", "blend"])
 def test_the_books_balance_after_every_event(align: str) -> None:
     learner = Learner(align=align)
