@@ -86,7 +86,7 @@ _LEFT_WITH_WORK = (
 
 
 # Of one process and one fit; a copy of a strategy, such as in a worker of a data loader, is without.
-_NOT_COPIED = ("_link", "_left", "_device", "_healing", "_preemption", "_leased", "_raw_steps", "_copies")
+_NOT_COPIED = ("_link", "_left", "_device", "_healing", "_preemption", "_leased", "_raw_steps", "_copies", "own_state")
 
 
 class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
