@@ -13,6 +13,8 @@ import torch
 
 pytestmark = pytest.mark.slow
 
+State = dict[str, torch.Tensor]
+
 WITHIN_S = 180.0
 ROOT = Path(__file__).parents[2]
 # A teacher, a backbone that is frozen at first, statistics of BatchNorm, an optimizer with copies.
@@ -51,7 +53,7 @@ trainer = L.Trainer(
     enable_checkpointing=False, callbacks=BackboneFinetuning(3, lambda_func=lambda epoch: 1.0),
 )
 model = Model()
-start = model.backbone[0].weight.detach().clone()
+start = copy.deepcopy(model.state_dict())
 trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
 torch.save({"state": model.state_dict(), "start": start}, os.path.join(trainer.default_root_dir, "end.pt"))
 """
@@ -80,13 +82,17 @@ def test_learners_with_teachers_and_backbones_become_one_model(tmp_path: Path) -
     assert summary["ledger_exact"]
     assert summary["tokens_merged"] == summary["tokens_seen"]
     first, second = (torch.load(run_dir / "learners" / name / "end.pt") for name in ("l0", "l1"))
-    assert not torch.equal(first["start"], second["start"]), "they were built from different seeds"
     a, b = first["state"], second["state"]
-    for name in (n for n in a if n.startswith(("student", "backbone.0", "backbone.1.weight", "backbone.1.bias"))):
-        assert torch.allclose(a[name], b[name], atol=0.02), name
-    moved = (a["backbone.0.weight"] - first["start"]).abs().max()
-    assert moved > 0.04
+    exchanged = [n for n in a if n.startswith(("student", "backbone.0", "backbone.1.weight", "backbone.1.bias"))]
+    began = apart(first["start"], second["start"], exchanged)
+    assert began > 1.0, "they were built from different seeds"
+    assert apart(a, b, exchanged) < 0.1 * began  # who left first has an anchor that is some versions older
+    assert apart(a, first["start"], ["backbone.0.weight"]) > 0.1
     for state in (a, b):
-        for name in (n for n in state if n.startswith("teacher")):
-            assert torch.allclose(state[name], state[name.replace("teacher", "student")], atol=0.15), name
+        student = {name.replace("student", "teacher"): value for name, value in state.items()}
+        assert apart(state, student, [n for n in state if n.startswith("teacher")]) < 0.3 * began
     assert not torch.equal(a["backbone.1.running_mean"], b["backbone.1.running_mean"]), "statistics are each one's own"
+
+
+def apart(one: State, other: State, names: list[str]) -> float:
+    return torch.stack([(one[name] - other[name]).norm() for name in names]).norm().item()
