@@ -62,7 +62,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Default 2.
         quorum: contributions a round needs; lowered to the number of learners stepping. Default 1.
         grace: how long a met quorum waits for more, in seconds, or "adaptive", the default.
-        merge: "rda" (default) or "mean". Embeddings always use the mean.
+        merge: "mean" (default), or "rda", the paper's; see `RunConfig`.
         align: steps trained while a round was in flight: "carry" keeps them (default), "overwrite" drops them, "blend"
             mixes.
         blend_alpha: weight of the local value under "blend", 0..1. Default 0.5.

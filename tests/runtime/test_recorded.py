@@ -16,14 +16,15 @@ from lightning_diloco.protocol import records
 from lightning_diloco.runtime.manifest import plan_of
 from lightning_diloco.runtime.recorded import Recorded, Recorder, read_commit, read_seed
 from lightning_diloco.runtime.redo_log import RedoLog
-from tests.runtime.fleet import Fleet
+from tests.runtime.fleet import OPTIONS, Fleet
 
 BF16_STEP = 2.0**-8
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
-    with Fleet(tmp_path_factory.mktemp("run"), record_contributions=True) as fleet:
+    options = {**OPTIONS, "merge": "rda"}  # the mean is a part of it
+    with Fleet(tmp_path_factory.mktemp("run"), record_contributions=True, run_options=options) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(12)
         for learner in learners:

@@ -132,7 +132,7 @@ def test_a_disk_that_takes_no_snapshot_still_takes_commits(tmp_path: Path, monke
 # --------------------------------------------------------------------------------------------------------- arithmetic
 
 SHAPES = {"a": (8, 16)}
-CONFIG = RunConfig(sync_every=4, num_fragments=1, overlap=1, block_size=16, wire="bf16")
+CONFIG = RunConfig(sync_every=4, num_fragments=1, overlap=1, block_size=16, wire="bf16", merge="rda")
 PLAN = FragmentPlan.balanced(SHAPES, num_fragments=1, max_slice_numel=1 << 20)
 
 
