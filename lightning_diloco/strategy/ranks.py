@@ -39,12 +39,14 @@ from lightning_diloco.strategy.healing import Healing, Owner
 from lightning_diloco.strategy.launchers import Processes, Scripts
 from lightning_diloco.strategy.ranges import Batches, RangeBatches, Ranges
 from lightning_diloco.strategy.ranks_healing import RanksHealing, layout_of
+from lightning_diloco.strategy.splitting import wants_link
 from lightning_diloco.strategy.stopping import StoppingTogether
 
 if TYPE_CHECKING:
     from lightning_diloco.runtime.follower import FollowerLink
     from lightning_diloco.runtime.footprint import Footprint
     from lightning_diloco.runtime.leader import LeaderLink
+    from lightning_diloco.runtime.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class RanksHooks(DecoupledDiLoCoStrategy):
 
     _link: LeaderLink | FollowerLink | None
     _together: StoppingTogether | None = None
+    _ranks_ahead: Ranks | None = None  # from the first question to the syncer until the link has them
 
     # --- start ---------------------------------------------------------------------------------------------------
 
@@ -76,13 +79,31 @@ class RanksHooks(DecoupledDiLoCoStrategy):
         assert self.cluster_environment is not None
         return self.cluster_environment.creates_processes_externally and self.world_size > 1
 
-    def _make_link(self) -> LeaderLink | FollowerLink:
-        from lightning_diloco.runtime.follower import FollowerLink
-        from lightning_diloco.runtime.leader import LeaderLink
+    def _ask_parts(self) -> None:
+        """Settings that differ between ranks are found before anybody waits for a syncer."""
+        if wants_link(self._trainer) and self._ranks_ahead is None:
+            self._ranks_ahead = self._alike()
+        super()._ask_parts()
+
+    def _alike(self) -> Ranks:
+        """All ranks, with the same settings."""
         from lightning_diloco.runtime.ranks import Ranks
 
         ranks = Ranks()
         ranks.compare(self._settings())
+        return ranks
+
+    def _close(self) -> None:
+        super()._close()
+        ahead, self._ranks_ahead = self._ranks_ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def _make_link(self) -> LeaderLink | FollowerLink:
+        from lightning_diloco.runtime.follower import FollowerLink
+        from lightning_diloco.runtime.leader import LeaderLink
+
+        ranks, self._ranks_ahead = self._ranks_ahead or self._alike(), None
         self._heed_sigterm_together()
         own_boxes = self._part_boxes()
         boxes = None if own_boxes is None else ranks.share(own_boxes)
