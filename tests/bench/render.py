@@ -48,10 +48,17 @@ def _busy_survivors(found: Results) -> str:
     return f"{about}\n\n{_rows(found)}"
 
 
+def _loss_by_participation(found: Results) -> str:
+    rows = [row for row in found["rows"] if row["task"] == "classifier"]
+    columns = ["run", "participation", "loss", "against all", "against plain"]
+    return f"{report.table(rows, columns)}\n\n{_checks(found)}"
+
+
 TINY, PROJECT = RECIPE.parent / "README.md", HERE.parents[1] / "README.md"
 TABLES = {
     "quality": Table(RECIPE.parent / "results" / "quality.json", TINY, _losses),
     "sweep": Table(RECIPE.parent / "results" / "sweep.json", TINY, _losses),
+    "loss_by_participation": Table(HERE / "results" / "loss_by_participation.json", PROJECT, _loss_by_participation),
     "exchange": Table(HERE / "results" / "exchange.json", PROJECT, _rows),
     "straggler": Table(HERE / "results" / "straggler.json", PROJECT, _rows),
     "xla_step": Table(HERE / "results" / "xla_step.json", PROJECT, _rows),
