@@ -196,7 +196,8 @@ def _merged(before: Sequence[Line], fragments: Sequence[Line]) -> dict[tuple[str
     ranges: dict[tuple[str, int], list[list[list[int]]]] = defaultdict(lambda: [[] for _ in fragments])
     for (p, version), record in sorted(commits.items()):
         for merge in record["merges"] if version <= fragments[p]["version"] else ():
-            ranges[owners[merge["session"]]][p].append([merge["ready"]["start"], merge["ready"]["stop"]])
+            start, stop = merge["ready"]["start"], merge["ready"]["stop"]
+            ranges[owners[merge["session"]]][p].append([start, start + int((stop - start) * merge["kept"])])
     return {owner: [_joined(found) for found in by_fragment] for owner, by_fragment in ranges.items()}
 
 

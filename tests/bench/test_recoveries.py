@@ -10,7 +10,7 @@ from tests.bench import recoveries
 from tests.bench.recoveries import CHECKS, Line
 
 BITS = {"master": "aa", "published": "bb", "momentum": "cc"}
-MERGE = {"session": "s", "ready": {"start": 0, "stop": 24}}
+MERGE = {"session": "s", "ready": {"start": 0, "stop": 24}, "kept": 1.0}
 
 
 def anchor(**changed: Any) -> Line:

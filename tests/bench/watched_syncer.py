@@ -27,7 +27,7 @@ from lightning_diloco.cli.main import main as diloco
 from lightning_diloco.protocol import SyncerState, codec
 from lightning_diloco.protocol.ledger import Account
 from lightning_diloco.runtime import durable as durable_module
-from lightning_diloco.runtime import service as service_module
+from lightning_diloco.runtime import syncer as syncer_module
 from lightning_diloco.runtime.anchors import Anchor, AnchorStore, bytes_of
 from lightning_diloco.runtime.durable import Durable
 from lightning_diloco.runtime.outbox import Outbox
@@ -117,8 +117,8 @@ def watch(journal: Journal) -> None:
         write(self, record, payload)
         journal.write("durable", lsn=self.log.last_lsn)
 
-    def computed(self: AnchorStore, p: int, outer_gradient: Any, *, work: float) -> Anchor:
-        state = next_state(self, p, outer_gradient, work=work)
+    def computed(self: AnchorStore, p: int, outer_gradient: Any, **how: Any) -> Anchor:
+        state = next_state(self, p, outer_gradient, **how)
         journal.write("computed", fragment=p, **_fingerprint(state))
         return state
 
@@ -157,7 +157,7 @@ def main() -> int:
     journal.write("started")
     journal.cut_power(run_dir / "syncer" / "log", chance)
     if journal.life < given["num_kills"]:
-        service_module.Durable = functools.partial(Durable, faults=Executioner(journal, chance))
+        syncer_module.Durable = functools.partial(Durable, faults=Executioner(journal, chance))
     durable_module.MIN_LOG_BYTES = MIN_LOG_BYTES
     watch(journal)
     return diloco(["syncer", *options])
