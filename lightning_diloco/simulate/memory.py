@@ -167,6 +167,9 @@ def snapshot_bytes(sizes: FragmentSizes) -> int:
 
 
 def disk_bytes(sizes: FragmentSizes, *, replaced: float) -> Items:
-    """At the syncer: a snapshot is due when the log has grown as large as the state, and replaces the one before."""
+    """At the syncer: a snapshot is due when the log has grown as large as the state, and replaces those before it.
+
+    These are the last one, and what a clean stop had written since.
+    """
     state = max(MIN_LOG_BYTES, _STATE_BYTES * sizes.total_numel)
-    return {"redo log": state + int(replaced * 2 * sizes.total_numel), "two snapshots": 2 * snapshot_bytes(sizes)}
+    return {"redo log": state + int(replaced * 2 * sizes.total_numel), "three snapshots": 3 * snapshot_bytes(sizes)}

@@ -97,7 +97,7 @@ class Honest(Peer):
 
     def __init__(self, connection: Connection, learner: str = "honest") -> None:
         super().__init__(connection, learner)
-        self.tokens = self.step = self.generation = 0
+        self.tokens = self.start = self.step = self.generation = 0
         self.versions = [0] * NUM_FRAGMENTS
         self.scale = 1.0
         self.said: list[messages.FromLearner | Bulk] = []
@@ -111,10 +111,11 @@ class Honest(Peer):
 
     def train(self) -> None:
         """STEPS steps, then a contribution to each fragment, merged before the next."""
-        start, self.tokens, self.step = self.tokens, self.tokens + TOKENS, self.step + STEPS
+        start, self.tokens, self.step = self.start, self.tokens + TOKENS, self.step + STEPS
         for p in range(NUM_FRAGMENTS):
             while not self._contribute(p, start):
                 pass
+        self.start = self.tokens
         heartbeat = messages.Heartbeat("stepping", self.progress(), STEP_S, 1e3)
         self.say(heartbeat)
         self.said = [*self.said, heartbeat][-MAX_SAID:]

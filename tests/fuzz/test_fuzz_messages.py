@@ -277,11 +277,14 @@ def test_an_absurd_norm_is_clipped_to_what_is_usual(target: Target) -> None:
     for _ in range(10):
         target.honest.train()
     before = target.service._store.anchor(0).published.clone()
+    merged = target.service.state.ledger.totals().merged
     target.honest.scale = 1e30
     target.honest.train()
     target.honest.scale = 1.0
     moved = (target.service._store.anchor(0).published - before).abs().max()
     assert 0 < moved < 1.0
+    assert target.service.state.ledger.totals().merged == merged, "no token of it is merged"
+    target.honest.start -= TOKENS  # so it goes into the next contribution
     target.check()
     (learner,) = [x for x in target.service.on_status()["learners"] if x["id"] == "honest"]
     assert (learner["num_clipped"], learner["num_refused"]) == (2, 0)  # one in each fragment

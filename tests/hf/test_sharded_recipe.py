@@ -23,7 +23,9 @@ def fitted(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     argv += [f"{STRATEGY}.class_path=lightning.pytorch.strategies.ModelParallelStrategy", *arguments]
     argv += ["--trainer.max_steps=6", "--trainer.limit_val_batches=1", "--trainer.logger=false"]
     argv += [f"--trainer.default_root_dir={folder}", "--data.max_bytes=200000", f"--data.cache_dir={folder}"]
-    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
+    elsewhere = folder / "elsewhere"  # a root directory that is the working directory counts as not given
+    elsewhere.mkdir()
+    return subprocess.run(argv, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_layers_are_sharded_and_the_run_ends_well(tmp_path: Path) -> None:

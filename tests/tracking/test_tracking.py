@@ -48,7 +48,7 @@ def fit(telling: Any, model: Any, trainer_for: Callable[..., Any]) -> Callable[.
     """Fits three steps with our callback, which leaves the Trainer's loggers and W&B as they were."""
 
     def fit_once(logger: Any = False) -> None:
-        options = {"log_every_n_steps": 1, "max_steps": 3, "num_sanity_val_steps": 0}
+        options = {"log_every_n_steps": 1, "max_steps": 3, "val_check_interval": 3, "num_sanity_val_steps": 0}
         trainer = trainer_for(callbacks=Wandb("mine"), logger=logger, **options)
         before, open_run = trainer.loggers, wandb.run
         trainer.fit(model)
