@@ -1,4 +1,4 @@
-"""Finds recipes: in `recipes/` next to the package (a checkout) and in `recipes/` under the working directory.
+"""Finds recipes in `recipes/`: beside the package (a checkout), below the working directory, inside an installed package.
 
 A recipe is a YAML file for LightningCLI or a Python script; its name is its path below `recipes/` without the suffix,
 its description the first comment line (YAML) or the first line of the docstring (script). A Python file whose classes a
@@ -42,8 +42,8 @@ class Recipe:
 
 def roots() -> tuple[Path, ...]:
     """Folders in which recipes are looked for, each once."""
-    checkout = Path(__file__).resolve().parents[2] / "recipes"
-    return tuple(dict.fromkeys((checkout, Path.cwd() / "recipes")))
+    package = Path(__file__).resolve().parents[1]
+    return tuple(dict.fromkeys((package.parent / "recipes", Path.cwd() / "recipes", package / "recipes")))
 
 
 def find(folders: Sequence[Path] | None = None) -> list[Recipe]:
