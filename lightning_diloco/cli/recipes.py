@@ -1,4 +1,4 @@
-"""Finds recipes in `recipes/`: beside the package (a checkout), below the working directory, inside an installed package.
+"""Finds recipes in `recipes/`: beside the package (a checkout), in the working directory, inside an installed package.
 
 A recipe is a YAML file for LightningCLI or a Python script; its name is its path below `recipes/` without the suffix,
 its description the first comment line (YAML) or the first line of the docstring (script). A Python file whose classes a
