@@ -19,7 +19,10 @@ from tests.bench import run as bench
 
 ROOT = Path(__file__).parents[1]
 VERBS = next(a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)).choices
-READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "recipes").glob("*/README.md"))]
+READMES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/bench/README.md")),
+    *sorted((ROOT / "recipes").rglob("*.md")),
+]
 PLACEHOLDERS = ("RECIPE", "DIR", "PATH", "train.py", "runs/")
 COMMANDS = [
     pytest.param(command, id=f"{readme.parent.name}: {command}")

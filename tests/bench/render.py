@@ -54,23 +54,87 @@ def _loss_by_participation(found: Results) -> str:
     return f"{report.table(rows, columns)}\n\n{_checks(found)}"
 
 
-TINY, PROJECT = RECIPE.parent / "README.md", HERE.parents[1] / "README.md"
+BENCH, PROJECT = HERE / "README.md", HERE.parents[1] / "README.md"
 TABLES = {
-    "quality": Table(RECIPE.parent / "results" / "quality.json", TINY, _losses),
-    "sweep": Table(RECIPE.parent / "results" / "sweep.json", TINY, _losses),
-    "loss_by_participation": Table(HERE / "results" / "loss_by_participation.json", PROJECT, _loss_by_participation),
-    "exchange": Table(HERE / "results" / "exchange.json", PROJECT, _rows),
-    "straggler": Table(HERE / "results" / "straggler.json", PROJECT, _rows),
-    "xla_step": Table(HERE / "results" / "xla_step.json", PROJECT, _rows),
-    "ranks_step": Table(HERE / "results" / "ranks_step.json", PROJECT, _rows),
-    "forecast": Table(RECIPE.parent / "results" / "forecast.json", TINY, _rows),
-    "memory": Table(RECIPE.parent / "results" / "memory.json", TINY, _rows),
-    "chaos": Table(RECIPE.parent / "results" / "chaos.json", TINY, _rows),
-    "recoveries": Table(HERE / "results" / "recoveries.json", TINY, _checks),
-    "survivors": Table(HERE / "results" / "survivors.json", TINY, _survivors),
-    "busy_survivors": Table(HERE / "results" / "busy_survivors.json", TINY, _busy_survivors),
-    "soak": Table(HERE / "results" / "soak.json", TINY, _rows),
+    "quality": Table(RECIPE.parent / "results" / "quality.json", BENCH, _losses),
+    "sweep": Table(RECIPE.parent / "results" / "sweep.json", BENCH, _losses),
+    "loss_by_participation": Table(HERE / "results" / "loss_by_participation.json", BENCH, _loss_by_participation),
+    "exchange": Table(HERE / "results" / "exchange.json", BENCH, _rows),
+    "straggler": Table(HERE / "results" / "straggler.json", BENCH, _rows),
+    "xla_step": Table(HERE / "results" / "xla_step.json", BENCH, _rows),
+    "ranks_step": Table(HERE / "results" / "ranks_step.json", BENCH, _rows),
+    "forecast": Table(RECIPE.parent / "results" / "forecast.json", BENCH, _rows),
+    "memory": Table(RECIPE.parent / "results" / "memory.json", BENCH, _rows),
+    "chaos": Table(RECIPE.parent / "results" / "chaos.json", BENCH, _rows),
+    "recoveries": Table(HERE / "results" / "recoveries.json", BENCH, _checks),
+    "survivors": Table(HERE / "results" / "survivors.json", BENCH, _survivors),
+    "busy_survivors": Table(HERE / "results" / "busy_survivors.json", BENCH, _busy_survivors),
+    "soak": Table(HERE / "results" / "soak.json", BENCH, _rows),
 }
+
+
+def _row(found: Results, run: str) -> dict[str, Any]:
+    return next(row for row in found["rows"] if row["run"] == run)
+
+
+def _sentence(found: Results, begins: str) -> str:
+    """The first check that begins like this, and whether it holds."""
+    what, holds = next((what, holds) for what, holds in found["checks"].items() if what.startswith(begins))
+    return what if holds else f"**fails**: {what}"
+
+
+def _gaps(found: Results) -> str:
+    gaps = [result["gap"] for result in found["results"]]
+    return f"loss {sum(gaps) / len(gaps):+.2%}, at worst {max(gaps):+.2%}"
+
+
+# Of the README: what is measured, where it is stored, and its figure there.
+SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "two learners against data parallel, the same tokens, three seeds": ("quality", _gaps),
+    "four learners, a quarter of them in each round, against all in each": (
+        "loss_by_participation",
+        lambda found: f"loss {_row(found, 'a quarter')['against all']:+.1%}",
+    ),
+    "one of four learners is ten times slower": (
+        "loss_by_participation",
+        lambda found: f"loss {_row(found, 'one is 10x slower')['against all']:+.1%}",
+    ),
+    "training stands still for an exchange, 95 of 100": (
+        "exchange",
+        lambda found: f"at most {_row(found, 'int8')['stall p95 [ms]']:.1f} ms",
+    ),
+    "bytes up and down, against float32": (
+        "exchange",
+        lambda found: f"{_row(found, 'int8')['up / float32']:.3f}, {_row(found, 'int8')['down / float32']:.3f}",
+    ),
+    "a learner beside one that is four times slower": (
+        "straggler",
+        lambda found: _sentence(found, "its steps are"),
+    ),
+    "others' longest step while learners and the syncer are killed": (
+        "survivors",
+        lambda found: _sentence(found, "the longest step is"),
+    ),
+    "the syncer is killed twenty times within its writes": (
+        "recoveries",
+        lambda found: _sentence(found, "20 of 20"),
+    ),
+    "four learners under 85 faults per hour": ("chaos", lambda found: _sentence(found, "loss at equal")),
+    "FSDP2 inside a learner of two ranks": ("ranks_step", lambda found: _sentence(found, "fsdp2: 0.9")),
+    "an XLA device (PJRT's CPU), a fragment in every step": ("xla_step", lambda found: _sentence(found, "0.9")),
+}
+
+
+def summary() -> str:
+    """The table of the README."""
+    rows, machines = [], set()
+    for what, (name, figure) in SUMMARY.items():
+        found = json.loads(TABLES[name].results.read_text())
+        seen = found["circumstances"]
+        rows.append({"what": what, "measured": figure(found), "when": f"{seen['date']}, {seen['commit']}"})
+        machines.add(seen["machine"].partition(",")[0])
+    made = "made by `python -m tests.bench.render` from stored results"
+    return f"{report.table(rows)}\n\nOn two cores ({', '.join(sorted(machines))}); {made}."
 
 
 def rendered() -> dict[str, str]:
@@ -95,6 +159,7 @@ def _origin(seen: dict[str, str]) -> str:
 
 def main() -> None:
     """Rewrite the READMEs."""
+    report.insert(PROJECT, "summary", summary())
     for name, text in rendered().items():
         report.insert(TABLES[name].readme, name, text)
 

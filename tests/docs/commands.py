@@ -16,7 +16,10 @@ from pathlib import Path
 from lightning_diloco.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
-READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "recipes").glob("*/README.md"))]
+READMES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/bench/README.md")),
+    *sorted((ROOT / "recipes").rglob("*.md")),
+]
 PROGRAMS = ("diloco", "python", "pip", "pytest", "ruff", "mypy", "hf", ".ci/run")
 _BLOCK = re.compile(r"^[ ]*```(\w*)\n(.*?)^[ ]*```$", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")

@@ -142,7 +142,12 @@ CHAINS: dict[str, tuple[Step, ...]] = {
         ),
         Step(
             line=f"{TINY} -- --data.init_args.files 'texts/**/*.txt' {SHORT}",
-            of=(TINY, f"{TINY} -- --data.init_args.files 'texts/**/*.txt'", f"{TINY} -- --trainer.max_steps 60"),
+            of=(
+                TINY,
+                "diloco run tiny/gpt --local 2",
+                f"{TINY} -- --data.init_args.files 'texts/**/*.txt'",
+                f"{TINY} -- --trainer.max_steps 60",
+            ),
             says="finished",
         ),
         Step(
@@ -375,5 +380,5 @@ def _in_this_process(step: Step) -> str:
 @pytest.mark.thorough
 def test_rendered_tables_are_those_of_the_stored_results(clone: Clone) -> None:
     clone.run(Step(line="python -m tests.bench.render"))
-    for readme in (Path("README.md"), Path("recipes") / "tiny" / "README.md"):
+    for readme in (Path("README.md"), Path("tests") / "bench" / "README.md"):
         assert (clone.root / readme).read_text() == (ROOT / readme).read_text()
