@@ -187,10 +187,7 @@ CHAINS: dict[str, tuple[Step, ...]] = {
     "several sites": (
         Step(
             line="diloco syncer --run-dir runs/sites --listen 127.0.0.1:0 --data-parts 2",
-            of=(
-                "diloco syncer --run-dir RUN_DIR --listen 0.0.0.0:7654 --data-parts 2",
-                "diloco syncer --run-dir runs/mine --listen 0.0.0.0:7654 --data-parts 2",
-            ),
+            of=("diloco syncer --run-dir runs/mine --listen 0.0.0.0:7654 --data-parts 2",),
             leaves=("runs/sites/join",),
             beside=signal.SIGTERM,  # without --expect it serves until it is told to stop
         ),
