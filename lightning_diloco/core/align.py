@@ -30,49 +30,15 @@ LANDING_CHUNK_NUMEL = 1 << 17
 WIDE_DTYPES = (torch.float32, torch.float64)
 
 
-def carry(param: Tensor, anchor_old: Tensor, anchor_new: Tensor, sent: Tensor | None = None) -> Tensor:
-    """The parameter after a landing that keeps unmerged progress.
-
-    Args:
-        param: any shape, any float dtype.
-        anchor_old: of that shape, float32; the anchor of the last landing.
-        anchor_new: of that shape, float32.
-        sent: of that shape, float32: the decoded contribution, if the update names it as merged; else None.
-
-    Returns:
-        New values, dtype of param.
-    """
-    base, wide = landing_base(anchor_new, param.dtype, sent), torch.promote_types(param.dtype, torch.float32)
-    return (base + (param.to(wide) - anchor_old.to(param.dtype).to(wide))).to(param.dtype)
-
-
-def overwrite(param: Tensor, anchor_new: Tensor) -> Tensor:
-    """The parameter after a landing that drops local progress: cast(anchor_new)."""
-    return anchor_new.to(param.dtype)
-
-
-def blend(param: Tensor, anchor_new: Tensor, *, alpha: float) -> Tensor:
-    """The parameter after a landing that mixes: alpha * param + (1 - alpha) * cast(anchor_new), in float32.
-
-    Args:
-        param: any shape, any float dtype.
-        anchor_new: of that shape, float32.
-        alpha: weight of the local value, 0..1.
-    """
-    stored = anchor_new.to(param.dtype).float()
-    wide = torch.promote_types(param.dtype, torch.float32)
-    return (alpha * param.to(wide) + (1 - alpha) * stored).to(param.dtype)
-
-
 def landing_base(anchor_new: Tensor, dtype: torch.dtype, sent: Tensor | None = None) -> Tensor:
-    """cast(anchor_new) + sent in float32: the part of `carry` that does not depend on the parameter.
+    """cast(anchor_new) + sent in float32: the part of carrying that does not depend on the parameter.
 
     The link thread computes it ahead, so that the training thread is left with `land_carry_`.
 
     Args:
         anchor_new: float32.
         dtype: of the parameter.
-        sent: see `carry`.
+        sent: of that shape, float32: the decoded contribution, if the update names it as merged; else None.
     """
     stored = anchor_new.to(dtype).float()
     return stored if sent is None else stored + sent

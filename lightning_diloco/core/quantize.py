@@ -8,8 +8,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -20,56 +18,6 @@ from lightning_diloco.errors import CorruptMessageError, NonFiniteError
 
 _BITS: dict[Wire, Bits] = {"int8": 8, "int4": 4}
 _FLOATS: dict[Wire, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """A quantized vector.
-
-    Args:
-        q: int8 values; for 4 bits two of them per byte, still as int8.
-        scales: (blocks,) bfloat16.
-        numel: number of values.
-        bits: 8 or 4.
-        block_size: values per scale.
-    """
-
-    q: Tensor
-    scales: Tensor
-    numel: int
-    bits: Bits
-    block_size: int
-
-    @property
-    def nbytes(self) -> int:
-        """Size of integers and scales together."""
-        return self.q.nbytes + self.scales.nbytes
-
-    def dequantize(self, out: Tensor | None = None) -> Tensor:
-        """The values as (numel,) float32, written into out if given."""
-        out = torch.empty(self.numel, dtype=torch.float32, device=self.q.device) if out is None else out
-        dequantize_into(self.q, self.scales, out, bits=self.bits, block_size=self.block_size)
-        return out
-
-
-def quantize(x: Tensor, *, bits: Bits = 8, block_size: int = 256, name: str = "values") -> Quantized:
-    """Quantize a vector in blocks.
-
-    Args:
-        x: 1-D float32 or bfloat16, any length, any device.
-        bits: 8 or 4.
-        block_size: values that share a scale, even.
-        name: what the values are, for the error.
-
-    Raises:
-        NonFiniteError: x holds NaN or Inf.
-    """
-    q = torch.empty(packed_nbytes(x.numel(), bits, block_size), dtype=torch.int8, device=x.device)
-    scales = torch.empty(num_blocks(x.numel(), block_size), dtype=torch.bfloat16, device=x.device)
-    quantize_into(x, q, scales, bits=bits, block_size=block_size)
-    if not all_finite(scales):
-        raise _non_finite(name)
-    return Quantized(q, scales, x.numel(), bits, block_size)
 
 
 def wire_nbytes(numel: int, wire: Wire, block_size: int) -> int:
@@ -229,44 +177,6 @@ def scaled(buffer: Tensor, factor: float, *, numel: int, wire: Wire, block_size:
     floats = _float_part(buffer, numel, wire, block_size)
     smaller = (floats.double() * factor).to(floats.dtype).view(torch.uint8)
     return torch.cat((buffer[: buffer.numel() - smaller.numel()], smaller))
-
-
-class ErrorFeedbackEncoder:
-    """Encodes a stream of vectors, adding to each what rounding took from the ones before.
-
-    Args:
-        numel: length of every vector.
-        wire: precision.
-        block_size: values that share a scale.
-        enabled: False keeps the residual at zero.
-
-    Source: error feedback as in MuLoCo (arXiv 2505.23725), decay 1.
-    """
-
-    def __init__(self, numel: int, wire: Wire, block_size: int, enabled: bool = True) -> None:
-        self._wire: Wire = wire
-        self._block_size = block_size
-        self._enabled = enabled
-        self.residual = torch.zeros(numel, dtype=torch.float32)
-
-    def encode(self, x: Tensor, name: str) -> Tensor:
-        """Encode x plus the residual as uint8, and keep what is lost; x stays as it is.
-
-        Raises:
-            NonFiniteError: the residual is unchanged then.
-        """
-        if not self._enabled:
-            return encode(x, wire=self._wire, block_size=self._block_size, name=name)
-        self.residual = self.residual.to(x.device)
-        wanted = self.residual + x
-        buffer = encode(wanted, wire=self._wire, block_size=self._block_size, name=name)
-        sent = decode(buffer, numel=x.numel(), wire=self._wire, block_size=self._block_size)
-        self.residual = wanted.sub_(sent)
-        return buffer
-
-    def reset(self) -> None:
-        """Forget the residual."""
-        self.residual.zero_()
 
 
 def _float_part(buffer: Tensor, numel: int, wire: Wire, block_size: int) -> Tensor:
