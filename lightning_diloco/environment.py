@@ -2,7 +2,7 @@
 
 1. Each is read where and when it is used, never on import. A test compares `read_in` with the code.
 2. None is written: what a child process should see is handed to it. (Lightning hands its own environment to ranks it
-   starts: for that moment the learner's id is in it.)
+   starts: for that moment the learner's id is in it. And a syncer keeps gRPC's log to errors, which no call can.)
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ VARIABLES = {
     "DILOCO_RUN_DIR": Variable(
         "run directory, in which this learner has a folder", ("runtime/link.py", "strategy/paths.py")
     ),
+    "GRPC_VERBOSITY": Variable("what gRPC logs; default for a syncer: ERROR", ("runtime/grpc_log.py",)),
     "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local_run.py",)),
     "PJRT_DEVICE": Variable("platform of XLA devices, TPU or CPU", ("strategy/xla_accelerator.py",)),
     "XDG_CACHE_HOME": Variable("where texts and graphs lie; default: ~/.cache", ("devices/xla.py", "hf/text_data.py")),
@@ -43,5 +44,11 @@ VARIABLES = {
 }
 """Every variable by name."""
 
-WHOLE_IN = ("cli/fit.py", "cli/fleet.py", "runtime/embedded.py", "strategy/launchers.py")
+WHOLE_IN = (
+    "cli/fit.py",
+    "cli/fleet.py",
+    "runtime/embedded.py",
+    "runtime/grpc_log.py",
+    "strategy/launchers.py",
+)
 """Modules that take all of it: for the arguments of a learner, and for child processes."""

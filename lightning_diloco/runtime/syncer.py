@@ -16,14 +16,13 @@ import socket
 import threading
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.runtime import whereabouts
+from lightning_diloco.runtime import descriptors, grpc_log, whereabouts
 from lightning_diloco.runtime.doorway import Doorway
 from lightning_diloco.runtime.durable import Durable
 from lightning_diloco.runtime.heaps import keep_few_heaps
 from lightning_diloco.runtime.service import SyncerOptions, SyncerService
 from lightning_diloco.transport.address import (
     JoinAddress,
-    is_loopback,
     new_token,
     read_join_file,
     split_host_port,
@@ -41,6 +40,8 @@ def serve(options: SyncerOptions) -> int:
     """Serve a run until it is over, or until SIGTERM or SIGINT; returns the exit code."""
     keep_few_heaps()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    descriptors.allow_all()
+    grpc_log.keep_to_errors()
     options.run_dir.mkdir(parents=True, exist_ok=True)
     address, identity = _address_and_identity(options)
     door = Doorway()
@@ -81,10 +82,9 @@ def serve(options: SyncerOptions) -> int:
     return 0
 
 
-def _address_and_identity(options: SyncerOptions) -> tuple[JoinAddress, ServerIdentity | None]:
+def _address_and_identity(options: SyncerOptions) -> tuple[JoinAddress, ServerIdentity]:
     """The run id, token and certificate of this run directory; made at its first start, kept ever after."""
     host, port = split_host_port(options.listen)
-    identity = None if is_loopback(host) else ServerIdentity.load_or_create(options.run_dir / "syncer")
     join, redo_log = options.run_dir / "join", options.run_dir / "syncer" / "log"
     # An empty log without a join string was left by a first start that was cut short: nobody knows of that run.
     has_records = any(segment.stat().st_size for segment in redo_log.glob("*.log"))
@@ -95,10 +95,11 @@ def _address_and_identity(options: SyncerOptions) -> tuple[JoinAddress, ServerId
             f"{found} is there, {lost} is not: this run directory has lost a part of a run that learners know. "
             "Restore it; or begin the run anew from the learners' checkpoints with --reseed"
         )
+    identity = ServerIdentity.load_or_create(options.run_dir / "syncer")
     if join.exists():
         return read_join_file(join), identity
     run = f"{options.run_dir.name[:40] or 'run'}-{secrets.token_hex(3)}"
-    return JoinAddress(host, port or 1, _run_id(run), new_token(), identity.fingerprint if identity else None), identity
+    return JoinAddress(host, port or 1, _run_id(run), new_token(), identity.fingerprint), identity
 
 
 def _run_id(text: str) -> str:

@@ -4,8 +4,7 @@
 
 1. The string is the whole secret: whoever has it can join. It is written to files of mode 0600 and never logged.
 2. `str`, `repr` and `redacted()` hide the token; only `join_string()` shows it. No error message contains it.
-3. Without a SHA-256 of the certificate there is no TLS by pinning: such an address is good for loopback, or with a
-   public key infrastructure of the user's own.
+3. Without a SHA-256 of the certificate an address is good only with a public key infrastructure of the user's own.
 """
 
 from __future__ import annotations

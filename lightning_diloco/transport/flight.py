@@ -5,7 +5,8 @@
 3. Every call has a deadline and every connection keepalive: against a peer that froze, keepalive frees an upload (its
    deadline does not) and the deadline frees a download (keepalive does not). So a call ends by its deadline, an upload
    over a frozen line by twice keepalive_s if that is later.
-4. Every call carries the token. Off loopback there is TLS, or an error at construction, on both sides.
+4. There is TLS, on loopback, too: the syncer shows the pinned certificate, the learner one that follows from the token.
+   Every call carries the token.
 """
 
 from lightning_diloco.transport.flight_client import FlightConnection

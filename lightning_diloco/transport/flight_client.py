@@ -13,27 +13,31 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Literal
 
 import pyarrow as pa
 from pyarrow import flight
 
 from lightning_diloco.errors import AuthError, ConfigError, CorruptMessageError, DiLoCoError, TransportError
-from lightning_diloco.transport.address import JoinAddress, is_loopback
+from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json, Polled
 from lightning_diloco.transport.failures import from_json
 from lightning_diloco.transport.frames import (
+    EMPTY,
     ENVELOPE_KEY,
     MAX_PAYLOAD_BYTES,
     SCHEMA,
     Envelope,
+    check_schema,
     dumps,
-    from_batches,
+    from_slices,
     loads,
-    to_batches,
+    to_slices,
 )
-from lightning_diloco.transport.identity import ClientIdentity, pinned_certificate, server_name
+from lightning_diloco.transport.identity import ClientIdentity, server_name
+from lightning_diloco.transport.introduction import pinned_certificate, refused_token
+from lightning_diloco.transport.token_identity import learner_certificate
 
 Channel = Literal["control", "polls", "bulk"]
 _PIN_CHECK_S = 2.0
@@ -44,14 +48,14 @@ class FlightConnection:
     """Implements `Connection`; all methods may be called from several threads.
 
     Args:
-        address: of the run; with a fingerprint, TLS with that one certificate.
-        identity: of a public key infrastructure of the user's own; None: none.
+        address: of the run; with a fingerprint, that one certificate is trusted.
+        identity: of a public key infrastructure of the user's own; what it leaves out follows from the address.
         control_deadline_s: of send, status, and of poll beyond its wait.
         keepalive_s: how long the line may be silent before it is probed, and how long the probe may go unanswered.
         max_payload_bytes: of one call.
 
     Raises:
-        ConfigError: an address off loopback with nothing to verify the syncer by.
+        ConfigError: an address with nothing to verify the syncer by.
     """
 
     def __init__(
@@ -65,13 +69,14 @@ class FlightConnection:
     ) -> None:
         self._address = address
         self._identity = identity or ClientIdentity()
-        self._secure = address.fingerprint is not None or self._identity.server_ca is not None
-        if not self._secure and not is_loopback(address.host):
+        if address.fingerprint is None and self._identity.server_ca is None:
             raise ConfigError(
-                f"{address.redacted()} without a certificate hash: only loopback may go without TLS; take the join "
-                "string of a syncer with TLS, give the authority's certificate (server_ca), or forward the port "
-                "over ssh"
+                f"{address.redacted()} without a certificate hash, which every join string has (those of older "
+                "versions had none on loopback); copy the whole string from RUN_DIR/join of a syncer of this version, "
+                "or give the authority's certificate (server_ca)"
             )
+        shown = self._identity.certificate, self._identity.key
+        self._shown = shown if None not in shown else learner_certificate(address.token)
         self._control_deadline_s = control_deadline_s
         self._keepalive_s = keepalive_s
         self._max_payload_bytes = max_payload_bytes
@@ -98,8 +103,8 @@ class FlightConnection:
             writer, answers = client.do_put(descriptor, SCHEMA, options)
             # Only close() brings the syncer's own error; a failed write just says that the stream broke.
             with writer:
-                for batch in to_batches(bulk.payload):
-                    writer.write_batch(batch)
+                for part in to_slices(bulk.payload):
+                    writer.write_with_metadata(EMPTY, part)
                 writer.done_writing()
                 answer = answers.read()
         if answer is None:
@@ -110,10 +115,11 @@ class FlightConnection:
         ticket = flight.Ticket(dumps(header))
         with self._call("bulk", "get", deadline_s) as (client, options):
             reader = client.do_get(ticket, options)
+            check_schema(reader.schema)
             metadata = reader.schema.metadata or {}
             envelope = Envelope.decode(metadata.get(ENVELOPE_KEY, b""), self._max_payload_bytes)
             try:
-                return from_batches(envelope, (chunk.data for chunk in reader))
+                return from_slices(envelope, (chunk.app_metadata for chunk in reader))
             except CorruptMessageError:
                 reader.cancel()
                 raise
@@ -143,8 +149,8 @@ class FlightConnection:
             waited_s = time.monotonic() - began_s
             if isinstance(error, (flight.FlightTimedOutError, flight.FlightUnavailableError)):
                 self._forget(channel)
-            self._recheck_pin(error, deadline_s - waited_s)
-            translated = self._translated(error, name, waited_s, deadline_s)
+            refusal = self._refusal(error, deadline_s - waited_s)
+            translated = refusal or self._translated(error, name, waited_s, deadline_s)
             # What the syncer answered says all there is to say; Arrow's traceback above it would be read first.
             raise translated from (error if isinstance(translated, TransportError) else None)
 
@@ -176,38 +182,37 @@ class FlightConnection:
             ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),  # how long one attempt may take
             ("grpc.use_local_subchannel_pool", 1),  # else a new client inherits how long the last one is to wait
         ]
-        if not self._secure:
-            return flight.FlightClient(f"grpc://{self._address.host_port}", generic_options=options)
-        identity = self._identity
-        roots, name = identity.server_ca, None
+        roots, name = self._identity.server_ca, None
         if self._address.fingerprint is not None:
-            self._pinned = self._pinned or pinned_certificate(self._address, timeout_s)
+            self._pinned = self._pinned or pinned_certificate(self._address, self._shown, timeout_s)
             if roots is None:
                 roots, name = self._pinned, server_name(self._pinned) or None
         return flight.FlightClient(
             f"grpc+tls://{self._address.host_port}",
             tls_root_certs=roots,
-            cert_chain=identity.certificate,
-            private_key=identity.key,
+            cert_chain=self._shown[0],
+            private_key=self._shown[1],
             override_hostname=name,
             generic_options=options,
         )
 
-    def _recheck_pin(self, error: Exception, left_s: float) -> None:
-        """gRPC calls a certificate that changed `unavailable`; look whether that is why."""
+    def _refusal(self, error: Exception, left_s: float) -> AuthError | None:
+        """gRPC calls a certificate that changed, or that is refused, `unavailable`; look whether that is why."""
         if isinstance(error, flight.FlightUnavailableError) and self._address.fingerprint is not None and left_s > 0:
-            with suppress(TransportError):
-                pinned_certificate(self._address, min(left_s, _PIN_CHECK_S))
+            try:
+                pinned_certificate(self._address, self._shown, min(left_s, _PIN_CHECK_S))
+            except AuthError as refusal:
+                return refusal
+            except TransportError:
+                pass
+        return None
 
     def _translated(self, error: Exception, name: str, waited_s: float, deadline_s: float) -> DiLoCoError:
         if isinstance(error, flight.FlightServerError) and error.extra_info:
             return from_json(loads(error.extra_info))
         where = self._address.host_port
         if isinstance(error, flight.FlightUnauthenticatedError):
-            return AuthError(
-                f"the syncer at {where} refused the token of {self._address.redacted()}; it must be the one of the run "
-                "that is served there; take the join string from that run's RUN_DIR/join"
-            )
+            return refused_token(self._address)
         said = str(error).partition(" gRPC client debug context")[0].removesuffix(".")
         return TransportError(
             f"{name} to {where} failed after {waited_s:.1f} s of {deadline_s:.1f} s ({type(error).__name__}: {said}); "

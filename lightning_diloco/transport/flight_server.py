@@ -1,6 +1,8 @@
 """The syncer's end of Arrow Flight; see `flight`.
 
-1. No RPC gets past the middleware without the token, compared in constant time.
+1. Nobody gets past the TLS handshake without a certificate that follows from the token (`token_identity`), or one by
+   the authority of the user's own; so nothing of a stranger's call is read. No RPC gets past the middleware without the
+   token, compared in constant time. Connections that do not come so far are few and end soon (`doorkeeper`).
 2. A payload's memory is set aside before it is received, and only so much for all together: an upload that does not
    fit waits, and its sender with it.
 3. Nothing waits longer than `_SLICE_S` without looking whether its caller is still there and the server not stopping.
@@ -19,21 +21,25 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import flight
 
-from lightning_diloco.errors import ConfigError, CorruptMessageError, DiLoCoError, LocalError, TransportError
-from lightning_diloco.transport.address import JoinAddress, is_loopback, join_host_port, split_host_port
+from lightning_diloco.errors import CorruptMessageError, DiLoCoError, LocalError, TransportError
+from lightning_diloco.transport.address import JoinAddress, join_host_port, split_host_port
 from lightning_diloco.transport.base import Handler, Json
+from lightning_diloco.transport.doorkeeper import Doorkeeper
 from lightning_diloco.transport.failures import OnError, handling, log_error, to_json
 from lightning_diloco.transport.frames import (
+    EMPTY,
     ENVELOPE_KEY,
     MAX_PAYLOAD_BYTES,
     SCHEMA,
     Envelope,
+    check_schema,
     dumps,
-    from_batches,
+    from_slices,
     loads,
-    to_batches,
+    to_slices,
 )
 from lightning_diloco.transport.identity import ServerIdentity
+from lightning_diloco.transport.token_identity import learners_authority
 
 _SLICE_S = 0.25
 _STOP_S = 2.0
@@ -47,13 +53,14 @@ class FlightServer:
         handler: called from many threads at once.
         listen: `host:port`; port 0 for any, which is then kept.
         token: what every caller must show.
-        tls: who the server is; None: no TLS, on loopback only.
+        tls: who the server is; None: a certificate is made for this object.
         max_payload_bytes: of one call.
         max_inflight_bytes: of all uploads being received or handled; None: sixteen of max_payload_bytes.
         on_error: told of what the handler raised outside our error tree.
+        doorkeeper: ends connections that ask for nothing; None: one with the usual limits.
 
     Raises:
-        ConfigError: an address off loopback without TLS, or one that is not an address.
+        ConfigError: not an address.
     """
 
     def __init__(
@@ -66,16 +73,13 @@ class FlightServer:
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         max_inflight_bytes: int | None = None,
         on_error: OnError = log_error,
+        doorkeeper: Callable[[], Doorkeeper] = Doorkeeper,
     ) -> None:
         self._host, self._port = split_host_port(listen)
-        if tls is None and not is_loopback(self._host):
-            raise ConfigError(
-                f"listen={listen!r} without TLS: only loopback (127.0.0.1, ::1, localhost) may go without; give a "
-                "ServerIdentity, or listen on loopback and forward the port over ssh"
-            )
         self._handler = handler
         self._token = token
-        self._tls = tls
+        self._tls = tls or ServerIdentity.create()
+        self._doorkeeper = doorkeeper
         self._max_payload_bytes = max_payload_bytes
         self._max_inflight_bytes = max_inflight_bytes or _INFLIGHT_PAYLOADS * max_payload_bytes
         self._on_error = on_error
@@ -91,7 +95,7 @@ class FlightServer:
     def join_address(self, run: str, host: str | None = None) -> JoinAddress:
         """What learners need; host is how they reach this machine if that is not the address listened on."""
         port = split_host_port(self.address)[1]
-        return JoinAddress(host or self._host, port, run, self._token, self._tls.fingerprint if self._tls else None)
+        return JoinAddress(host or self._host, port, run, self._token, self._tls.fingerprint)
 
     def start(self) -> None:
         """Listen and serve, in threads of gRPC.
@@ -99,15 +103,15 @@ class FlightServer:
         Raises:
             TransportError: the address is taken, or not of this machine.
         """
-        scheme = "grpc" if self._tls is None else "grpc+tls"
         try:
             self._service = _Service(
-                f"{scheme}://{join_host_port(self._host, self._port)}",
+                f"grpc+tls://{join_host_port(self._host, self._port)}",
                 self._handler,
                 token=self._token,
                 tls=self._tls,
                 memory=_Memory(self._max_payload_bytes, self._max_inflight_bytes),
                 on_error=self._on_error,
+                doorkeeper=self._doorkeeper(),
             )
         except (pa.ArrowException, OSError) as error:
             where = join_host_port(self._host, self._port)
@@ -116,6 +120,7 @@ class FlightServer:
                 "another, or port 0 for any"
             ) from error
         self._port = self._service.port
+        self._service.doorkeeper.start(self._port)
 
     def stop(self) -> None:
         """Refuse new calls, end waiting ones, and let running ones finish for up to 2 s; idempotent."""
@@ -126,6 +131,7 @@ class FlightServer:
             closing = threading.Thread(target=service.shutdown, name="flight-shutdown", daemon=True)
             closing.start()
             closing.join(_STOP_S)
+            service.doorkeeper.stop()
 
     def __enter__(self) -> FlightServer:
         self.start()
@@ -180,11 +186,13 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
         handler: Handler,
         *,
         token: str,
-        tls: ServerIdentity | None,
+        tls: ServerIdentity,
         memory: _Memory,
         on_error: OnError,
+        doorkeeper: Doorkeeper,
     ) -> None:
         self.stopping = threading.Event()
+        self.doorkeeper = doorkeeper
         self._handler = handler
         self._memory = memory
         self._on_error = on_error
@@ -192,12 +200,13 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
         super().__init__(
             location,
             middleware={"gate": _Gate(token)},
-            tls_certificates=[(tls.certificate, tls.key)] if tls else None,
-            verify_client=bool(tls and tls.client_ca),
-            root_certificates=tls.client_ca if tls else None,
+            tls_certificates=[(tls.certificate, tls.key)],
+            verify_client=True,
+            root_certificates=tls.client_ca or learners_authority(token),
         )
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
+        self.doorkeeper.called(context.peer())
         with _answered():
             call = self._actions.get(action.type)
             if call is None:
@@ -216,27 +225,31 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
         def check() -> None:
             self._check(context)
 
-        def batches() -> Iterator[pa.RecordBatch]:
+        def slices(came: Callable[[], None]) -> Iterator[pa.Buffer | None]:
             for chunk in reader:
+                came()
                 check()
-                yield chunk.data
+                yield chunk.app_metadata
 
+        self.doorkeeper.called(context.peer())
         with _answered():
             envelope = Envelope.decode(descriptor.command, self._memory.max_payload_bytes)
+            check_schema(reader.schema)
             with self._memory.hold(envelope.num_bytes, check):
-                bulk = from_batches(envelope, batches())
+                with self.doorkeeper.uploading(context.peer()) as came:
+                    bulk = from_slices(envelope, slices(came))
                 with handling(self._on_error):
                     answer = dumps(self._handler.on_put(bulk))
             writer.write(pa.py_buffer(answer))
 
-    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.RecordBatchStream:
+    def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
+        self.doorkeeper.called(context.peer())
         with _answered():
             header = loads(ticket.ticket)
             with handling(self._on_error):
                 bulk = self._handler.on_get(header)
                 schema = SCHEMA.with_metadata({ENVELOPE_KEY: Envelope.of(bulk).encode()})
-                batches = pa.RecordBatchReader.from_batches(schema, to_batches(bulk.payload, schema))
-            return flight.RecordBatchStream(batches)
+            return flight.GeneratorStream(schema, ((EMPTY, part) for part in to_slices(bulk.payload)))
 
     def _send(self, context: flight.ServerCallContext, body: Json) -> bytes:
         session, messages = _field(body, "session", str), _field(body, "messages", list)

@@ -1,8 +1,8 @@
-"""Who the syncer is: its certificate, and how a learner makes sure of it.
+"""Who the syncer is: its certificate, and what learners are told of it.
 
 1. By default the syncer makes its own certificate, keeps it over restarts, and its SHA-256 is part of the join string.
-2. A learner fetches the certificate, compares the hash, and then trusts this one certificate and nothing else. The
-   fetch proves nothing; the verified TLS connection that follows does, because the peer must own the key.
+2. A learner trusts this one certificate and nothing else (`introduction`); it shows one that follows from the token
+   (`token_identity`).
 3. With a public key infrastructure of their own, users give files instead, and both sides can be verified.
 """
 
@@ -12,7 +12,6 @@ import datetime
 import hashlib
 import os
 import ssl
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from lightning_diloco.errors import AuthError, ConfigError, TransportError
-from lightning_diloco.transport.address import JoinAddress, write_private
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.transport.address import write_private
 
 HOSTNAME = "diloco-syncer"
 _VALID = datetime.timedelta(days=3650)
@@ -36,7 +35,7 @@ class ServerIdentity:
     Args:
         certificate: PEM.
         key: PEM, not encrypted.
-        client_ca: PEM; given: only learners with a certificate by this authority are let in.
+        client_ca: PEM; the authority whose certificates let learners in; None: one that follows from the token.
     """
 
     certificate: bytes
@@ -138,38 +137,6 @@ def server_name(certificate: bytes) -> str:
     except x509.ExtensionNotFound:
         return ""
     return next(iter(names.get_values_for_type(x509.DNSName)), "")
-
-
-def pinned_certificate(address: JoinAddress, timeout_s: float) -> bytes:
-    """Fetch the syncer's certificate and compare it with the one pinned in the address.
-
-    Args:
-        address: with a fingerprint.
-        timeout_s: for connecting and for every step of the handshake.
-
-    Returns:
-        PEM, to be used as the only trusted root of the verified connections.
-
-    Raises:
-        AuthError: another certificate was found there.
-        TransportError: nothing was found there in time.
-    """
-    started = time.monotonic()
-    try:
-        found = ssl.get_server_certificate((address.host, address.port), timeout=max(timeout_s, 0.001)).encode()
-    except (OSError, ValueError) as error:
-        raise TransportError(
-            f"no certificate from {address.host_port} after {time.monotonic() - started:.1f} s "
-            f"({type(error).__name__}: {error}); it must be answered with TLS within {timeout_s:.1f} s; check that the "
-            "syncer runs and can be reached"
-        ) from error
-    if fingerprint(found) != address.fingerprint:
-        raise AuthError(
-            f"the certificate of {address.host_port} has the SHA-256 {fingerprint(found)}; only the pinned "
-            f"{address.fingerprint} is trusted; take the join string of the syncer that runs now, or find out who "
-            "answers in its place"
-        )
-    return found
 
 
 def _first(certificate: bytes) -> str:

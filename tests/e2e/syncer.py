@@ -1,4 +1,4 @@
-"""A syncer as a process that serves TLS on loopback, where the command would do without."""
+"""A syncer as a process, with options that the command does not have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ def main() -> int:
     listen = "127.0.0.1:0"
     if (run_dir / "join").exists():
         listen = syncer.read_join_file(run_dir / "join").host_port
-    syncer.is_loopback = lambda host: False
     options = {"sync_every": 12, "num_fragments": 4, "block_size": 16, "lease_s": 3.0}
     given = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     if given.pop("waits_for_all", False):  # for learners that compile while they should be stepping or sending

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,11 +22,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pyarrow import flight
 
+from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
 from lightning_diloco.transport.frames import SCHEMA
 from tests.e2e.conftest import Processes, until
 from tests.fuzz.strategies import control_messages, json_objects, plain_ready
 from tests.fuzz.target import NUM_FRAGMENTS, OPTIONS, Honest, Target
+from tests.transport.conftest import raw_client
 
 TOKEN = "a-token-nobody-should-see"
 CALL_S = 5.0
@@ -59,16 +62,16 @@ def streams(draw: st.DrawFn) -> tuple[bytes, pa.Schema, list[bytes]]:
         checksum = zlib.crc32(payload)
     header = draw(json_objects | plain_ready.map(lambda ready: {"session": "stranger", "ready": ready}))
     envelope = json.dumps({"header": header, "num_bytes": declared, "crc32": checksum}).encode()
-    schema = draw(st.sampled_from([SCHEMA, pa.schema([("bytes", pa.int64())]), pa.schema([("x", pa.utf8())])]))
+    schema = draw(st.sampled_from([SCHEMA, pa.schema([("bytes", pa.uint8())]), pa.schema([("x", pa.utf8())])]))
     pieces = [payload[:10], payload[10:]]
     return draw(st.just(envelope) | bodies), schema, pieces
 
 
 class Intruder:
-    """A Flight client that has the token, and nothing else of ours."""
+    """A Flight client that passes the handshake, shows this token, and has nothing else of ours."""
 
-    def __init__(self, address: str, token: str) -> None:
-        self._client = flight.connect(f"grpc://{address}")
+    def __init__(self, address: JoinAddress, token: str) -> None:
+        self._client = raw_client(address)
         self._options = flight.FlightCallOptions(
             timeout=CALL_S, headers=[(b"authorization", f"Bearer {token}".encode("utf-8", "replace"))]
         )
@@ -84,8 +87,8 @@ class Intruder:
         writer, reader = self._client.do_put(descriptor, schema, self._options)
         with contextlib.closing(writer):
             for piece in pieces:
-                column = pa.array(list(piece), pa.uint8()) if schema == SCHEMA else pa.array([None], schema.types[0])
-                writer.write_batch(pa.record_batch([column], schema=schema))
+                columns = [pa.array([None], kind) for kind in schema.types]
+                writer.write_with_metadata(pa.RecordBatch.from_arrays(columns, schema=schema), pa.py_buffer(piece))
             writer.done_writing()
             reader.read()
 
@@ -107,13 +110,14 @@ def served(tmp_path: Path) -> Iterator[tuple[Target, FlightServer]]:
         target.service, "127.0.0.1:0", token=TOKEN, max_payload_bytes=LIMIT_BYTES, on_error=target.reported.append
     )
     with server:
+        target.num_threads = threading.active_count()
         yield target, server
     target.service.stop()
 
 
-def make_calls(address: str, token: str, num_calls: int, after_each: Callable[[], None]) -> None:
+def make_calls(address: JoinAddress, num_calls: int, after_each: Callable[[], None]) -> None:
     """Each call once with the token, and once with another."""
-    intruder, stranger = Intruder(address, token), Intruder(address, "wrong")
+    intruder, stranger = Intruder(address, address.token), Intruder(address, "wrong")
     calls = st.tuples(st.just("act"), actions) | st.tuples(st.just("get"), st.tuples(tickets))
     calls |= st.tuples(st.just("put"), streams())
 
@@ -139,7 +143,7 @@ def test_odd_calls_are_refused_and_disturb_nobody(served: tuple[Target, FlightSe
     def check() -> None:
         assert target.reported == []
 
-    make_calls(server.address, TOKEN, 300, check)
+    make_calls(server.join_address("run"), 300, check)
     target.check()
     connection = FlightConnection(server.join_address("run"))
     assert connection.status()["learners"]
@@ -162,10 +166,10 @@ def test_thousands_of_odd_calls_neither_end_nor_bloat_a_syncer_process(processes
         if next(count) % 100 == 0:
             honest.train()
 
-    make_calls(address.host_port, address.token, 500, train_now_and_then)
+    make_calls(address, 500, train_now_and_then)
     memory = psutil.Process(syncer.pid).memory_info
     warm_bytes = memory().rss
-    make_calls(address.host_port, address.token, 5_000, train_now_and_then)
+    make_calls(address, 5_000, train_now_and_then)
     assert memory().rss - warm_bytes < MAX_GROWTH_BYTES
     assert "Traceback" not in processes.logs()
     assert honest.connection.status()["ledger"]["merged"] == honest.tokens * NUM_FRAGMENTS > 0

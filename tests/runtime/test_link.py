@@ -107,7 +107,7 @@ def test_unreachable_syncer_is_named_with_how_long_it_was_tried(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]  # nobody listens there once this block ends
     with Fleet(tmp_path) as fleet:
-        fleet.connect = lambda: FlightConnection(JoinAddress("127.0.0.1", port, RUN, "token"))
+        fleet.connect = lambda: FlightConnection(JoinAddress("127.0.0.1", port, RUN, "token", "0" * 64))
         with pytest.raises(JoinError, match=r"no syncer was reached at .* in 0 s .*; start one there, or correct"):
             fleet.learner("l0").join()
     assert caplog.text.count("yet; trying for") == 1, "once, however often it is tried"
@@ -122,7 +122,7 @@ def test_a_run_that_ended_on_this_machine_is_not_waited_for(tmp_path: Path, monk
     whereabouts.note(RUN, tmp_path / "elsewhere")
     whereabouts.note(RUN, run_dir)  # the newest counts
     with Fleet(tmp_path / "fleet") as fleet:
-        fleet.connect = lambda: FlightConnection(JoinAddress("127.0.0.1", 1, RUN, "token"))
+        fleet.connect = lambda: FlightConnection(JoinAddress("127.0.0.1", 1, RUN, "token", "0" * 64))
         with pytest.raises(RunOverError, match=f"what came of it is in {run_dir}/summary.json"):
             fleet.learner("l0").join()
     assert whereabouts.find("another") is None

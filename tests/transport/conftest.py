@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,13 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pytest
+from pyarrow import flight
 
 from lightning_diloco.transport.address import JoinAddress, split_host_port
 from lightning_diloco.transport.base import Bulk, Connection, Json, Polled
 from lightning_diloco.transport.faults import FaultProxy
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
-from lightning_diloco.transport.identity import ServerIdentity
+from lightning_diloco.transport.identity import HOSTNAME, ServerIdentity
 from lightning_diloco.transport.memory import MemoryTransport
+from lightning_diloco.transport.token_identity import learner_certificate
 
 TOKEN = "a-token-nobody-should-see"
 MIB = 1 << 20
@@ -31,6 +34,19 @@ def every_call(connection: Connection) -> Iterator[Callable[[], object]]:
     yield connection.status
     yield lambda: connection.put(bulk(MIB), deadline_s=5)
     yield lambda: connection.get({}, deadline_s=5)
+
+
+def raw_client(address: JoinAddress) -> flight.FlightClient:
+    """A Flight client that passes the handshake, and has nothing else of ours."""
+    certificate, key = learner_certificate(address.token)
+    return flight.FlightClient(
+        f"grpc+tls://{address.host_port}",
+        tls_root_certs=ssl.get_server_certificate((address.host, address.port)).encode(),
+        cert_chain=certificate,
+        private_key=key,
+        override_hostname=HOSTNAME,
+        generic_options=[("grpc.use_local_subchannel_pool", 1)],
+    )
 
 
 class Recorder:
@@ -99,15 +115,14 @@ def identity() -> ServerIdentity:
     return ServerIdentity.create()
 
 
-@pytest.fixture(params=["memory", "flight", "flight-tls"])
-def reached(request: pytest.FixtureRequest, handler: Recorder, identity: ServerIdentity) -> Iterator[Reached]:
+@pytest.fixture(params=["memory", "flight"])
+def reached(request: pytest.FixtureRequest, handler: Recorder) -> Iterator[Reached]:
     """Every transport: what holds for one must hold for all."""
     reported: list[Exception] = []
     if request.param == "memory":
         yield Reached(MemoryTransport(handler, on_error=reported.append).connect(), handler, reported)
         return
-    tls = identity if request.param == "flight-tls" else None
-    with FlightServer(handler, "127.0.0.1:0", token=TOKEN, tls=tls, on_error=reported.append) as server:
+    with FlightServer(handler, "127.0.0.1:0", token=TOKEN, on_error=reported.append) as server:
         connection = FlightConnection(server.join_address("run"))
         yield Reached(connection, handler, reported)
         connection.close()
@@ -128,11 +143,9 @@ def serve(handler: Recorder) -> Iterator[Callable[..., FlightServer]]:
         server.stop()
 
 
-@pytest.fixture(params=["plain", "tls"])
-def served(
-    request: pytest.FixtureRequest, serve: Callable[..., FlightServer], identity: ServerIdentity
-) -> FlightServer:
-    return serve(tls=identity if request.param == "tls" else None)
+@pytest.fixture
+def served(serve: Callable[..., FlightServer]) -> FlightServer:
+    return serve()
 
 
 @pytest.fixture

@@ -9,34 +9,35 @@ import pytest
 from pyarrow import flight
 
 from lightning_diloco.transport import flight_server
-from tests.transport.conftest import TOKEN
+from lightning_diloco.transport.flight import FlightServer
+from tests.transport.conftest import TOKEN, raw_client
 
 NEARLY = [TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "", "x" * 5000, "Bearer " + TOKEN, "tök"]
 
 
-def show(address: str, *shown: bytes) -> None:
+def show(server: FlightServer, *shown: bytes) -> None:
     options = flight.FlightCallOptions(timeout=5.0, headers=[(b"authorization", value) for value in shown])
-    with flight.FlightClient(f"grpc://{address}") as client:
+    with raw_client(server.join_address("run")) as client:
         list(client.do_action(flight.Action("status", b"{}"), options))
 
 
 @pytest.mark.parametrize("token", NEARLY, ids=lambda token: token[:12] or "empty")
 def test_what_is_not_the_token_is_refused(serve, handler, token):
     with pytest.raises(flight.FlightError):
-        show(serve().address, b"Bearer " + token.encode())
+        show(serve(), b"Bearer " + token.encode())
     assert not handler.entered.is_set()
 
 
 @pytest.mark.parametrize("scheme", [b"", b"bearer ", b"Basic "])
 def test_the_token_under_another_scheme_is_refused(serve, handler, scheme):
     with pytest.raises(flight.FlightUnauthenticatedError):
-        show(serve().address, scheme + TOKEN.encode())
+        show(serve(), scheme + TOKEN.encode())
     assert not handler.entered.is_set()
 
 
 def test_a_second_header_does_not_help(serve, handler):
     with pytest.raises(flight.FlightUnauthenticatedError):
-        show(serve().address, b"Bearer wrong", b"Bearer " + TOKEN.encode())
+        show(serve(), b"Bearer wrong", b"Bearer " + TOKEN.encode())
     assert not handler.entered.is_set()
 
 
@@ -51,6 +52,6 @@ def test_tokens_are_compared_in_constant_time(serve, handler, monkeypatch):
     assert flight_server.hmac is hmac
     with monkeypatch.context() as lax:
         lax.setattr(flight_server.hmac, "compare_digest", agreeable)
-        show(serve().address, b"Bearer wrong")
+        show(serve(), b"Bearer wrong")
     assert handler.entered.is_set()
     assert compared == [(b"Bearer wrong", b"Bearer " + TOKEN.encode())]

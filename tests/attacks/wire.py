@@ -1,0 +1,124 @@
+"""What somebody does to a syncer's address, without the token or with it; nothing here says what should come of it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+from pyarrow import flight
+
+from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.frames import SCHEMA, Envelope
+from lightning_diloco.transport.identity import HOSTNAME
+from lightning_diloco.transport.token_identity import learner_certificate
+
+CALL_S = 10.0
+
+
+def large_calls(address: JoinAddress, *, num: int = 4, num_bytes: int = 200 << 20, token: str = "guess") -> None:
+    """Calls with a body that fills memory, all at once, from somebody who has another token."""
+
+    def call() -> None:
+        options = flight.FlightCallOptions(timeout=CALL_S, headers=[(b"authorization", b"Bearer " + token.encode())])
+        with contextlib.suppress(flight.FlightError, pa.ArrowException), stranger(address, token) as client:
+            list(client.do_action(flight.Action("send", b" " * num_bytes), options))
+
+    with ThreadPoolExecutor(num) as callers:
+        for _ in range(num):
+            callers.submit(call)
+
+
+@contextlib.contextmanager
+def idle_sockets(address: JoinAddress, num: int) -> Iterator[list[socket.socket]]:
+    """Connections on which nothing is ever said."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(_connected(address)) for _ in range(num)]
+
+
+@contextlib.contextmanager
+def unfinished_handshakes(address: JoinAddress, num: int) -> Iterator[list[socket.socket]]:
+    """Connections whose TLS handshake begins and does not go on."""
+    with idle_sockets(address, num) as lines:
+        for line in lines:
+            with contextlib.suppress(OSError):
+                line.sendall(_client_hello())
+        yield lines
+
+
+@contextlib.contextmanager
+def unfinished_calls(address: JoinAddress, num: int, token: str = "guess") -> Iterator[list[ssl.SSLSocket]]:
+    """HTTP/2 connections of somebody with another token: a large frame is announced, and comes in part."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+    with idle_sockets(address, num) as lines, contextlib.ExitStack() as stack:
+        secured = []
+        for line in lines:
+            with contextlib.suppress(OSError):
+                secured.append(stack.enter_context(context.wrap_socket(line)))
+                secured[-1].sendall(preface + b"\0\x40\0\0\0\0\0\0\1" + b"x" * 10_000)
+        yield secured
+
+
+def upload_that_stops(address: JoinAddress, *, num_bytes: int) -> None:
+    """An upload of somebody with the token that declares this much, and sends nothing; returns when it has ended."""
+    envelope = Envelope({"session": "stranger"}, num_bytes, 0)
+    descriptor = flight.FlightDescriptor.for_command(envelope.encode())
+    with stranger(address, address.token) as client:
+        writer, answers = client.do_put(descriptor, SCHEMA, _with_token(address, deadline_s=10 * CALL_S))
+        with contextlib.suppress(flight.FlightError, pa.ArrowException), writer:
+            answers.read()
+
+
+def compressed_upload(address: JoinAddress, *, num_bytes: int) -> str:
+    """A batch of zeros in a thousandth of its size, of somebody with the token; returns the refusal."""
+    schema = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
+    zeros = pa.Array.from_buffers(pa.uint8(), num_bytes, [None, pa.py_buffer(bytes(num_bytes))])
+    options = _with_token(address, write_options=pa.ipc.IpcWriteOptions(compression="zstd"))
+    descriptor = flight.FlightDescriptor.for_command(Envelope({"session": "stranger"}, 0, 0).encode())
+    with stranger(address, address.token) as client:
+        try:
+            writer, answers = client.do_put(descriptor, schema, options)
+            with writer:
+                writer.write_batch(pa.record_batch([zeros], schema=schema))
+                writer.done_writing()
+                answers.read()
+        except flight.FlightError as error:
+            return f"{error} {(error.extra_info or b'').decode()}"
+    return ""
+
+
+def _with_token(address: JoinAddress, *, deadline_s: float = CALL_S, **options: object) -> flight.FlightCallOptions:
+    headers = [(b"authorization", f"Bearer {address.token}".encode())]
+    return flight.FlightCallOptions(timeout=deadline_s, headers=headers, **options)
+
+
+def stranger(address: JoinAddress, token: str) -> flight.FlightClient:
+    """Whoever has this token, and found the syncer's certificate."""
+    certificate, key = learner_certificate(token)
+    return flight.FlightClient(
+        f"grpc+tls://{address.host_port}",
+        tls_root_certs=ssl.get_server_certificate((address.host, address.port)).encode(),
+        cert_chain=certificate,
+        private_key=key,
+        override_hostname=HOSTNAME,
+        generic_options=[("grpc.use_local_subchannel_pool", 1)],
+    )
+
+
+def _connected(address: JoinAddress) -> socket.socket:
+    return socket.create_connection((address.host, address.port), timeout=CALL_S)
+
+
+def _client_hello() -> bytes:
+    """The first bytes of a handshake, without the last one of them."""
+    said = ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), said, server_hostname=HOSTNAME).do_handshake()
+    return said.read()[:-1]
