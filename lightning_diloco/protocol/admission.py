@@ -2,7 +2,8 @@
 
 1. An empty run grants one seed lease; it passes on if the seeder falls silent. Everyone else waits for the seed.
 2. A contradiction between what a joiner insists on and what the run has is refused, naming both values.
-3. A learner id in use is refused; one whose owner fell silent is granted.
+3. A learner id in use is refused; one whose owner fell silent is granted: after three heartbeats, or a lease if the owner
+   was still joining, and so had no heartbeats to send.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
-from lightning_diloco.errors import ConfigError
+from lightning_diloco.config import PROTOCOL_VERSION
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.roster import Roster
@@ -68,22 +68,6 @@ def mismatch(confirm: msg.Confirm, manifest: Json) -> msg.Rejected | None:
     return None
 
 
-def defect(manifest: Json) -> str | None:
-    """What is wrong with a seeder's manifest, if anything."""
-    config, frozen = manifest.get("config"), manifest.get("frozen")
-    if not isinstance(config, dict) or not isinstance(frozen, dict):
-        return "the manifest needs the objects config and frozen; do both sides run the same version?"
-    try:
-        fragments_wanted = RunConfig.from_dict(config).fragments_wanted
-    except (ConfigError, TypeError) as error:
-        return str(error)
-    if manifest.get("num_fragments") != fragments_wanted or not isinstance(manifest.get("plan_digest"), str):
-        return f"num_fragments={manifest.get('num_fragments')!r}, the config says {fragments_wanted}"
-    if manifest.get("token_unit") not in (None, "tokens", "samples"):
-        return f"token_unit={manifest.get('token_unit')!r}; tokens or samples can be counted"
-    return None
-
-
 def rolled_back(
     known: tuple[msg.Mark, ...], generation: int, versions: list[int], digests: list[dict[int, str]]
 ) -> bool:
@@ -109,7 +93,9 @@ class Contenders:
     def __init__(self) -> None:
         self._since_s: OrderedDict[str, float] = OrderedDict()
 
-    def verdict(self, session: str, learner: str, roster: Roster, now_s: float, heartbeat_s: float) -> str | None:
+    def verdict(
+        self, session: str, learner: str, roster: Roster, now_s: float, *, heartbeat_s: float, lease_s: float
+    ) -> str | None:
         """None: granted. "wait": too early to say. Otherwise the text of a refusal."""
         owner = roster.owner(learner, session)
         if owner is None or owner.is_lapsed:
@@ -123,6 +109,8 @@ class Contenders:
                 f"{now_s - owner.heard_s:.1f} s ago; "
                 "every learner needs an id of its own: set DILOCO_LEARNER or learner="
             )
+        if owner.state != "active":
+            return "wait" if now_s - owner.heard_s <= lease_s else None
         if now_s - max(owner.heard_s, since_s - 2 * heartbeat_s) < 3 * heartbeat_s:
             return "wait"
         return None

@@ -170,11 +170,12 @@ class PayloadReceived:
 
 @dataclass(frozen=True, slots=True)
 class SeedStored:
-    """The seeder's values are durable, or could not be stored."""
+    """The seeder's values are durable, or could not be stored: not yet, or never (`is_refused`)."""
 
     lease: int
     digests: tuple[str, ...]
     error: str | None = None
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

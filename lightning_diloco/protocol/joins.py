@@ -2,7 +2,8 @@
 
 1. The same session always gets the same incarnation. A new incarnation becomes active, and fences off older ones, only
    when its process confirms that it has adopted every anchor.
-2. An empty run grants one seed lease; it passes on if the seeder falls silent. Everyone else waits for the seed.
+2. An empty run grants one seed lease; it passes on if the seeder falls silent, or offers what cannot be a run's start:
+   then it is forgotten. Everyone else waits for the seed.
 3. The first step is held until the expected learners have confirmed, or for a minute; later joins start at once.
 4. Every message of the conversation may be lost or repeated: each is answered by what comes next.
 5. At most MAX_JOINING processes are on their way in at a time. One more takes the place of the one that has been silent
@@ -16,7 +17,7 @@ from __future__ import annotations
 from typing import cast
 
 from lightning_diloco.protocol import actions as do
-from lightning_diloco.protocol import admission, records
+from lightning_diloco.protocol import admission, manifests, records
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import SyncerAction
@@ -101,7 +102,9 @@ class Joins(Leasing):
             return [self._unknown(session)]
         if rejected := admission.objection(hello, self.run, self._fixed, self._reduced):
             return [do.Send(session, rejected), do.Note("rejected", {"learner": hello.learner, "text": rejected.text})]
-        verdict = self._contenders.verdict(session, hello.learner, self.roster, now_s, self.heartbeat_s)
+        verdict = self._contenders.verdict(
+            session, hello.learner, self.roster, now_s, heartbeat_s=self.heartbeat_s, lease_s=self.config.lease_s
+        )
         if verdict == "wait":
             return []
         if verdict is not None:
@@ -161,12 +164,12 @@ class Joins(Leasing):
             return self._invite(member) if self.manifest is not None else []
         if self._pending_manifest is not None:
             return []
-        if problem := admission.defect(message.manifest):
-            return [do.Send(member.session, msg.Rejected("config", problem))]
+        if problem := manifests.defect(message.manifest):
+            return self._refuse_seed(member, msg.Rejected("config", problem))
         config = cast("dict[str, object]", message.manifest["config"])
         asked = cast("dict[str, object]", message.manifest.get("asked", {}))
         if found := admission.contradictions(self.options, config, asked):
-            return [do.Send(member.session, msg.Rejected("config", "; ".join(found)))]
+            return self._refuse_seed(member, msg.Rejected("config", "; ".join(found)))
         self._pending_manifest = message.manifest
         started = do.Record(records.encode(records.Seeding(message.lease)))
         return [started, do.StoreSeed(member.session, message.lease, message.manifest)]
@@ -175,6 +178,8 @@ class Joins(Leasing):
         if event.lease != self._lease or self._pending_manifest is None:
             return []
         manifest, self._pending_manifest = self._pending_manifest, None
+        if event.is_refused and self.seeder is not None:
+            return self._refuse_seed(self.seeder, msg.Rejected("plan", event.error or ""))
         if event.error is not None:
             return [do.Note("suspended", {"reason": event.error})]
         record = records.Seeded(event.lease, manifest)
@@ -182,6 +187,19 @@ class Joins(Leasing):
         self.set_digests(event.digests)
         todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Note("seeded", {"lease": event.lease})]
         return todo + [a for member in self.roster.in_state("joining") for a in self._invite(member)]
+
+    def _refuse_seed(self, member: Member, rejected: msg.Rejected) -> list[SyncerAction]:
+        """Rule 2: what this seeder offers is no run's start; the next one may try."""
+        self._seeder = self._pending_manifest = None
+        record = records.Forgotten(member.session)
+        self.apply(record)
+        note = do.Note("rejected", {"learner": member.learner, "text": rejected.text})
+        forgotten = [do.Record(records.encode(record)), do.Send(member.session, rejected), note]
+        return [*forgotten, *self._invite_next_seeder(self._now_s)]
+
+    def _invite_next_seeder(self, now_s: float) -> list[SyncerAction]:
+        others = [m for m in self.roster.in_state("joining") if now_s - m.heard_s <= self.config.lease_s]
+        return self._invite(others[0]) if others else []
 
     def set_digests(self, digests: tuple[str, ...]) -> None:
         """Digests of the published values as they are now, per fragment."""
@@ -265,6 +283,5 @@ class Joins(Leasing):
         seeder = self.seeder
         if self.manifest is not None or seeder is None or now_s - seeder.heard_s <= self.config.lease_s:
             return []
-        others = [m for m in self.roster.in_state("joining") if now_s - m.heard_s <= self.config.lease_s]
         self._seeder = self._pending_manifest = None
-        return self._invite(others[0]) if others else []
+        return self._invite_next_seeder(now_s)

@@ -5,8 +5,9 @@
 2. Durations and rates are not negative; no inner step takes longer than MAX_STEP_S.
 3. A learner's own ranges lie within what it says it has seen; a fragment has at most two of them: what is outstanding,
    and what is fresh.
-4. Texts and tables that are kept beyond the call are short: who says more than MAX_CHARS of itself, or of more than
-   MAX_ENTRIES metrics, wants memory, not to be read.
+4. Every text, sequence and table has a limit, whatever its name: who says more than MAX_CHARS of itself, or of more than
+   MAX_ENTRIES metrics, wants memory, not to be read. `NO_LIMIT` names what has none: what the syncer explains, and
+   manifests, which are checked where they are used (`manifests.py`).
 5. Tokens of a lease come from samples; a learner has at most MAX_LEASES of them, and data at most MAX_SOURCES sources.
 
 A peer that says otherwise is broken. A learner that lies within these bounds is outside of what this package protects
@@ -16,8 +17,6 @@ against. Source: our choice.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-
 from lightning_diloco.config import is_learner_id
 from lightning_diloco.protocol.ranges import Catalogue, Span
 
@@ -27,8 +26,14 @@ MAX_STEP_S = 3600.0
 MAX_CHARS = 1000
 MAX_ENTRIES = 200
 MAX_PENDING = 2
+MAX_ITEMS = 1 << 16
+MAX_NAMES = 1 << 17
 MAX_LEASES = 4096
 MAX_SOURCES = 1 << 20
+NO_LIMIT = ("text", "manifest", "data_seed")
+_SEQUENCES = {"begun": MAX_LEASES, "unread": MAX_LEASES, "spans": MAX_LEASES, "repeats": MAX_LEASES}
+_SEQUENCES |= {"leases": MAX_LEASES, "gone": 2 * MAX_LEASES, "mean_names": MAX_NAMES}
+_TABLES = {"frozen": MAX_NAMES, "shapes": MAX_NAMES}
 
 
 def objection(message: object) -> str | None:
@@ -53,14 +58,23 @@ def _allowed(name: str, value: object) -> str | None:
         return None if isinstance(value, float) and 0.0 <= value <= MAX_STEP_S else f"0..{MAX_STEP_S:g} s"
     if name == "tokens_per_s":
         return None if isinstance(value, float) and value >= 0.0 else "at least 0"
-    if name in ("begun", "unread", "spans", "repeats") and isinstance(value, tuple) and len(value) > MAX_LEASES:
-        return f"at most {MAX_LEASES} of them"
-    if name in ("where", "reason", "digest", "stop", "stopped") and isinstance(value, str) and len(value) > MAX_CHARS:
-        return f"at most {MAX_CHARS} characters"
-    if name in ("metrics", "discarded") and isinstance(value, dict) and not _is_short(value):
-        return f"at most {MAX_ENTRIES} entries, with names of at most {MAX_CHARS} characters"
+    return None if name in NO_LIMIT else _within_limits(name, value)
+
+
+def _within_limits(name: str, value: object) -> str | None:
+    """Rules 1 and 4 for any field."""
     if isinstance(value, int) and not _is_count(value, MAX_COUNT):
         return f"0..{MAX_COUNT - 1}"
+    if _is_long(value):
+        return f"at most {MAX_CHARS} characters"
+    if isinstance(value, tuple):
+        most = _SEQUENCES.get(name, MAX_ITEMS)
+        if len(value) > most or any(map(_is_long, value)):
+            return f"at most {most} of them, each of at most {MAX_CHARS} characters"
+    if isinstance(value, dict):
+        most = _TABLES.get(name, MAX_ENTRIES)
+        if len(value) > most or any(_is_long(key) or _is_long(item) for key, item in value.items()):
+            return f"at most {most} entries, with names and texts of at most {MAX_CHARS} characters"
     return None
 
 
@@ -90,8 +104,8 @@ def _lease_problem(message: object) -> str | None:
     return None
 
 
-def _is_short(table: Mapping[str, object]) -> bool:
-    return len(table) <= MAX_ENTRIES and all(len(name) <= MAX_CHARS for name in table)
+def _is_long(value: object) -> bool:
+    return isinstance(value, str) and len(value) > MAX_CHARS
 
 
 def _is_count(value: object, bound: int) -> bool:

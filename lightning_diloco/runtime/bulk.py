@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_diloco.core.quantize import Decoder, check_fragment, wire_nbytes
 from lightning_diloco.errors import CorruptMessageError, JoinError
-from lightning_diloco.protocol import SyncerState, actions, events, messages
+from lightning_diloco.protocol import SyncerState, actions, events, manifests, messages, plausible
 from lightning_diloco.protocol.records import CommitRecord
 from lightning_diloco.protocol.roster import Roster
 from lightning_diloco.runtime import portions
@@ -30,7 +30,6 @@ from lightning_diloco.runtime.assembly import Assemblies
 from lightning_diloco.runtime.machine import memory_here
 from lightning_diloco.transport.base import Bulk, Json
 
-MAX_FRAGMENTS = 1 << 16
 GIVING_S = 600.0
 _TOO_LATE = "decided before, or not of a process that takes part now"
 
@@ -85,8 +84,10 @@ class BulkDesk:
         if store is None or not 0 <= ready.fragment < len(store.layouts):
             raise CorruptMessageError(f"a contribution to fragment {ready.fragment}; the run has no such fragment yet")
         layout, (_, have) = store.layouts[ready.fragment], portions.place(bulk)
-        if bulk.header.get("error") is not None:  # the learner itself says what is wrong, and sends nothing
-            return events.PayloadReceived(session, ready, str(bulk.header["error"])), have
+        if (error := bulk.header.get("error")) is not None:  # the learner itself says what is wrong, and sends nothing
+            if not isinstance(error, str) or len(error) > plausible.MAX_CHARS:
+                raise CorruptMessageError(f"error={error!r:.80}; must be a text of at most {plausible.MAX_CHARS} characters")
+            return events.PayloadReceived(session, ready, error), have
         if bulk.header.get("num_parts") is None and have == bulk.payload.nbytes:
             payload = tensor_of(bulk.payload, torch.uint8)
         else:
@@ -149,7 +150,7 @@ class BulkDesk:
                 f"start values with fragment={p!r}, lease={lease!r} in {of} bytes; fragment and lease must "
                 "be integers, the values whole float32 numbers; do both sides run the same version?"
             )
-        if granted != (session, lease) or not 0 <= p < MAX_FRAGMENTS:
+        if granted != (session, lease) or not 0 <= p < manifests.MAX_FRAGMENTS:
             return of
         if of > (there := memory_here()):
             raise JoinError(

@@ -10,15 +10,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
-from lightning_diloco.errors import CorruptLogError, PlanMismatchError, StorageError
+from lightning_diloco.errors import ConfigError, CorruptLogError, PlanMismatchError, StorageError
 from lightning_diloco.protocol import SyncerState, codec, records
 from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.by_fragment import ByFragment
@@ -247,8 +248,9 @@ def seeded_store(manifest: Json, values: Sequence[Tensor]) -> AnchorStore:
         NonFiniteError: NaN or Inf among the values.
     """
     try:
+        _check_size(manifest["shapes"], values)
         plan, config = plan_of(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanMismatchError(
             f"no plan follows from the manifest ({type(error).__name__}: {error}); it must have config, shapes and "
             "mean_names; do both sides run the same version?"
@@ -263,6 +265,15 @@ def seeded_store(manifest: Json, values: Sequence[Tensor]) -> AnchorStore:
     for p, values_P in enumerate(values):
         store.seed(p, values_P)
     return store
+
+
+def _check_size(shapes: Mapping[str, Sequence[int]], values: Sequence[Tensor]) -> None:
+    """Before a plan is computed for shapes that nobody sent values of."""
+    claimed, came = sum(map(math.prod, shapes.values())), sum(each.numel() for each in values)
+    if claimed > came:
+        raise PlanMismatchError(
+            f"the manifest has shapes of {claimed} values, {came} came; all must; do both sides run the same version?"
+        )
 
 
 def _new_store(manifest: Json) -> AnchorStore:

@@ -26,7 +26,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import scaled, wire_nbytes
 from lightning_diloco.devices.base import FragmentDevice, Update
 from lightning_diloco.errors import CorruptMessageError, DiLoCoError, NonFiniteError
-from lightning_diloco.protocol import actions, codec, events, messages
+from lightning_diloco.protocol import actions, codec, events, messages, plausible
 from lightning_diloco.runtime.anchors import bytes_of, tensor_of
 from lightning_diloco.runtime.joining import BULK_S, full_values
 from lightning_diloco.runtime.threads import Crew, Job, Jobs
@@ -166,7 +166,7 @@ class Freight:
             encoded = self._device.encode(snapshot)
         except NonFiniteError as error:
             log.error("the contribution to fragment %d is not sent: %s", ready.fragment, error)
-            kept = _Kept(torch.empty(0, dtype=torch.uint8), str(error))
+            kept = _Kept(torch.empty(0, dtype=torch.uint8), str(error)[: plausible.MAX_CHARS])
         else:
             kept = _Kept(encoded.payload)
             self.norm, self.relative_error = encoded.norm, encoded.relative_error

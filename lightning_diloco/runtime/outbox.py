@@ -5,7 +5,7 @@
    a single RESET, and the learner says hello again.
 3. A session that nobody polls holds at most MAX_WAITING messages; older ones are dropped, and its next poll gets RESET.
 4. There are at most MAX_SESSIONS queues, whatever sessions somebody makes up: the one that was not used for the longest
-   time is forgotten, and its next poll gets RESET.
+   time is forgotten, of a session that is no member's if there is one, and its next poll gets RESET.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightning_diloco.transport.base import Json, Polled
@@ -33,9 +34,14 @@ class _Queue:
 
 
 class Outbox:
-    """Queues of all sessions; safe to use from several threads."""
+    """Queues of all sessions; safe to use from several threads.
 
-    def __init__(self) -> None:
+    Args:
+        is_member: whether the run knows a session.
+    """
+
+    def __init__(self, is_member: Callable[[str], bool] = lambda session: False) -> None:
+        self._is_member = is_member
         self._start = time.time_ns() // 1000
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
         self._changed = threading.Condition()
@@ -78,6 +84,7 @@ class Outbox:
         queue = self._queues.setdefault(session, _Queue(self._start))
         self._queues.move_to_end(session)
         if len(self._queues) > MAX_SESSIONS:
-            _, forgotten = self._queues.popitem(last=False)
+            oldest = next((each for each in self._queues if not self._is_member(each)), next(iter(self._queues)))
+            forgotten = self._queues.pop(oldest)
             self._start = max(self._start, forgotten.head + 1)  # no cursor of it fits a queue to come
         return queue

@@ -5,7 +5,8 @@
 2. One merge thread does the arithmetic (`merging.py`). The loop thread installs and tells what it made durable.
 3. Payloads are checked where they arrive, before the machine hears of them.
 4. A disk that does not take a record holds back whatever comes after it, and is tried again; learners train on. Calls
-   are refused while more than MAX_WAITING events wait: a flood, or a disk that is gone for long, costs bounded memory.
+   are refused while more than MAX_WAITING events wait, or more of one session than `quota.py` grants: a flood, or a disk
+   that is gone for long, costs bounded memory.
 5. A snapshot is taken between two actions, when no commit is on its way to disk.
 """
 
@@ -18,12 +19,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.errors import NonFiniteError, PlanMismatchError, StorageError, TransportError
+from lightning_diloco.errors import CorruptMessageError, NonFiniteError, PlanMismatchError, StorageError, TransportError
 from lightning_diloco.protocol import SyncerState, actions, codec, events, messages, records
 from lightning_diloco.runtime import portions
 from lightning_diloco.runtime.board import Board
@@ -37,6 +39,7 @@ from lightning_diloco.runtime.outbox import Outbox
 from lightning_diloco.runtime.past import CLOSED
 from lightning_diloco.runtime.progress import EVENT as PROGRESS
 from lightning_diloco.runtime.progress import pause_s, progress
+from lightning_diloco.runtime.quota import Place, Placed, Quota
 from lightning_diloco.runtime.recorded import Recorder
 from lightning_diloco.runtime.threads import compute_alone
 from lightning_diloco.transport.base import Bulk, Json, Polled
@@ -46,6 +49,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.05
 RETRY_S = 1.0
 MAX_WAITING = 10_000
+MAX_SESSION_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +100,9 @@ class SyncerService:
         self._desk.remember_merged(self.state.roster)
         self._board = Board(self.state, self._desk, self._durable.past)
         self._merger = Merger(self._durable, self._recorder, self._board.disk_failed)
-        self._outbox = Outbox()
-        self._events: queue.SimpleQueue[events.SyncerEvent | Installable | None] = queue.SimpleQueue()
+        self._outbox = Outbox(is_member=self._is_member)
+        self._events: queue.SimpleQueue[events.SyncerEvent | Placed | Installable | None] = queue.SimpleQueue()
+        self._quota = Quota()
         self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
         self._seed: actions.StoreSeed | None = None
         self._todo: deque[actions.SyncerAction] = deque()
@@ -174,15 +179,17 @@ class SyncerService:
     def on_send(self, session: str, messages_: Sequence[Json]) -> Json:
         """Queue control messages for the machine; the answer is the news."""
         self._check_open(len(messages_))
-        decoded = [messages.decode(message, messages.FromLearner) for message in messages_]
-        for message in decoded:
-            self._events.put(events.FromALearner(session, cast("messages.FromLearner", message)))
+        with self._places(session, messages_) as places:
+            decoded = [messages.decode(message, messages.FromLearner) for message in messages_]
+        for message, place in zip(decoded, places, strict=True):
+            event = events.FromALearner(session, cast("messages.FromLearner", message))
+            self._events.put(Placed(event, place))
         return codec.dump(self._board.news(session))
 
     def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         """Hand out waiting messages."""
         self._ending.contacted()
-        if self.state.roster.get(session) is not None:  # not one that somebody made up
+        if self._is_member(_checked(session)):  # not one that somebody made up
             self._ending.polled(session)
         polled = self._outbox.poll(session, cursor, wait_s)
         if not polled.messages and self._is_stopping:
@@ -196,15 +203,18 @@ class SyncerService:
             if self._store is not None:  # a run that has its start values needs no others
                 return {"have": portions.place(bulk)[1]}
             return {"have": self._desk.take_seed(session, bulk, self.state.seed_grant)}
-        event, have = self._desk.take_contribution(session, bulk, self._store, self.state)
-        if event is not None:  # else some of it is missing
-            self._events.put(event)
+        with self._places(session, [bulk.header]) as (place,):
+            event, have = self._desk.take_contribution(session, bulk, self._store, self.state)
+        if event is None:  # some of it is missing
+            self._quota.free(place)
+        else:
+            self._events.put(Placed(event, place))
         return {"have": have}
 
     def on_get(self, header: Json) -> Bulk:
         """What brings a learner up to date: {"session", "fragment", "generation", "have"} -> update."""
         session = self._enter(header)
-        return self._desk.give(session, header, self._store, is_known=self.state.roster.get(session) is not None)
+        return self._desk.give(session, header, self._store, is_known=self._is_member(session))
 
     def on_status(self) -> Json:
         """The run as people see it."""
@@ -213,10 +223,16 @@ class SyncerService:
     def _enter(self, header: Json) -> str:
         """Bulk moves: its session is alive."""
         self._check_open()
-        session = str(header.get("session"))
-        if self.state.roster.get(session) is not None:
+        session = _checked(header.get("session"))
+        if self._is_member(session):
             self._transferred_s[session] = time.monotonic()
         return session
+
+    def _is_member(self, session: str) -> bool:
+        return self.state.roster.get(session) is not None
+
+    def _places(self, session: str, messages_: Sequence[Json]) -> AbstractContextManager[list[Place]]:
+        return self._quota.places(_checked(session), messages_, is_member=self._is_member(session))
 
     def _check_open(self, num_events: int = 1) -> None:
         if self._is_stopping:
@@ -236,6 +252,9 @@ class SyncerService:
                 event = self._events.get(timeout=TICK_S)
             except queue.Empty:
                 event = events.Tick()
+            if isinstance(event, Placed):
+                self._quota.free(event.place)
+                event = event.event
             if event is None:
                 return
             now_s = time.monotonic()
@@ -354,7 +373,7 @@ class SyncerService:
         action, values = self._seed, self._desk.seed(self._seed)
         if values is None:
             return
-        self._seed, error = None, None
+        self._seed, error, is_refused = None, None, False
         digests: tuple[str, ...] = ()
         try:
             store = seeded_store(action.manifest, values)
@@ -369,9 +388,9 @@ class SyncerService:
             self._board.disk_failed(str(problem))
             error = str(problem)  # the values stay; the seeder asks again
         except (NonFiniteError, PlanMismatchError) as problem:
-            error = str(problem)
-            self._outbox.put(action.session, messages.encode(messages.Rejected("plan", error)))
-        self._handle(events.SeedStored(action.lease, digests, error), time.monotonic())
+            error, is_refused = str(problem), True
+            self._desk.drop_seed()
+        self._handle(events.SeedStored(action.lease, digests, error, is_refused), time.monotonic())
         if error is None:
             self._write_manifest(action.manifest)
 
@@ -390,6 +409,16 @@ class SyncerService:
             do = self._merger.merge if isinstance(job, MergeJob) else self._merger.commit
             for made in do(self._store, job):  # type: ignore[arg-type]
                 self._events.put(made)
+
+
+def _checked(session: object) -> str:
+    """A session as it may be said."""
+    if not isinstance(session, str) or len(session) > MAX_SESSION_CHARS:
+        raise CorruptMessageError(
+            f"session={session!r:.80}; must be a text of at most {MAX_SESSION_CHARS} characters; nothing was used; do both "
+            "sides run the same version?"
+        )
+    return session
 
 
 def _stopping() -> TransportError:

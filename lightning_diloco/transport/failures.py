@@ -2,7 +2,7 @@
 
 1. An error of our tree, raised by a handler, arrives at the caller as the same class with the same text.
 2. Anything else a handler raises is a defect of the syncer: it is reported there, and the caller gets a
-   `TransportError` that names it.
+   `TransportError` that names its type: text and traceback may name paths, and stay there.
 """
 
 from __future__ import annotations
@@ -35,8 +35,13 @@ def handling(on_error: OnError) -> Iterator[None]:
     except DiLoCoError:
         raise
     except Exception as error:
-        on_error(error)
-        raise TransportError(f"internal error at the syncer: {type(error).__name__}: {error}") from error
+        raise internal_error(error, on_error) from error
+
+
+def internal_error(error: Exception, on_error: OnError) -> TransportError:
+    """Report a defect, and say what may be said of it: rule 2."""
+    on_error(error)
+    return TransportError(f"internal error at the syncer: {type(error).__name__}; its log says more")
 
 
 def to_json(error: DiLoCoError) -> Json:

@@ -25,10 +25,11 @@ from lightning_diloco.errors import CorruptMessageError, DiLoCoError, LocalError
 from lightning_diloco.transport.address import JoinAddress, join_host_port, split_host_port
 from lightning_diloco.transport.base import Handler, Json
 from lightning_diloco.transport.doorkeeper import Doorkeeper
-from lightning_diloco.transport.failures import OnError, handling, log_error, to_json
+from lightning_diloco.transport.failures import OnError, handling, internal_error, log_error, to_json
 from lightning_diloco.transport.frames import (
     EMPTY,
     ENVELOPE_KEY,
+    MAX_HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
     SCHEMA,
     Envelope,
@@ -173,7 +174,7 @@ class _Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
     def start_call(self, info: flight.CallInfo, headers: Mapping[str, list[str]]) -> None:
         shown = (headers.get("authorization") or [""])[0]
-        if not hmac.compare_digest(shown.encode(), self._expected):
+        if not hmac.compare_digest(shown.encode(errors="replace"), self._expected):
             raise flight.FlightUnauthenticatedError("wrong token")
 
 
@@ -207,11 +208,11 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:
         self.doorkeeper.called(context.peer())
-        with _answered():
+        with self._answered():
             call = self._actions.get(action.type)
             if call is None:
                 raise CorruptMessageError(
-                    f"action {action.type!r}; known are {', '.join(self._actions)}; do both sides run the same version?"
+                    f"action {action.type!r:.40}; known are {', '.join(self._actions)}; do both sides run the same version?"
                 )
             return [call(context, loads(action.body.to_pybytes()))]
 
@@ -232,8 +233,8 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
                 yield chunk.app_metadata
 
         self.doorkeeper.called(context.peer())
-        with _answered():
-            envelope = Envelope.decode(descriptor.command, self._memory.max_payload_bytes)
+        with self._answered():
+            envelope = Envelope.decode(descriptor.command or b"", self._memory.max_payload_bytes)
             check_schema(reader.schema)
             with self._memory.hold(envelope.num_bytes, check):
                 with self.doorkeeper.uploading(context.peer()) as came:
@@ -244,8 +245,8 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_get(self, context: flight.ServerCallContext, ticket: flight.Ticket) -> flight.GeneratorStream:
         self.doorkeeper.called(context.peer())
-        with _answered():
-            header = loads(ticket.ticket)
+        with self._answered():
+            header = loads(ticket.ticket, MAX_HEADER_BYTES)
             with handling(self._on_error):
                 bulk = self._handler.on_get(header)
                 schema = SCHEMA.with_metadata({ENVELOPE_KEY: Envelope.of(bulk).encode()})
@@ -276,6 +277,19 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
         with handling(self._on_error):
             return dumps(self._handler.on_status())
 
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Put errors into the form that `failures.from_json` reads at the other end; Arrow sends others as tracebacks."""
+        try:
+            yield
+        except flight.FlightError:
+            raise
+        except pa.ArrowException as error:  # the caller is gone, or its stream is not Arrow's
+            raise flight.FlightServerError(f"the stream broke ({type(error).__name__})") from error
+        except Exception as error:
+            told = error if isinstance(error, DiLoCoError) else internal_error(error, self._on_error)
+            raise flight.FlightServerError(type(told).__name__, extra_info=dumps(to_json(told))) from error
+
     def _check(self, context: flight.ServerCallContext) -> None:
         """Rule 3."""
         if context.is_cancelled():
@@ -284,19 +298,10 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
             raise flight.FlightUnavailableError("the syncer is stopping")
 
 
-@contextmanager
-def _answered() -> Iterator[None]:
-    """Put errors of our tree into the form that `failures.from_json` reads at the other end."""
-    try:
-        yield
-    except DiLoCoError as error:
-        raise flight.FlightServerError(type(error).__name__, extra_info=dumps(to_json(error))) from error
-
-
 def _field(body: Json, name: str, *kinds: type) -> Any:
     value = body.get(name)
     if not isinstance(value, kinds):
         raise CorruptMessageError(
-            f"field {name}={value!r}; must be of type {kinds[0].__name__}; do both sides run the same version?"
+            f"field {name}={value!r:.80}; must be of type {kinds[0].__name__}; do both sides run the same version?"
         )
     return value

@@ -25,6 +25,8 @@ from lightning_diloco.transport.base import Bulk, Json
 SLICE_BYTES = 2 << 20
 MAX_PAYLOAD_BYTES = 256 << 20  # in one call; what is longer comes in several
 MAX_JSON_BYTES = 8 << 20
+MAX_HEADER_BYTES = 1 << 20  # of bulk: the leases of a contribution take the most
+MAX_DEPTH = 32
 SCHEMA = pa.schema([])
 EMPTY = pa.RecordBatch.from_arrays([], schema=SCHEMA)
 ENVELOPE_KEY = b"diloco"
@@ -43,14 +45,15 @@ def _finite(text: str) -> float:
     raise ValueError(f"{text[:20]} is no finite number")
 
 
-def loads(raw: bytes) -> Json:
+def loads(raw: bytes, max_bytes: int = MAX_JSON_BYTES) -> Json:
     """A JSON object.
 
     Raises:
-        CorruptMessageError: it is not one, or larger than MAX_JSON_BYTES: parsed, it takes many times its size.
+        CorruptMessageError: it is not one; or larger than max_bytes: parsed, it takes many times its size; or deeper than
+            MAX_DEPTH: whoever walks it would run out of stack.
     """
-    if len(raw) > MAX_JSON_BYTES:
-        raise CorruptMessageError(f"{len(raw)} bytes of JSON; at most {MAX_JSON_BYTES} are read; {_AGAIN}")
+    if len(raw) > max_bytes:
+        raise CorruptMessageError(f"{len(raw)} bytes of JSON; at most {max_bytes} are read; {_AGAIN}")
     try:
         value = json.loads(raw, parse_constant=_finite, parse_float=_finite)
         if _SURROGATE in raw.lower():
@@ -61,7 +64,19 @@ def loads(raw: bytes) -> Json:
         ) from None
     if not isinstance(value, dict):
         raise CorruptMessageError(f"JSON of type {type(value).__name__}; must be an object; {_AGAIN}")
+    if not _is_flat(value):
+        raise CorruptMessageError(f"JSON of more than {MAX_DEPTH} levels; at most so many are read; {_AGAIN}")
     return value
+
+
+def _is_flat(value: Json) -> bool:
+    level: list[dict[str, object] | list[object]] = [value]
+    for _ in range(MAX_DEPTH):
+        items = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in items if isinstance(item, dict | list)]
+        if not level:
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +109,7 @@ class Envelope:
         Raises:
             CorruptMessageError: not an envelope, or of a payload above max_payload_bytes.
         """
-        fields = loads(raw)
+        fields = loads(raw, MAX_HEADER_BYTES)
         header, num_bytes, crc32 = (fields.get(name) for name in ("header", "num_bytes", "crc32"))
         if not (isinstance(header, dict) and isinstance(num_bytes, int) and isinstance(crc32, int) and num_bytes >= 0):
             raise CorruptMessageError(

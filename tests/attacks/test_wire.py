@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import psutil
 import pytest
 
+import lightning_diloco
+from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.protocol import messages
+from lightning_diloco.runtime import outbox, quota
+from lightning_diloco.runtime.syncer import SyncerOptions, SyncerService
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.doorkeeper import Doorkeeper
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
+from lightning_diloco.transport.memory import MemoryTransport
 from tests.attacks import wire
 from tests.e2e.conftest import Processes, until
-from tests.fuzz.target import Honest
+from tests.fuzz.target import OPTIONS, Honest, Peer
 from tests.transport.conftest import Recorder
 
 WAIT_S = 10.0
@@ -94,11 +103,120 @@ def test_compressed_batches_are_refused_before_they_are_inflated(serve: Callable
     assert memory().rss - before < 64 * MIB
 
 
+def test_no_answer_tells_where_the_syncer_lies(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
+    answers = wire.odd_calls(serve(Doorkeeper()))
+    assert len(answers) == 8
+    assert not [answer for answer in answers if str(Path(lightning_diloco.__file__).parent) in answer]
+
+
+# --- with a token: messages
+
+
+def nested(levels: int) -> object:
+    value: object = "deep"
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[SyncerService]:
+    made = SyncerService(SyncerOptions(run_dir=tmp_path), run="run")
+    made.start()
+    yield made
+    made.stop()
+
+
+LIES = {
+    "nested": {"asked": nested(20)},
+    "huge shape": {"shapes": {"a": [2**31, 2**31]}},
+    "many fragments": {"num_fragments": 30_000_000, "config": {"sync_every": 30_000_000, "num_fragments": 30_000_000}},
+    "many slices": {"shapes": {"a": [2**40, 1]}, "config": {**OPTIONS, "max_slice_numel": 1}},
+    "much dealing": {
+        "shapes": {f"p{n}": [2, n + 1] for n in range(5000)},
+        "num_fragments": 4096,
+        "config": {"sync_every": 4096, "num_fragments": 4096},
+    },
+    "empty shape": {"shapes": {"a": [0]}},
+    "long name": {"frozen": {"x" * 2000: "digest"}},
+    "no table": {"shapes": 3},
+    "nothing": {"mean_names": ["nobody"]},
+}
+
+
+@pytest.mark.parametrize("lies", LIES.values(), ids=LIES)
+def test_a_seed_that_cannot_be_is_refused_and_the_next_one_seeds(service: SyncerService, lies: dict[str, object]) -> None:
+    transport = MemoryTransport(service)
+    mallory, honest = Peer(transport.connect(), "mallory"), Honest(transport.connect())
+    mallory.say(wire.hello(mallory))
+    honest.say(wire.hello(honest))  # waits for the seed of the other one
+    began_s = time.monotonic()
+    wire.lying_seed(mallory, **lies)
+    honest.join()
+    honest.train()
+    assert time.monotonic() - began_s < WAIT_S
+    assert service.error is None
+    honest.leave()
+
+
+def test_json_of_many_levels_is_refused(service: SyncerService) -> None:
+    mallory = Peer(MemoryTransport(service).connect(), "mallory")
+    with pytest.raises(CorruptMessageError, match="levels"):
+        mallory.connection.send(mallory.session, [{"kind": "SeedPlan", "lease": 1, "manifest": nested(700)}])
+
+
+def test_a_flood_makes_its_own_sender_wait_and_nobody_else(service: SyncerService) -> None:
+    transport, may_go_on = MemoryTransport(service), threading.Event()
+    honest, mallory = Honest(transport.connect()), Peer(transport.connect(), "mallory")
+    honest.join()
+    mallory.join()
+    handle = service.state.handle
+    service.state.handle = lambda *event: may_go_on.wait(WAIT_S) and handle(*event)  # type: ignore[method-assign]
+    assert wire.flood(mallory, num_calls=50) >= 50 - quota.MAX_OWN / 50 - 1
+    honest.say(messages.AskFate(0, 0))  # is taken although the other one's were not
+    may_go_on.set()
+    honest.hear(messages.FateIs)
+    with ThreadPoolExecutor(1) as flooder:
+        flooding = flooder.submit(wire.flood, mallory, num_calls=200)
+        honest.train()
+        flooding.result()
+    honest.leave()
+
+
+def test_sessions_that_somebody_makes_up_take_no_place_of_a_learner(
+    service: SyncerService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_SESSIONS", 10)
+    transport = MemoryTransport(service)
+    honest = Honest(transport.connect())
+    honest.join()
+    honest.say(messages.AskFate(0, 0))
+    wire.made_up_sessions(Peer(transport.connect(), "mallory"), 30)
+    honest.hear(messages.FateIs, fragment=0, seq=0)
+    honest.train()
+    honest.leave()
+
+
+def test_the_name_of_a_learner_that_is_still_joining_is_its_own(service: SyncerService) -> None:
+    transport = MemoryTransport(service)
+    honest = Honest(transport.connect())
+    honest.join()
+    joining, mallory = (Peer(transport.connect(), "joining") for _ in range(2))
+    joining.say(wire.hello(joining))
+    joining.hear(messages.Welcome)
+    service.state.roster[joining.session].heard_s -= 5.0  # adopts, and has nothing to say
+    mallory.say(wire.hello(mallory))
+    honest.say(messages.AskFate(0, 0))
+    honest.hear(messages.FateIs)
+    assert [m.session for m in service.state.roster.members.values() if m.learner == "joining"] == [joining.session]
+    honest.leave()
+
+
 # --- without a token: a syncer as it is started
 
 
 @pytest.fixture
-def processes(tmp_path) -> Iterator[Processes]:
+def processes(tmp_path: Path) -> Iterator[Processes]:
     made = Processes(tmp_path)
     yield made
     made.kill_all()

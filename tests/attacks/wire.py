@@ -9,12 +9,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
+import torch
 from pyarrow import flight
 
+from lightning_diloco.config import PROTOCOL_VERSION
+from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.protocol import messages
+from lightning_diloco.runtime.anchors import bytes_of
+from lightning_diloco.runtime.manifest import make_manifest
 from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.base import Bulk
 from lightning_diloco.transport.frames import SCHEMA, Envelope
 from lightning_diloco.transport.identity import HOSTNAME
 from lightning_diloco.transport.token_identity import learner_certificate
+from tests.fuzz.target import MODEL, OPTIONS, Peer
 
 CALL_S = 10.0
 
@@ -122,3 +130,73 @@ def _client_hello() -> bytes:
     with contextlib.suppress(ssl.SSLWantReadError):
         context.wrap_bio(ssl.MemoryBIO(), said, server_hostname=HOSTNAME).do_handshake()
     return said.read()[:-1]
+
+
+def odd_calls(address: JoinAddress) -> list[str]:
+    """Calls that nobody here makes, of somebody with the token; returns all that was answered to them."""
+    options, path = _with_token(address), flight.FlightDescriptor.for_path("odd")
+
+    def put(client: flight.FlightClient) -> None:
+        writer, answers = client.do_put(path, SCHEMA, options)
+        with writer:
+            answers.read()
+
+    calls = (
+        put,
+        lambda client: list(client.list_flights(options=options)),
+        lambda client: client.get_flight_info(path, options),
+        lambda client: client.get_schema(path, options),
+        lambda client: client.do_exchange(path, options)[1].read_all(),
+        lambda client: list(client.list_actions(options)),
+        lambda client: list(client.do_action(flight.Action("status", b"\xff"), options)),
+        lambda client: client.do_get(flight.Ticket(b"\xff"), options).read_all(),
+    )
+    answered = []
+    with stranger(address, address.token) as client:
+        for call in calls:
+            try:
+                call(client)
+            except (flight.FlightError, pa.ArrowException) as error:
+                answered.append(f"{error} {getattr(error, 'extra_info', None)!r}")
+    return answered
+
+
+# --- with a token: messages
+
+
+def lying_seed(peer: Peer, **lies: object) -> messages.Rejected:
+    """The first learner of a run sends a manifest that is not true, and then asks to go on; returns the refusal."""
+    peer.say(hello(peer))
+    grant = peer.hear(messages.SeedGrant, hello(peer))
+    manifest, plan = make_manifest(MODEL, {**grant.options, **OPTIONS})
+    for p in range(plan.num_fragments):
+        header = {"what": "seed", "session": peer.session, "lease": grant.lease, "fragment": p}
+        values = torch.zeros(plan.layout(p, 16).padded_numel)
+        peer.connection.put(Bulk(header, bytes_of(values)), deadline_s=CALL_S)
+    said = messages.SeedPlan(grant.lease, {**manifest, **lies})
+    peer.say(said)
+    return peer.hear(messages.Rejected, said)
+
+
+def flood(peer: Peer, *, num_calls: int, num_at_once: int = 50) -> int:
+    """One session says more than anybody can hear; returns how many of its calls were refused."""
+    num_refused, said = 0, [messages.encode(messages.AskFate(0, 1))] * num_at_once
+    for _ in range(num_calls):
+        try:
+            peer.connection.send(peer.session, said)
+        except DiLoCoError:
+            num_refused += 1
+    return num_refused
+
+
+def made_up_sessions(peer: Peer, num: int) -> None:
+    """Hellos and polls of processes that do not exist."""
+    for number in range(num):
+        with contextlib.suppress(DiLoCoError):
+            said = messages.Hello(f"nobody{number}", 1, PROTOCOL_VERSION + 1, {})
+            peer.connection.send(f"{peer.session}{number}", [messages.encode(said)])
+            peer.connection.poll(f"{peer.session}-{number}", 0, 0.0)
+
+
+def hello(peer: Peer) -> messages.Hello:
+    return messages.Hello(peer.learner, 1, PROTOCOL_VERSION, {})

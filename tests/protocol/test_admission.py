@@ -217,7 +217,7 @@ def test_an_older_incarnation_that_confirms_late_is_fenced() -> None:
     syncer = Syncer("a")
     syncer.hello("x", "c")
     syncer.hello("y", "c")
-    syncer.now_s += 3.5
+    syncer.now_s += syncer.config.lease_s + 0.5
     syncer.hello("y", "c")
     syncer.tell("y", confirm(2))
 
