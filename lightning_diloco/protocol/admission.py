@@ -2,8 +2,8 @@
 
 1. An empty run grants one seed lease; it passes on if the seeder falls silent. Everyone else waits for the seed.
 2. A contradiction between what a joiner insists on and what the run has is refused, naming both values.
-3. A learner id in use is refused; one whose owner fell silent is granted: after three heartbeats, or a lease if the owner
-   was still joining, and so had no heartbeats to send.
+3. A learner id in use is refused; one whose owner fell silent is granted: after three heartbeats, or a lease if the
+   owner was still joining, and so had no heartbeats to send.
 """
 
 from __future__ import annotations

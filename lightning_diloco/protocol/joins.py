@@ -194,8 +194,8 @@ class Joins(Leasing):
         record = records.Forgotten(member.session)
         self.apply(record)
         note = do.Note("rejected", {"learner": member.learner, "text": rejected.text})
-        forgotten = [do.Record(records.encode(record)), do.Send(member.session, rejected), note]
-        return [*forgotten, *self._invite_next_seeder(self._now_s)]
+        todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Send(member.session, rejected), note]
+        return todo + self._invite_next_seeder(self._now_s)
 
     def _invite_next_seeder(self, now_s: float) -> list[SyncerAction]:
         others = [m for m in self.roster.in_state("joining") if now_s - m.heard_s <= self.config.lease_s]

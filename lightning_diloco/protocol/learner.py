@@ -23,6 +23,7 @@ from lightning_diloco.config import PROTOCOL_VERSION, Align
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
+from lightning_diloco.protocol import plausible
 from lightning_diloco.protocol.actions import LearnerAction
 from lightning_diloco.protocol.fragment import Fragment
 from lightning_diloco.protocol.lessee import Lessee
@@ -113,7 +114,7 @@ class LearnerState:
             case on.Evaluating():
                 return self._set_evaluating(event.begins, now_s)
             case on.StopRun():
-                self._stop_reason = event.reason
+                self._stop_reason = event.reason[: plausible.MAX_CHARS]
                 return [self._heartbeat(now_s)]
             case on.Finish():
                 return self._finish(event, now_s)

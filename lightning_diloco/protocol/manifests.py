@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import cast
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, CorruptMessageError
@@ -25,7 +24,7 @@ MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
-    """The protocol goes by the first fields; those with a default are for who computes the plan, and are missed there."""
+    """The protocol goes by the first fields; those with a default are missed where the plan is computed."""
 
     config: dict[str, Scalar]
     frozen: dict[str, str]
@@ -80,4 +79,4 @@ def _excess(shapes: dict[str, tuple[int, ...]], config: RunConfig) -> str | None
 
 def _most_slices(shape: tuple[int, ...], max_slice_numel: int) -> int:
     rows = shape[0] if shape else 1
-    return cast("int", min(rows, 2 * -(-math.prod(shape) // max_slice_numel)))
+    return min(rows, 2 * -(-math.prod(shape) // max_slice_numel))

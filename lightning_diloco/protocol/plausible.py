@@ -5,9 +5,9 @@
 2. Durations and rates are not negative; no inner step takes longer than MAX_STEP_S.
 3. A learner's own ranges lie within what it says it has seen; a fragment has at most two of them: what is outstanding,
    and what is fresh.
-4. Every text, sequence and table has a limit, whatever its name: who says more than MAX_CHARS of itself, or of more than
-   MAX_ENTRIES metrics, wants memory, not to be read. `NO_LIMIT` names what has none: what the syncer explains, and
-   manifests, which are checked where they are used (`manifests.py`).
+4. Every text, sequence and table has a limit, whatever its name: who says more than MAX_CHARS of itself, or more than
+   MAX_METRICS numbers, wants memory, not to be read; a status of hundreds of learners must stay one. `NO_LIMIT` names
+   what has none: what the syncer explains, and manifests, which are checked where they are used (`manifests.py`).
 5. Tokens of a lease come from samples; a learner has at most MAX_LEASES of them, and data at most MAX_SOURCES sources.
 
 A peer that says otherwise is broken. A learner that lies within these bounds is outside of what this package protects
@@ -17,6 +17,7 @@ against. Source: our choice.
 from __future__ import annotations
 
 import dataclasses
+
 from lightning_diloco.config import is_learner_id
 from lightning_diloco.protocol.ranges import Catalogue, Span
 
@@ -25,6 +26,7 @@ MAX_GENERATION = 2**31
 MAX_STEP_S = 3600.0
 MAX_CHARS = 1000
 MAX_ENTRIES = 200
+MAX_METRICS, MAX_METRIC_CHARS = 64, 100
 MAX_PENDING = 2
 MAX_ITEMS = 1 << 16
 MAX_NAMES = 1 << 17
@@ -33,7 +35,8 @@ MAX_SOURCES = 1 << 20
 NO_LIMIT = ("text", "manifest", "data_seed")
 _SEQUENCES = {"begun": MAX_LEASES, "unread": MAX_LEASES, "spans": MAX_LEASES, "repeats": MAX_LEASES}
 _SEQUENCES |= {"leases": MAX_LEASES, "gone": 2 * MAX_LEASES, "mean_names": MAX_NAMES}
-_TABLES = {"frozen": MAX_NAMES, "shapes": MAX_NAMES}
+_TABLES = {"frozen": MAX_NAMES, "shapes": MAX_NAMES, "metrics": MAX_METRICS, "discarded": MAX_METRICS}
+_NAMES = {"metrics": MAX_METRIC_CHARS, "discarded": MAX_METRIC_CHARS}
 
 
 def objection(message: object) -> str | None:
@@ -72,9 +75,9 @@ def _within_limits(name: str, value: object) -> str | None:
         if len(value) > most or any(map(_is_long, value)):
             return f"at most {most} of them, each of at most {MAX_CHARS} characters"
     if isinstance(value, dict):
-        most = _TABLES.get(name, MAX_ENTRIES)
-        if len(value) > most or any(_is_long(key) or _is_long(item) for key, item in value.items()):
-            return f"at most {most} entries, with names and texts of at most {MAX_CHARS} characters"
+        most, chars = _TABLES.get(name, MAX_ENTRIES), _NAMES.get(name, MAX_CHARS)
+        if len(value) > most or any(_is_long(key, chars) or _is_long(item) for key, item in value.items()):
+            return f"at most {most} entries, with names of at most {chars} characters, and texts of {MAX_CHARS}"
     return None
 
 
@@ -104,8 +107,8 @@ def _lease_problem(message: object) -> str | None:
     return None
 
 
-def _is_long(value: object) -> bool:
-    return isinstance(value, str) and len(value) > MAX_CHARS
+def _is_long(value: object, most: int = MAX_CHARS) -> bool:
+    return isinstance(value, str) and len(value) > most
 
 
 def _is_count(value: object, bound: int) -> bool:

@@ -86,7 +86,9 @@ class BulkDesk:
         layout, (_, have) = store.layouts[ready.fragment], portions.place(bulk)
         if (error := bulk.header.get("error")) is not None:  # the learner itself says what is wrong, and sends nothing
             if not isinstance(error, str) or len(error) > plausible.MAX_CHARS:
-                raise CorruptMessageError(f"error={error!r:.80}; must be a text of at most {plausible.MAX_CHARS} characters")
+                raise CorruptMessageError(
+                    f"error={error!r:.80}; must be a text of at most {plausible.MAX_CHARS} characters"
+                )
             return events.PayloadReceived(session, ready, error), have
         if bulk.header.get("num_parts") is None and have == bulk.payload.nbytes:
             payload = tensor_of(bulk.payload, torch.uint8)

@@ -31,7 +31,7 @@ from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import ConfigError, DiLoCoError
-from lightning_diloco.protocol import LearnerState, actions, events, messages
+from lightning_diloco.protocol import LearnerState, actions, events, messages, plausible
 from lightning_diloco.protocol.ranges import Catalogue, Piece
 from lightning_diloco.runtime.embedded import EmbeddedSyncer
 from lightning_diloco.runtime.freight import Freight
@@ -266,7 +266,8 @@ class Link(SaysOfItself):
     def report(self, eval_loss: float | None, reason: str | None = None, *, within_s: float = FINAL_S) -> None:
         """The last leaver's verdict on the final anchor; a syncer that is being started again gets it, too."""
         self._has_verdict = True
-        self._line.say_now(messages.Evaluated(eval_loss, reason), within_s=within_s)
+        shown = None if reason is None else reason[: plausible.MAX_CHARS]  # it may quote all metrics of a validation
+        self._line.say_now(messages.Evaluated(eval_loss, shown), within_s=within_s)
 
     def close(self) -> None:
         """Let go of the run; without `finish`, leave at once. Idempotent."""

@@ -83,8 +83,8 @@ class Quota:
             if waiting > most or num_strange > MAX_STRANGERS or waiting_bytes > MAX_OWN_BYTES:
                 raise TransportError(
                     f"{waiting} events of {waiting_bytes} bytes of this session wait for the syncer; at most {most} of "
-                    f"{MAX_OWN_BYTES} bytes may, and at most {MAX_STRANGERS} of all who have not joined; nothing of this "
-                    "was used; try again"
+                    f"{MAX_OWN_BYTES} bytes may, and at most {MAX_STRANGERS} of all who have not joined; nothing of "
+                    "this was used; try again"
                 )
             self._events[session] = waiting
             self._bytes[session] = waiting_bytes

@@ -5,8 +5,8 @@
 2. One merge thread does the arithmetic (`merging.py`). The loop thread installs and tells what it made durable.
 3. Payloads are checked where they arrive, before the machine hears of them.
 4. A disk that does not take a record holds back whatever comes after it, and is tried again; learners train on. Calls
-   are refused while more than MAX_WAITING events wait, or more of one session than `quota.py` grants: a flood, or a disk
-   that is gone for long, costs bounded memory.
+   are refused while more than MAX_WAITING events wait, or more of one session than `quota.py` grants: a flood, or a
+   disk that is gone for long, costs bounded memory.
 5. A snapshot is taken between two actions, when no commit is on its way to disk.
 """
 
@@ -415,8 +415,8 @@ def _checked(session: object) -> str:
     """A session as it may be said."""
     if not isinstance(session, str) or len(session) > MAX_SESSION_CHARS:
         raise CorruptMessageError(
-            f"session={session!r:.80}; must be a text of at most {MAX_SESSION_CHARS} characters; nothing was used; do both "
-            "sides run the same version?"
+            f"session={session!r:.80}; must be a text of at most {MAX_SESSION_CHARS} characters; nothing was used; do "
+            "both sides run the same version?"
         )
     return session
 

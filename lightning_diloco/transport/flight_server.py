@@ -212,7 +212,8 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
             call = self._actions.get(action.type)
             if call is None:
                 raise CorruptMessageError(
-                    f"action {action.type!r:.40}; known are {', '.join(self._actions)}; do both sides run the same version?"
+                    f"action {action.type!r:.40}; known are {', '.join(self._actions)}; do both sides run the same "
+                    "version?"
                 )
             return [call(context, loads(action.body.to_pybytes()))]
 
@@ -279,7 +280,7 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
-        """Put errors into the form that `failures.from_json` reads at the other end; Arrow sends others as tracebacks."""
+        """Put errors into the form that `failures.from_json` reads; Arrow sends others with their tracebacks."""
         try:
             yield
         except flight.FlightError:

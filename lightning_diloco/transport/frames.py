@@ -49,8 +49,8 @@ def loads(raw: bytes, max_bytes: int = MAX_JSON_BYTES) -> Json:
     """A JSON object.
 
     Raises:
-        CorruptMessageError: it is not one; or larger than max_bytes: parsed, it takes many times its size; or deeper than
-            MAX_DEPTH: whoever walks it would run out of stack.
+        CorruptMessageError: it is not one; or larger than max_bytes: parsed, it takes many times its size; or deeper
+            than MAX_DEPTH: whoever walks it would run out of stack.
     """
     if len(raw) > max_bytes:
         raise CorruptMessageError(f"{len(raw)} bytes of JSON; at most {max_bytes} are read; {_AGAIN}")

@@ -145,7 +145,9 @@ LIES = {
 
 
 @pytest.mark.parametrize("lies", LIES.values(), ids=LIES)
-def test_a_seed_that_cannot_be_is_refused_and_the_next_one_seeds(service: SyncerService, lies: dict[str, object]) -> None:
+def test_a_seed_that_cannot_be_is_refused_and_the_next_one_seeds(
+    service: SyncerService, lies: dict[str, object]
+) -> None:
     transport = MemoryTransport(service)
     mallory, honest = Peer(transport.connect(), "mallory"), Honest(transport.connect())
     mallory.say(wire.hello(mallory))

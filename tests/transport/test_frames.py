@@ -111,4 +111,3 @@ def test_json_beyond_the_limit_is_refused_unread() -> None:
     assert loads(b'{"a":1234}', 10) == {"a": 1234}
     with pytest.raises(CorruptMessageError, match="11 bytes of JSON; at most 10"):
         loads(b'{"a":12345}', 10)
-

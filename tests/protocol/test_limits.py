@@ -1,0 +1,60 @@
+"""Whatever a learner can write into a message has a limit: fields are found, not listed, so a new one is covered."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_diloco.protocol import messages, plausible
+
+LONG = "x" * (plausible.MAX_CHARS + 1)
+MANY = plausible.MAX_NAMES + 1
+CHECKED_ELSEWHERE = {"manifest"}  # `manifests.defect`
+
+
+def example(hint: object) -> object:
+    """The smallest value of this type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return example(args[0])
+    if origin is typing.Literal:
+        return args[0]
+    if origin is tuple:
+        return () if args[-1] is ... else tuple(map(example, args))
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return hint(**{name: example(of) for name, of in typing.get_type_hints(hint).items()})
+    return {} if origin is dict else {int: 1, float: 1.0, str: "x", bool: False}[hint]  # type: ignore[index]
+
+
+def excesses(hint: object) -> Iterator[object]:
+    """Values of this type that hold too much."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in args:
+            yield from excesses(option)
+    elif origin is tuple and args[-1] is ...:
+        yield (example(args[0]),) * MANY
+        for item in excesses(args[0]):
+            yield (item,)
+    elif origin is dict:
+        yield dict.fromkeys(map(str, range(MANY)), example(args[1]))
+        yield {LONG: example(args[1])}
+        for item in excesses(args[1]):
+            yield {"name": item}
+    elif hint is str:
+        yield LONG
+    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        for name, of in typing.get_type_hints(hint).items():
+            for item in excesses(of) if name not in CHECKED_ELSEWHERE else ():
+                yield dataclasses.replace(example(hint), **{name: item})  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("kind", typing.get_args(messages.FromLearner), ids=lambda kind: kind.__name__)
+def test_nothing_in_a_message_is_without_a_limit(kind: type) -> None:
+    assert plausible.objection(example(kind)) is None
+    accepted = [excess for excess in excesses(kind) if plausible.objection(excess) is None]
+    assert not accepted, f"{len(accepted)} are accepted, such as {accepted[0]!r:.200}"
