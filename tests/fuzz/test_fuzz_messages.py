@@ -204,7 +204,7 @@ def test_calls_are_refused_while_too_much_waits_for_the_syncer(target: Target, m
     num_taken, refusal = 0, ""
     while not refusal:
         try:
-            target.wire.send("stranger", [{"kind": "AskFate", "fragment": 0, "seq": 1}])
+            target.wire.send(target.honest.session, [{"kind": "AskFate", "fragment": 0, "seq": 1}])
             num_taken += 1
         except DiLoCoError as error:
             refusal = str(error)
