@@ -165,10 +165,15 @@ class StoreSeed:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something people may want to know; goes to the tape."""
+    """Something people may want to know; goes to the tape.
+
+    Args:
+        at_s: when it happened, by the clock that the machine is told; whoever carries it out sets this.
+    """
 
     event: str
     fields: Json = field(default_factory=dict)
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

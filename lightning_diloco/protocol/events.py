@@ -128,7 +128,13 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Some time has passed."""
+    """Some time has passed.
+
+    Args:
+        heard: at the syncer, sessions that were heard from without an event since the last tick, and when.
+    """
+
+    heard: dict[str, float] = field(default_factory=dict)
 
 
 LearnerEvent = (
@@ -210,4 +216,11 @@ class CommitFailed:
     error: str
 
 
-SyncerEvent = FromALearner | PayloadReceived | SeedStored | Merged | Committed | CommitFailed | Tick
+@dataclass(frozen=True, slots=True)
+class StoodStill:
+    """The syncer's process stood still for so long: it heard nobody, and nobody could reach it."""
+
+    for_s: float
+
+
+SyncerEvent = FromALearner | PayloadReceived | SeedStored | Merged | Committed | CommitFailed | Tick | StoodStill

@@ -7,6 +7,8 @@
 3. Leaves and fences wait for a commit that is being written and names the leaver; both are repeated until answered.
 4. Whoever speaks of an older generation is welcomed to the present one; whoever holds what was never published here
    shows that the disk was rolled back, and a new generation begins.
+5. Leases run by the time at which events came, not by that at which they are handled. Time in which this process stood
+   still counts against nobody.
 
 Source: the paper's syncer loop (arXiv 2604.21428, Sec. 3), with durability and fencing of our own.
 """
@@ -78,7 +80,9 @@ class SyncerState(Joins):
                 self._applying.pop(event.fragment, None)
                 return self.rounds.commit_failed(event.fragment, event.round, event.error, now_s)
             case on.Tick():
-                return self._tick(now_s)
+                return self._tick(event, now_s)
+            case on.StoodStill():
+                return self._stood_still(event, now_s)
 
     def _hear(self, session: str, message: msg.FromLearner, now_s: float) -> list[SyncerAction]:
         member = self.roster.get(session)
@@ -262,8 +266,10 @@ class SyncerState(Joins):
 
     # ----------------------------------------------------------------------------------------------------- over time
 
-    def _tick(self, now_s: float) -> list[SyncerAction]:
+    def _tick(self, tick: on.Tick, now_s: float) -> list[SyncerAction]:
         todo: list[SyncerAction] = []
+        for session, heard_s in tick.heard.items():
+            self.roster.heard(session, heard_s)
         for member in self.roster.in_state("active"):
             silent_s = now_s - member.heard_s
             if not member.is_lapsed and silent_s > self.config.lease_s:
@@ -287,5 +293,13 @@ class SyncerState(Joins):
         self._now_s = now_s
         self.leases.resume(now_s)
         self._has_started = self._has_started or bool(self.roster.in_state("active", "left"))
+        self._renew_leases(now_s)
+
+    def _stood_still(self, event: on.StoodStill, now_s: float) -> list[SyncerAction]:
+        """Nobody could be heard: whoever is there has a whole lease to be heard again."""
+        self._renew_leases(now_s)
+        return [do.Note("stood still", {"for_s": round(event.for_s, 3)})]
+
+    def _renew_leases(self, now_s: float) -> None:
         for member in self.roster.members.values():
             member.heard_s = member.stepped_s = now_s

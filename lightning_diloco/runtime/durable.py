@@ -135,10 +135,10 @@ class Durable:
             self.log.append(record, payload)
             self.log.sync()
 
-    def note(self, event: str, **fields: object) -> None:
+    def note(self, event: str, *, late_s: float = 0.0, **fields: object) -> None:
         """Write a line to the tape. A full disk loses the line, not the run: the log has what counts."""
         try:
-            self.tape.record(event, lsn=max(self.log.last_lsn, self.tape.last_lsn), **fields)
+            self.tape.record(event, lsn=max(self.log.last_lsn, self.tape.last_lsn), late_s=late_s, **fields)
             self._tape_failed = False
         except StorageError as error:
             if not self._tape_failed:

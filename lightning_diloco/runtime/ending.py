@@ -56,6 +56,11 @@ class Ending:
         """This session listens."""
         self._polled_s[session] = self._contact_s = time.monotonic()
 
+    def stood_still(self) -> None:
+        """Nobody could call: whoever listened a moment before counts as listening now."""
+        self._contact_s = time.monotonic()
+        self._polled_s = dict.fromkeys(self._polled_s, self._contact_s)
+
     def has_come(self, state: SyncerState, now_s: float) -> bool:
         """Whether the run is over; to be asked from time to time."""
         self._watch_validations(state, now_s)

@@ -1,7 +1,8 @@
 """The syncer at work: the protocol machine, the anchors and the disk, behind a transport.
 
-1. One loop thread drives the machine: transport threads only queue events (and look, under a lock, for `status`).
-   Actions are carried out in order: a message is sent only after every record before it is on disk.
+1. One loop thread drives the machine: transport threads only queue events (and look, under a lock, for `status`). The
+   machine goes by the time at which an event came, however late the loop gets to it (`inbox.py`). Actions are carried
+   out in order: a message is sent only after every record before it is on disk.
 2. One merge thread does the arithmetic (`merging.py`). The loop thread installs and tells what it made durable.
 3. Payloads are checked where they arrive, before the machine hears of them.
 4. A disk that does not take a record holds back whatever comes after it, and is tried again; learners train on. Calls
@@ -20,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ from lightning_diloco.runtime.bulk import BulkDesk
 from lightning_diloco.runtime.durable import Durable, seeded_store
 from lightning_diloco.runtime.ending import Ending
 from lightning_diloco.runtime.files import write_whole
+from lightning_diloco.runtime.inbox import Inbox
 from lightning_diloco.runtime.manifest import manifest_file
 from lightning_diloco.runtime.merging import Installable, MergeJob, Merger
 from lightning_diloco.runtime.outbox import Outbox
@@ -46,7 +48,6 @@ from lightning_diloco.transport.base import Bulk, Json, Polled
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.05
 RETRY_S = 1.0
 MAX_WAITING = 10_000
 MAX_SESSION_CHARS = 100
@@ -101,13 +102,12 @@ class SyncerService:
         self._board = Board(self.state, self._desk, self._durable.past)
         self._merger = Merger(self._durable, self._recorder, self._board.disk_failed)
         self._outbox = Outbox(is_member=self._is_member)
-        self._events: queue.SimpleQueue[events.SyncerEvent | Placed | Installable | None] = queue.SimpleQueue()
+        self._inbox: Inbox[events.SyncerEvent | Placed | Installable] = Inbox()
         self._quota = Quota()
         self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
         self._seed: actions.StoreSeed | None = None
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
-        self._transferred_s: dict[str, float] = {}
         self._num_applying = 0
         self._held_back: list[actions.Apply] = []
         self._ended = threading.Event()
@@ -115,9 +115,10 @@ class SyncerService:
         self.error: BaseException | None = None
         if self.state.manifest is not None:
             self._write_manifest(self.state.manifest)
-        self._loop_thread, self._merge_thread = (
-            threading.Thread(target=self._guarded, args=(run_thread,), name=name, daemon=True)
-            for name, run_thread in (("diloco-loop", self._loop), ("diloco-merge", self._merge_loop))
+        threads = {"loop": self._loop, "merge": self._merge_loop, "clock": self._inbox.run_clock}
+        self._loop_thread, self._merge_thread, self._clock_thread = (
+            threading.Thread(target=self._guarded, args=(run_thread,), name=f"diloco-{name}", daemon=True)
+            for name, run_thread in threads.items()
         )
 
     # ------------------------------------------------------------------------------------------------------- lifetime
@@ -126,6 +127,7 @@ class SyncerService:
         """Begin to work."""
         self._loop_thread.start()
         self._merge_thread.start()
+        self._clock_thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run has ended by itself, or the syncer failed; returns whether it has."""
@@ -140,8 +142,9 @@ class SyncerService:
         self._is_stopping = True
         self._jobs.put(None)
         _join(self._merge_thread)
-        self._events.put(None)  # after what the merge thread made durable
+        self._inbox.close()  # after what the merge thread made durable
         _join(self._loop_thread)
+        _join(self._clock_thread)
         self._outbox.close()
         may_rest = self.error is None and not self._todo  # else the machine knows what the disk does not
         saved = codec.dump(self.state.saved()) if may_rest else {}
@@ -178,12 +181,12 @@ class SyncerService:
 
     def on_send(self, session: str, messages_: Sequence[Json]) -> Json:
         """Queue control messages for the machine; the answer is the news."""
-        self._check_open(len(messages_))
+        self._check_open(_checked(session), len(messages_))
         with self._places(session, messages_) as places:
             decoded = [messages.decode(message, messages.FromLearner) for message in messages_]
         for message, place in zip(decoded, places, strict=True):
             event = events.FromALearner(session, cast("messages.FromLearner", message))
-            self._events.put(Placed(event, place))
+            self._inbox.put(Placed(event, place))
         return codec.dump(self._board.news(session))
 
     def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
@@ -208,7 +211,7 @@ class SyncerService:
         if event is None:  # some of it is missing
             self._quota.free(place)
         else:
-            self._events.put(Placed(event, place))
+            self._inbox.put(Placed(event, place))
         return {"have": have}
 
     def on_get(self, header: Json) -> Bulk:
@@ -222,10 +225,8 @@ class SyncerService:
 
     def _enter(self, header: Json) -> str:
         """Bulk moves: its session is alive."""
-        self._check_open()
         session = _checked(header.get("session"))
-        if self._is_member(session):
-            self._transferred_s[session] = time.monotonic()
+        self._check_open(session)
         return session
 
     def _is_member(self, session: str) -> bool:
@@ -234,10 +235,12 @@ class SyncerService:
     def _places(self, session: str, messages_: Sequence[Json]) -> AbstractContextManager[list[Place]]:
         return self._quota.places(_checked(session), messages_, is_member=self._is_member(session))
 
-    def _check_open(self, num_events: int = 1) -> None:
+    def _check_open(self, session: str, num_events: int = 1) -> None:
+        if self._is_member(session):
+            self._inbox.heard(session)  # it is alive, even if what it says cannot be taken now
         if self._is_stopping:
             raise _stopping()
-        if (waiting := num_events + self._events.qsize() + len(self._todo)) > MAX_WAITING:
+        if (waiting := num_events + self._inbox.num_waiting + len(self._todo)) > MAX_WAITING:
             raise TransportError(
                 f"{waiting} events for the syncer; at most {MAX_WAITING} may wait; nothing of this was used; try again"
             )
@@ -246,34 +249,32 @@ class SyncerService:
     # ----------------------------------------------------------------------------------------------------- loop thread
 
     def _loop(self) -> None:
-        next_tick_s = 0.0
-        while True:
-            try:
-                event = self._events.get(timeout=TICK_S)
-            except queue.Empty:
-                event = events.Tick()
+        while (taken := self._inbox.take()) is not None:
+            came_s, event = taken
             if isinstance(event, Placed):
                 self._quota.free(event.place)
                 event = event.event
-            if event is None:
-                return
-            now_s = time.monotonic()
-            if isinstance(event, Installable):
-                self._install(event, now_s)
-            else:
-                self._num_applying -= isinstance(event, events.CommitFailed)
-                self._handle(event, now_s)
-            if now_s >= next_tick_s:
-                next_tick_s = now_s + TICK_S
-                for session, heard_s in self._transferred_s.copy().items():
-                    self.state.roster.heard(session, heard_s)
-                self._handle(events.Tick(), now_s)
-                self._desk.prune(self.state)
-                self._board.refresh()
-                self._note_progress(now_s)
-                self._store_seed()
-                if self._ending.has_come(self.state, now_s):
-                    self._ended.set()
+            match event:
+                case Installable():
+                    self._install(event, came_s)
+                case events.Tick():
+                    self._tick(event, came_s)
+                case events.StoodStill():
+                    log.warning("this process stood still for %.1f s; everybody has a new lease", event.for_s)
+                    self._ending.stood_still()
+                    self._handle(event, came_s)
+                case _:
+                    self._num_applying -= isinstance(event, events.CommitFailed)
+                    self._handle(event, came_s)
+
+    def _tick(self, tick: events.Tick, now_s: float) -> None:
+        self._handle(tick, now_s)
+        self._desk.prune(self.state)
+        self._board.refresh()
+        self._note_progress(now_s)
+        self._store_seed(now_s)
+        if self._ending.has_come(self.state, now_s):
+            self._ended.set()
 
     def _note_progress(self, now_s: float) -> None:
         if self.state.manifest is not None and now_s >= self._next_progress_s:
@@ -283,7 +284,7 @@ class SyncerService:
     def _handle(self, event: events.SyncerEvent, now_s: float) -> None:
         with self._board.looking:
             todo = self.state.handle(event, now_s)
-        self._do(todo)
+        self._do([replace(action, at_s=now_s) if isinstance(action, actions.Note) else action for action in todo])
 
     def _do(self, todo: Sequence[actions.SyncerAction]) -> None:
         """Carry out actions in order. A record that the disk does not take holds up all that come after it."""
@@ -328,7 +329,7 @@ class SyncerService:
                 self._seed = action
             case actions.Note():
                 log.info("%s %s", action.event, action.fields)
-                self._durable.note(action.event, **action.fields)
+                self._durable.note(action.event, late_s=time.monotonic() - action.at_s, **action.fields)
                 self._board.noted(action.event, action.fields)
 
     def _snapshot_if_quiet(self) -> None:
@@ -363,7 +364,7 @@ class SyncerService:
 
     # --------------------------------------------------------------------------------------------------------- start
 
-    def _store_seed(self) -> None:
+    def _store_seed(self, now_s: float) -> None:
         """Once all parts of the seed are here, make them the anchors at version 0."""
         if self._seed is None or self._todo or time.monotonic() < self._retry_s:
             return
@@ -390,7 +391,7 @@ class SyncerService:
         except (NonFiniteError, PlanMismatchError) as problem:
             error, is_refused = str(problem), True
             self._desk.drop_seed()
-        self._handle(events.SeedStored(action.lease, digests, error, is_refused), time.monotonic())
+        self._handle(events.SeedStored(action.lease, digests, error, is_refused), now_s)
         if error is None:
             self._write_manifest(action.manifest)
 
@@ -408,7 +409,7 @@ class SyncerService:
             assert self._store is not None
             do = self._merger.merge if isinstance(job, MergeJob) else self._merger.commit
             for made in do(self._store, job):  # type: ignore[arg-type]
-                self._events.put(made)
+                self._inbox.put(made)
 
 
 def _checked(session: object) -> str:

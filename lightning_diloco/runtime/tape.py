@@ -62,12 +62,13 @@ class Tape:
             self._file.close()
             raise
 
-    def record(self, event: str, *, lsn: int | None, **fields: object) -> None:
+    def record(self, event: str, *, lsn: int | None, late_s: float = 0.0, **fields: object) -> None:
         """Write one line.
 
         Args:
             event: its name.
             lsn: the log record it tells of; None if it is in no log. Never lower than one already on the tape.
+            late_s: how long ago it happened; a disk that was slow may have held it up.
             **fields: JSON values; `t`, `event` and `lsn` are taken.
 
         Raises:
@@ -76,7 +77,7 @@ class Tape:
         with self._mutex:
             assert fields.keys().isdisjoint({"t"}), "the tape stamps the time itself"
             assert lsn is None or lsn >= self.last_lsn, f"lsn {lsn} after {self.last_lsn}"
-            line = {"t": self._clock(), "event": event, "lsn": lsn, **fields}
+            line = {"t": self._clock() - late_s, "event": event, "lsn": lsn, **fields}
             self._file.append([json.dumps(line, separators=(",", ":")).encode() + b"\n"])
             self.last_lsn = max(self.last_lsn, lsn or 0)
 

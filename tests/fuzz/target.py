@@ -21,6 +21,7 @@ from lightning_diloco.config import PROTOCOL_VERSION, is_learner_id
 from lightning_diloco.core.quantize import encode, wire_nbytes
 from lightning_diloco.protocol import messages
 from lightning_diloco.runtime.anchors import bytes_of
+from lightning_diloco.runtime.durable import Durable
 from lightning_diloco.runtime.manifest import make_manifest, plan_of
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.syncer import SyncerOptions, SyncerService
@@ -217,8 +218,8 @@ class Wire:
 class Target:
     """A running syncer with an honest learner; `check` says whether it is what it was."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.service = SyncerService(SyncerOptions(run_dir=run_dir), run="run")
+    def __init__(self, run_dir: Path, *, durable: Durable | None = None) -> None:
+        self.service = SyncerService(SyncerOptions(run_dir=run_dir), run="run", durable=durable)
         self.reported: list[Exception] = []
         self.transport = MemoryTransport(self.service, on_error=self.reported.append)
         self.wire = Wire(self.service, self.reported)

@@ -156,7 +156,7 @@ def test_made_up_sessions_take_bounded_memory(target: Target, monkeypatch: pytes
             target.wire.get({"session": session, "fragment": 0, "have": None, "generation": None})
     target.check()
     service = target.service
-    sizes = (len(service._outbox._queues), len(service._ending._polled_s), len(service._transferred_s))
+    sizes = (len(service._outbox._queues), len(service._ending._polled_s), len(service._inbox._heard))
     assert all(size <= 50 for size in sizes), sizes
     assert len(service._desk._payloads) <= 2
 
