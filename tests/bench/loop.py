@@ -1,0 +1,156 @@
+"""CPU seconds that the syncer's loop thread takes for each second of a run, by the number of learners.
+
+python -m tests.bench.loop --learners 16 64 256 --out tests/bench/results/loop.json
+
+1. The service that serves runs, with its log and tape on a disk, and the learners' own machines, which say what they say
+   in a run: heartbeats, questions for leases, intents, readies, payloads. A step takes a second.
+2. Time is virtual, so that a busy machine measures the same fleet. What is measured is the CPU time of what the loop
+   thread does: handling events and ticks, carrying out actions, the figures for `status`. Arithmetic and the reading of
+   messages are other threads', and not done or not counted here.
+3. Measured after WARM_UP_PERIODS of H steps, when leases come and go. All in one thread, one fleet after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol import events as on
+from lightning_diloco.runtime.inbox import TICK_S
+from lightning_diloco.runtime.service import SyncerOptions, SyncerService
+from lightning_diloco.simulate.fleet import Fleet, Network, Pace
+from lightning_diloco.simulate.reading import Data
+from tests.bench import report
+
+NUM_FRAGMENTS = 96
+STEP_S, TOKENS = 1.0, 100
+LEARNER_TICK_S = 0.25
+LEASES_AHEAD_S = 30.0  # what learners hold unread; the rest is read and waits for its last fragment to be merged
+WARM_UP_PERIODS = 1.2
+BOUND = 0.1  # CPU seconds a second, of BOUND_AT learners
+BOUND_AT = 64
+
+
+class TimedService(SyncerService):
+    """A service without threads, whose tensors are somebody else's.
+
+    Attributes:
+        aside: actions that others have to hear of, and those that other threads would carry out.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(SyncerOptions(run_dir=run_dir), run="loop")
+        self.aside: list[do.SyncerAction] = []
+
+    def handle(self, event: on.SyncerEvent, now_s: float) -> None:
+        """What the loop thread does with an event."""
+        (self._tick if isinstance(event, on.Tick) else self._handle)(event, now_s)
+
+    def _carry_out(self, action: do.SyncerAction) -> None:
+        if not isinstance(action, do.Merge | do.Apply | do.StoreSeed | do.DropPayload):
+            super()._carry_out(action)
+        self.aside.append(action)
+
+
+class LoopFleet(Fleet):
+    """Learners that train in virtual time, and the service, whose CPU time is counted.
+
+    Attributes:
+        cpu_s: of the loop so far.
+        num_events: handled so far, ticks included.
+    """
+
+    def __init__(self, run_dir: Path, config: RunConfig) -> None:
+        super().__init__(config, network=Network(latency_s=0.01, upload_s=0.4, download_s=0.4), merge_s=0.05)
+        self.invariants = SimpleNamespace(after_syncer_event=_nothing, after_learner_event=_nothing)  # type: ignore[assignment]
+        self.service = TimedService(run_dir)
+        self.syncer = self.service.state
+        self.cpu_s, self.num_events = 0.0, 0
+        self._after(TICK_S, self._syncer_ticks)
+
+    def _syncer_handles(self, event: on.SyncerEvent) -> None:
+        began_s = time.thread_time()
+        self.service.handle(event, self.now_s)
+        self.cpu_s += time.thread_time() - began_s
+        self.num_events += 1
+        aside, self.service.aside = self.service.aside, []
+        for action in aside:
+            self._do_for_syncer(action)
+
+    def _syncer_ticks(self) -> None:
+        self._syncer_handles(on.Tick())
+        self._after(TICK_S, self._syncer_ticks)
+
+    def _tick(self) -> None:
+        for learner in list(self.learners.values()):
+            if learner.connection and learner.state is None:
+                self._say(learner, self._hello(learner))
+            else:
+                self._learner_handles(learner, on.Tick())
+        self._after(LEARNER_TICK_S, self._tick)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def measure(num_learners: int, *, leases: int, num_fragments: int, measured_s: float) -> dict[str, Any]:
+    """One fleet.
+
+    Returns:
+        CPU seconds of the loop per second, events per second, leases held per learner.
+    """
+    config = RunConfig(sync_every=num_fragments, num_fragments=num_fragments)
+    range_size = round((num_fragments * STEP_S + LEASES_AHEAD_S) * TOKENS / STEP_S / leases)
+    data, offsets = Data(sizes=(10**9,), range_size=range_size), random.Random(0)
+    with tempfile.TemporaryDirectory(prefix="diloco-bench-") as run_dir:
+        fleet = LoopFleet(Path(run_dir), config)
+        for k in range(num_learners):
+            pace = Pace(step_s=STEP_S, jitter=0.02, tokens=TOKENS, starts_s=offsets.uniform(0.0, STEP_S), data=data)
+            fleet.start(f"l{k}", pace)
+        fleet.run_for(WARM_UP_PERIODS * num_fragments * STEP_S)
+        before = fleet.cpu_s, fleet.num_events, fleet.syncer.rounds.counts.num_commits
+        fleet.run_for(measured_s)
+        commits = fleet.syncer.rounds.counts.num_commits - before[2]
+        found = {
+            "learners": num_learners,
+            "cpu_s_per_s": (fleet.cpu_s - before[0]) / measured_s,
+            "events_per_s": (fleet.num_events - before[1]) / measured_s,
+            "commits_per_s": commits / measured_s,
+            "leases_each": len(fleet.syncer.leases.held) / num_learners,
+            "participation": fleet.participation,
+        }
+        fleet.service.stop()
+    return found
+
+
+def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+    """Print the table; 1 if the bound is not kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--learners", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--leases", type=int, default=128, help="that each learner holds, about")
+    parser.add_argument("--fragments", type=int, default=NUM_FRAGMENTS)
+    parser.add_argument("--measured-s", type=float, default=20.0, help="of virtual time")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    given = {"leases": args.leases, "num_fragments": args.fragments, "measured_s": args.measured_s}
+    rows = [measure(num_learners, **given) for num_learners in args.learners]
+    results = {"circumstances": report.circumstances(), "fragments": args.fragments, "rows": rows}
+    say(json.dumps(results, indent=1) if args.json else report.table(rows))
+    report.store(args.out, results)
+    return int(any(row["learners"] <= BOUND_AT and row["cpu_s_per_s"] > BOUND for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
