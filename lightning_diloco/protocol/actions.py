@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.messages import FromLearner, FromSyncer, Ready
+from lightning_diloco.protocol.records import CommitRecord, encode
 
 # ------------------------------------------------------------------------------------------------------- by a learner
 
@@ -135,14 +136,22 @@ class Apply:
     """Append the commit record with the merged outer gradient, fsync, then apply it; answer `Committed`/`CommitFailed`.
 
     Args:
-        record: header of the log record.
-        work: of the round, see `CommitRecord`.
+        commit: the log record.
     """
 
     fragment: int
     round: int
-    record: Json
-    work: float
+    commit: CommitRecord
+
+    @property
+    def record(self) -> Json:
+        """Header of the log record, encoded by whoever asks: it names every lease of every contribution."""
+        return encode(self.commit)
+
+    @property
+    def work(self) -> float:
+        """Of the round, see `CommitRecord`."""
+        return self.commit.work
 
 
 @dataclass(frozen=True, slots=True)

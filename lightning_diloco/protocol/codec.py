@@ -20,6 +20,7 @@ from lightning_diloco.errors import CorruptMessageError
 Json = dict[str, object]
 T = TypeVar("T")
 Reader = Callable[[object], object]
+_SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 class _WrongError(Exception):
@@ -64,7 +65,7 @@ def _fields(kind: type) -> tuple[dict[str, object], frozenset[str]]:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, str | int | float | None):
+    if type(value) in _SCALARS:
         return value
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
+Ranges = list[tuple[int, int]]
+
 
 class IntervalSet:
     """A set of non-negative integers, kept as sorted, disjoint, non-touching ranges [start, stop).
@@ -86,6 +88,8 @@ class IntervalSet:
     def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The parts of [start, stop) that are neither in the set nor settled, in order."""
         gaps, at = [], max(start, self.floor)
+        if at >= stop or not self._stops or self._stops[-1] <= at:  # as it is for what was not merged yet
+            return [(at, stop)] if at < stop else []
         for a, b in self._near(at, stop):
             if a > at:
                 gaps.append((at, a))
@@ -93,3 +97,24 @@ class IntervalSet:
         if at < stop:
             gaps.append((at, stop))
         return gaps
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The same integers as sorted ranges that do not touch."""
+    found: Ranges = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        elif start < stop:
+            found.append((start, stop))
+    return found
+
+
+def minus(ranges: Iterable[tuple[int, int]], holes: Iterable[tuple[int, int]]) -> Ranges:
+    """What of these ranges is in none of the holes."""
+    left = [(start, stop) for start, stop in ranges if start < stop]
+    for a, b in holes:
+        left = [
+            part for start, stop in left for part in ((start, min(stop, a)), (max(start, b), stop)) if part[0] < part[1]
+        ]
+    return left

@@ -32,6 +32,7 @@ from lightning_diloco.protocol.promise import Promises
 MAX_REFUSALS = 3
 DRAIN_S, DRAIN_ROUNDS, DRAIN_STAGES = 60.0, 3.0, 3
 NUM_ROUNDS = 16
+ASK_S, MAX_ASK_S = 0.2, 4.0  # between two questions of a drainer for the same round; the pause doubles
 WAIT_SHARE = 0.5  # of the time to drain, in which others may finish evaluating
 
 
@@ -95,6 +96,7 @@ class LearnerState:
         self._leave_reason: msg.Reason | None = None
         self.drain_until_s = self._drain_alone_s = 0.0
         self._drain_again_s = self._drain_latest_s = 0.0
+        self._asks: dict[int, tuple[float, float]] = {}  # by fragment, when a drainer asks again, and the pause after
         self._is_leaving = False
         self._has_left = False
 
@@ -323,7 +325,7 @@ class LearnerState:
     def _welcome_back(self, message: msg.Welcome, now_s: float) -> list[LearnerAction]:
         """The syncer has heard our hello; or its disk was rolled back, and everyone adopts in full."""
         todo: list[LearnerAction] = []
-        generation = max(message.generations)
+        generation, self._asks = max(message.generations), {}
         self.lessee.welcomed(is_anew=generation > self.generation)
         merged = message.merged or (0,) * len(self.fragments)
         for p, f in enumerate(self.fragments):
@@ -412,9 +414,21 @@ class LearnerState:
         if now_s < self.drain_until_s and not all(f.is_drained(self.tokens) for f in self.fragments):
             waiting = [p for p, f in enumerate(self.fragments) if f.wants_round(self.tokens) and f.announced is None]
             patience_s = max(0.0, self._drain_alone_s - now_s)
-            return [do.Say(self._intent(p, patience_s)) for p in waiting]
+            return [do.Say(self._intent(p, patience_s)) for p in self._to_ask(waiting, now_s)]
         self._is_leaving = True
         return [self._leave()]
+
+    def _to_ask(self, waiting: list[int], now_s: float) -> list[int]:
+        """Those that have not been asked for just now: the syncer remembers a question, but it may have been lost."""
+        self._asks = {p: self._asks[p] for p in waiting if p in self._asks}
+        due = [p for p in waiting if now_s >= self._asks.get(p, (now_s, ASK_S))[0]]
+        for p in due:
+            pause_s = self._asks.get(p, (now_s, ASK_S))[1]
+            again_s = now_s + pause_s
+            if now_s < self._drain_alone_s < again_s:
+                again_s = self._drain_alone_s  # from then on it no longer waits for others
+            self._asks[p] = again_s, min(2 * pause_s, MAX_ASK_S)
+        return due
 
     def _drains(self, now_s: float) -> None:
         """One of the last contributions has got on; what the norm guard gives back is sent again, up to a limit."""

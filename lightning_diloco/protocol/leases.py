@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from lightning_diloco.protocol import records
+from lightning_diloco.protocol.holdings import ENDLESS, Holdings, Unfinished
 from lightning_diloco.protocol.intervals import IntervalSet
 from lightning_diloco.protocol.ledger import Account
 from lightning_diloco.protocol.messages import Ready
@@ -31,45 +32,27 @@ from lightning_diloco.protocol.ranges import EMPTY, Catalogue, Grant, Holding, L
 MAX_WANTED = 256
 MAX_UNPROVEN = 8
 RESTART_GAP = 1 << 20
-_ENDLESS = 2**62
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """How much of a holding is merged in every fragment.
+def merged_prefix(holding: Holding, account: Account) -> tuple[int, int]:
+    """How much of a holding, from its first sample on, is merged in every fragment.
 
-    Args:
-        samples, through: the merged prefix, in samples, and the token after it.
-        is_done: nothing of the range is left to train or to merge.
-        is_stuck: a part of it can never be merged.
+    Returns:
+        Samples of the prefix, and the token after it.
     """
-
-    samples: int
-    through: int
-    is_done: bool
-    is_stuck: bool
-
-
-def standing(holding: Holding, account: Account) -> Standing:
-    """Compare what was trained on a lease with its holder's books."""
     span = holding.span
-    through, is_stuck = span.stop, False
+    through = span.stop
     for p, merged in enumerate(account.merged):
         missing = merged.missing(span.start, span.stop)
-        if not missing:
-            continue
-        waiting = [*account.unmerged(p), (account.seen, _ENDLESS)]
-        if holding.drops:
-            first = min((max(a, span.start) for a, b in waiting if a < span.stop and b > span.start), default=span.stop)
-        else:
-            first = missing[0][0]
-            num_waiting = sum(max(0, min(b, d) - max(a, c)) for a, b in missing for c, d in waiting)
-            is_stuck |= num_waiting < sum(b - a for a, b in missing)
-        through = min(through, first)
+        if missing and holding.drops:
+            waiting = [*account.unmerged(p), (account.seen, ENDLESS)]
+            missing = [(max(a, span.start), b) for a, b in waiting if a < span.stop and b > span.start]
+        through = min([through, *(start for start, _ in missing)])
+    if through == span.stop:
+        return span.samples, through
     size = span.stop - span.start
-    samples = span.samples if through == span.stop else (through - span.start) * span.samples // size
-    through = through if through == span.stop else span.start + samples * size // span.samples
-    return Standing(samples, through, span.is_whole and through == span.stop, is_stuck)
+    samples = (through - span.start) * span.samples // size
+    return samples, span.start + samples * size // span.samples
 
 
 @dataclass(slots=True)
@@ -129,8 +112,8 @@ class LeaseTable:
     def __init__(self, books: Callable[[str], Account], saved: SavedLeases = EMPTY) -> None:
         self._books = books
         self.catalogue = saved.catalogue
-        self.held = {holding.lease.number: holding for holding in saved.held}
-        self.pool = {holding.lease.number: holding for holding in saved.pool}
+        self.held = Holdings(saved.held)
+        self.pool = Holdings(saved.pool)
         self.repeated = {session: IntervalSet(ranges) for session, ranges in saved.repeated}
         self.num_done = saved.num_done
         self._cursor = Cursor(saved.epoch, dict(saved.cursors))
@@ -153,10 +136,6 @@ class LeaseTable:
             for start, stop in ranges
         )
 
-    def held_by(self, session: str) -> list[Holding]:
-        """What this session has leased."""
-        return [holding for holding in self.held.values() if holding.session == session]
-
     # ------------------------------------------------------------------------------------------------ what is decided
 
     def settled(self, session: str, *, gives_back: bool) -> records.RangesSettled | None:
@@ -166,33 +145,34 @@ class LeaseTable:
             session: whose ledger changed.
             gives_back: everything that is not done goes back: it lapsed, left, or was replaced.
         """
-        account, done, back = self._books(session), [], []
-        for number, holding in [*self.held.items(), *self.pool.items()]:
-            if holding.session != session:
-                continue
-            stands = standing(holding, account)
-            if stands.is_done:
-                done.append(number)
-            elif number in self.held and (gives_back or stands.is_stuck):
-                back.append(number)
+        held, pool = self.held.of(session), self.pool.of(session)
+        if not held and not pool:
+            return None
+        unfinished = Unfinished(self._books(session), [*held, *pool])
+        done = [h.lease.number for h in (*held, *pool) if unfinished.is_done(h)]
+        ends = set(done)
+        back = [h.lease.number for h in held if h.lease.number not in ends and (gives_back or unfinished.is_stuck(h))]
         return records.RangesSettled(session, tuple(done), tuple(back)) if done or back else None
 
     def grants(self, session: str, known: Iterable[int], wanted: int) -> tuple[Grant, ...]:
         """Leases for this session: its own that it can take up again, and as many others as it wants."""
         assert self.catalogue is not None
-        grants = [Grant(self.pool[number].lease, number) for number in known if self._can_take_up(session, number)]
+        own = self.pool.of(session)
+        unfinished = Unfinished(self._books(session), own)
+        may_take_up = {h.lease.number: h.lease for h in own if not unfinished.is_stuck(h)}
+        grants = [Grant(may_take_up[number], number) for number in known if number in may_take_up]
         again = {grant.taken for grant in grants}
-        free = sorted((h.lease.epoch, n) for n, h in self.pool.items() if n not in again)[: min(wanted, MAX_WANTED)]
+        pool = sorted(self.pool, key=lambda h: (h.lease.epoch, h.lease.number))
+        free = [h for h in pool if h.lease.number not in again][: min(wanted, MAX_WANTED)]
         numbers = itertools.count(self._next_number + self._gap)
-        for _, taken in free:
-            holding = self.pool[taken]
-            stands = standing(holding, self._books(holding.session))
-            lease = replace(holding.lease, number=next(numbers), skip=holding.lease.skip + stands.samples)
-            grants.append(Grant(lease, taken, stands.through, holding.span.stop))
+        for holding in free:
+            samples, through = merged_prefix(holding, self._books(holding.session))
+            lease = replace(holding.lease, number=next(numbers), skip=holding.lease.skip + samples)
+            grants.append(Grant(lease, holding.lease.number, through, holding.span.stop))
         cursor = Cursor(self._cursor.epoch, dict(self._cursor.next))
-        newest = max(self.held_by(session), key=lambda h: h.lease.number, default=None)
+        newest = max(self.held.of(session), key=lambda h: h.lease.number, default=None)
         source = newest.lease.source if newest is not None else None
-        unproven = Counter(h.lease.source for h in self.held.values() if not h.span.samples)
+        unproven = Counter(self.held.num_unread)
         for _ in range(min(wanted, MAX_WANTED) - len(free)):
             drawn = cursor.draw(self.catalogue, self._sizes, unproven, source)
             if drawn is None:
@@ -206,12 +186,6 @@ class LeaseTable:
         """The syncer was restarted (rule 6); by the clock, for the disk may forget one restart after another."""
         self._gap = RESTART_GAP + int(1000 * now_s)
 
-    def _can_take_up(self, session: str, number: int) -> bool:
-        holding = self.pool.get(number)
-        return (
-            holding is not None and holding.session == session and not standing(holding, self._books(session)).is_stuck
-        )
-
     def ends(self, spans: Iterable[Span]) -> list[records.SourceEnded]:
         """Sources that end sooner than was known."""
         found = []
@@ -219,7 +193,7 @@ class LeaseTable:
             holding = self.held.get(span.number)
             if span.is_last and holding is not None:
                 source, size = holding.lease.source, holding.lease.index + 1
-                if size < self._sizes.get(source, _ENDLESS):
+                if size < self._sizes.get(source, ENDLESS):
                     found.append(records.SourceEnded(source, size))
         return found
 
@@ -231,30 +205,30 @@ class LeaseTable:
             case records.Catalogued():
                 self.catalogue = record.catalogue
             case records.SourceEnded():
-                self._sizes[record.source] = min(record.size, self._sizes.get(record.source, _ENDLESS))
+                self._sizes[record.source] = min(record.size, self._sizes.get(record.source, ENDLESS))
             case records.RangesLeased():
                 for grant in record.grants:
                     self._lease(record.session, grant, record.drops)
             case records.RangesSettled():
                 for number in record.done:
-                    found = self.held.pop(number, None) or self.pool.pop(number, None)
+                    found = self.held.pop(number) or self.pool.pop(number)
                     self.num_done += found is not None
                 for number in record.back:
-                    if number in self.held:
-                        self.pool[number] = self.held.pop(number)
+                    if holding := self.held.pop(number):
+                        self.pool.put(holding)
 
     def _lease(self, session: str, grant: Grant, drops: bool) -> None:
-        lease, former = grant.lease, None if grant.taken is None else self.pool.pop(grant.taken, None)
+        lease, former = grant.lease, None if grant.taken is None else self.pool.pop(grant.taken)
         if grant.taken == lease.number:
             if former is not None:
-                self.held[lease.number] = former
+                self.held.put(former)
             return
         if former is not None:
             self._repeat(former.session, grant.lost_from, grant.lost_to)
         if lease.number < self._next_number:
             return
         self._next_number, self._gap = lease.number + 1, 0
-        self.held[lease.number] = Holding(lease, session, Span(lease.number, 0, 0, 0), drops)
+        self.held.put(Holding(lease, session, Span(lease.number, 0, 0, 0), drops))
         if grant.taken is None:
             if lease.epoch > self._cursor.epoch:
                 self._cursor = Cursor(lease.epoch)
@@ -263,10 +237,11 @@ class LeaseTable:
     def hear(self, session: str, spans: Iterable[Span]) -> None:
         """How far this session says it is."""
         for span in spans:
-            for table in (self.held, self.pool):
-                holding = table.get(span.number)
-                if holding is not None and holding.session == session:
-                    table[span.number] = replace(holding, span=max(span, holding.span, key=_extent))
+            holding = self.held.get(span.number) or self.pool.get(span.number)
+            if holding is None or holding.session != session or holding.span == span:
+                continue
+            table = self.held if span.number in self.held else self.pool
+            table.put(replace(holding, span=max(span, holding.span, key=_extent)))
 
     def follow(self, session: str, ready: Ready) -> None:
         """A contribution was merged: what was trained on a lease that is not the contributor's is repeated."""
@@ -292,8 +267,8 @@ class LeaseTable:
             num_done=self.num_done,
             cursors=tuple(sorted(self._cursor.next.items())),
             sizes=tuple(sorted(self._sizes.items())),
-            held=tuple(self.held.values()),
-            pool=tuple(self.pool.values()),
+            held=tuple(self.held),
+            pool=tuple(self.pool),
             repeated=tuple(
                 (session, tuple(ranges)) for session, ranges in sorted(self.repeated.items()) if ranges.size
             ),

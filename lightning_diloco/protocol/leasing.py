@@ -2,7 +2,7 @@
 
 1. A question names all that its asker holds; what it does not name, and what it names in vain, is in the answer. So
    questions and answers may be lost or repeated.
-2. What was merged since is settled at every question and every heartbeat.
+2. What was merged since is settled at every question; who has read a range to its end goes on asking until it is done.
 3. Who lapses, leaves, or is replaced gives back what is not done; so does everybody in a new generation.
 4. Learners that read other data than the run's are turned away.
 
@@ -36,13 +36,13 @@ class Leasing(DurableState):
             todo += self._book_leases(ended)
         table.hear(session, asked.begun)
         todo += self._settle(member)
-        named = [*(span.number for span in asked.begun), *asked.unread]
-        missed = {holding.lease.number for holding in table.held_by(session)} - set(named)
+        named = dict.fromkeys([*(span.number for span in asked.begun), *asked.unread])
+        missed = {holding.lease.number for holding in table.held.of(session)} - named.keys()
         if grants := table.grants(session, named, max(0, asked.wanted - len(missed))):
             todo += self._book_leases(records.RangesLeased(session, grants, asked.drops))
             ranges = [[g.lease.epoch, g.lease.source, g.lease.index, g.lease.skip] for g in grants]
             todo.append(do.Note("leased", {"learner": member.learner, "ranges": ranges}))
-        held = {holding.lease.number: holding.lease for holding in table.held_by(session)}
+        held = {holding.lease.number: holding.lease for holding in table.held.of(session)}
         leases = tuple(lease for number, lease in held.items() if number not in named)
         gone = tuple(number for number in named if number not in held)
         return [*todo, do.Send(session, msg.Leases(leases, gone))] if leases or gone else todo
@@ -61,8 +61,10 @@ class Leasing(DurableState):
         record = self.leases.settled(member.session, gives_back=gives_back)
         if record is None:
             return []
-        held = self.leases.held | self.leases.pool
-        named = {name: [_name(held[n].lease) for n in getattr(record, name)] for name in ("done", "back")}
+        of = {
+            h.lease.number: h.lease for table in (self.leases.held, self.leases.pool) for h in table.of(member.session)
+        }
+        named = {name: [_name(of[n]) for n in getattr(record, name)] for name in ("done", "back")}
         return [*self._book_leases(record), do.Note("settled", {"learner": member.learner, **named})]
 
     def _book_leases(self, record: records.LeaseRecord) -> list[SyncerAction]:

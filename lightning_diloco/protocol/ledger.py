@@ -40,6 +40,7 @@ class Account:
         booked: token x fragment discarded by the syncer, by cause.
         is_absent: its lease has run out; what is pending waits for its return.
         is_closed: nothing more will be merged or pending.
+        is_exact: the learner's own books, as last heard, agreed with its commits.
     """
 
     learner: str
@@ -51,6 +52,7 @@ class Account:
     booked: Counter[str] = field(default_factory=Counter)
     is_absent: bool = False
     is_closed: bool = False
+    is_exact: bool = field(default=False, compare=False)
 
     @property
     def num_merged(self) -> int:
@@ -59,6 +61,11 @@ class Account:
     @property
     def num_discarded(self) -> Counter[str]:
         return self.booked + Counter(self.declared.discarded if self.declared else {})
+
+    @property
+    def may_have_lost(self) -> bool:
+        """Whether there may be tokens that are neither merged nor pending."""
+        return not self.is_exact or bool(self.booked) or bool(self.declared and self.declared.discarded)
 
     @property
     def num_pending(self) -> int:
@@ -71,7 +78,7 @@ class Account:
         """Declared pending ranges of a fragment, and what was seen since, that are in no commit."""
         declared = self.declared.pending[fragment] if self.declared else ()
         known = self.declared.tokens if self.declared else 0
-        ranges = [*declared, (known, self.seen)]
+        ranges = [*declared, (known, self.seen)] if self.seen > known else declared
         return [gap for start, stop in ranges for gap in self.merged[fragment].missing(start, stop)]
 
     def declare(self, progress: Progress) -> bool:
@@ -85,11 +92,14 @@ class Account:
         self.declared = progress
         landed_size = 0
         for p, version in enumerate(progress.landed):
-            self.unlanded[p] = [entry for entry in self.unlanded[p] if entry[0] > version]
-            landed_size += self.merged[p].size - sum(stop - start for _, start, stop in self.unlanded[p])
+            landed_size += self.merged[p].size
+            if self.unlanded[p]:
+                self.unlanded[p] = [entry for entry in self.unlanded[p] if entry[0] > version]
+                landed_size -= sum(stop - start for _, start, stop in self.unlanded[p])
         pending = sum(stop - start for ranges in progress.pending for start, stop in ranges)
         total = landed_size + sum(progress.discarded.values()) + pending
-        return total == progress.tokens * len(self.merged)
+        self.is_exact = total == progress.tokens * len(self.merged)
+        return self.is_exact
 
     def settle(self) -> None:
         """Keep only the number of what lies before everything that is pending or has not landed, once there is much."""
@@ -188,9 +198,19 @@ class Ledger:
             self.accounts[key] = Account(learner, incarnation, [IntervalSet() for _ in num], [[] for _ in num])
         return self.accounts[key]
 
+    @property
+    def seen(self) -> int:
+        """Tokens in all accounts; a batch of n tokens is n."""
+        return sum(account.seen for account in self.accounts.values())
+
+    @property
+    def num_merged(self) -> int:
+        """Token x fragment merged."""
+        return sum(account.num_merged for account in self.accounts.values())
+
     def seen_by_others(self, account: Account) -> int:
         """Tokens in all accounts but this one."""
-        return sum(other.seen for other in self.accounts.values()) - account.seen
+        return self.seen - account.seen
 
     def totals(self) -> Totals:
         """Sums over all accounts."""
@@ -198,8 +218,9 @@ class Ledger:
         for account in self.accounts.values():
             totals.seen += account.seen * self.num_fragments
             totals.merged += account.num_merged
-            totals.pending += account.num_pending
-            totals.absent += account.num_pending if account.is_absent else 0
+            pending = account.num_pending
+            totals.pending += pending
+            totals.absent += pending if account.is_absent else 0
             totals.discarded += account.num_discarded
         return totals
 

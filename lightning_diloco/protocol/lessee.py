@@ -121,16 +121,16 @@ class Lessee:
         ahead = self._ahead(tokens_per_s)
         wanted = ahead - len(self._unread) if wants else 0
         is_low = 4 * wanted >= ahead and not self._waits_for_answer
-        if not is_low and now_s - self._asked_s < self._pause_s(wanted):
+        if not is_low and now_s - self._asked_s < self._pause_s(wanted, ahead):
             return []
         self._asked_s, self._waits_for_answer = now_s, True
         unread = tuple(lease.number for lease in self._unread)
         return [AskRanges(generation, self.catalogue, max(0, wanted), self._drops, self.begun, unread)]
 
-    def _pause_s(self, wanted: int) -> float:
-        if wanted > 0:
+    def _pause_s(self, wanted: int, ahead: int) -> float:
+        if 4 * wanted >= ahead:
             return ASK_AGAIN_S
-        return REPORT_S if any(span.is_whole for span in self._spans.values()) else math.inf
+        return REPORT_S if wanted > 0 or any(span.is_whole for span in self._spans.values()) else math.inf
 
     def _ahead(self, tokens_per_s: float) -> int:
         if not self._range_tokens:

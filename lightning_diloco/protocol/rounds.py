@@ -76,8 +76,8 @@ class Rounds:
         if member.phase == "draining" and not self.contributions.has_unmerged(member, p):
             return []  # it asked before it heard that its last tokens are merged
         if f.round is None:
-            others_evaluate = any(other.phase == "evaluating" for other in self.roster.live())
-            if intent.patience_s > 0 and others_evaluate:
+            if intent.patience_s > 0 and self._somebody_evaluates():
+                f.wanted[member.session] = intent  # opened once nobody does
                 return []
             return self._open(f, intent, now_s)
         if f.round.stage == "collecting":
@@ -85,6 +85,16 @@ class Rounds:
         if member.session not in f.round.members:
             f.wanted[member.session] = intent
         return []
+
+    def _somebody_evaluates(self) -> bool:
+        return any(member.phase == "evaluating" for member in self.roster.live())
+
+    def _open_wanted(self, p: int, f: FragmentRounds, now_s: float) -> list[SyncerAction]:
+        """Those who drain waited for somebody who evaluated."""
+        wanted = [(self.roster[session], intent) for session, intent in f.wanted.items()]
+        f.wanted.clear()
+        unmerged = [intent for member, intent in wanted if self.contributions.has_unmerged(member, p)]
+        return self._open(f, unmerged[0], now_s) if unmerged else []
 
     def ready(self, member: Member, ready: msg.Ready, now_s: float) -> list[SyncerAction]:
         if self._is_being_written(member, ready.fragment):
@@ -240,8 +250,7 @@ class Rounds:
         if len(still_there) < len(r.members):
             return self._merge(p, f, r, still_there, now_s)
         r.go("committing")
-        record = self._commit_record(p, f, r, kept)
-        return [do.Apply(p, r.number, records.encode(record), record.work)]
+        return [do.Apply(p, r.number, self._commit_record(p, f, r, kept))]
 
     def _still_there(self, f: FragmentRounds, r: Round) -> list[str]:
         return [s for s in r.members if s in f.held and self.roster[s].state == "active"]
@@ -349,6 +358,8 @@ class Rounds:
         for p, f in enumerate(self.fragments):
             r = f.round
             if r is None:
+                if f.wanted and not self._somebody_evaluates():
+                    todo += self._open_wanted(p, f, now_s)
                 continue
             if r.stage == "suspended" and now_s >= r.until_s:
                 members = self._still_there(f, r)

@@ -15,8 +15,6 @@ Source: the paper's syncer loop (arXiv 2604.21428, Sec. 3), with durability and 
 
 from __future__ import annotations
 
-from typing import cast
-
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import codec, records
 from lightning_diloco.protocol import events as on
@@ -145,7 +143,7 @@ class SyncerState(Joins):
             account.settle()
         if not member.takes_part(now_s, self.heartbeat_s):
             todo += self.rounds.remove(member, now_s)
-        return [*todo, *self._settle(member), do.Send(member.session, self._run_is(member))]
+        return [*todo, do.Send(member.session, self._run_is(member))]
 
     def _stop(self, member: Member, reason: str | None) -> list[SyncerAction]:
         """End the run if this learner asks for it; everybody hears of it with their next heartbeat."""
@@ -192,7 +190,7 @@ class SyncerState(Joins):
         todo = self.rounds.merged(event.fragment, event.round, event.kept, now_s)
         for action in todo:
             if isinstance(action, do.Apply):
-                self._applying[event.fragment] = cast("records.CommitRecord", records.decode(action.record))
+                self._applying[event.fragment] = action.commit
         return todo
 
     def _committed(self, commit: records.CommitRecord, digest: str, now_s: float) -> list[SyncerAction]:

@@ -68,9 +68,7 @@ class Board:
 
     def refresh(self) -> None:
         """Loop thread, often: make the news anew."""
-        totals = self._state.ledger.totals()
-        tokens = totals.seen / max(1, self._state.ledger.num_fragments)
-        self._news = News(len(self._state.roster.live()), tokens)
+        self._news = News(len(self._state.roster.live()), float(self._state.ledger.seen))
 
     def noted(self, event: str, fields: Mapping[str, object]) -> None:
         """Something happened; what people may want to know is kept for a while."""

@@ -100,9 +100,10 @@ class Merger:
             # In this order: while a commit counts as being written, nothing of its members is judged.
             return [events.CommitFailed(p, job.round, str(error)), _refuse_longest(gradient, str(error))]
         try:
+            record = job.record
             if self._recorder is not None:
-                self._recorder.keep(gradient.recorded(job.record))
-            self._durable.write(job.record, bytes_of(gradient.values))
+                self._recorder.keep(gradient.recorded(record))
+            self._durable.write(record, bytes_of(gradient.values))
         except StorageError as error:
             self._disk_failed(str(error))
             return [events.CommitFailed(p, job.round, str(error))]

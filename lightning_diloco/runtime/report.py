@@ -137,7 +137,7 @@ def goodput(state: SyncerState, now_s: float, pauses: Pauses = ()) -> float | No
             began_s, ended_s = min(starts), max(ends)
             idle_s = sum(max(0.0, min(ended_s, to_s) - max(began_s, from_s)) for from_s, to_s in pauses)
             capacity += (ended_s - began_s - idle_s) * rate
-    merged = state.ledger.totals().merged / max(1, state.ledger.num_fragments)
+    merged = state.ledger.num_merged / max(1, state.ledger.num_fragments)
     return merged / capacity if capacity > 0 else None
 
 

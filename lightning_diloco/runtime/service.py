@@ -108,6 +108,7 @@ class SyncerService:
         self._seed: actions.StoreSeed | None = None
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
+        self._said: tuple[messages.FromSyncer, Json] | None = None
         self._num_applying = 0
         self._held_back: list[actions.Apply] = []
         self._ended = threading.Event()
@@ -318,7 +319,9 @@ class SyncerService:
                 if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
                     self._store.regenerate(self.state.rounds.generation)
             case actions.Send():
-                self._outbox.put(action.session, messages.encode(action.message))
+                if self._said is None or self._said[0] is not action.message:  # a commit is told to everybody
+                    self._said = action.message, messages.encode(action.message)
+                self._outbox.put(action.session, self._said[1])
             case actions.Merge():
                 self._jobs.put(MergeJob(action, self._desk.payloads(action)))
             case actions.Apply():

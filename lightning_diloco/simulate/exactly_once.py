@@ -72,8 +72,8 @@ def _history(fleet: Fleet) -> tuple[dict[Range, list[Lease]], Counter[Range]]:
 
 def _astray(fleet: Fleet, leased: dict[Range, list[Lease]], done: Counter[Range]) -> str | None:
     table, roster = fleet.syncer.leases, fleet.syncer.roster
-    there = {_name(h.lease) for h in table.held.values() if (m := roster.get(h.session)) is not None and m.is_live}
-    there |= {_name(holding.lease) for holding in table.pool.values()}
+    there = {_name(h.lease) for h in table.held if (m := roster.get(h.session)) is not None and m.is_live}
+    there |= {_name(holding.lease) for holding in table.pool}
     astray = leased.keys() - done.keys() - there
     return f"ranges {sorted(astray)} are neither done nor leased nor waiting" if astray else None
 

@@ -2,8 +2,8 @@
 
 python -m tests.bench.loop --learners 16 64 256 --out tests/bench/results/loop.json
 
-1. The service that serves runs, with its log and tape on a disk, and the learners' own machines, which say what they say
-   in a run: heartbeats, questions for leases, intents, readies, payloads. A step takes a second.
+1. The service that serves runs, with its log and tape on a disk, and the learners' own machines, which say what they
+   say in a run: heartbeats, questions for leases, intents, readies, payloads. A step takes a second.
 2. Time is virtual, so that a busy machine measures the same fleet. What is measured is the CPU time of what the loop
    thread does: handling events and ticks, carrying out actions, the figures for `status`. Arithmetic and the reading of
    messages are other threads', and not done or not counted here.
@@ -35,7 +35,7 @@ from tests.bench import report
 NUM_FRAGMENTS = 96
 STEP_S, TOKENS = 1.0, 100
 LEARNER_TICK_S = 0.25
-LEASES_AHEAD_S = 30.0  # what learners hold unread; the rest is read and waits for its last fragment to be merged
+HELD_S = 60.0  # a lease: 30 s unread, and until what was read is merged in the last fragment, and settled
 WARM_UP_PERIODS = 1.2
 BOUND = 0.1  # CPU seconds a second, of BOUND_AT learners
 BOUND_AT = 64
@@ -111,7 +111,7 @@ def measure(num_learners: int, *, leases: int, num_fragments: int, measured_s: f
         CPU seconds of the loop per second, events per second, leases held per learner.
     """
     config = RunConfig(sync_every=num_fragments, num_fragments=num_fragments)
-    range_size = round((num_fragments * STEP_S + LEASES_AHEAD_S) * TOKENS / STEP_S / leases)
+    range_size = round((num_fragments * STEP_S + HELD_S) * TOKENS / STEP_S / leases)
     data, offsets = Data(sizes=(10**9,), range_size=range_size), random.Random(0)
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as run_dir:
         fleet = LoopFleet(Path(run_dir), config)

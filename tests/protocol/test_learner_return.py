@@ -9,7 +9,7 @@ import pytest
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
-from lightning_diloco.protocol.learner import DRAIN_S
+from lightning_diloco.protocol.learner import DRAIN_S, MAX_ASK_S, WAIT_SHARE
 from tests.protocol.harness import Learner, of_kind
 
 
@@ -111,6 +111,20 @@ def test_a_drainer_asks_for_what_is_left_and_leaves_when_it_has_landed(learner: 
     assert learner.handle(on.Tick()) == [do.Say(leave)]
     assert learner.hear(msg.LeaveNoted(True)) == [do.Left(True)]
     assert learner.handle(on.Tick()) == []
+
+
+def test_a_drainer_asks_ever_more_rarely_while_others_evaluate_and_at_once_when_it_stops_waiting() -> None:
+    learner = Learner(num_fragments=2)
+    learner.step()
+    learner.handle(on.Finish("finished"))
+    asked = []
+    while learner.now_s < 100.0 + 1.0 + DRAIN_S - 1.0:
+        learner.handle(on.Pause(), after_s=0.1)
+        asked += [(learner.now_s, said.patience_s) for said in learner.says if isinstance(said, msg.Intent)]
+    waiting = [at_s for at_s, patience_s in asked if patience_s > 0]
+    assert len(waiting) <= 2 * (6 + 30.0 / MAX_ASK_S), "of 600"
+    alone = next(at_s for at_s, patience_s in asked if patience_s == 0)
+    assert alone == pytest.approx(101.0 + WAIT_SHARE * DRAIN_S, abs=0.11)
 
 
 def test_a_drainer_waits_for_its_update_without_asking_for_rounds(learner: Learner) -> None:

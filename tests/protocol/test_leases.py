@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 
 from lightning_diloco.protocol import records
+from lightning_diloco.protocol.holdings import Unfinished
 from lightning_diloco.protocol.intervals import IntervalSet
-from lightning_diloco.protocol.leases import MAX_UNPROVEN, LeaseTable, standing
+from lightning_diloco.protocol.leases import MAX_UNPROVEN, LeaseTable, merged_prefix
 from lightning_diloco.protocol.ledger import Account
-from lightning_diloco.protocol.messages import Progress
+from lightning_diloco.protocol.messages import Leases, Progress
 from lightning_diloco.protocol.ranges import Catalogue, Holding, Lease, Span
-from tests.protocol.harness import Syncer
+from tests.protocol.harness import Syncer, said
 
 
 def account(merged: list[tuple[int, int]], pending: tuple[tuple[int, int], ...], tokens: int = 100) -> Account:
@@ -65,11 +69,13 @@ def test_a_range_is_done_when_all_of_it_is_merged_and_stuck_when_it_never_can_be
     *, merged: list[tuple[int, int]], pending: tuple[tuple[int, int], ...], prefix: int, is_done: bool, is_stuck: bool
 ) -> None:
     whole = Holding(Lease(1, 0, 0, 0), "a", Span(1, 4, 20, 60, is_whole=True))
-    stands = standing(whole, account(merged, pending))
-    assert (stands.is_done, stands.is_stuck) == (is_done, is_stuck)
-    assert (stands.samples, stands.through) == (prefix, 20 + 10 * prefix)
-    drops = standing(Holding(whole.lease, "a", whole.span, drops=True), account(merged, pending))
-    assert drops.is_done == (not pending), "what a landing rule dropped is not waited for"
+    books = account(merged, pending)
+    unfinished = Unfinished(books, [whole])
+    assert (unfinished.is_done(whole), unfinished.is_stuck(whole)) == (is_done, is_stuck)
+    assert merged_prefix(whole, books) == (prefix, 20 + 10 * prefix)
+    drops = Holding(whole.lease, "a", whole.span, drops=True)
+    is_done = Unfinished(books, [drops]).is_done(drops)
+    assert is_done == (not pending), "what a landing rule dropped is not waited for"
 
 
 def test_what_was_heard_and_not_recorded_changes_nothing_that_counts() -> None:
@@ -84,12 +90,53 @@ def test_what_was_heard_and_not_recorded_changes_nothing_that_counts() -> None:
     assert made.saved() == again.saved()
 
 
+def calls_of(do: Callable[[], object]) -> int:
+    """How many Python functions are called."""
+    found = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal found
+        found += event == "call"
+
+    sys.setprofile(count)
+    try:
+        do()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def cost(num_learners: int, num_fragments: int = 8, num_leases: int = 32) -> tuple[int, int]:
+    """Calls for a heartbeat, and for a question, of one of so many learners who hold so many leases each."""
+    names = [f"l{k}" for k in range(num_learners)]
+    syncer = Syncer(*names, num_fragments=num_fragments, sync_every=num_fragments)
+    spans = {}
+    for name in names:
+        asked = syncer.ask_ranges(name, wanted=num_leases, num_ranges=10**6)
+        (told,) = said(asked, name, Leases)
+        spans[name] = [Span(it.number, 1, k, k + 1, is_whole=True) for k, it in enumerate(told.leases)]
+    begun = spans[names[0]]
+    syncer.ask_ranges(names[0], *begun, num_ranges=10**6)
+    heartbeat = calls_of(lambda: syncer.beat(names[0]))
+    return heartbeat, calls_of(lambda: syncer.ask_ranges(names[0], *begun, num_ranges=10**6))
+
+
+def test_what_one_learner_says_costs_the_same_however_many_others_hold_leases() -> None:
+    few, many = cost(2), cost(64)
+    assert all(of_many < 1.5 * of_few + 70 for of_few, of_many in zip(few, many, strict=True)), (few, many)
+
+
+def test_a_question_costs_the_sum_of_fragments_and_leases_and_not_their_product() -> None:
+    small, large = cost(2, num_fragments=8, num_leases=16)[1], cost(2, num_fragments=64, num_leases=128)[1]
+    assert large < 1.5 * 8 * small, (small, large)
+
+
 def test_numbers_go_on_far_above_those_that_a_restart_may_have_lost() -> None:
     syncer = Syncer("a")
     syncer.ask_ranges("a", wanted=2)
-    used = set(syncer.state.leases.held)
+    used = {h.lease.number for h in syncer.state.leases.held}
     syncer.log = [record for record in syncer.log if not isinstance(record, records.RangesLeased)]
     restarted = syncer.restarted()
     restarted.ask_ranges("a", wanted=2)
     assert restarted.state.leases.held
-    assert not used & restarted.state.leases.held.keys()
+    assert not used & {h.lease.number for h in restarted.state.leases.held}

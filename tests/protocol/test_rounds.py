@@ -73,6 +73,24 @@ def test_a_drainer_waits_for_who_evaluates_as_long_as_it_can(syncer: Syncer, pat
     assert (syncer.round() is not None) == opens
 
 
+def test_the_round_of_a_drainer_opens_once_nobody_evaluates_without_being_asked_for_again(syncer: Syncer) -> None:
+    syncer.beat("a", tokens=120, phase="draining")
+    syncer.beat("b", phase="evaluating")
+    syncer.tell("a", msg.Intent(0, 1.0, 20.0))
+    assert not said(syncer.tick(1.0), "a", msg.Announce)
+    syncer.beat("b")
+    assert said(syncer.tick(), "a", msg.Announce)
+
+
+def test_what_a_drainer_asked_for_before_it_left_opens_nothing(syncer: Syncer) -> None:
+    syncer.beat("a", tokens=120, phase="draining")
+    syncer.beat("b", phase="evaluating")
+    syncer.tell("a", msg.Intent(0, 1.0, 20.0))
+    syncer.tick(syncer.config.lease_s + 1.0)
+    assert not syncer.state.roster["a"].is_live
+    assert syncer.round() is None
+
+
 def test_who_ends_together_is_merged_together_after_evaluating(syncer: Syncer) -> None:
     syncer.beat("a", phase="draining")
     syncer.beat("b", phase="evaluating")

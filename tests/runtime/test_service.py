@@ -13,7 +13,7 @@ import torch
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.errors import ConfigError, PlanMismatchError
-from lightning_diloco.protocol import SyncerState, actions, events, messages, rounds
+from lightning_diloco.protocol import SyncerState, actions, events, messages, records, rounds
 from lightning_diloco.runtime import durable, joining, link, service
 from lightning_diloco.runtime.anchors import AnchorStore
 from lightning_diloco.runtime.durable import Durable
@@ -153,7 +153,7 @@ class Arithmetic:
         return MergeJob(actions.Merge(0, 1, chosen, (1 / len(sizes),) * len(sizes)), payloads)
 
     def apply(self) -> actions.Apply:
-        return actions.Apply(0, 1, {"fragment": 0, "version": 1}, 1.0)
+        return actions.Apply(0, 1, records.CommitRecord(0, 0, 1, 1, 1.0, 1, ()))
 
 
 def test_finite_contributions_with_an_infinite_sum_lose_the_longest(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_the_end_of_a_run_adds_no_rounds_for_questions_that_crossed_their_answer
     fleet.invariants.audit()
 
     assert fleet.syncer.rounds.counts.num_aborted == 0
-    assert fleet.participation > 0.98, fleet.participation
+    assert fleet.participation > 0.9, fleet.participation
     assert dict(fleet.syncer.ledger.totals().discarded) == {}
 
 

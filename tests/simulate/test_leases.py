@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.protocol import records
-from lightning_diloco.protocol.leases import LeaseTable, Standing
-from lightning_diloco.protocol.ranges import Holding
+from lightning_diloco.protocol import leases, records
+from lightning_diloco.protocol.holdings import Holdings, Unfinished
+from lightning_diloco.protocol.leases import LeaseTable
 from lightning_diloco.simulate import Data, Fleet, Pace, exactly_once
 
 CONFIG = RunConfig(sync_every=4, num_fragments=2, overlap=1, lease_s=5.0)
@@ -65,13 +65,13 @@ def test_ranges_of_a_killed_learner_go_to_others_and_what_they_train_again_is_co
     dies = fleet.start("dies", pace(data))
     fleet.run_until(22.3)
     fleet.kill(dies)
-    held = {h.lease.number for h in fleet.syncer.leases.held_by(dies.session)}
+    held = {h.lease.number for h in fleet.syncer.leases.held.of(dies.session)}
     assert held
     fleet.run_until(90.0)
     fleet.invariants.audit()
 
-    assert fleet.syncer.leases.held_by(dies.session) == []
-    assert not held & fleet.syncer.leases.pool.keys(), "somebody has taken them"
+    assert fleet.syncer.leases.held.of(dies.session) == []
+    assert not held & {h.lease.number for h in fleet.syncer.leases.pool}, "somebody has taken them"
     truth, counted = num_repeated(fleet)
     again = sum(x.reader.trained.count(None) for x in fleet.learners.values() if x.reader)
     assert 0 < truth <= counted <= truth + 2 * again
@@ -133,9 +133,9 @@ def test_leases_survive_a_restart_of_the_syncer() -> None:
         fleet.run_for(15.0)
         fleet.disk.take_snapshot(fleet.syncer)
         fleet.run_for(3.0)
-        before = fleet.syncer.leases.held_by(next(iter(fleet.learners)))
+        before = fleet.syncer.leases.held.of(next(iter(fleet.learners)))
         fleet.restart_syncer(use_snapshot=use_snapshot)
-        after = fleet.syncer.leases.held_by(next(iter(fleet.learners)))
+        after = fleet.syncer.leases.held.of(next(iter(fleet.learners)))
         assert [h.lease for h in after] == [h.lease for h in before] != []
     fleet.run_to_the_end(limit_s=300.0)
     fleet.invariants.audit()
@@ -162,7 +162,7 @@ def returns_are_dropped(patch: pytest.MonkeyPatch) -> None:
 
     def forget(self: LeaseTable, record: records.LeaseRecord) -> None:
         apply(self, record)
-        self.pool.clear()
+        self.pool = Holdings()
 
     patch.setattr(LeaseTable, "apply", forget)
 
@@ -173,10 +173,9 @@ def returns_never_happen(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_that_was_trained_counts_as_merged(patch: pytest.MonkeyPatch) -> None:
-    def at_once(holding: Holding, account: object) -> Standing:
-        return Standing(holding.span.samples, holding.span.stop, holding.span.is_whole, is_stuck=False)
-
-    patch.setattr("lightning_diloco.protocol.leases.standing", at_once)
+    patch.setattr(Unfinished, "is_done", lambda self, holding: holding.span.is_whole)
+    patch.setattr(Unfinished, "is_stuck", lambda self, holding: False)
+    patch.setattr(leases, "merged_prefix", lambda holding, books: (holding.span.samples, holding.span.stop))
 
 
 def repeats_are_not_counted(patch: pytest.MonkeyPatch) -> None:
