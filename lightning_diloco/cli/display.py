@@ -1,6 +1,7 @@
 """Draws the state of a run: a live table at a terminal, plain lines elsewhere, and the summary at the end.
 
-Input is the syncer's status and `summary.json`; a value that is not known yet is shown as "-".
+Input is the syncer's status and `summary.json`; a value that is not known yet is shown as "-". Texts in them may be
+learners' own, so that each passes through `printable` on its way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_diloco.cli.feed import Status
+from lightning_diloco.cli.printable import printable
 
 if TYPE_CHECKING:
     from lightning_diloco.live.watch import Watch
@@ -85,7 +87,7 @@ class Screen:
         self._print(text)
 
     def _print(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(printable(text)), soft_wrap=True)
 
     def show(self, status: Status | None, problem: str | None = None) -> None:
         """Show the state, unless it was shown a moment ago; without one, say what the problem is."""
@@ -104,6 +106,7 @@ class Screen:
 
 def status_view(status: Status, *, num_waits: int | None = None) -> Group:
     """The state as a table of learners, a line on the run, and one line per wait (at most num_waits)."""
+    status = printable(status)
     table = Table("learner", "phase", title=Text(f"run {status['run']}"), title_justify="left")
     for heading in ("step", "loss", "tokens/s", "staleness", "last contribution"):
         table.add_column(heading, justify="right")
@@ -175,6 +178,7 @@ def wait_lines(status: Status) -> Iterator[str]:
 
 def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
     """What `summary.json` says, and where the files are."""
+    summary = printable(summary)
     merged, seen, paused_s = summary["tokens_merged"], summary["tokens_seen"], summary.get("paused_s")
     discarded = ", ".join(
         f"{cause} {_count(tokens)}" for cause, tokens in summary["tokens_discarded"].items() if tokens

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from lightning_diloco.cli.collector import kept
+from lightning_diloco.cli.printable import printable
 from lightning_diloco.errors import AuthError, ConfigError, FencedError, PlanMismatchError
 
 _HERE = "--local"
@@ -25,7 +26,7 @@ def main() -> int:
     try:
         Fit(Path(words[0]), num_here, cli_arguments(words, os.environ))
     except (ConfigError, PlanMismatchError, AuthError, FencedError) as error:
-        print(f"diloco: {error}", file=sys.stderr)
+        print(f"diloco: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -4,16 +4,22 @@
 2. The strategy is ours unless recipe or overrides say otherwise.
 3. Lightning's root directory is RUN_DIR/learners/<id> under `diloco run`: two learners never share a path. Only an
    explicit override wins over it.
-4. A language model that does not fit this machine, with N learners on it, is refused before anything is loaded.
+4. The configuration that is saved beside the checkpoints names the run, and not the token that lets others in.
+5. A language model that does not fit this machine, with N learners on it, is refused before anything is loaded.
 """
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_diloco.cli.room import check_room
 from lightning_diloco.hf.recipe import RecipeCLI
+from lightning_diloco.transport.address import redact
 
 
 class Fit(RecipeCLI):
@@ -27,11 +33,28 @@ class Fit(RecipeCLI):
 
     def __init__(self, recipe: Path, num_here: int, args: list[str]) -> None:
         self._num_here = num_here
-        super().__init__(recipe, args=args, save_config_kwargs={"overwrite": True})
+        super().__init__(recipe, args=args, save_config_callback=SaveRedacted, save_config_kwargs={"overwrite": True})
 
     def before_instantiate_classes(self) -> None:
         """Nothing is made yet."""
         check_room(self._recipe, self.config["fit"], self._num_here)
+
+
+class SaveRedacted(SaveConfigCallback):
+    """Saves the configuration without the secrets in its join strings."""
+
+    def __init__(self, parser: Any, config: Namespace, *args: Any, **options: Any) -> None:
+        super().__init__(parser, _redacted(config), *args, **options)
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Namespace):
+        return type(value)(**{key: _redacted(inner) for key, inner in vars(value).items()})
+    if isinstance(value, dict):
+        return {key: _redacted(inner) for key, inner in value.items()}
+    return [_redacted(inner) for inner in value] if isinstance(value, list) else value
 
 
 def cli_arguments(words: Sequence[str], env: Mapping[str, str]) -> list[str]:

@@ -257,7 +257,7 @@ def _close_stdin(process: subprocess.Popen[bytes], last_words: bytes = b"") -> N
 
 def _spawn(command: Command, argv: Sequence[str], *, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
     command.log_path.parent.mkdir(parents=True, exist_ok=True)
-    with command.log_path.open("ab") as log:
+    with open(command.log_path, "ab", opener=_private) as log:
         return subprocess.Popen(
             (sys.executable, "-IS", _LEASH, str(os.getpid()), *argv),
             stdin=stdin,
@@ -266,6 +266,10 @@ def _spawn(command: Command, argv: Sequence[str], *, stdin: int = subprocess.DEV
             env={**os.environ, "PYTHONUNBUFFERED": "1", **command.env},
             start_new_session=True,
         )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _signal_group(child: _Child, number: signal.Signals) -> None:

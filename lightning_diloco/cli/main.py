@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_diloco import __version__
 from lightning_diloco.cli import chaos, cp, export, ls, plan, plot, replay, run, snapshot, status, syncer
+from lightning_diloco.cli.printable import printable
 from lightning_diloco.cli.spelling import did_you_mean
 from lightning_diloco.errors import DiLoCoError, StorageError
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
         return 141
     except DiLoCoError as error:
-        print(f"diloco: {error}", file=sys.stderr)
+        print(f"diloco: {printable(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, StorageError) else 2
 
 

@@ -49,7 +49,7 @@ class Meddler:
 
     def __enter__(self) -> Meddler:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.touch()
+        self._path.touch(mode=0o600)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

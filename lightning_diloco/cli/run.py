@@ -184,7 +184,7 @@ def make_run_dir(wanted: Path | None, stem: str) -> Path:
     names = (stamp if attempt == 1 else f"{stamp}-{attempt}" for attempt in itertools.count(1))
     run_dir = wanted or next(path for name in names if not (path := Path("runs") / name).exists())
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"run directory {run_dir}: {error.strerror}; choose a folder you can write with --run-dir"

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ TRAIN, VALIDATION, TOKENIZER, HELD_OUT = "train", "validation", "tokenizer", "he
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTE_TOKENS = 256 + 1  # every byte, and the end of text
 _FORMAT = 1
+_PARTIAL = ".partial"
 _DOCUMENTS_PER_BATCH = 64
 
 
@@ -75,15 +77,15 @@ def prepare(directory: Path, corpus: Corpus, options: PackingOptions) -> None:
     with FileLock(directory.with_suffix(".lock")):
         if directory.exists():
             return
-        partial = directory.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-        scratch = partial / "scratch"
+        for left_behind in directory.parent.glob(f"{directory.name}.*{_PARTIAL}"):  # by a process that was killed
+            shutil.rmtree(left_behind, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(_PARTIAL, f"{directory.name}.", directory.parent))  # nobody planted it
+        partial, scratch = folder / "made", folder / "scratch"
         try:
             _write(partial, corpus.load(scratch), options, scratch)
-            shutil.rmtree(scratch)
             partial.rename(directory)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(directory: Path, documents: Dataset, options: PackingOptions, scratch: Path) -> None:

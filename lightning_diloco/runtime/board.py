@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -60,7 +61,7 @@ class Board:
         self._disk: tuple[str, float] | None = None
         self._numbers = itertools.count()
         self._recent: deque[Json] = deque(maxlen=NUM_RECENT)
-        self._cosines: dict[str, float] = {}
+        self._cosines: dict[str, float | None] = {}
         self._news = News()
         self.looking = threading.Lock()
 
@@ -77,7 +78,8 @@ class Board:
 
     def merged(self, sessions: tuple[str, ...], cosines: tuple[float, ...]) -> None:
         """A commit was made of these contributions."""
-        self._cosines.update(zip(sessions, cosines, strict=True))
+        for session, cosine in zip(sessions, cosines, strict=True):
+            self._cosines[session] = cosine if math.isfinite(cosine) else None  # JSON knows no other
 
     def disk_failed(self, error: str) -> None:
         """The disk did not take something."""

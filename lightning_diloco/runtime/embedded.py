@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lightning_diloco.errors import JoinError
+from lightning_diloco.runtime.files import make_directory
 from lightning_diloco.runtime.threads import yield_cores
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 
@@ -50,7 +51,7 @@ class EmbeddedSyncer:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self._log_path = run_dir / "syncer" / "log.txt"
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self._log_path.parent)
         self._process = self._start()
         join, deadline_s = run_dir / "join", time.monotonic() + START_S
         try:
@@ -124,7 +125,7 @@ class EmbeddedSyncer:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _environment() -> dict[str, str]:

@@ -3,7 +3,7 @@
 1. What is *durable* has been fsynced, and so has the directory that names it.
 2. `AppendFile.append` and `write_whole` succeed as a whole or change nothing a later reader would believe.
 3. Every `OSError` leaves as a `StorageError` that names the path, what the system said and what to do.
-4. Only the owner may read: files are created 0600, directories 0700.
+4. Only the owner may read: files are created 0600, directories 0700. No link is followed to write.
 
 Source: our choice.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ class AppendFile:
         self._faults = faults
         self._has_leftovers = False
         with storage("open", path):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 # Even if it was there: its creator may have died before the name was durable.
                 sync_directory(path.parent)
@@ -145,8 +146,11 @@ def make_directory(path: Path) -> None:
 
 
 def write_file(path: Path, *pieces: Buffer) -> None:
-    """Create a file with this content, piece by piece, and fsync it; its name becomes durable with `sync_directory`."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    """Create a file with this content, piece by piece, and fsync it; its name becomes durable with `sync_directory`.
+
+    What lies there already, a link that somebody planted perhaps, is an error.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         offset = 0
         for piece in pieces:
@@ -158,10 +162,13 @@ def write_file(path: Path, *pieces: Buffer) -> None:
 
 def write_whole(path: Path, data: Buffer) -> None:
     """Replace a small file atomically and durably: readers see the old content or the new one."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with storage("write", path):
-        write_file(partial, data)
-        os.replace(partial, path)
+        try:
+            write_file(partial, data)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
         sync_directory(path.parent)
 
 

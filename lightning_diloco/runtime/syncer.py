@@ -42,7 +42,7 @@ def serve(options: SyncerOptions) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     descriptors.allow_all()
     grpc_log.keep_to_errors()
-    options.run_dir.mkdir(parents=True, exist_ok=True)
+    options.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     address, identity = _address_and_identity(options)
     door = Doorway()
     server = FlightServer(door, options.listen, token=address.token, tls=identity)

@@ -109,6 +109,16 @@ class JoinAddress:
         return self.redacted()
 
 
+def redact(text: str) -> str:
+    """The same text, with all that a join string at its beginning keeps secret left out."""
+    if not text.strip().startswith(f"{SCHEME}://"):
+        return text
+    try:
+        return JoinAddress.parse(text).redacted()
+    except ConfigError:
+        return f"{text.partition('#')[0]}#***"
+
+
 def new_token() -> str:
     """A fresh secret of 256 bits."""
     return secrets.token_urlsafe(32)

@@ -135,7 +135,8 @@ def test_concurrent_processes_share_one_preparation(texts: Path, cache_dir: Path
 
 
 def test_leftovers_of_a_killed_preparation_are_replaced(texts: Path, cache_dir: Path) -> None:
-    partial = _data(texts, cache_dir)._directory.with_suffix(".partial")
+    directory = _data(texts, cache_dir)._directory
+    partial = directory.with_name(f"{directory.name}.killed.partial")
     (partial / TRAIN).mkdir(parents=True)
     (partial / TRAIN / "half").write_text("written")
     data = _ready(texts, cache_dir)
