@@ -24,7 +24,7 @@ class Variable:
 
 
 VARIABLES = {
-    "DILOCO_HOST": Variable("name under which learners reach this machine", ("runtime/syncer.py",)),
+    "DILOCO_HOST": Variable("name under which learners reach this machine", ("runtime/front.py",)),
     "DILOCO_JOIN": Variable(
         "join string of the run to take part in",
         ("cli/status.py", "runtime/link.py", "strategy/identity.py"),

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -59,11 +60,12 @@ class StatusFeed:
 
 
 @contextmanager
-def asking(address: JoinAddress) -> Iterator[Fetch]:
-    """A way to ask the syncer at this address, while the block lasts."""
+def asking(address: JoinAddress, join: Path | None = None) -> Iterator[Fetch]:
+    """A way to ask the syncer at this address, while the block lasts; a join file says if its token was replaced."""
+    from lightning_diloco.runtime.rotation import Followed
     from lightning_diloco.transport.flight import FlightConnection
 
-    connection = FlightConnection(address)
+    connection = Followed(FlightConnection, address, join)
     try:
         yield connection.status
     finally:

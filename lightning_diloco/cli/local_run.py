@@ -29,7 +29,7 @@ from lightning_diloco.cli.fleet import Command, Fleet
 from lightning_diloco.cli.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 
-Ask = Callable[[JoinAddress], AbstractContextManager[Fetch]]
+Ask = Callable[[JoinAddress, Path], AbstractContextManager[Fetch]]
 Meddle = Callable[[Fleet, Status | None], None]
 Via = Callable[[str, JoinAddress], JoinAddress]
 Tell = Callable[[str, str], Mapping[str, str]]
@@ -133,7 +133,7 @@ def execute(
         if address := run.open():
             for name in plan.learners:
                 fleet.start(plan.learner(name, address))
-            with ask(address) as fetch, StatusFeed(fetch) as feed:
+            with ask(address, plan.run_dir / "join") as fetch, StatusFeed(fetch) as feed:
                 run.train(feed)
                 run.drain(feed)
                 run.stop(feed)

@@ -58,7 +58,8 @@ def call(arguments: argparse.Namespace) -> int:
     if summary := finished(run_dir):
         show_end(summary)
         return 0
-    with asking(address(arguments)) as fetch:
+    join = run_dir / "join" if run_dir.is_dir() else None
+    with asking(address(arguments), join) as fetch:
         show(status := fetch())
         while arguments.watch and status["state"] != "finished":
             time.sleep(_WATCH_S)
@@ -80,7 +81,8 @@ def _serve(arguments: argparse.Namespace, run_dir: Path) -> int:
         if (summary := finished(run_dir)) is not None:
             watch.ended(summary)
             threading.Event().wait()
-        with asking(address(arguments)) as fetch, StatusFeed(fetch, period_s=_WATCH_S) as feed:
+        join = run_dir / "join" if run_dir.is_dir() else None
+        with asking(address(arguments), join) as fetch, StatusFeed(fetch, period_s=_WATCH_S) as feed:
             page.follow(watch, feed, partial(finished, run_dir))
     return 0
 

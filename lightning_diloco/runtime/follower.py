@@ -30,6 +30,7 @@ from lightning_diloco.runtime.parted import PartSender
 from lightning_diloco.runtime.portions import Portioned
 from lightning_diloco.runtime.ranks import Ranks
 from lightning_diloco.runtime.relay import unpacked
+from lightning_diloco.runtime.rotation import Followed
 from lightning_diloco.runtime.standing import Standing
 from lightning_diloco.runtime.threads import Crew, Jobs, compute_alone, yield_cores
 from lightning_diloco.transport.address import JoinAddress, read_join_file
@@ -77,7 +78,8 @@ class FollowerLink:
         self._staged: dict[int, Any] = {}
         self._adopted: dict[int, Tensor] = {}
         self._orders = Orders()
-        self._sender = PartSender(self._orders, lambda address: Portioned(connect(address)))
+        self._join_file: Path | None = None
+        self._sender = PartSender(self._orders, lambda address: Portioned(Followed(connect, address, self._join_file)))
         self._boxes, self._join = boxes, join
         self._dealer: Dealer | None = None
         self._after: Callable[[], None] | None = None
@@ -282,10 +284,11 @@ class FollowerLink:
 
     def _address(self, run_dir: str | None) -> JoinAddress:
         """Known here, as all ranks were given the same, or from a file that only this user can read."""
+        self._join_file = None if run_dir is None else Path(run_dir) / "join"
         if self._join is not None:
             return JoinAddress.parse(self._join)
-        assert run_dir is not None, "settings were compared"
-        return read_join_file(Path(run_dir) / "join")
+        assert self._join_file is not None, "settings were compared"
+        return read_join_file(self._join_file)
 
     def _encode(self, p: int, boundary: int) -> None:
         """All of it, of parameters equal to those of rank 0, which does the same meanwhile; keep this rank's part."""

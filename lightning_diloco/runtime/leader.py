@@ -91,7 +91,7 @@ class LeaderLink(Link):
         return self._parted
 
     def _all_reach_the_syncer(self) -> bool:
-        own = None if self.own_run_dir is None else str(self.own_run_dir)
+        own = None if self.join_file is None else str(self.join_file.parent)
         found = self._ranks.collect({"do": "reach", "run_dir": own}, [1] * (self._ranks.size - 1))
         return self._parted.is_possible([bool(reaches) for reaches in found])
 

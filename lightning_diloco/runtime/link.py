@@ -43,6 +43,7 @@ from lightning_diloco.runtime.line import TICK_S, Line
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.naming import own_name
 from lightning_diloco.runtime.portions import LargeConnection, Portioned
+from lightning_diloco.runtime.rotation import Followed
 from lightning_diloco.runtime.self_report import SaysOfItself
 from lightning_diloco.runtime.threads import Crew
 from lightning_diloco.transport.address import JoinAddress
@@ -82,7 +83,7 @@ class Link(SaysOfItself):
         self._run_options = run_options
         self._learner = learner
         self._root_dir = root_dir
-        self._connect: Callable[[JoinAddress], LargeConnection] = lambda address: Portioned(connect(address))
+        self._connect = connect
         self._session = secrets.token_hex(16)
         self._changed = threading.Condition(threading.RLock())
         self._crew = Crew(self._fail)
@@ -107,7 +108,7 @@ class Link(SaysOfItself):
             PlanMismatchError: another model than the run's.
         """
         address = self._address()
-        self._connection = self._connect(address)
+        self._connection = Portioned(Followed(self._connect, address, self.join_file))
         self.learner_id = self._learner.learner or os.environ.get("DILOCO_LEARNER") or own_name(address.run)
         joined = Joining(
             self._connection,
@@ -385,6 +386,12 @@ class Link(SaysOfItself):
 
     # --------------------------------------------------------------------------------------------------------- helpers
 
+    @property
+    def join_file(self) -> Path | None:
+        """Where the syncer says how it is joined, as far as that is known here."""
+        folder = self.own_run_dir or _run_dir()
+        return None if folder is None else folder / "join"
+
     def _address(self) -> JoinAddress:
         if (address := _given_address(self._learner)) is not None:
             return address
@@ -432,7 +439,8 @@ def agreed_parts(
     """
     if (address := _given_address(learner)) is None:
         return None  # a run that this learner begins
-    connection = connect(address)
+    folder = _run_dir()
+    connection = Followed(connect, address, None if folder is None else folder / "join")
     try:
         parts = reached(connection.status, address, _run_dir())["config"]["data_parts"]
     finally:

@@ -9,16 +9,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import signal
-import socket
 import threading
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.runtime import descriptors, grpc_log, whereabouts
 from lightning_diloco.runtime.doorway import Doorway
 from lightning_diloco.runtime.durable import Durable
+from lightning_diloco.runtime.front import Front
 from lightning_diloco.runtime.heaps import keep_few_heaps
 from lightning_diloco.runtime.service import SyncerOptions, SyncerService
 from lightning_diloco.transport.address import (
@@ -26,9 +25,7 @@ from lightning_diloco.transport.address import (
     new_token,
     read_join_file,
     split_host_port,
-    write_join_file,
 )
-from lightning_diloco.transport.flight import FlightServer
 from lightning_diloco.transport.identity import ServerIdentity
 
 __all__ = ["SyncerOptions", "serve"]
@@ -45,12 +42,10 @@ def serve(options: SyncerOptions) -> int:
     options.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     address, identity = _address_and_identity(options)
     door = Doorway()
-    server = FlightServer(door, options.listen, token=address.token, tls=identity)
+    front = Front(door, options.run_dir, options.listen, address, identity)
 
     def listen() -> None:
-        server.start()
-        join = server.join_address(address.run, _reachable_host(options.listen))
-        write_join_file(options.run_dir / "join", join)
+        join = front.listen()
         if options.embedded_by is None:  # a folder of links would grow with every script
             whereabouts.note(join.run, options.run_dir)
         log.info("run %s is served at %s; the whole join string is in %s/join", join.run, join, options.run_dir)
@@ -61,7 +56,7 @@ def serve(options: SyncerOptions) -> int:
         durable = Durable(options.run_dir, locked=listen if is_known else lambda: None, tell=door.tell)
         service = SyncerService(options, run=address.run, durable=durable)
     except BaseException:
-        server.stop()
+        front.stop()
         raise
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -72,10 +67,10 @@ def serve(options: SyncerOptions) -> int:
         if not is_known:
             listen()
         while not stop.is_set() and not service.wait(0.1):
-            pass
+            front.follow_rotation()
     finally:
         summary = service.stop()
-        server.stop()
+        front.stop()
     log.info("the run ended: %s", summary["status"])
     if service.error is not None:
         raise service.error
@@ -105,11 +100,3 @@ def _address_and_identity(options: SyncerOptions) -> tuple[JoinAddress, ServerId
 def _run_id(text: str) -> str:
     allowed = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in text)
     return allowed.lstrip("._-") or "run"
-
-
-def _reachable_host(listen: str) -> str | None:
-    """How learners elsewhere reach this machine when it listens on every address."""
-    host, _ = split_host_port(listen)
-    if host in ("0.0.0.0", "::"):
-        return os.environ.get("DILOCO_HOST") or socket.getfqdn()
-    return None

@@ -1,0 +1,137 @@
+"""After its token is replaced, the old one lets nobody into a run, and who may read its directory goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.cli.main import main
+from lightning_diloco.errors import AuthError, ConfigError, RemoteError, TransportError
+from lightning_diloco.runtime.doorway import Doorway
+from lightning_diloco.runtime.front import Front
+from lightning_diloco.runtime.rotation import Followed, rotate
+from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
+from lightning_diloco.transport.flight import FlightConnection
+from tests.e2e.conftest import HERE, Processes
+from tests.e2e.conftest import until as eventually
+from tests.fuzz.target import Target
+from tests.runtime.fleet import until
+
+OLD = JoinAddress("127.0.0.1", 1, "run", "old-token")
+
+
+def asks(address: JoinAddress) -> dict:
+    connection = FlightConnection(address, control_deadline_s=5.0)
+    try:
+        return connection.status()
+    finally:
+        connection.close()
+
+
+def test_the_old_token_lets_nobody_in_once_it_is_replaced(tmp_path: Path) -> None:
+    target, door = Target(tmp_path), Doorway()
+    door.open(target.service)
+    front = Front(door, tmp_path, "127.0.0.1:0", OLD, None)
+    before = front.listen()
+    followed = Followed(FlightConnection, before, tmp_path / "join")
+    assert followed.status()["run"] == asks(before)["run"] == "run"
+
+    now = rotate(tmp_path)
+    assert now.token != before.token
+    until(lambda: front.follow_rotation() or _answers(read_join_file(tmp_path / "join")), "the new token")
+    with pytest.raises(RemoteError) as refused:
+        asks(before)
+    assert now.token not in str(refused.value)
+    assert before.token not in str(refused.value)
+    with pytest.raises(RemoteError):
+        followed.status()
+    assert followed.status()["run"] == "run", "it has looked into the file"
+    followed.close()
+    front.stop()
+    target.stop()
+
+
+def _answers(address: JoinAddress) -> bool:
+    try:
+        return bool(asks(address))
+    except RemoteError:
+        return False
+
+
+def test_a_join_file_of_another_run_or_a_broken_one_changes_nothing(tmp_path: Path) -> None:
+    join, dialled = tmp_path / "join", []
+
+    class Refused:
+        def __init__(self, address: JoinAddress) -> None:
+            dialled.append(address.token)
+
+        def status(self) -> dict:
+            raise TransportError("refused")
+
+        def close(self) -> None:
+            pass
+
+    followed = Followed(Refused, OLD, join)
+    for content in (None, "not a join string", replace(OLD, run="another", token="other"), OLD):
+        if isinstance(content, str):
+            join.write_text(content)
+        elif content is not None:
+            write_join_file(join, content)
+        with pytest.raises(TransportError):
+            followed.status()
+    assert dialled == ["old-token"]
+    rotate(tmp_path)
+    with pytest.raises(TransportError):
+        followed.status()
+    assert dialled == ["old-token", read_join_file(join).token]
+
+
+def test_a_directory_that_was_never_served_has_no_token_to_replace(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is the run started"):
+        rotate(tmp_path)
+
+
+def test_a_run_that_is_not_served_has_its_next_syncer_take_the_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_join_file(tmp_path / "join", OLD)
+    assert main(["rotate", str(tmp_path)]) == 0
+    now = read_join_file(tmp_path / "join")
+    said = capsys.readouterr().out
+    assert "the next one takes it" in said
+    assert now.token not in said
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tmp_path)
+    yield made
+    made.kill_all()
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_learners_that_share_the_directory_go_on_with_the_new_token(processes: Processes) -> None:
+    processes.syncer(lease_s=5.0)
+    before = processes.address
+    for name in ("here", "elsewhere"):
+        shares = {"DILOCO_RUN_DIR": str(processes.run_dir)} if name == "here" else {}
+        arguments = ("--out", processes.root / f"{name}.json", "--until", processes.stop_file)
+        env = {"DILOCO_JOIN": before.join_string(), "DILOCO_LEARNER": name, **shares}
+        processes.start(name, HERE / "learner.py", *arguments, **env)
+    eventually(lambda: len(processes.status()["learners"]) == 2, "two learners", processes)
+    processes.until_commits(4)
+    assert main(["rotate", str(processes.run_dir)]) == 0
+    with pytest.raises((AuthError, TransportError)):
+        asks(before)
+    phases = lambda: {m["id"]: m["phase"] for m in processes.status()["learners"]}  # noqa: E731
+    eventually(lambda: phases() == {"here": "stepping", "elsewhere": "lapsed"}, "who was let in", processes)
+    processes.until_commits(4)
+    restarted = processes.learner("elsewhere")
+    eventually(lambda: set(phases().values()) == {"stepping"}, "its return with the new join string", processes)
+    processes.stop_file.touch()
+    assert processes.end(restarted) == 0
+    assert before.token not in processes.logs()
