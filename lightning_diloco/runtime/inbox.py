@@ -36,7 +36,7 @@ class Inbox(Generic[T]):
 
     @property
     def num_waiting(self) -> int:
-        return self._queue.qsize()
+        return max(0, self._queue.qsize() - self._has_tick)  # a tick is no event of anybody
 
     def put(self, event: T | events.Tick | events.StoodStill) -> None:
         """Stamp this and leave it for the loop thread; times never fall from one event to the next."""

@@ -69,6 +69,7 @@ TABLES = {
     "recoveries": Table(HERE / "results" / "recoveries.json", BENCH, _checks),
     "survivors": Table(HERE / "results" / "survivors.json", BENCH, _survivors),
     "busy_survivors": Table(HERE / "results" / "busy_survivors.json", BENCH, _busy_survivors),
+    "loop": Table(HERE / "results" / "loop.json", BENCH, _rows),
     "soak": Table(HERE / "results" / "soak.json", BENCH, _rows),
 }
 

@@ -20,6 +20,7 @@ from tests.bench import (
     chaos,
     exchange,
     forecast,
+    loop,
     loss_by_participation,
     memory,
     participation,
@@ -34,6 +35,13 @@ from tests.bench import (
 from tests.bench.processes import Measured
 from tests.bench.tasks import Classifier, Gan
 from tests.bench.tiny import RECIPE, Tiny
+
+
+def test_the_loop_of_a_syncer_is_measured_while_leases_come_and_go() -> None:
+    found = loop.measure(2, leases=8, num_fragments=4, measured_s=8.0)
+    assert 0.0 < found["cpu_s_per_s"] < 1.0
+    assert found["commits_per_s"] > 0.5
+    assert 4 < found["leases_each"] < 20
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def run(this: Plan, learners: list[dict[str, Any]] | None = None) -> tuple[Ended
     said = io.StringIO()
 
     @contextmanager
-    def ask(address: JoinAddress) -> Iterator[Fetch]:
+    def ask(address: JoinAddress, join: Path) -> Iterator[Fetch]:
         assert address.join_string() == JOIN
         yield lambda: {"learners": learners or []}
 
