@@ -20,7 +20,7 @@ from tests.e2e.conftest import until as eventually
 from tests.fuzz.target import Target
 from tests.runtime.fleet import until
 
-OLD = JoinAddress("127.0.0.1", 1, "run", "old-token")
+OLD = JoinAddress("127.0.0.1", 1, "run", "old-token", "0" * 64)
 
 
 def asks(address: JoinAddress) -> dict:
