@@ -25,6 +25,8 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
+from lightning_diloco.runtime.naming import FINISHED
+
 
 class OwnPathsFirst(_Launcher):
     """Runs a Trainer's function in this process, after its paths were separated: no hook of a strategy is earlier.
@@ -82,6 +84,18 @@ def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
     for callback in trainer.checkpoint_callbacks:
         if getattr(callback, "dirpath", None) is not None:
             callback.dirpath = moved(os.fspath(callback.dirpath))  # type: ignore[attr-defined]
+
+
+def mark_finished(learner_id: str) -> None:
+    """Tell whoever started this learner in a run directory that its training is done: there, a file says so.
+
+    Args:
+        learner_id: of this learner.
+    """
+    if run_dir := os.environ.get("DILOCO_RUN_DIR"):
+        folder = Path(run_dir, "learners", learner_id)
+        if folder.is_dir():
+            (folder / FINISHED).touch()
 
 
 def run_root(trainer: pl.Trainer) -> Path | None:
