@@ -123,6 +123,11 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         return (self._link.run, self._link.learner_id) if self._link else None
 
     @property
+    def exchanged(self) -> Mapping[str, nn.Parameter]:
+        """Parameters that are exchanged, by name; some may be frozen for now."""
+        return self._params
+
+    @property
     def evaluates_anchor(self) -> bool:
         """Whether validation sees the run's anchor, rather than this learner's own parameters."""
         return self._learner.evaluate == "anchor"
