@@ -123,6 +123,10 @@ class Fleet:
         """What became of a child, as of the last `watch` or `stop`."""
         return self._children[name].outcome
 
+    def is_done(self, name: str) -> bool:
+        """Whether a child has said that its work is done."""
+        return self._children[name].is_done
+
     def pid(self, name: str) -> int:
         """The process (and process group) a child runs as now."""
         return self._children[name].process.pid

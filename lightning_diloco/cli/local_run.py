@@ -245,7 +245,9 @@ class _Run:
         return any(self._fleet.outcome(name) == "running" for name in self._plan.learners)
 
     def _is_unused(self, feed: StatusFeed) -> bool:
-        """Whether nobody ever took part."""
+        """Whether nobody ever took part; in a short run they may have come and gone since the syncer was asked."""
+        if any(self._fleet.is_done(name) for name in self._plan.learners):
+            return False
         return feed.latest is not None and not (feed.latest["learners"] or feed.latest.get("versions"))
 
     def _is_used(self, feed: StatusFeed) -> bool:
