@@ -10,7 +10,6 @@ import pytest
 from lightning_diloco.config import LearnerConfig, is_learner_id
 from lightning_diloco.errors import ConfigError, JoinError
 from lightning_diloco.runtime import naming
-from lightning_diloco.strategy import identity
 from lightning_diloco.strategy.identity import learner_id
 
 JOIN = "diloco://127.0.0.1:1/{run}#secret"
@@ -19,7 +18,6 @@ JOIN = "diloco://127.0.0.1:1/{run}#secret"
 @pytest.fixture(autouse=True)
 def _slots(tmp_path, monkeypatch):
     monkeypatch.setattr(naming, "_held", {})
-    monkeypatch.setattr(identity, "_done", set())
     monkeypatch.setattr(naming.tempfile, "tempdir", str(tmp_path))
     for name in ("DILOCO_LEARNER", "DILOCO_JOIN"):
         monkeypatch.delenv(name, raising=False)
