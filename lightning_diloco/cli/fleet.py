@@ -7,8 +7,8 @@
    agree on it): neither is started again. Every other end is. 143 is that of a learner which SIGTERM asked to go, and
    which left in good order: it is started again and nothing is held against it.
 5. A child that serves another one's work is not started again once that one has finished: it would find nobody. If it
-   was ended by a signal then, nothing of the work is lost. So it is with a child that has said, by a file, that its
-   work is done: it would do the last of it again.
+   was ended by a signal then, nothing of the work is lost. Nor is one that fails by itself after it has said, by a file,
+   that its work is done: it would do the last of it again, and fail again. A signal may hit it anywhere.
 6. To be asked to end is for a child itself, which decides about its own children; only SIGKILL goes to all of them.
 7. A child whose absence costs time has another process beside it, which waits on its stdin to be told to take over.
 
@@ -180,8 +180,8 @@ class Fleet:
             )
         elif child.command.until is not None and self._children[child.command.until].has_finished:
             self._bury_late(child, code, f"{name} died ({how}) after the end of {child.command.until}")
-        elif child.is_done:
-            self._bury_late(child, code, f"{name} died ({how}) after the end of its training")
+        elif child.is_done and code > 0 and code != _PREEMPTED_EXIT_CODE:
+            self._give_up(child, f"{name} died ({how}) after the end of its training; it is not started again")
         elif code == _PREEMPTED_EXIT_CODE:
             self._say(f"{name} was pre-empted (SIGTERM) and left; it is started again")
             _start_again(child)

@@ -2,7 +2,7 @@
 
 1. Learners start once the syncer has written RUN_DIR/join.
 2. A learner that gives up leaves the others training; a syncer that gives up ends the run. Its end is the run's: a
-   learner that dies after it, on its way out, is not started again, nor is one that dies after its own training.
+   learner that dies after it, on its way out, is not started again, nor is one whose script fails after its training.
 3. After the last learner the syncer has a while to write the summary; learners from elsewhere keep it going.
 4. An interrupted run ends in good order: learners are asked first (SIGTERM), so that the syncer still hears them leave
    and merges their last contributions; each writes a checkpoint. A second signal ends all of it at once.
