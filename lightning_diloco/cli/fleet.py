@@ -7,8 +7,8 @@
    agree on it): neither is started again. Every other end is. 143 is that of a learner which SIGTERM asked to go, and
    which left in good order: it is started again and nothing is held against it.
 5. A child that serves another one's work is not started again once that one has finished: it would find nobody. If it
-   was ended by a signal then, nothing of the work is lost. Nor is one that fails by itself after it has said, by a file,
-   that its work is done: it would do the last of it again, and fail again. A signal may hit it anywhere.
+   was ended by a signal then, nothing of the work is lost. Nor is one that fails by itself after it has said, by a
+   file, that its work is done: it would do the last of it again, and fail again. A signal may hit it anywhere.
 6. To be asked to end is for a child itself, which decides about its own children; only SIGKILL goes to all of them.
 7. A child whose absence costs time has another process beside it, which waits on its stdin to be told to take over.
 
