@@ -7,7 +7,8 @@
    agree on it): neither is started again. Every other end is. 143 is that of a learner which SIGTERM asked to go, and
    which left in good order: it is started again and nothing is held against it.
 5. A child that serves another one's work is not started again once that one has finished: it would find nobody. If it
-   was ended by a signal then, nothing of the work is lost.
+   was ended by a signal then, nothing of the work is lost. Nor is one that fails by itself after it has said, by a
+   file, that its work is done: it would do the last of it again, and fail again. A signal may hit it anywhere.
 6. To be asked to end is for a child itself, which decides about its own children; only SIGKILL goes to all of them.
 7. A child whose absence costs time has another process beside it, which waits on its stdin to be told to take over.
 
@@ -50,6 +51,7 @@ class Command:
         log_path: stdout and stderr are appended here; its folder is made.
         env: added to our own environment.
         until: a child after whose end there is nothing to do for this one.
+        done_path: a file that the child writes when its work is done; removed when it is started. None: there is none.
         standby: program and arguments of a process that becomes this child when it reads a line; empty: none is kept.
     """
 
@@ -58,6 +60,7 @@ class Command:
     log_path: Path
     env: Mapping[str, str] = field(default_factory=dict)
     until: str | None = None
+    done_path: Path | None = None
     standby: tuple[str, ...] = ()
 
 
@@ -70,6 +73,11 @@ class _Child:
     standby: subprocess.Popen[bytes] | None = None
     log_bytes: int = 0  # of its log when it started: what earlier processes wrote is not its own
     started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has said that its work is done; it may have more to do that is nobody else's."""
+        return self.command.done_path is not None and self.command.done_path.exists()
 
     @property
     def has_finished(self) -> bool:
@@ -98,6 +106,8 @@ class Fleet:
 
     def start(self, command: Command) -> None:
         """Start one child."""
+        if command.done_path is not None:
+            command.done_path.unlink(missing_ok=True)
         log_bytes = command.log_path.stat().st_size if command.log_path.exists() else 0
         self._children[command.name] = _Child(command, _spawn(command, command.argv), log_bytes=log_bytes)
 
@@ -112,6 +122,10 @@ class Fleet:
     def outcome(self, name: str) -> Outcome:
         """What became of a child, as of the last `watch` or `stop`."""
         return self._children[name].outcome
+
+    def is_done(self, name: str) -> bool:
+        """Whether a child has said that its work is done."""
+        return self._children[name].is_done
 
     def pid(self, name: str) -> int:
         """The process (and process group) a child runs as now."""
@@ -166,6 +180,8 @@ class Fleet:
             )
         elif child.command.until is not None and self._children[child.command.until].has_finished:
             self._bury_late(child, code, f"{name} died ({how}) after the end of {child.command.until}")
+        elif child.is_done and code > 0 and code != _PREEMPTED_EXIT_CODE:
+            self._give_up(child, f"{name} died ({how}) after the end of its training; it is not started again")
         elif code == _PREEMPTED_EXIT_CODE:
             self._say(f"{name} was pre-empted (SIGTERM) and left; it is started again")
             _start_again(child)
@@ -183,7 +199,7 @@ class Fleet:
             child.outcome = "finished"
             self._say(f"{what}; it is not started again")
         else:
-            self._give_up(child, what)
+            self._give_up(child, f"{what}; it is not started again")
 
     def _give_up(self, child: _Child, why: str) -> None:
         child.outcome = "gave up"

@@ -2,7 +2,7 @@
 
 1. Learners start once the syncer has written RUN_DIR/join.
 2. A learner that gives up leaves the others training; a syncer that gives up ends the run. Its end is the run's: a
-   learner that dies after it, on its way out, is not started again.
+   learner that dies after it, on its way out, is not started again, nor is one whose script fails after its training.
 3. After the last learner the syncer has a while to write the summary; learners from elsewhere keep it going.
 4. An interrupted run ends in good order: learners are asked first (SIGTERM), so that the syncer still hears them leave
    and merges their last contributions; each writes a checkpoint. A second signal ends all of it at once.
@@ -27,6 +27,7 @@ from lightning_diloco.cli.echo import Echo
 from lightning_diloco.cli.feed import Fetch, Status, StatusFeed, asking
 from lightning_diloco.cli.fleet import Command, Fleet
 from lightning_diloco.cli.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
+from lightning_diloco.runtime.naming import FINISHED
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 
 Ask = Callable[[JoinAddress, Path], AbstractContextManager[Fetch]]
@@ -94,7 +95,14 @@ class Plan:
         }
         if self.threads is not None or "OMP_NUM_THREADS" not in os.environ:
             env["OMP_NUM_THREADS"] = str(self.threads or max(1, _num_cores() // self.num_learners))
-        return Command(name=name, argv=self.learner_argv, log_path=self.log_of(name), env=env, until=_SYNCER)
+        return Command(
+            name=name,
+            argv=self.learner_argv,
+            log_path=self.log_of(name),
+            env=env,
+            until=_SYNCER,
+            done_path=folder / FINISHED,
+        )
 
     def log_of(self, learner: str) -> Path:
         """Where a learner's output goes."""
@@ -237,7 +245,9 @@ class _Run:
         return any(self._fleet.outcome(name) == "running" for name in self._plan.learners)
 
     def _is_unused(self, feed: StatusFeed) -> bool:
-        """Whether nobody ever took part."""
+        """Whether nobody ever took part; in a short run they may have come and gone since the syncer was asked."""
+        if any(self._fleet.is_done(name) for name in self._plan.learners):
+            return False
         return feed.latest is not None and not (feed.latest["learners"] or feed.latest.get("versions"))
 
     def _is_used(self, feed: StatusFeed) -> bool:

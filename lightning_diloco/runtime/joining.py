@@ -180,7 +180,8 @@ class Joining:
         self._offered, plan = make_manifest(self._model, options)
         config = RunConfig.from_dict(self._offered["config"])
         if (wanted := RunConfig.from_dict(options).fragments_wanted) != plan.num_fragments:
-            log.warning("the model has slices for %d fragments, not %d; that many are used", plan.num_fragments, wanted)
+            level = logging.WARNING if "num_fragments" in options else logging.INFO
+            log.log(level, "the model has slices for %d fragments, not %d", plan.num_fragments, wanted)
         device = self._make_device(plan, config)
         num_resets = self._num_resets
         for p in range(plan.num_fragments):

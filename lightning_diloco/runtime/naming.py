@@ -16,6 +16,8 @@ import socket
 import tempfile
 from pathlib import Path
 
+FINISHED = "finished"  # a file that a learner leaves in its folder of the run directory when its training is done
+
 _held: dict[str, tuple[str, int]] = {}  # run -> name, and the open lock file
 
 

@@ -46,7 +46,8 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
 
     The run is left when the last step is done, before Lightning validates and saves for the last time: that validation,
     `last` and `best` checkpoints of that step, and the module after `fit` are the same, the run's anchor. If the syncer
-    cannot be reached then, they are this learner's own parameters, and a warning says so.
+    cannot be reached then, they are this learner's own parameters, and a warning says so. A run is one fit: a process
+    that has trained in a run that others have started is refused when it fits again.
 
     Other than with Lightning's strategies, loggers also get `diloco/*`, `perf/*` and figures of the fleet, at the
     Trainer's `log_every_n_steps`. A run that this learner begins has a directory in `<default_root_dir>/diloco`; a

@@ -45,7 +45,7 @@ from lightning_diloco.strategy.checkpoints import AnchorInCheckpoints
 from lightning_diloco.strategy.copies import ParameterCopies
 from lightning_diloco.strategy.data import fork_random_state
 from lightning_diloco.strategy.healing import Healing, Owner
-from lightning_diloco.strategy.identity import given_join, learner_id
+from lightning_diloco.strategy.identity import check_first_fit, given_join, learner_id, note_last_step
 from lightning_diloco.strategy.last_step import LastStep
 from lightning_diloco.strategy.losses import (
     NOT_DRAINED,
@@ -59,7 +59,7 @@ from lightning_diloco.strategy.losses import (
 from lightning_diloco.strategy.model import aliases, describe, named_parameters, trainable_parameters
 from lightning_diloco.strategy.outermost import Outermost
 from lightning_diloco.strategy.own_state import OwnState, copies_of_trained, follow
-from lightning_diloco.strategy.paths import checkpoint_url, run_root, separate_paths
+from lightning_diloco.strategy.paths import checkpoint_url, mark_finished, run_root, separate_paths
 from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.progress import ProgressFields
 from lightning_diloco.strategy.raw_steps import RawSteps
@@ -123,6 +123,11 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         return (self._link.run, self._link.learner_id) if self._link else None
 
     @property
+    def exchanged(self) -> Mapping[str, nn.Parameter]:
+        """Parameters that are exchanged, by name; some may be frozen for now."""
+        return self._params
+
+    @property
     def evaluates_anchor(self) -> bool:
         """Whether validation sees the run's anchor, rather than this learner's own parameters."""
         return self._learner.evaluate == "anchor"
@@ -146,6 +151,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         """Give the learner paths of its own, before anything is looked for there, or opened."""
         if not wants_link(trainer):
             return
+        check_first_fit(self._learner)
         self._root_dir, self._run_root = trainer.default_root_dir, run_root(trainer)
         if (name := learner_id(self._learner)) is not None:
             self._learner = replace(self._learner, learner=name)
@@ -259,9 +265,12 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         link = self._link
         if (reason := self._stopping.why_all_end()) is not None and self.is_global_zero:
             link.stop_run(reason)
+        note_last_step(self._learner)
         is_last = link.finish()
         if link.is_drained:
             self._device.show_anchor()  # for good
+            if self.is_global_zero:
+                mark_finished(link.learner_id)
         elif self.is_global_zero:
             log.warning(_LEFT_WITH_WORK, self._trainer.global_step)
         self._verdict = (None, NOT_VALIDATED if link.is_drained else NOT_DRAINED)

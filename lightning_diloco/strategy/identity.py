@@ -2,7 +2,9 @@
 
 1. `learner=` wins over DILOCO_LEARNER. Who joins a run without either is `<host>-<slot>`
    (`runtime/naming.py`), so that one started again is the same learner.
-2. Who starts a run of its own shares no path with anybody, and needs no name yet: the link gives it one.
+2. A process trains in a run that others have started once: the run is one fit, of one model. A second fit of the
+   script would train another model in it, or find it over.
+3. Who starts a run of its own shares no path with anybody, and needs no name yet: the link gives it one.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ from __future__ import annotations
 import os
 
 from lightning_diloco.config import LearnerConfig
+from lightning_diloco.errors import JoinError
 from lightning_diloco.runtime.naming import own_name
 from lightning_diloco.transport.address import JoinAddress
+
+_done: set[str] = set()  # runs in which a fit of this process has made its last step
 
 
 def given_join(config: LearnerConfig) -> str | None:
@@ -28,3 +33,24 @@ def learner_id(config: LearnerConfig) -> str | None:
     name = config.learner or os.environ.get("DILOCO_LEARNER")
     join = given_join(config)
     return name or (own_name(JoinAddress.parse(join).run) if join else None)
+
+
+def check_first_fit(config: LearnerConfig) -> None:
+    """Before a fit.
+
+    Raises:
+        JoinError: this process has already trained in the run.
+    """
+    if (join := given_join(config)) and (run := JoinAddress.parse(join).run) in _done:
+        raise JoinError(
+            f"found a second fit in a process that has already trained in run {run}: a run is one fit of one model. "
+            "Give each fit a run of its own, by a script of its own under `diloco run`; or let each learner train "
+            'alone in the second one, with another strategy, such as Trainer(strategy="auto"). validate, test and '
+            "predict need no run"
+        )
+
+
+def note_last_step(config: LearnerConfig) -> None:
+    """A fit of this process has made its last step in the run that it joined, if it joined one."""
+    if join := given_join(config):
+        _done.add(JoinAddress.parse(join).run)

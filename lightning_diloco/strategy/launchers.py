@@ -30,7 +30,9 @@ from torch.multiprocessing import ProcessExitedException
 
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.runtime.exiting import end_at_once_with
+from lightning_diloco.strategy.identity import note_last_step
 from lightning_diloco.strategy.preemption import EXIT_CODE
+from lightning_diloco.strategy.splitting import wants_link
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,8 @@ class Processes(_MultiProcessingLauncher):
             _SignalConnector._register_signal(signal.SIGTERM, before)
         if found == _NOTHING_TO_DO:
             raise SystemExit(0)
+        if trainer is not None and wants_link(trainer):
+            note_last_step(self._strategy._learner)  # type: ignore[attr-defined]
         return found
 
 

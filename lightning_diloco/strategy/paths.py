@@ -25,6 +25,9 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
+from lightning_diloco.runtime import whereabouts
+from lightning_diloco.runtime.naming import FINISHED
+
 
 class OwnPathsFirst(_Launcher):
     """Runs a Trainer's function in this process, after its paths were separated: no hook of a strategy is earlier.
@@ -84,6 +87,18 @@ def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
             callback.dirpath = moved(os.fspath(callback.dirpath))  # type: ignore[attr-defined]
 
 
+def mark_finished(learner_id: str) -> None:
+    """Tell whoever started this learner in a run directory that its training is done: there, a file says so.
+
+    Args:
+        learner_id: of this learner.
+    """
+    if run_dir := os.environ.get("DILOCO_RUN_DIR"):
+        folder = Path(run_dir, "learners", learner_id)
+        if folder.is_dir():
+            (folder / FINISHED).touch()
+
+
 def run_root(trainer: pl.Trainer) -> Path | None:
     """The folder for a run that this learner begins, by rule 4; None: a temporary one."""
     root = trainer.default_root_dir
@@ -99,13 +114,13 @@ def checkpoint_url(chosen: str | None, own_run_dir: Path | None, root_dir: str, 
     Args:
         chosen: by the user; has a folder for each run.
         own_run_dir: of the run that this learner began.
-        root_dir: the Trainer's, for a run whose directory is elsewhere; a folder or an fsspec URL.
+        root_dir: the Trainer's, for a run whose directory is on another machine; a folder or an fsspec URL.
         run: run id.
     """
     if chosen is not None:
         return f"{chosen.rstrip('/')}/{run}"
-    run_dir = own_run_dir or os.environ.get("DILOCO_RUN_DIR")
-    if run_dir:
+    run_dir = own_run_dir or os.environ.get("DILOCO_RUN_DIR") or whereabouts.find(run)
+    if run_dir and os.path.isdir(run_dir):
         return os.path.abspath(os.path.join(run_dir, "checkpoints"))
     url = os.path.join(root_dir, "diloco-checkpoints", run)
     return os.path.abspath(url) if _is_local_file_protocol(url) else url

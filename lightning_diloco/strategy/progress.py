@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from lightning_diloco.runtime.standing import Standing
 
+NUM_NAMED = 3
+
 _YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
 _RICH_STYLE = "bold yellow"
 
@@ -70,9 +72,15 @@ def fields(standing: Standing) -> dict[str, str]:
     return {
         "anchor": f"v{new}" if old == new else f"v{old}-{new}",
         "stale": str(standing.staleness_versions),
-        "in flight": ",".join(f"f{p}" for p in standing.in_flight) or "-",
+        "in flight": _some(standing.in_flight),
         "learners": "?" if standing.num_learners is None else str(standing.num_learners),
     }
+
+
+def _some(fragments: tuple[int, ...]) -> str:
+    """The first of them by name: a bar has one line."""
+    names = ",".join(f"f{p}" for p in fragments[:NUM_NAMED]) or "-"
+    return names if len(fragments) <= NUM_NAMED else f"{names}+{len(fragments) - NUM_NAMED}"
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,9 @@
 3. A peer's is taken over without what is a learner's own: random numbers, callbacks, and what a datamodule and data
    loaders keep. Step, epoch and batch are taken over, because schedules and limits go by them: a newcomer ends when the
    others do. What it reads there are samples of its own part and order (`splitting.py`).
-4. Optimizers and schedulers must be those it was taken from, by class and number of parameters.
+4. Optimizers and schedulers must be those it was taken from, by class and by names of parameters. An optimizer may have
+   been given more groups meanwhile, as finetuning callbacks do when they unfreeze a part of the module: they are added,
+   and what was trained then is trainable again. Such a callback's state goes by the epoch: a peer's is taken over.
 
 Random numbers are those of torch, CUDA, numpy and Python; an XLA device's own are not kept.
 """
@@ -18,11 +20,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_diloco.runtime.tree import UnstorableError, pack
+from lightning_diloco.strategy.model import named_parameters
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_diloco.strategy.hooks import DiLoCoHooks
 
 State = dict[str, Any]
+Groups = list[list[list[str | None]]]
 
 DATA = "datamodule"
 
@@ -49,6 +54,8 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
     strategy = cast("DiLoCoHooks", trainer.strategy)
     state = {
         "kinds": _kinds(trainer),
+        "groups": _groups(trainer),
+        "trainable": [name for name, p in strategy.exchanged.items() if p.requires_grad],
         "module": strategy.own_state.take(),
         "loops": trainer.fit_loop.state_dict(),
         "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
@@ -67,6 +74,8 @@ def objection(trainer: pl.Trainer, state: State, *, is_own: bool) -> str | None:
     """Why this Trainer cannot go on from this state, or None."""
     if state["kinds"] != (kinds := _kinds(trainer)):
         return f"it is of {state['kinds']}, this learner has {kinds}"
+    if problem := _objection_to_groups(trainer, state["groups"]):
+        return problem
     if problem := cast("DiLoCoHooks", trainer.strategy).own_state.objection(state["module"]):
         return problem
     numbers = [t for t in tree_leaves(state["optimizer_states"]) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -89,13 +98,18 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     trainer.fit_loop.load_state_dict(loops)
     strategy = cast("DiLoCoHooks", trainer.strategy)
     strategy.own_state.give(state["module"])
+    _unfreeze(trainer, state)
     strategy.give_optimizer_states(state)
     for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(saved)
     if state["precision"]:
         trainer.precision_plugin.load_state_dict(state["precision"])
-    if is_own:
-        call._call_callbacks_load_state_dict(trainer, {"callbacks": state["callbacks"]})
+    finetuning = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]  # type: ignore[attr-defined]
+    taken = {each.state_key for each in finetuning}
+    callbacks = {key: each for key, each in state["callbacks"].items() if is_own or key in taken}
+    call._call_callbacks_load_state_dict(trainer, {"callbacks": callbacks})
+    for each in finetuning:
+        each._restarting = False  # the groups are made already; at its next fit it would make them of this one's
     if is_own and state["datamodule"]:
         call._call_lightning_datamodule_hook(trainer, "load_state_dict", state["datamodule"])
 
@@ -120,11 +134,35 @@ def position(state: State) -> tuple[int, int]:
 
 
 def _kinds(trainer: pl.Trainer) -> list[str]:
-    optimizers = [
-        f"{_name(optimizer)} over {sum(len(group['params']) for group in optimizer.param_groups)} parameters"
-        for optimizer in trainer.optimizers
-    ]
-    return optimizers + [_name(config.scheduler) for config in trainer.lr_scheduler_configs]
+    kinds = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+    return [_name(each) for each in kinds]
+
+
+def _groups(trainer: pl.Trainer) -> Groups:
+    """Names of parameters, by optimizer and group; None where the module does not hold it."""
+    names = {id(p): name for name, p in named_parameters(trainer.lightning_module).items()}
+    return [[[names.get(id(p)) for p in group["params"]] for group in each.param_groups] for each in trainer.optimizers]
+
+
+def _objection_to_groups(trainer: pl.Trainer, stored: Groups) -> str | None:
+    """Why these are not the optimizers' groups as they are now, or the same with more of them."""
+    known = named_parameters(trainer.lightning_module)
+    for number, (mine, theirs) in enumerate(zip(_groups(trainer), stored, strict=True)):
+        added = [name for group in theirs[len(mine) :] for name in group]
+        if theirs[: len(mine)] != mine or not all(name in known for name in added):
+            sizes = [[len(group) for group in each] for each in (theirs, mine)]
+            return f"groups of its optimizer {number} hold other parameters: {sizes[0]} of them, here {sizes[1]}"
+    return None
+
+
+def _unfreeze(trainer: pl.Trainer, state: State) -> None:
+    """Rule 4, for a state to which there is no objection."""
+    params = named_parameters(trainer.lightning_module)
+    for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
+        for names in groups[len(optimizer.param_groups) :]:
+            optimizer.add_param_group({"params": [params[name] for name in names]})
+    for name, p in cast("DiLoCoHooks", trainer.strategy).exchanged.items():
+        p.requires_grad_(name in state["trainable"])
 
 
 def _name(thing: object) -> str:

@@ -19,6 +19,7 @@ from lightning_diloco.cli.fleet import Command, Fleet, describe_exit, describe_l
 from tests.alive import is_running
 
 SLEEP = "import time; time.sleep(60)"
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
 DEADLINE_S = 10.0
 TRACEBACK = "Traceback (most recent call last):\n  File 'a.py', line 1, in f\n    f()\n    ^^^\n"
@@ -109,6 +110,29 @@ def test_a_learner_that_was_pre_empted_is_started_again_and_nothing_is_held_agai
     harness = Harness(tmp_path, max_restarts=0)
     said = harness.run(once + "raise SystemExit(143 if first else 0)")
     assert said == "l0 was pre-empted (SIGTERM) and left; it is started again\nl0 finished"
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [("raise SystemExit(7)", "after the end of its training; it is not started again"), (KILLED, "; restart 1 of 1")],
+)
+def test_a_child_that_fails_when_its_work_is_done_is_not_started_again(tmp_path: Path, ends: str, said: str) -> None:
+    done = tmp_path / "done"
+    harness = Harness(tmp_path, max_restarts=1)
+    with harness.fleet as fleet:
+        fleet.start(harness.command(f"open({str(done)!r}, 'w').close(); {ends}", done_path=done))
+        until(lambda: fleet.outcome("l0") != "running", fleet.watch)
+    assert fleet.outcome("l0") == "gave up"
+    assert said in harness.said[0]
+
+
+def test_what_an_earlier_run_has_done_counts_for_nothing(tmp_path: Path) -> None:
+    (done := tmp_path / "done").touch()
+    harness = Harness(tmp_path, max_restarts=1)
+    with harness.fleet as fleet:
+        fleet.start(harness.command("raise SystemExit(7)", done_path=done))
+        until(lambda: fleet.outcome("l0") != "running", fleet.watch)
+    assert harness.said[0] == "l0 died (exit code 7); restart 1 of 1"
 
 
 @pytest.fixture

@@ -113,6 +113,19 @@ def test_who_dies_after_the_end_of_the_run_is_not_started_again(tmp_path: Path, 
     assert "restart 1" not in said
 
 
+def test_a_run_is_over_if_its_scripts_did_not_take_part(tmp_path: Path) -> None:
+    ended, said = run(plan(tmp_path, LEARNER, linger_s=1e9))
+    assert ended == Ended(exit_code=1, summary={"status": "interrupted"})
+    assert "no learner took part" in said
+
+
+def test_learners_that_came_and_went_unseen_took_part(tmp_path: Path) -> None:
+    trained = LEARNER + "(run_dir / 'learners' / name / 'finished').touch(); (run_dir / f'done-{name}').touch()"
+    ended, said = run(plan(tmp_path, trained, linger_s=10.0))  # the syncer was asked before anybody came
+    assert ended == Ended(exit_code=0, summary={"status": "finished"})
+    assert "no learner took part" not in said
+
+
 def test_nobody_waits_for_the_summary_of_learners_that_all_failed(tmp_path: Path) -> None:
     ended, _ = run(plan(tmp_path, LEARNER + "raise ValueError", linger_s=1e9), [{"id": "l0", "phase": "stepping"}])
     assert ended == Ended(exit_code=1, summary={"status": "interrupted"})

@@ -21,6 +21,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice, Update
 from lightning_diloco.runtime.model import ModelDescription
 from lightning_diloco.runtime.standing import Standing
+from lightning_diloco.strategy import identity
 
 STANDING = Standing((3, 4), 1, (2,), 2, None)
 VOCABULARY, LENGTH, NUM_SAMPLES = 11, 6, 24
@@ -203,6 +204,7 @@ def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     module.Link = type("Link", (RecordingLink,), {"scenario": made})  # type: ignore[attr-defined]
     module.agreed_parts = lambda learner: made.data_part and made.data_part[1]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(identity, "_done", set())  # a test is a process
     monkeypatch.delenv("DILOCO_LEARNER", raising=False)
     monkeypatch.delenv("DILOCO_RUN_DIR", raising=False)
     return made

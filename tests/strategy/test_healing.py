@@ -10,7 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from torch.utils.data import DataLoader
 
 from lightning_diloco import DecoupledDiLoCoStrategy
@@ -211,7 +211,7 @@ def test_another_optimizer_is_not_fed_with_these_moments(process, model, caplog)
     process(dies_at=9)
     _, back = process(kind=type(model))
     assert back.begins_at == 0
-    assert "torch.optim.adamw.AdamW over 3 parameters" in caplog.text
+    assert "it is of ['torch.optim.adamw.AdamW', " in caplog.text
 
 
 def test_a_torn_checkpoint_is_passed_over_and_said(process, store, caplog):
@@ -333,6 +333,53 @@ def test_copies_that_an_optimizer_keeps_come_back_beside_the_runs_parameters(sce
     process(kind=Free, callbacks=[second])
     assert first.found[4].abs().max() > 1e-3
     assert torch.allclose(second.found[0], first.found[4], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["l0", "other"])
+def test_what_was_unfrozen_meanwhile_is_trained_on(scenario, process, name):
+    class WithBackbone(process.kind):
+        def __init__(self):
+            super().__init__()
+            self.backbone = self.body
+
+    class Rates(Watch):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            self.rates[-1] = [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+    def fit(who, dies_at=None, every=4):
+        watch = Rates(dies_at)
+        finetuning = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.01, verbose=False)
+        made, _ = process(who, kind=WithBackbone, callbacks=[finetuning, watch], dies_at=dies_at, every=every)
+        return made, watch
+
+    _, whole = fit("l0", every=0)
+    _, first = fit("l0", dies_at=9)  # an epoch has 6 batches
+    scenario.is_late = name != "l0"
+    model, back = fit(name)
+    assert back.begins_at == 8
+    assert len(back.moments[8]) == len(first.moments[8])
+    for theirs, ours in zip(first.moments[8], back.moments[8], strict=True):
+        assert torch.equal(theirs, ours)
+    assert back.rates == whole.rates[8:]
+    assert {len(rates) for rates in back.rates} == {2}
+    assert model.backbone.weight.requires_grad
+    assert not torch.equal(back.moments[8][-1], back.moments[MAX_STEPS - 1][-1])
+
+
+def test_groups_of_other_parameters_are_not_fed_with_these_moments(process, caplog):
+    class Split(process.kind):
+        def configure_optimizers(self):
+            return torch.optim.AdamW([{"params": self.head.parameters()}, {"params": self.body.parameters()}])
+
+    class SplitOtherwise(process.kind):
+        def configure_optimizers(self):
+            return torch.optim.AdamW([{"params": self.body.parameters()}, {"params": self.head.parameters()}])
+
+    process(dies_at=5, kind=Split)
+    _, back = process(kind=SplitOtherwise)
+    assert back.begins_at == 0
+    assert "does not fit: groups of its optimizer 0 hold other parameters: [1, 2] of them, here [2, 1]" in caplog.text
 
 
 @pytest.mark.parametrize("kind", OWN_STATE)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lightning_diloco.config import LearnerConfig, is_learner_id
-from lightning_diloco.errors import ConfigError
+from lightning_diloco.errors import ConfigError, JoinError
 from lightning_diloco.runtime import naming
 from lightning_diloco.strategy.identity import learner_id
 
@@ -69,3 +69,38 @@ def test_wrong_join_string_is_said_before_anything_is_moved(scenario, model, tra
     with pytest.raises(ConfigError, match="diloco://"):
         trainer.fit(model)
     assert scenario.made == []
+
+
+def test_a_second_fit_in_a_run_that_others_have_started_is_refused(scenario, model, trainer_for, monkeypatch):
+    monkeypatch.setenv("DILOCO_JOIN", JOIN.format(run="a"))
+    trainer_for().fit(model)
+    trainer_for().validate(model, verbose=False)
+    again = trainer_for()
+    with pytest.raises(JoinError, match="already trained in run a"):
+        again.fit(model)
+    assert len(scenario.made) == 1
+    monkeypatch.setenv("DILOCO_JOIN", JOIN.format(run="b"))
+    trainer_for().fit(model)
+    assert len(scenario.made) == 2
+
+
+def test_after_a_fit_that_failed_another_one_may_begin(scenario, model, trainer_for, monkeypatch):
+    monkeypatch.setenv("DILOCO_JOIN", JOIN.format(run="a"))
+    scenario.step_error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer_for().fit(model)
+    scenario.step_error = None
+    trainer_for().fit(model)
+    assert [link.events[-1] for link in scenario.made] == ["close", "close"]
+
+
+def test_a_run_directory_is_told_that_the_training_is_done(scenario, model, trainer_for, monkeypatch, tmp_path):
+    (folder := tmp_path / "learners" / "l0").mkdir(parents=True)
+    monkeypatch.setenv("DILOCO_RUN_DIR", str(tmp_path))
+    scenario.step_error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError):
+        trainer_for().fit(model)
+    assert not (folder / "finished").exists()
+    scenario.step_error = None
+    trainer_for().fit(model)
+    assert (folder / "finished").exists()

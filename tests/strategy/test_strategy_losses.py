@@ -77,10 +77,11 @@ def test_who_began_the_run_validates_no_more_than_lightning(scenario, model, tra
 @pytest.mark.usefixtures("_joined")
 def test_without_a_loss_the_report_says_why(scenario, model, trainer_for, monkeypatch):
     trainer_for(limit_val_batches=0).fit(model)
-    monkeypatch.setattr(type(model), "validation_step", lambda self, batch, batch_idx: self.log("accuracy", 1.0))
-    trainer_for(num_sanity_val_steps=0).fit(model)
-    monkeypatch.setattr(type(model), "validation_step", lambda self, batch, batch_idx: 1 / 0)
-    trainer_for(num_sanity_val_steps=0).fit(model)
+    steps = [lambda self, batch, batch_idx: self.log("accuracy", 1.0), lambda self, batch, batch_idx: 1 / 0]
+    for number, step in enumerate(steps):
+        monkeypatch.setenv("DILOCO_JOIN", f"diloco://127.0.0.1:1/run{number}#secret")
+        monkeypatch.setattr(type(model), "validation_step", step)
+        trainer_for(num_sanity_val_steps=0).fit(model)
     losses, reasons = zip(*(link.reports[0] for link in scenario.made), strict=True)
     assert losses == (None, None, None)
     assert reasons[0] == NOT_VALIDATED

@@ -90,5 +90,5 @@ def test_lightning_cli_leaves_options_unset(scenario, model, tmp_path, monkeypat
     )
     arguments = [f"--config={config}", "--trainer.strategy.init_args.overlap=1"]
     monkeypatch.setattr(sys, "argv", ["script", *arguments])
-    cli = LightningCLI(type(model), run=False, save_config_callback=None)
+    cli = LightningCLI(type(model), run=False, save_config_callback=None, seed_everything_default=False)
     assert cli.trainer.strategy._run_options == {"sync_every": 6, "overlap": 1}

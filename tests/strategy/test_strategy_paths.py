@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.runtime import whereabouts
 from lightning_diloco.strategy.paths import checkpoint_url
 
 
@@ -142,4 +143,15 @@ def test_checkpoints_of_learners_may_lie_in_a_bucket(tmp_path, monkeypatch):
     monkeypatch.delenv("DILOCO_RUN_DIR", raising=False)
     assert checkpoint_url(None, None, "s3://bucket/root", "run") == "s3://bucket/root/diloco-checkpoints/run"
     assert checkpoint_url(None, None, str(tmp_path), "run") == str(tmp_path / "diloco-checkpoints" / "run")
+    (tmp_path / "run").mkdir()
     assert checkpoint_url(None, tmp_path / "run", "s3://bucket/root", "run") == str(tmp_path / "run" / "checkpoints")
+
+
+def test_who_joins_by_hand_shares_checkpoints_with_the_others_on_its_machine(tmp_path, monkeypatch):
+    monkeypatch.delenv("DILOCO_RUN_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "there").mkdir()
+    whereabouts.note("run", tmp_path / "there")
+    assert checkpoint_url(None, None, str(tmp_path), "run") == str(tmp_path / "there" / "checkpoints")
+    whereabouts.note("run", tmp_path / "removed")
+    assert checkpoint_url(None, None, str(tmp_path), "run") == str(tmp_path / "diloco-checkpoints" / "run")

@@ -36,6 +36,7 @@ def test_fields_say_where_a_learner_stands():
     assert fields(ONLINE) == {"anchor": "v3-4", "stale": "1", "in flight": "f2,f5", "learners": "7"}
     fresh = Standing((0, 0), 0, (), None, None)
     assert fields(fresh) == {"anchor": "v0", "stale": "0", "in flight": "-", "learners": "?"}
+    assert fields(Standing((0, 1), 1, tuple(range(24)), 1, None))["in flight"] == "f0,f1,f2+21", "a bar has one line"
 
 
 def test_an_unreachable_syncer_takes_their_place():
