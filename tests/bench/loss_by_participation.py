@@ -5,8 +5,9 @@ python -m tests.bench.loss_by_participation --tasks classifier --learners 2 8 --
 
 1. The real machines and the real arithmetic, in one process with a simulated clock. Who takes part is forced (learners
    hear only of rounds that their group opened), or follows from slow networks, slow learners, and late starts.
-2. Every arm trains on as many steps per learner, but "comes and goes", where one learner leaves at half time and
-   another one comes then.
+2. Learners make equally many steps, with two exceptions. A slow learner makes fewer, so the fleet trains on fewer
+   tokens: such an arm is compared with a run in which all take part and train on as many. And in "one leaves, one
+   comes" one learner leaves at half time, when another one joins.
 3. The control shares each round out among those who are in it, as the paper does.
 """
 
@@ -47,6 +48,7 @@ class Arm:
         waits: the grace window is long enough for everybody; else there is none.
         staggered: learners begin spread over one period.
         slowdown: of the last learner.
+        tokens_as: all learners make fewer steps, such that the fleet trains on as many tokens as with this slowdown.
         changes: the first learner leaves at half time, the last one comes then.
         normalized: shares are of the round, not of the fleet.
     """
@@ -56,6 +58,7 @@ class Arm:
     waits: bool = True
     staggered: bool = False
     slowdown: int = 1
+    tokens_as: int = 1
     changes: bool = False
     normalized: bool = False
 
@@ -69,9 +72,15 @@ ARMS = {
     "slow network, nobody waits": Arm(latency_steps=3, waits=False, staggered=True),
     "slower network, nobody waits": Arm(latency_steps=10, waits=False, staggered=True),
     "one is 4x slower": Arm(slowdown=4, waits=False),
+    "all, as many tokens as with 4x": Arm(tokens_as=4),
     "one is 10x slower": Arm(slowdown=10, waits=False),
+    "all, as many tokens as with 10x": Arm(tokens_as=10),
     "one leaves, one comes": Arm(changes=True),
     CONTROL: replace(QUARTER, normalized=True),
+}
+FEWER_TOKENS = {
+    "one is 4x slower": "all, as many tokens as with 4x",
+    "one is 10x slower": "all, as many tokens as with 10x",
 }
 
 
@@ -85,6 +94,7 @@ def anchor_loss(task: Task, arm: Arm, *, learners: int, steps: int, **options: A
         steps: inner steps of each; a slower one does as many fewer.
         options: of the run.
     """
+    steps = round(steps * (learners - 1 + 1 / arm.tokens_as) / learners)
     config = RunConfig(num_fragments=6, grace=10.0 if arm.waits else 0.0, **options)
     spread_s = config.sync_every / learners if arm.staggered else 0.0
     paces = [Pace(tokens=BATCH, num_steps=steps, starts_s=m * spread_s, drain_s=120.0) for m in range(learners)]
@@ -136,17 +146,18 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         means[task, arm, m] = loss = statistics.mean(one["loss"] for one in each)
         row: dict[str, Any] = {"task": task, "M": m, "run": arm or "plain Trainer, M times the batch", "loss": loss}
         row["participation"] = statistics.mean(one["participation"] for one in each)
-        if arm is not None:
-            row["against all"] = loss / means[task, FULL, m] - 1
-            row["against plain"] = loss / means[task, None, m] - 1
         rows.append(row)
+    for row, (task, arm, m) in zip(rows, wanted, strict=True):
+        if arm is not None:
+            row["against all"] = row["loss"] / means[task, FEWER_TOKENS.get(arm, FULL), m] - 1
+            row["against plain"] = row["loss"] / means[task, None, m] - 1
     return rows
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     """Of the classifier, whose losses can be told apart; a GAN's differ by more from seed to seed."""
     rows = [row for row in rows if row["task"] == "classifier" and "against all" in row]
-    ours = [row for row in rows if row["run"] not in (CONTROL, "one leaves, one comes")]
+    ours = [row for row in rows if row["run"] not in (CONTROL, "one leaves, one comes", *FEWER_TOKENS.values())]
     control = min((row["against all"] for row in rows if row["run"] == CONTROL), default=0.0)
     worst, plain = (max(row[against] for row in ours) for against in ("against all", "against plain"))
     return {
