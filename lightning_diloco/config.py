@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from lightning_diloco.errors import ConfigError
 
-Merge = Literal["rda", "mean"]
+Merge = Literal["rda", "mean", "trimmed_mean", "median"]
 Wire = Literal["int8", "int4", "bf16", "fp32"]
 Align = Literal["carry", "overwrite", "blend"]
 Evaluate = Literal["anchor", "local"]
@@ -38,7 +38,9 @@ class RunConfig:
         grace: how long a met quorum waits for more, in seconds, or "adaptive" (Eq. 3 of the paper).
         merge: "mean", or "rda": the paper's radial-directional averaging (App. D.2), for all but embeddings. The mean
             adds contributions up, so that the anchor does not depend on which of them share a round; "rda" makes steps
-            longer the more learners are in a round.
+            longer the more learners are in a round. "trimmed_mean" and "median" are taken per coordinate, for all but
+            embeddings, where you trust learners less: a minority of them moves nothing far, whatever it sends. They
+            count all contributions alike, and take rounds of fewer than 3 by the mean.
         outer_lr: outer learning rate, > 0. Our choice, from sweeps of the tiny recipe; the paper publishes none. With
             "rda", whose steps are longer, 0.6 was as good.
         outer_momentum: Nesterov coefficient, 0 <= mu < 1. Our choice, likewise.
