@@ -25,9 +25,7 @@ class Contributions:
         sync_every: H of the run.
     """
 
-    def __init__(
-        self, fragments: list[FragmentRounds], roster: Roster, ledger: Ledger, *, sync_every: int
-    ) -> None:
+    def __init__(self, fragments: list[FragmentRounds], roster: Roster, ledger: Ledger, *, sync_every: int) -> None:
         self._fragments = fragments
         self._roster = roster
         self._ledger = ledger
@@ -115,9 +113,7 @@ class Contributions:
             return f"{overlap} tokens of [{ready.start}, {ready.stop}) were merged before"
         return None
 
-    def decide(
-        self, member: Member, ready: msg.Ready, fate: msg.Unmerged, reason: str
-    ) -> list[SyncerAction]:
+    def decide(self, member: Member, ready: msg.Ready, fate: msg.Unmerged, reason: str) -> list[SyncerAction]:
         """Record the fate, then tell it."""
         record = records.Decided(member.session, ready.fragment, ready.seq, fate, reason[: plausible.MAX_CHARS])
         self.apply_decided(record)

@@ -69,7 +69,7 @@ class Rounds:
         self.generation = 0
         self.fragments = [FragmentRounds() for _ in range(num_fragments)]
         self.contributions = Contributions(self.fragments, roster, ledger, sync_every=config.sync_every)
-        self.conduct = Conduct(roster)
+        self.conduct = Conduct(roster, guard=config.guard)
         self.next_round = 1
         self.quorum_s = Ema()
         self.sync_s = Ema()
@@ -159,7 +159,9 @@ class Rounds:
         todo = self.contributions.supersede(p, self.config.max_staleness_versions)
         electorate = self.roster.electorate(now_s, self.heartbeat_s)
         owed = frozenset(s for s in electorate if self.roster[s].num_superseded.get(p, 0) >= OWED_AFTER)
-        step_s, boundary_s = (self._believed_s(said_s, electorate, opener) for said_s in (intent.step_s, intent.boundary_s))
+        step_s, boundary_s = (
+            self._believed_s(said_s, electorate, opener) for said_s in (intent.step_s, intent.boundary_s)
+        )
         f.round = Round(self.next_round, now_s, now_s, step_s, electorate, max(1, len(electorate)), owed)
         patience_s = min(intent.patience_s, max(MAX_PATIENCE_S, ANSWER_STEPS * step_s))
         f.round.until_s = now_s + max(boundary_s + self._grace_s(step_s), patience_s)
@@ -280,7 +282,11 @@ class Rounds:
         record = self.conduct.hear(member, verdict)
         if record is not None:
             self.conduct.apply(record)
-            event, why = ("quarantine", {"reason": record.reason}) if isinstance(record, records.Quarantined) else ("release", {})
+            event, why = (
+                ("quarantine", {"reason": record.reason})
+                if isinstance(record, records.Quarantined)
+                else ("release", {})
+            )
             todo += [do.Record(records.encode(record)), do.Note(event, {"learner": member.learner, **why})]
         if was_on_trial or self.roster.is_quarantined(session):
             reason = self.roster.quarantined.get(member.learner, "the last one on trial; the next one is merged again")

@@ -2,8 +2,7 @@
 
 A contribution is odd, and refused, if
 
-1. it is longer than its limit (`usual_norms.py`) by the word of two other learners. By the word of one, or of its own
-   past, it is scaled down to the limit: who of two is broken cannot be told.
+1. it is much longer than usual by the word of two other learners (`usual_norms.py`).
 2. it is, to the last bit of its norms, the one that its learner sent last.
 
 It is odd, and merged for it does no harm, if nearly nothing is in it where others have something (NOTHING).
@@ -85,15 +84,17 @@ class Judge:
     ) -> Verdict:
         is_repeated = self._is_repeated(p, c, slices)
         is_told_by_two = limit.num_others >= 2
-        if is_told_by_two and norm > limit.norm:
-            usual = f"others' are usually {limit.usual:.3g} long for as much work; at most {limit.norm:.3g} is accepted"
+        if norm > limit.refused:
+            usual = (
+                f"others' are usually {limit.usual:.3g} long for as much work; at most {limit.refused:.3g} is accepted"
+            )
             return Verdict(f"its norm is {norm:.3g}; {usual}", is_refused=True, likeness=likeness)
         if is_repeated:
             return Verdict("it equals the one before it to the last bit", is_refused=True, likeness=likeness)
         if is_told_by_two and norm < NOTHING * limit.usual:
             odd = f"its norm is {norm:.3g}; others' are usually {limit.usual:.3g} long for as much work"
             return Verdict(odd, likeness=likeness)
-        return Verdict(None, likeness=likeness, is_telling=is_told_by_two or likeness is not None)
+        return Verdict(None, likeness=likeness, is_telling=is_told_by_two and norm <= limit.norm)
 
     def _is_repeated(self, p: int, c: Contribution, slices: tuple[float, ...]) -> bool:
         """Whether the last one of this process was the same, and not zero; a round may be judged again."""

@@ -4,7 +4,9 @@
    broken learners do not move it. What counts is what was merged whole, and what others sent to the same round.
 2. Learners that have sent MIN_SAMPLES to a fragment judge the others. Before that, all do: first rounds have nothing
    else to go by.
-3. The limit is NORM_GUARD times the usual norm. A learner that has always been longer, because its learning rate is
+3. By the word of two others or more, a contribution of SCALE_DOWN times the usual norm is scaled down, and one of
+   NORM_GUARD times is refused. By the word of one, or of its own past, it is scaled down at NORM_GUARD times: who of two
+   is broken cannot be told. A learner that has always been longer, because its learning rate is
    another one, or because the others have just begun to warm up, may stay so: its own usual norm counts up to
    NORM_GUARD times that of the others.
 4. Alone, a learner is judged by all that it sent, once that is MIN_SAMPLES.
@@ -23,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_high
 
-NORM_GUARD = 10.0
+NORM_GUARD, SCALE_DOWN = 10.0, 4.0
 MIN_SAMPLES = 8
 NUM_RECENT = 16  # of each learner and fragment
 
@@ -35,12 +37,14 @@ class Limit:
     """How long one contribution may be.
 
     Args:
-        norm: the limit; infinite while nothing is known.
+        norm: a longer one is scaled down to this; infinite while nothing is known.
+        refused: a longer one is refused.
         usual: what others' contributions usually are, for as much work; 0: there are no others.
         num_others: learners that say so.
     """
 
     norm: float = math.inf
+    refused: float = math.inf
     usual: float = 0.0
     num_others: int = 0
 
@@ -88,7 +92,10 @@ class UsualNorms:
         if usual:
             middle = median_high(usual)
             own_norm = _usual(own, steps) if len(own) >= MIN_SAMPLES else 0.0
-            return Limit(NORM_GUARD * max(middle, min(own_norm, NORM_GUARD * middle)), middle, len(usual))
+            base = max(middle, min(own_norm, NORM_GUARD * middle))
+            if len(usual) >= 2:
+                return Limit(SCALE_DOWN * base, NORM_GUARD * base, middle, len(usual))
+            return Limit(NORM_GUARD * base, math.inf, middle, 1)
         everything = self._recent[p][learner].all
         return Limit(NORM_GUARD * _usual(everything, steps) if len(everything) >= MIN_SAMPLES else math.inf)
 

@@ -224,7 +224,9 @@ class Fleet:
 
     def _merge(self, action: do.Merge) -> on.Merged:
         """What the arithmetic says of a round."""
-        return on.Merged(action.fragment, action.round, {c.session: self._kept_by_guard() for c in action.contributions})
+        return on.Merged(
+            action.fragment, action.round, {c.session: self._kept_by_guard() for c in action.contributions}
+        )
 
     def _kept_by_guard(self) -> float:
         return self.random.random() if self._guard and self.random.random() < self._guard else 1.0

@@ -91,7 +91,7 @@ KINDS = {
     "stale copies": Kind(_Stale),
     "stale copies with noise": Kind(lambda: _noisy(_Stale())),
     "2^40 tokens a step": Kind(tokens=CLAIMED),
-    "100x the tokens, a fixed direction": Kind(lambda: _Stale(), tokens=100 * BATCH),
+    "100x the tokens, stale copies": Kind(_Stale, tokens=100 * BATCH),
     "nothing": Kind(),
 }
 
@@ -213,8 +213,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         found = {key: future.result() for key, future in trials.items()}
     rows = []
     for key in wanted:
-        each = [found[*key, seed] for seed in args.seeds]
-        alone = statistics.mean(found[*wanted[0], seed]["loss"] for seed in args.seeds)
+        each = [found[(*key, seed)] for seed in args.seeds]
+        alone = statistics.mean(found[(*wanted[0], seed)]["loss"] for seed in args.seeds)
         loss = statistics.mean(one["loss"] for one in each)
         row: dict[str, Any] = {"fourth learner": key[0] or "none", "broken": key[1] if key[0] else "", "loss": loss}
         row["against three"] = loss / alone - 1

@@ -130,6 +130,11 @@ class TrainingFleet(Fleet):
 
     # ------------------------------------------------------------------------------------------------------- learners
 
+    def _adopt_all(self, learner: SimulatedLearner, welcome: messages.Welcome) -> None:
+        super()._adopt_all(learner, welcome)
+        for p in range(self.plan.num_fragments):
+            self._crews[learner.session].device.adopt(p, self.store.anchor(p).published)
+
     def _step(self, learner: SimulatedLearner) -> None:
         crew = self._crews[learner.session]
         tokens = crew.trainee.step(next(crew.batches))

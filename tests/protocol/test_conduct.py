@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lightning_diloco.protocol import actions as do
-from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.conduct import NUM_LIKENESSES, RELEASE_AFTER, STRIKES
 from lightning_diloco.protocol.events import Verdict
@@ -18,8 +19,8 @@ SOUND = Verdict(None, likeness=0.5, is_telling=True)
 class Rounds(Syncer):
     """Rounds of fragment 0 to which a, b, c and mad contribute."""
 
-    def __init__(self) -> None:
-        super().__init__("a", "b", "c", "mad")
+    def __init__(self, **config: Any) -> None:
+        super().__init__("a", "b", "c", "mad", **config)
         self.seq = 0
 
     def next(self, verdict: Verdict, *, without: str = "") -> list[do.SyncerAction]:
@@ -130,6 +131,13 @@ def test_who_does_not_go_where_the_others_go_gets_into_quarantine(rounds: Rounds
     for _ in range(2 * NUM_LIKENESSES):
         rounds.next(Verdict(None, likeness=likeness, is_telling=True))
     assert rounds.is_out, "it has not changed"
+
+
+def test_directions_are_held_against_nobody_where_data_are_of_different_kinds() -> None:
+    rounds = Rounds(guard="norm")
+    for _ in range(2 * NUM_LIKENESSES):
+        rounds.next(Verdict(None, likeness=-0.9, is_telling=True))
+    assert not rounds.is_out
 
 
 def test_where_nobody_agrees_nobody_is_odd(rounds: Rounds) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_diloco.runtime.usual_norms import MIN_SAMPLES, NORM_GUARD, UsualNorms
+from lightning_diloco.runtime.usual_norms import MIN_SAMPLES, NORM_GUARD, SCALE_DOWN, Limit, UsualNorms
 from tests.runtime.fleet import OPTIONS, Fleet, Learner, assert_exact, until
 
 ALONE = {**OPTIONS, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -100,21 +100,20 @@ def taught(**norms: float) -> UsualNorms:
 def test_limit_is_of_other_learners_norms_for_as_much_work() -> None:
     usual = taught(a=2.0, b=2.0)
 
-    assert usual.limit(0, "mad", 4, {"mad": (1e30, 4)}).norm == NORM_GUARD * 2.0, "what it sends moves nothing"
-    assert usual.limit(0, "mad", 40, {}).norm == NORM_GUARD * 20.0, "ten times the steps"
-    assert usual.limit(0, "mad", 1, {}).norm == NORM_GUARD * 1.0, "a quarter of the steps, half the length"
-    assert usual.limit(0, "mad", 4, {}).num_others == 2
+    assert usual.limit(0, "mad", 4, {"mad": (1e30, 4)}) == Limit(SCALE_DOWN * 2.0, NORM_GUARD * 2.0, 2.0, 2)
+    assert usual.limit(0, "mad", 40, {}).refused == NORM_GUARD * 20.0, "ten times the steps"
+    assert usual.limit(0, "mad", 1, {}).refused == NORM_GUARD * 1.0, "a quarter of the steps, half the length"
     assert usual.limit(1, "mad", 4, {}).norm == float("inf"), "nothing is known of this fragment"
 
 
 def test_one_learner_among_others_does_not_move_their_limits() -> None:
     for length in (1e30, 1e-30):
-        assert taught(a=2.0, b=2.0, mad=length).limit(0, "a", 4, {}).norm >= NORM_GUARD * 2.0
+        assert taught(a=2.0, b=2.0, mad=length).limit(0, "a", 4, {}).refused >= NORM_GUARD * 2.0
 
 
 def test_a_learner_that_was_always_longer_may_stay_so_but_not_without_end() -> None:
-    assert taught(a=2.0, b=2.0, long=15.0).limit(0, "long", 4, {}).norm == NORM_GUARD * 15.0
-    assert taught(a=2.0, b=2.0, mad=1e30).limit(0, "mad", 4, {}).norm == NORM_GUARD**2 * 2.0
+    assert taught(a=2.0, b=2.0, long=15.0).limit(0, "long", 4, {}).refused == NORM_GUARD * 15.0
+    assert taught(a=2.0, b=2.0, mad=1e30).limit(0, "mad", 4, {}).refused == NORM_GUARD**2 * 2.0
 
 
 def test_what_was_scaled_down_is_not_learnt_from() -> None:
@@ -128,15 +127,22 @@ def test_what_was_scaled_down_is_not_learnt_from() -> None:
 def test_in_first_rounds_contributions_to_the_same_round_are_the_measure() -> None:
     present = {"a": (1.0, 4), "b": (2.0, 4), "mad": (1e30, 4)}
 
-    assert UsualNorms().limit(0, "mad", 4, present).norm == NORM_GUARD * 2.0
-    assert UsualNorms().limit(0, "a", 4, present).norm >= NORM_GUARD * 2.0
+    assert UsualNorms().limit(0, "mad", 4, present).refused == NORM_GUARD * 2.0
+    assert UsualNorms().limit(0, "a", 4, present).refused >= NORM_GUARD * 2.0
 
 
 def test_newcomers_with_short_contributions_do_not_limit_who_was_there_before() -> None:
     usual = taught(old=1.0)
     warming_up = {"new": (1e-3, 4), "newer": (1e-3, 4), "old": (1.0, 4)}
 
-    assert usual.limit(0, "old", 4, warming_up).norm >= NORM_GUARD * 1.0
+    assert usual.limit(0, "old", 4, warming_up).refused >= NORM_GUARD * 1.0
+
+
+def test_of_two_learners_the_longer_one_is_scaled_down_and_nobody_refused() -> None:
+    limit = taught(a=2.0, mad=1e30).limit(0, "mad", 4, {})
+
+    assert (limit.norm, limit.refused) == (NORM_GUARD**2 * 2.0, float("inf"))
+    assert taught(a=2.0).limit(0, "mad", 4, {}).norm == NORM_GUARD * 2.0, "it has no past of its own"
 
 
 def test_alone_a_learner_is_limited_by_its_own_past() -> None:
