@@ -40,9 +40,9 @@ class RunConfig:
         merge: "mean", or "rda": the paper's radial-directional averaging (App. D.2), for all but embeddings. The mean
             adds contributions up, so that the anchor does not depend on which of them share a round; "rda" makes steps
             longer the more learners are in a round. "trimmed_mean" and "median" are taken per coordinate, for all but
-            embeddings, where you trust learners less: a minority of them moves nothing far, whatever it sends. They
-            count all contributions alike, and take rounds of fewer than 3 by the mean.
-        guard: what is looked at to find broken learners, whose contributions are then not merged: "direction" (and norm),
+            embeddings, where you trust learners less: what a minority of them sends moves nothing far. They count all
+            contributions alike, and take rounds of fewer than 3 by the mean.
+        guard: what is looked at to find broken learners, whose contributions are then not merged: "direction" and norm,
             or "norm" alone. Choose "norm" where learners have data of different kinds: what they send may then point
             away from what others send although nobody is broken.
         outer_lr: outer learning rate, > 0. Our choice, from sweeps of the tiny recipe; the paper publishes none. With

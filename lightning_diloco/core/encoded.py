@@ -37,8 +37,8 @@ class Measured:
             for float32 to tell.
     """
 
-    norms_EM: Tensor
-    cosines_MM: Tensor
+    norms_EM: Tensor  # noqa: N815
+    cosines_MM: Tensor  # noqa: N815
 
     @property
     def norms(self) -> list[float]:

@@ -32,8 +32,8 @@ def implausible_tokens(member: Member, roster: Roster, *, tokens: int, steps: in
     if tokens / steps <= MAX_TOKENS * usual:
         return None
     return (
-        f"{tokens} tokens in {steps} steps; the other learners train on {usual:.3g} a step, at most {MAX_TOKENS:g} times "
-        "as many are believed; pass a token_count_fn that counts as theirs does"
+        f"{tokens} tokens in {steps} steps; the other learners train on {usual:.3g} a step, at most {MAX_TOKENS:g} "
+        "times as many are believed; pass a token_count_fn that counts as theirs does"
     )
 
 

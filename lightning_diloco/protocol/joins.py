@@ -145,9 +145,10 @@ class Joins(Leasing):
 
     def _unproved(self, session: str, p: int, mark: msg.Mark) -> SyncerAction:
         text = (
-            f"this process holds generation {mark.generation}, version {mark.version} of fragment {p}, which this syncer "
-            f"does not know, and no proof that it was published; version {self.rounds.fragments[p].version} of generation "
-            f"{self.rounds.generation} is the newest. Start the learner anew; it goes on from the anchors that there are"
+            f"this process holds generation {mark.generation}, version {mark.version} of fragment {p}, which this "
+            f"syncer does not know, and no proof that it was published; the newest is generation "
+            f"{self.rounds.generation}, version {self.rounds.fragments[p].version}. Start the learner anew; it goes on "
+            "from the anchors that there are"
         )
         return do.Send(session, msg.Rejected("join", text))
 

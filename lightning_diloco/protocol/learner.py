@@ -41,8 +41,8 @@ class LearnerState:
 
     Args:
         learner, incarnation: who this is.
-        generations, versions, proofs: what was adopted, per fragment; without proofs, a syncer whose disk is rolled back
-            does not believe that there was more.
+        generations, versions, proofs: what was adopted, per fragment; without proofs, a syncer whose disk is rolled
+            back does not believe that there was more.
         due: fragment due at a step, or None (`core.schedule.fragment_due`).
         sync_every, overlap: H and tau.
         align: landing rule; decides which tokens a landing drops.

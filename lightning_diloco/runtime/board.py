@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 NUM_RECENT = 100
 _TOLD = (
-    "seeded", "join", "leave", "lapse", "return", "rejected", "refused", "quarantine", "release", "suspended", "resumed",
-    "regenerated", "evaluated",
+    "seeded", "join", "leave", "lapse", "return", "rejected", "refused", "quarantine", "release", "suspended",
+    "resumed", "regenerated", "evaluated",
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 A contribution is odd, and refused, if
 
 1. it is much longer than usual by the word of two other learners (`usual_norms.py`).
-2. it is, to the last bit of its norms, the one that its learner sent last.
+2. it is, to the last bit of its norms, the one that its learner sent last, and there are two others to tell.
 
 It is odd, and merged for it does no harm, if nearly nothing is in it where others have something (NOTHING).
 
@@ -75,29 +75,26 @@ class Judge:
             others = [j for j in range(len(contributions)) if j != m]
             cosines = [float(measured.cosines_MM[m, j]) for j in others if norms[j] > 0]
             likeness = median_high(cosines) if len(cosines) >= 2 and norms[m] > 0 else None
-            slices = tuple(measured.norms_EM[:, m].tolist())
-            verdicts[contribution.session] = self._verdict(p, contribution, norms[m], slices, limit, likeness)
+            is_repeated = self._is_repeated(p, contribution, tuple(measured.norms_EM[:, m].tolist()))
+            odd, is_refused = _oddity(norms[m], limit, is_repeated=is_repeated and limit.num_others >= 2)
+            is_telling = limit.num_others >= 2 and norms[m] <= limit.norm
+            verdicts[contribution.session] = Verdict(odd, is_refused, likeness, is_telling and odd is None)
         return Judgement(tuple(limit.norm for limit in limits[: len(contributions)]), verdicts)
-
-    def _verdict(
-        self, p: int, c: Contribution, norm: float, slices: tuple[float, ...], limit: Limit, likeness: float | None
-    ) -> Verdict:
-        is_repeated = self._is_repeated(p, c, slices)
-        is_told_by_two = limit.num_others >= 2
-        if norm > limit.refused:
-            usual = (
-                f"others' are usually {limit.usual:.3g} long for as much work; at most {limit.refused:.3g} is accepted"
-            )
-            return Verdict(f"its norm is {norm:.3g}; {usual}", is_refused=True, likeness=likeness)
-        if is_repeated:
-            return Verdict("it equals the one before it to the last bit", is_refused=True, likeness=likeness)
-        if is_told_by_two and norm < NOTHING * limit.usual:
-            odd = f"its norm is {norm:.3g}; others' are usually {limit.usual:.3g} long for as much work"
-            return Verdict(odd, likeness=likeness)
-        return Verdict(None, likeness=likeness, is_telling=is_told_by_two and norm <= limit.norm)
 
     def _is_repeated(self, p: int, c: Contribution, slices: tuple[float, ...]) -> bool:
         """Whether the last one of this process was the same, and not zero; a round may be judged again."""
         seq, last = self._last.get((c.session, p), (c.ready.seq, ()))
         self._last[c.session, p] = (c.ready.seq, slices)
         return seq != c.ready.seq and last == slices and any(slices)
+
+
+def _oddity(norm: float, limit: Limit, *, is_repeated: bool) -> tuple[str | None, bool]:
+    """What is wrong with a contribution, if anything, and whether it is refused for that."""
+    usual = f"others' are usually {limit.usual:.3g} long for as much work"
+    if norm > limit.refused:
+        return f"its norm is {norm:.3g}; {usual}; at most {limit.refused:.3g} is accepted", True
+    if is_repeated:
+        return "it equals the one before it to the last bit", True
+    if limit.num_others >= 2 and norm < NOTHING * limit.usual:
+        return f"its norm is {norm:.3g}; {usual}", False
+    return None, False

@@ -4,11 +4,10 @@
    broken learners do not move it. What counts is what was merged whole, and what others sent to the same round.
 2. Learners that have sent MIN_SAMPLES to a fragment judge the others. Before that, all do: first rounds have nothing
    else to go by.
-3. By the word of two others or more, a contribution of SCALE_DOWN times the usual norm is scaled down, and one of
-   NORM_GUARD times is refused. By the word of one, or of its own past, it is scaled down at NORM_GUARD times: who of two
-   is broken cannot be told. A learner that has always been longer, because its learning rate is
-   another one, or because the others have just begun to warm up, may stay so: its own usual norm counts up to
-   NORM_GUARD times that of the others.
+3. By the word of two others or more, what is SCALE_DOWN times the usual norm is scaled down, and what is NORM_GUARD
+   times is refused. By the word of one, or of its own past, it is scaled down at NORM_GUARD times: who of two is broken
+   cannot be told. A learner that has always been longer, because its learning rate is another one, or because the
+   others have just begun to warm up, may stay so: its own usual norm counts up to NORM_GUARD times that of the others.
 4. Alone, a learner is judged by all that it sent, once that is MIN_SAMPLES.
 5. Contributions of other lengths are compared by the steps in them. Steps in one direction add up, independent ones
    grow by the square root: of twice the steps, the norm may be twice as long, of half the steps, half the root.

@@ -320,7 +320,8 @@ class Fleet:
             generations=(generation,) * num_fragments,
             versions=versions,
             proofs=tuple(
-                self.syncer.proof(p, generation, versions[p], learner.digests[p]) for p in range(num_fragments)
+                self.syncer.proof(p, generation, *held)
+                for p, held in enumerate(zip(versions, learner.digests, strict=True))
             ),
             due=partial(fragment_due, sync_every=run.sync_every, num_fragments=num_fragments),
             sync_every=run.sync_every,

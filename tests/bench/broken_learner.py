@@ -175,9 +175,10 @@ def outcome(
     found = {"loss": fleet.show_anchor().validation_loss(), "refused": len(fleet.events("refused"))}
     first = next(iter(fleet.events("quarantine")), None)
     merged = sum(fleet.culprit.name in note.fields["learners"] for _, note in fleet.notes if note.event == "commit")
-    told = fleet.events("rejected") or [first] * (first is not None)
-    return {**found, "merged": merged if kind else 0, "quarantined at step": None if first is None else first[0] - from_step,
-            "told": told[0][1].fields.get("reason", told[0][1].fields.get("text")) if told else None}  # fmt: skip
+
+    told = [note.fields for _, note in (*fleet.events("rejected"), *fleet.events("quarantine"))]
+    found |= {"merged": merged if kind else 0, "told": told[0].get("reason", told[0].get("text")) if told else None}
+    return {**found, "quarantined at step": None if first is None else first[0] - from_step}
 
 
 @contextlib.contextmanager

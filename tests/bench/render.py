@@ -54,11 +54,17 @@ def _loss_by_participation(found: Results) -> str:
     return f"{report.table(rows, columns)}\n\n{_checks(found)}"
 
 
+def _broken_learner(found: Results) -> str:
+    columns = [name for name in found["rows"][0] if name != "told"]
+    return f"{report.table(found['rows'], columns)}\n\n{_checks(found)}"
+
+
 BENCH, PROJECT = HERE / "README.md", HERE.parents[1] / "README.md"
 TABLES = {
     "quality": Table(RECIPE.parent / "results" / "quality.json", BENCH, _losses),
     "sweep": Table(RECIPE.parent / "results" / "sweep.json", BENCH, _losses),
     "loss_by_participation": Table(HERE / "results" / "loss_by_participation.json", BENCH, _loss_by_participation),
+    "broken_learner": Table(HERE / "results" / "broken_learner.json", BENCH, _broken_learner),
     "exchange": Table(HERE / "results" / "exchange.json", BENCH, _rows),
     "straggler": Table(HERE / "results" / "straggler.json", BENCH, _rows),
     "xla_step": Table(HERE / "results" / "xla_step.json", BENCH, _rows),
