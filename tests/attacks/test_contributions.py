@@ -58,7 +58,14 @@ def assert_unharmed(fleet: Fleet, *, num_merged: int | None = 0) -> None:
     assert replay(fleet.run_dir).level == "merges"
 
 
-@pytest.mark.parametrize("attack", ["random_directions", "huge_values", "many_steps"])
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "random_directions",
+        pytest.param("huge_values", marks=pytest.mark.slow),
+        pytest.param("many_steps", marks=pytest.mark.slow),
+    ],
+)
 def test_far_too_long_contributions_are_refused_told_and_lead_to_quarantine(fleet: Fleet, attack: str) -> None:
     ATTACKS[attack](mad(fleet))
 
@@ -69,6 +76,7 @@ def test_far_too_long_contributions_are_refused_told_and_lead_to_quarantine(flee
     assert_unharmed(fleet)
 
 
+@pytest.mark.slow
 def test_contributions_with_nothing_in_them_lead_to_quarantine(fleet: Fleet) -> None:
     contributions.zeros(mad(fleet))
 
@@ -76,6 +84,7 @@ def test_contributions_with_nothing_in_them_lead_to_quarantine(fleet: Fleet) -> 
     assert_unharmed(fleet, num_merged=None)
 
 
+@pytest.mark.slow
 def test_a_counter_that_cannot_be_is_not_counted(fleet: Fleet) -> None:
     contributions.many_tokens(mad(fleet))
 

@@ -232,6 +232,8 @@ def checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     """What must hold of the table."""
     broken = [row for row in rows if row["fourth learner"] not in ("none", "nothing")]
     ours = [row for row in broken if row["broken"] != "control" and KINDS[row["fourth learner"]].is_bounded]
+    if not ours:
+        return {}
     worst = max(ours, key=lambda row: row["against three"])
     control = max((row["against three"] for row in broken if row["broken"] == "control"), default=float("nan"))
     said = f"at most {worst['against three']:+.1%} against the other three alone ({worst['fourth learner']})"

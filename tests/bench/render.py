@@ -55,8 +55,14 @@ def _loss_by_participation(found: Results) -> str:
 
 
 def _broken_learner(found: Results) -> str:
-    columns = [name for name in found["rows"][0] if name != "told"]
-    return f"{report.table(found['rows'], columns)}\n\n{_checks(found)}"
+    by_kind: dict[str, dict[str, Any]] = {}
+    for row in found["rows"][1:]:
+        shown = by_kind.setdefault(row["fourth learner"], {"fourth learner": row["fourth learner"]})
+        shown[row["broken"]] = row["against three"]
+        if row["broken"] == "from the start":
+            shown |= {"merged": row["merged"], "quarantined at step": row["quarantined at step"]}
+    columns = ["fourth learner", "from the start", "merged", "quarantined at step", "from half time on", "control"]
+    return f"{report.table(list(by_kind.values()), columns)}\n\n{_checks(found)}"
 
 
 BENCH, PROJECT = HERE / "README.md", HERE.parents[1] / "README.md"
