@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 
 from lightning_diloco.errors import ConfigError
 
-Merge = Literal["rda", "mean"]
+Merge = Literal["rda", "mean", "trimmed_mean", "median"]
+Guard = Literal["direction", "norm"]
 Wire = Literal["int8", "int4", "bf16", "fp32"]
 Align = Literal["carry", "overwrite", "blend"]
 Evaluate = Literal["anchor", "local"]
@@ -38,7 +39,12 @@ class RunConfig:
         grace: how long a met quorum waits for more, in seconds, or "adaptive" (Eq. 3 of the paper).
         merge: "mean", or "rda": the paper's radial-directional averaging (App. D.2), for all but embeddings. The mean
             adds contributions up, so that the anchor does not depend on which of them share a round; "rda" makes steps
-            longer the more learners are in a round.
+            longer the more learners are in a round. "trimmed_mean" and "median" are taken per coordinate, for all but
+            embeddings, where you trust learners less: what a minority of them sends moves nothing far. They count all
+            contributions alike, and take rounds of fewer than 3 by the mean.
+        guard: what is looked at to find broken learners, whose contributions are then not merged: "direction" and norm,
+            or "norm" alone. Choose "norm" where learners have data of different kinds: what they send may then point
+            away from what others send although nobody is broken.
         outer_lr: outer learning rate, > 0. Our choice, from sweeps of the tiny recipe; the paper publishes none. With
             "rda", whose steps are longer, 0.6 was as good.
         outer_momentum: Nesterov coefficient, 0 <= mu < 1. Our choice, likewise.
@@ -56,6 +62,7 @@ class RunConfig:
     quorum: int = 1
     grace: Grace = "adaptive"
     merge: Merge = "mean"
+    guard: Guard = "direction"
     outer_lr: float = 0.7
     outer_momentum: float = 0.6
     wire: Wire = "int8"
@@ -84,6 +91,7 @@ class RunConfig:
         found.number("outer_momentum", at_least=0.0, below=1.0)
         found.number("lease_s", above=0.0)
         found.choice("merge", Merge)
+        found.choice("guard", Guard)
         found.choice("wire", Wire)
         if self.grace != "adaptive":
             found.number("grace", at_least=0.0, or_else='"adaptive"')

@@ -113,7 +113,7 @@ def status_view(status: Status, *, num_waits: int | None = None) -> Group:
     for learner in status["learners"]:
         table.add_row(
             Text(learner["id"]),
-            Text(learner["phase"], style=_STYLES.get(learner["phase"], "")),
+            _phase(learner),
             str(learner["trainer_step"]),
             _number(learner["metrics"].get("loss"), ".4f"),
             _count(learner["tokens_per_s"]),
@@ -131,11 +131,16 @@ def status_view(status: Status, *, num_waits: int | None = None) -> Group:
     return Group(table, below)
 
 
+def _phase(learner: Mapping[str, Any]) -> Text:
+    phase = Text(learner["phase"], style=_STYLES.get(learner["phase"], ""))
+    return phase.append(", in quarantine", style="red") if learner["quarantined"] else phase
+
+
 def status_lines(status: Status, age_s: float) -> list[str]:
     """The state as plain lines: the run, then each learner; age_s goes on when the syncer is started again."""
     stamp = f"{age_s:7.1f} s  "
     return [stamp + run_line(status)] + [
-        f"{stamp}{learner['id']} {learner['phase']}: step {learner['trainer_step']}, "
+        f"{stamp}{learner['id']} {_phase(learner)}: step {learner['trainer_step']}, "
         f"loss {_number(learner['metrics'].get('loss'), '.4f')}, {_count(learner['tokens_per_s'])} tokens/s, "
         f"staleness {learner['staleness_versions']}, last contribution {_ago(learner['last_contribution_s_ago'])}"
         for learner in status["learners"]

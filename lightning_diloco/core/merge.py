@@ -3,42 +3,44 @@
 With the learners' shares a_m of the fleet's work, which sum to 1 where all take part (`protocol/shares.py`), every
 slice v is merged on its own:
 
-    mean:  sum(a_m v_m)
-    RDA:   sum(a_m |v_m|) * phi(u),   u = sum(a_m phi(v_m)) / sum(a_m),   phi(x) = x / |x|,  phi(0) = 0
+    mean:          sum(a_m v_m)
+    RDA:           sum(a_m |v_m|) * phi(u),   u = sum(a_m phi(v_m)) / sum(a_m),   phi(x) = x / |x|,  phi(0) = 0
+    trimmed mean:  sum(a_m) * mean of v_m without the k largest and the k smallest, per coordinate, k = max(1, M // 4)
+    median:        sum(a_m) * median of v_m, per coordinate; of an even number, the mean of the two in the middle
 
 1. One contributor: a_m v_m, the identity if it is the whole fleet.
 2. Directions that cancel (|u| below 0.01: what is left is quantization noise) fall back to the mean.
-3. Lengths are taken per chunk and added up in float64, in the fixed order of the chunks: a float32 norm of 10^8
-   elements is 1 % off. The result depends on the order of the contributors; the caller sorts them.
-4. Contributions stay encoded. Each is decoded twice, chunk by chunk: once for its norms, once to be added up.
-5. What is longer than its limit is scaled down before it is merged, as bytes (`core.quantize.scaled`): its learner does
+3. Trimmed mean and median count all contributions alike, whatever work is in them, and need MIN_ROBUST of them: fewer
+   have no middle, and are merged by the mean. So are embeddings: a row that few learners saw would never move.
+4. Lengths are added up as `core/encoded.py` says. The result depends on the order of the contributors; the caller
+   sorts them.
+5. Contributions stay encoded. Each is decoded twice, chunk by chunk: once for its norms, once to be added up.
+6. What is longer than its limit is scaled down before it is merged, as bytes (`core.quantize.scaled`): its learner does
    the same to the bytes it kept, and so takes off exactly what was merged.
 
 Shapes: _P flat values, _MC (contributors, chunk), _EM (entries, contributors).
-Source: arXiv 2604.21428, Section 3.2 and Appendix D.2; the fallback is our choice.
+Source: arXiv 2604.21428, Section 3.2 and Appendix D.2; trimmed mean and median: arXiv 1803.01498; the fallbacks are
+our choice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_diloco.config import Merge, Wire
-from lightning_diloco.core.layout import Entry, FragmentLayout
-from lightning_diloco.core.quantize import Decoder, scaled
+from lightning_diloco.core.encoded import Chunks, Encoded, Measured, norm, whole_norms
+from lightning_diloco.core.layout import FragmentLayout
 from lightning_diloco.errors import ConfigError
 
+MIN_ROBUST = 3
 _CANCELLED = 0.01
 _ROUNDING = 1e-9  # of shares that sum to 1
 _SMALLEST = torch.finfo(torch.float32).tiny  # the inverse of a smaller norm is Inf in float32
-_CHUNK_NUMEL = 1 << 17  # of each contributor: eight of them take 4 MiB, a share of a server's last-level cache
-
-# Every call walks over the chunks of one slice from the start: yields (start, the values of all contributors there).
-_Chunks = Callable[[], Iterator[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ def merge_fragment(
     block_size: int,
     merge: Merge,
     max_norms: Sequence[float] | None = None,
+    measured: Measured | None = None,
 ) -> tuple[Tensor, MergeReport]:
     """Merge encoded contributions to one fragment.
 
@@ -76,8 +79,9 @@ def merge_fragment(
         shares: of each contributor in the work of the fleet, above 0, at most 1 in sum.
         wire: precision of the buffers.
         block_size: of buffers and layout.
-        merge: "mean" for everything, or "rda" for all but the entries that say "mean".
+        merge: "mean" for everything, or one of the others for all but the entries that say "mean".
         max_norms: a contribution longer than its limit is scaled down to it; None: no limits.
+        measured: these contributions, if that was done already.
 
     Returns:
         The outer gradient, (P,) bfloat16 with zero padding, and a report.
@@ -87,9 +91,9 @@ def merge_fragment(
         CorruptMessageError: a buffer has the wrong length or values that are not finite.
     """
     _check_shares(shares, len(contributions))
-    source = _Encoded(contributions, layout.padded_numel, wire, block_size)
-    norms_EM = source.norms(layout)
-    norms = _whole(norms_EM)
+    source = Encoded(contributions, layout.padded_numel, wire, block_size)
+    norms_EM = source.norms(layout) if measured is None else measured.norms_EM
+    norms = whole_norms(norms_EM)
     limits = [math.inf] * len(norms) if max_norms is None else max_norms
     kept = [limit / norm if norm > limit else 1.0 for norm, limit in zip(norms, limits, strict=True)]
     if min(kept) < 1:
@@ -99,61 +103,24 @@ def merge_fragment(
     sum_P = torch.empty(max(entry.numel for entry in layout.entries), dtype=torch.float32)
     square, dots = 0.0, [0.0] * len(norms)
     for entry, slice_norms in zip(layout.entries, norms_EM.tolist(), strict=True):
-        kind = entry.merge if merge == "rda" else "mean"
+        kind = "mean" if entry.merge == "mean" else merge
         merged = sum_P[: entry.numel]
         slice_square, slice_dots = _merge_slice(source.chunks(entry), shares, slice_norms, kind=kind, out_P=merged)
         entry.of(out_P).copy_(merged)
         square += slice_square
         dots = [total + dot for total, dot in zip(dots, slice_dots, strict=True)]
     merged_norm = math.sqrt(square)
-    lengths = [norm * merged_norm for norm in _whole(norms_EM)]
+    lengths = [norm * merged_norm for norm in whole_norms(norms_EM)]
     cosines = [dot / length if length else 0.0 for dot, length in zip(dots, lengths, strict=True)]
     return out_P, MergeReport(tuple(norms), tuple(kept), tuple(cosines), merged_norm)
 
 
-def _whole(norms_EM: Tensor) -> list[float]:
-    """Norms over the whole fragment, of norms by entry."""
-    return [float(norm) for norm in norms_EM.square().sum(0).sqrt()]
-
-
-class _Encoded:
-    """Encoded contributions, decoded chunk by chunk into one scratch buffer."""
-
-    def __init__(self, buffers: Sequence[Tensor], numel: int, wire: Wire, block_size: int) -> None:
-        self._buffers, self._numel, self._wire, self._block_size = buffers, numel, wire, block_size
-        self._decoders = [Decoder(buffer, numel, wire, block_size) for buffer in buffers]
-        self._scratch_MC = torch.empty(len(buffers), _CHUNK_NUMEL, dtype=torch.float32)
-
-    def scaled(self, factors: Sequence[float]) -> _Encoded:
-        """Those whose factor is below 1, times that factor."""
-        numel, wire, size = self._numel, self._wire, self._block_size
-        buffers = [
-            scaled(buffer, factor, numel=numel, wire=wire, block_size=size) if factor < 1 else buffer
-            for buffer, factor in zip(self._buffers, factors, strict=True)
-        ]
-        return _Encoded(buffers, numel, wire, size)
-
-    def norms(self, layout: FragmentLayout) -> Tensor:
-        """float64 (E, M)."""
-        found = [_norms(self.chunks(entry), len(self._decoders)) for entry in layout.entries]
-        return torch.tensor(found, dtype=torch.float64)
-
-    def chunks(self, entry: Entry) -> _Chunks:
-        def walk() -> Iterator[tuple[int, Tensor]]:
-            for start in range(0, entry.numel, _CHUNK_NUMEL):
-                numel = min(_CHUNK_NUMEL, entry.numel - start)
-                padded = -(-numel // self._block_size) * self._block_size
-                for decoder, row in zip(self._decoders, self._scratch_MC, strict=True):
-                    decoder.read(entry.offset + start, row[:padded])
-                yield start, self._scratch_MC[:, :numel]
-
-        return walk
-
-
 def _merge_slice(
-    chunks: _Chunks, shares: Sequence[float], norms: list[float], *, kind: Merge, out_P: Tensor
+    chunks: Chunks, shares: Sequence[float], norms: list[float], *, kind: Merge, out_P: Tensor
 ) -> tuple[float, list[float]]:
     """Merge one slice into out_P, float32; returns its squared norm and its dot product with every contribution."""
+    if kind in ("trimmed_mean", "median") and len(shares) >= MIN_ROBUST:
+        return _middle(chunks, math.fsum(shares), _num_cut(kind, len(shares)), out_P)
     if kind == "rda" and len(shares) > 1:
         radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
         in_sum = [share / math.fsum(shares) for share in shares]
@@ -166,7 +133,7 @@ def _merge_slice(
     return _weighted_sum(chunks, shares, out_P)
 
 
-def _weighted_sum(chunks: _Chunks, coefs: Sequence[float], out_P: Tensor) -> tuple[float, list[float]]:
+def _weighted_sum(chunks: Chunks, coefs: Sequence[float], out_P: Tensor) -> tuple[float, list[float]]:
     """Write sum(coef_m v_m) to out_P; returns its squared norm and its dot products with all v_m."""
     square, dots = 0.0, [0.0] * len(coefs)
     for start, values_MC in chunks():
@@ -174,20 +141,28 @@ def _weighted_sum(chunks: _Chunks, coefs: Sequence[float], out_P: Tensor) -> tup
         torch.mul(values_MC[0], coefs[0], out=total)
         for values, coef in zip(values_MC[1:], coefs[1:], strict=True):
             total.add_(values, alpha=coef)
-        square += _norm(total) ** 2
+        square += norm(total) ** 2
         dots = [dot + float(torch.dot(values, total)) for dot, values in zip(dots, values_MC, strict=True)]
     return square, dots
 
 
-def _norms(chunks: _Chunks, num_contributors: int) -> list[float]:
-    squares = [0.0] * num_contributors
-    for _, values_MC in chunks():
-        squares = [square + _norm(values) ** 2 for square, values in zip(squares, values_MC, strict=True)]
-    return [math.sqrt(square) for square in squares]
+def _num_cut(kind: Merge, num_contributors: int) -> int:
+    """How many of the largest values of a coordinate are left out, and of the smallest."""
+    return (num_contributors - 1) // 2 if kind == "median" else max(1, num_contributors // 4)
 
 
-def _norm(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+def _middle(chunks: Chunks, scale: float, num_cut: int, out_P: Tensor) -> tuple[float, list[float]]:
+    """Like `_weighted_sum`, of scale times the mean of what is left of each coordinate."""
+    square, dots = 0.0, list[float]()
+    for start, values_MC in chunks():
+        total = out_P[start : start + values_MC.shape[1]]
+        ordered_MC = values_MC.sort(dim=0).values
+        torch.mean(ordered_MC[num_cut : len(values_MC) - num_cut], dim=0, out=total)
+        total.mul_(scale)
+        square += norm(total) ** 2
+        found = [float(torch.dot(values, total)) for values in values_MC]
+        dots = [dot + more for dot, more in zip(dots or [0.0] * len(found), found, strict=True)]
+    return square, dots
 
 
 def _check_shares(shares: Sequence[float], num_contributors: int) -> None:

@@ -35,6 +35,8 @@ _OF_LEARNER = {
     "diloco_learner_tokens": ("tokens", "Tokens seen by this process of the learner"),
     "diloco_learner_tokens_per_second": ("tokens_per_s", "Median undisturbed rate"),
     "diloco_learner_staleness_versions": ("staleness_versions", "Versions behind, of its stalest fragment"),
+    "diloco_learner_refused": ("num_refused", "Contributions that were refused"),
+    "diloco_learner_scaled_down": ("num_clipped", "Contributions that were merged with their norm scaled down"),
     "diloco_learner_silent_seconds": ("last_heard_s_ago", "Time since it was last heard from"),
 }
 _MEASURED = {

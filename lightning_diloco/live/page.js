@@ -178,7 +178,8 @@ function learners(told) {
     };
     const facts = Object.entries(rows).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, String(value))]);
     const name = element("span", {}, element("i", { css: { background: colorOf(one.id) } }), one.id);
-    const phase = element("span", { className: `phase ${PHASES[one.phase] ?? ""}` }, one.phase);
+    const [word, tone] = one.quarantined ? ["quarantine", "bad"] : [one.phase, PHASES[one.phase] ?? ""];
+    const phase = element("span", { className: `phase ${tone}`, title: one.quarantined ?? "" }, word);
     const away = one.phase === "lapsed" ? " away" : "";
     return element("div", { className: `learner${away}` }, element("div", {}, name, phase), element("dl", {}, ...facts));
   });

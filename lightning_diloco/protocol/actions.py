@@ -67,6 +67,13 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class Warn:
+    """Tell this learner's user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """The leave is on record; nothing more will be said."""
 
@@ -81,7 +88,7 @@ class Promise:
     snapshot: tuple[int, ...]
 
 
-LearnerAction = Promise | Say | Snapshot | Upload | Fetch | Land | Forget | Fail | Left
+LearnerAction = Promise | Say | Snapshot | Upload | Fetch | Land | Forget | Fail | Warn | Left
 
 # ------------------------------------------------------------------------------------------------------ by the syncer
 
@@ -109,12 +116,14 @@ class Contribution:
         session: whose payload it is.
         learner, incarnation: who that is.
         ready: its description.
+        steps: that may be in it: those it says, or as many as it can have made since its last one.
     """
 
     session: str
     learner: str
     incarnation: int
     ready: Ready
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +132,14 @@ class Merge:
 
     Args:
         shares: of each contribution in the work of the fleet (`shares.py`).
+        on_trial: contributions of learners in quarantine, which are only compared with the others.
     """
 
     fragment: int
     round: int
     contributions: tuple[Contribution, ...]
     shares: tuple[float, ...]
+    on_trial: tuple[Contribution, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

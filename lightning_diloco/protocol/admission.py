@@ -68,20 +68,21 @@ def mismatch(confirm: msg.Confirm, manifest: Json) -> msg.Rejected | None:
     return None
 
 
-def rolled_back(
+def lost(
     known: tuple[msg.Mark, ...], generation: int, versions: list[int], digests: list[dict[int, str]]
-) -> bool:
-    """Whether a returning process holds something this syncer never published: its disk was rolled back."""
+) -> list[tuple[int, msg.Mark]]:
+    """What a returning process holds, by fragment, that this syncer does not know."""
     if len(known) != len(versions):
-        return False
-    return any(
-        mark.generation > generation
+        return []
+    return [
+        (p, mark)
+        for p, mark in enumerate(known)
+        if mark.generation > generation
         or (
             mark.generation == generation
             and (mark.version > versions[p] or digests[p].get(mark.version, mark.digest) != mark.digest)
         )
-        for p, mark in enumerate(known)
-    )
+    ]
 
 
 MAX_CONTENDERS = 256

@@ -7,12 +7,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol import plausible, records
 from lightning_diloco.protocol.actions import SyncerAction
+from lightning_diloco.protocol.claims import implausible_tokens, plausible_steps
 from lightning_diloco.protocol.ledger import Ledger
 from lightning_diloco.protocol.roster import Member, Roster
 from lightning_diloco.protocol.round import FragmentRounds, Held
@@ -23,12 +22,14 @@ class Contributions:
 
     Args:
         fragments: where the undecided ones are held.
+        sync_every: H of the run.
     """
 
-    def __init__(self, fragments: list[FragmentRounds], roster: Roster, ledger: Ledger) -> None:
+    def __init__(self, fragments: list[FragmentRounds], roster: Roster, ledger: Ledger, *, sync_every: int) -> None:
         self._fragments = fragments
         self._roster = roster
         self._ledger = ledger
+        self._sync_every = sync_every
 
     def accept(self, member: Member, ready: msg.Ready, now_s: float) -> list[SyncerAction]:
         """Hold this contribution, or tell why not."""
@@ -41,7 +42,9 @@ class Contributions:
         if problem := self._problem(member, ready):
             return self.decide(member, ready, "refused", problem)
         member.last_seq[p] = ready.seq
-        f.held[member.session] = Held(do.Contribution(member.session, member.learner, member.incarnation, ready), now_s)
+        steps = plausible_steps(member, ready, self._roster, now_s=now_s, sync_every=self._sync_every)
+        contribution = do.Contribution(member.session, member.learner, member.incarnation, ready, steps)
+        f.held[member.session] = Held(contribution, now_s)
         return []
 
     def receive(self, member: Member, ready: msg.Ready, error: str | None, now_s: float) -> list[SyncerAction]:
@@ -104,13 +107,13 @@ class Contributions:
             return f"seq {ready.seq} is not above {member.last_seq.get(ready.fragment, 0)}"
         if not 0 <= ready.start < ready.stop or ready.steps < 1:
             return f"range [{ready.start}, {ready.stop}) over {ready.steps} steps; both must be positive"
+        if problem := implausible_tokens(member, self._roster, tokens=ready.tokens, steps=ready.steps):
+            return problem
         if overlap := account.merged[ready.fragment].overlap(ready.start, ready.stop):
             return f"{overlap} tokens of [{ready.start}, {ready.stop}) were merged before"
         return None
 
-    def decide(
-        self, member: Member, ready: msg.Ready, fate: Literal["refused", "superseded"], reason: str
-    ) -> list[SyncerAction]:
+    def decide(self, member: Member, ready: msg.Ready, fate: msg.Unmerged, reason: str) -> list[SyncerAction]:
         """Record the fate, then tell it."""
         record = records.Decided(member.session, ready.fragment, ready.seq, fate, reason[: plausible.MAX_CHARS])
         self.apply_decided(record)
@@ -125,7 +128,7 @@ class Contributions:
         """The part of a decision that a restart repeats."""
         member, f = self._roster[record.session], self._fragments[record.fragment]
         is_new = record.seq != member.fates.get(record.fragment, (None,))[0]
-        member.num_refused += is_new and record.fate == "refused"
+        member.num_refused += is_new and record.fate in ("refused", "quarantined")
         member.fates[record.fragment] = (record.seq, record.fate, None, record.reason, 1.0)
         member.last_seq[record.fragment] = max(record.seq, member.last_seq.get(record.fragment, 0))
         held = f.held.get(record.session)

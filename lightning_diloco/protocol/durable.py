@@ -29,10 +29,12 @@ class DurableState:
         run: run id.
         options: run options fixed by the syncer's own flags.
         heartbeat_s: seconds between learners' heartbeats.
+        secret: of a new run, see `proofs.py`; "": it proves nothing.
     """
 
-    def __init__(self, *, run: str, options: dict[str, msg.Scalar], heartbeat_s: float) -> None:
+    def __init__(self, *, run: str, options: dict[str, msg.Scalar], heartbeat_s: float, secret: str = "") -> None:
         self.run = run
+        self.secret = secret
         self.options = options
         self.heartbeat_s = heartbeat_s
         self.roster = Roster()
@@ -75,6 +77,8 @@ class DurableState:
                     self._follow(record)
             case records.Decided():
                 self.rounds.contributions.apply_decided(record)
+            case records.Quarantined() | records.Released():
+                self.rounds.conduct.apply(record)
             case records.Lapsed():
                 if not self.roster[record.session].is_lapsed:
                     self._apply_lapsed(record)
@@ -98,6 +102,7 @@ class DurableState:
     def _apply_seeded(self, record: records.Seeded) -> None:
         if self.manifest is not None:
             return
+        self.secret = record.secret
         self._take_manifest(record.lease, record.manifest, Ledger(cast("int", record.manifest["num_fragments"])))
 
     def _take_manifest(self, lease: int, manifest: Json, ledger: Ledger) -> None:
@@ -162,11 +167,13 @@ class DurableState:
             num_stepping=self.rounds.counts.num_stepping,
             leases=self.leases.saved(),
             stopped=self.stopped,
+            quarantined=dict(self.roster.quarantined),
+            secret=self.secret,
         )
 
     def restore(self, saved: records.SavedState, now_s: float) -> None:
         """The inverse of `saved`, on a fresh machine."""
-        self.run, self._lease = saved.run, saved.lease
+        self.run, self._lease, self.secret = saved.run, saved.lease, saved.secret
         if saved.manifest is not None:
             self._take_manifest(saved.lease, saved.manifest, Ledger(len(saved.versions), saved.accounts))
         self.rounds.generation, self.rounds.next_round = saved.generation, saved.next_round
@@ -175,6 +182,7 @@ class DurableState:
         for s in saved.sessions:
             self.roster.members[s.session] = _member(s, now_s)
         self.leases = LeaseTable(self._books, saved.leases)
+        self.roster.quarantined.update(saved.quarantined)
         self.num_joins, self.num_lapses, self.stopped = saved.num_joins, saved.num_lapses, saved.stopped
         self.rounds.counts = Counts(saved.num_commits, 0, saved.num_contributors, saved.num_stepping)
 

@@ -109,6 +109,7 @@ class Staged:
         merged_seq: my contribution that is part of this update, if any.
         kept: the part of its values that was merged, 0..1; below 1 if its norm was above the guard.
         is_full: the update replaces the anchor, rather than adding to it.
+        proof: that the version was published.
     """
 
     fragment: int
@@ -117,6 +118,7 @@ class Staged:
     merged_seq: int | None
     is_full: bool = False
     kept: float = 1.0
+    proof: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +187,38 @@ class SeedStored:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one contribution looked like beside others.
+
+    Args:
+        odd: what is wrong with it, if anything.
+        is_refused: it must not be merged.
+        likeness: median of its cosines with the others' of the round, -1..1; None: there were fewer than two.
+        is_telling: two others agree that nothing is wrong with it.
+    """
+
+    odd: str | None
+    is_refused: bool = False
+    likeness: float | None = None
+    is_telling: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Merged:
     """The outer gradient of a round was computed; nothing has changed yet.
+
+    If contributions are refused, there is none: the round is merged again without them.
 
     Args:
         kept: by session, the part of a contribution's values that was merged, for those that were scaled down to a
             usual norm.
+        verdicts: by session.
     """
 
     fragment: int
     round: int
     kept: dict[str, float] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Fragment:
     """One fragment at one learner.
 
     Args:
-        generation, landed: the anchor it has.
+        generation, landed, proof: the anchor it has, and the proof that it was published.
         offered: newest version it has heard of.
         fresh_from, fresh_step: token counter and step from which nothing has been snapshotted.
         snapshot_step: step of the last snapshot.
@@ -98,6 +98,7 @@ class Fragment:
     is_due: bool = False
     announced: int | None = None
     last_round: int = -1
+    proof: str = ""
 
     def pending(self, tokens: int) -> tuple[tuple[int, int], ...]:
         """The ranges that are neither landed as merged nor discarded."""

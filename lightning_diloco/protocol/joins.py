@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import cast
 
 from lightning_diloco.protocol import actions as do
-from lightning_diloco.protocol import admission, manifests, records
+from lightning_diloco.protocol import admission, manifests, proofs, records
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import SyncerAction
@@ -36,8 +36,10 @@ class Joins(Leasing):
         expect: learners to wait for before the first step; None: do not wait.
     """
 
-    def __init__(self, *, run: str, options: dict[str, msg.Scalar], expect: int | None, heartbeat_s: float) -> None:
-        super().__init__(run=run, options=options, heartbeat_s=heartbeat_s)
+    def __init__(
+        self, *, run: str, options: dict[str, msg.Scalar], expect: int | None, heartbeat_s: float, secret: str
+    ) -> None:
+        super().__init__(run=run, options=options, heartbeat_s=heartbeat_s, secret=secret)
         self.expect = expect
         self._now_s = 0.0
         self._seeder: str | None = None
@@ -88,12 +90,18 @@ class Joins(Leasing):
         if hello.known and self.manifest is None:
             return [*todo, self._unknown(session)]  # the run itself is lost
         was_forgotten = bool(hello.known) and member.state == "joining"
-        if was_forgotten or self._was_rolled_back(hello.known):
-            self._outlived = max(mark.generation for mark in hello.known)
+        if was_forgotten and not proofs.is_member(self.secret, session, hello.proof):
+            return [*todo, self._unknown(session)]
+        lost = self._lost(hello.known)
+        if was_forgotten or any(proofs.is_proved(self.secret, p, mark) for p, mark in lost):
+            proved = [mark for p, mark in enumerate(hello.known) if proofs.is_proved(self.secret, p, mark)]
+            self._outlived = max((mark.generation for mark in proved), default=self.rounds.generation)
             if was_forgotten:  # it had confirmed, in a record that is lost
                 member.state = "confirmed"
                 todo += self._activate(member, now_s)
             return todo  # the new generation's welcome follows
+        if lost:
+            return [*todo, self._unproved(session, *lost[0])]
         announcements = [do.Send(session, a) for a in self.rounds.announcements(session)]
         return todo + self._invite(member) + (announcements if member.state == "active" else [])
 
@@ -134,6 +142,15 @@ class Joins(Leasing):
         if silent.session == self._seeder:
             self._seeder = self._pending_manifest = None
         return [do.Record(records.encode(record)), do.Note("forgotten", {"learner": silent.learner})]
+
+    def _unproved(self, session: str, p: int, mark: msg.Mark) -> SyncerAction:
+        text = (
+            f"this process holds generation {mark.generation}, version {mark.version} of fragment {p}, which this "
+            f"syncer does not know, and no proof that it was published; the newest is generation "
+            f"{self.rounds.generation}, version {self.rounds.fragments[p].version}. Start the learner anew; it goes on "
+            "from the anchors that there are"
+        )
+        return do.Send(session, msg.Rejected("join", text))
 
     def _unknown(self, session: str) -> SyncerAction:
         text = (
@@ -182,7 +199,7 @@ class Joins(Leasing):
             return self._refuse_seed(self.seeder, msg.Rejected("plan", event.error or ""))
         if event.error is not None:
             return [do.Note("suspended", {"reason": event.error})]
-        record = records.Seeded(event.lease, manifest)
+        record = records.Seeded(event.lease, manifest, self.secret)
         self.apply(record)
         self.set_digests(event.digests)
         todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Note("seeded", {"lease": event.lease})]
@@ -247,7 +264,8 @@ class Joins(Leasing):
 
     def _activate(self, member: Member, now_s: float) -> list[SyncerAction]:
         announcements = tuple(self.rounds.announcements(member.session))
-        active = do.Send(member.session, msg.Active(announcements, self._run_is(member)))
+        proof = proofs.proof_of_session(self.secret, member.session)
+        active = do.Send(member.session, msg.Active(announcements, self._run_is(member), proof))
         if member.state != "confirmed":
             return [active] if member.state == "active" else []
         replaced, old = self.roster.older(member), self.roster.active(member.learner)
@@ -267,9 +285,13 @@ class Joins(Leasing):
     def _run_is(self, member: Member) -> msg.RunIs:
         return msg.RunIs(self.ledger.seen_by_others(self.account(member)), self.stopped)
 
-    def _was_rolled_back(self, known: tuple[msg.Mark, ...]) -> bool:
+    def proof(self, p: int, generation: int, version: int, digest: str) -> str:
+        """That this version is published; any thread may ask."""
+        return proofs.proof_of_version(self.secret, p, msg.Mark(generation, version, digest))
+
+    def _lost(self, known: tuple[msg.Mark, ...]) -> list[tuple[int, msg.Mark]]:
         fragments = self.rounds.fragments
-        return admission.rolled_back(
+        return admission.lost(
             known, self.rounds.generation, [f.version for f in fragments], [f.digests for f in fragments]
         )
 

@@ -18,6 +18,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 from statistics import median
+from typing import Literal
 
 from lightning_diloco.config import PROTOCOL_VERSION, Align
 from lightning_diloco.protocol import actions as do
@@ -41,7 +42,8 @@ class LearnerState:
 
     Args:
         learner, incarnation: who this is.
-        generations, versions: what was adopted, per fragment.
+        generations, versions, proofs: what was adopted, per fragment; without proofs, a syncer whose disk is rolled
+            back does not believe that there was more.
         due: fragment due at a step, or None (`core.schedule.fragment_due`).
         sync_every, overlap: H and tau.
         align: landing rule; decides which tokens a landing drops.
@@ -68,11 +70,13 @@ class LearnerState:
         drain_s: float | None = None,
         transfer_s: float = 0.0,
         has_ranks: bool = False,
+        proofs: tuple[str, ...] = (),
     ) -> None:
         self.learner = learner
         self.incarnation = incarnation
         self.generation = min(generations)
-        self.fragments = [Fragment(g, v, v) for g, v in zip(generations, versions, strict=True)]
+        adopted = zip(generations, versions, proofs or ("",) * len(versions), strict=True)
+        self.fragments = [Fragment(g, v, v, proof=proof) for g, v, proof in adopted]
         self.step = 0
         self.tokens = 0
         self.phase: msg.Phase = "stepping"
@@ -81,6 +85,8 @@ class LearnerState:
         self.tokens_per_s = 0.0
         self.metrics: dict[str, float] = {}
         self.num_refusals = 0
+        self._warned: str | None = None
+        self._proof_of_session = ""
         self.others_tokens = 0
         self.stopped: str | None = None
         self._stop_reason: str | None = None
@@ -123,7 +129,7 @@ class LearnerState:
             case on.FromTheSyncer():
                 return self._hear(event.message, now_s)
             case on.Reconnected():
-                return [do.Say(msg.Hello(self.learner, event.connection, PROTOCOL_VERSION, {}, known=event.known))]
+                return [do.Say(self._hello(event))]
             case on.Encoded():
                 return self._encoded(event)
             case on.Uploaded() | on.UploadFailed():
@@ -136,6 +142,11 @@ class LearnerState:
                 return []
             case on.Tick():
                 return self._tick(now_s)
+
+    def _hello(self, event: on.Reconnected) -> msg.Hello:
+        return msg.Hello(
+            self.learner, event.connection, PROTOCOL_VERSION, {}, known=event.known, proof=self._proof_of_session
+        )
 
     @property
     def progress(self) -> msg.Progress:
@@ -187,7 +198,7 @@ class LearnerState:
 
     def _land(self, p: int, f: Fragment, staged: on.Staged, now_s: float) -> list[LearnerAction]:
         todo: list[LearnerAction] = [do.Land(p)]
-        f.landed, f.generation, f.staged = staged.version, staged.generation, None
+        f.landed, f.generation, f.proof, f.staged = staged.version, staged.generation, staged.proof, None
         mine = f.outstanding
         if mine and staged.merged_seq == mine.ready.seq:
             self._rounds_s.append(now_s - mine.began_s)
@@ -203,7 +214,7 @@ class LearnerState:
         """My contribution is in the anchor, or the part of it that the norm guard left."""
         stop = ready.stop_if(kept)
         f.merged_tokens += stop - ready.start
-        self.num_refusals = 0
+        self.num_refusals, self._warned = 0, None
         if self._keeps_all:
             f.take_back(kept)
         else:
@@ -241,6 +252,7 @@ class LearnerState:
                 return self._note_run(message)
             case msg.Active():
                 self._note_run(message.run)
+                self._proof_of_session = message.proof
                 return [a for announcement in message.announcements for a in self._announced(announcement, now_s)]
             case msg.Welcome():
                 return self._welcome_back(message, now_s)
@@ -307,11 +319,29 @@ class LearnerState:
                     self._book("superseded", f.drop_outstanding())
                 return [do.Forget(p, message.seq)]
             case "refused":
-                return self._refused(p, f, message)
+                return self._warn(p, "refused", message.reason) + self._refused(p, f, message)
+            case "quarantined":
+                return self._warn(p, "quarantined", message.reason) + self._adopt(p, f, message)
 
-    def _refused(self, p: int, f: Fragment, message: msg.FateIs) -> list[LearnerAction]:
+    def _warn(self, p: int, fate: Literal["refused", "quarantined"], reason: str | None) -> list[LearnerAction]:
+        """Tell the user, once until something is merged again."""
+        if self._warned == fate:
+            return []
+        self._warned = fate
+        what = {
+            "refused": f"a contribution to fragment {p} was refused",
+            "quarantined": "this learner is in quarantine: what it sends is not merged until it looks like the others'",
+        }
+        return [do.Warn(f"{what[fate]}; it goes on from the anchor. Reason: {reason or 'none given'}")]
+
+    def _adopt(self, p: int, f: Fragment, message: msg.FateIs) -> list[LearnerAction]:
+        """The contribution is gone, and so is all progress in this fragment."""
         self._book("refused", f.drop_outstanding())
         f.must_adopt, f.staged = "refused", None
+        return [do.Forget(p, message.seq), *f.fetch(p)]
+
+    def _refused(self, p: int, f: Fragment, message: msg.FateIs) -> list[LearnerAction]:
+        todo = self._adopt(p, f, message)
         self.num_refusals += 1
         if self.num_refusals >= MAX_REFUSALS:
             text = (
@@ -320,7 +350,7 @@ class LearnerState:
                 "Finite pseudo-gradients within the norm guard are accepted; lower the learning rate or look for NaN."
             )
             return [do.Fail("RefusedError", text)]
-        return [do.Forget(p, message.seq), *f.fetch(p)]
+        return todo
 
     def _welcome_back(self, message: msg.Welcome, now_s: float) -> list[LearnerAction]:
         """The syncer has heard our hello; or its disk was rolled back, and everyone adopts in full."""

@@ -19,18 +19,20 @@ from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.ranges import Catalogue, Lease, Span
 
 Scalar = str | int | float | bool | None
-Fate = Literal["merged", "held", "unknown", "refused", "superseded"]
+Unmerged = Literal["refused", "quarantined", "superseded"]
+Fate = Literal["merged", "held", "unknown"] | Unmerged
 Phase = Literal["stepping", "evaluating", "draining"]
 Reason = Literal["finished", "preempted", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What one party holds of one fragment."""
+    """What one party holds of one fragment, with the proof that it was published (`proofs.py`)."""
 
     generation: int
     version: int
     digest: str
+    proof: str = ""
 
 
 # ---------------------------------------------------------------------------------------------- learner -> syncer
@@ -48,6 +50,7 @@ class Hello:
         run: run id it expects, or None for any.
         known: one mark per fragment, for a process that had already adopted; empty otherwise.
         where: host and process id, for people.
+        proof: that a known process takes part, as `Active` brought it.
     """
 
     learner: str
@@ -57,6 +60,7 @@ class Hello:
     run: str | None = None
     known: tuple[Mark, ...] = ()
     where: str = ""
+    proof: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +274,11 @@ class RunIs:
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """You take part; step on."""
+    """You take part, of which this is the proof (`proofs.py`); step on."""
 
     announcements: tuple[Announce, ...]
     run: RunIs = RunIs(0)
+    proof: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_diloco.errors import CorruptLogError
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.ledger import Heard, SavedAccount
-from lightning_diloco.protocol.messages import Fate, Progress, Ready, Reason
+from lightning_diloco.protocol.messages import Fate, Progress, Ready, Reason, Unmerged
 from lightning_diloco.protocol.ranges import EMPTY, Catalogue, Grant, SavedLeases
 from lightning_diloco.protocol.roster import State
 
@@ -27,10 +27,11 @@ class Seeding:
 
 @dataclass(frozen=True, slots=True)
 class Seeded:
-    """The run has a manifest and start values at version 0."""
+    """The run has a manifest and start values at version 0, and a secret that never leaves the syncer (`proofs.py`)."""
 
     lease: int
     manifest: Json
+    secret: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,23 @@ class Decided:
     session: str
     fragment: int
     seq: int
-    fate: typing.Literal["refused", "superseded"]
+    fate: Unmerged
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """What this learner sends is not merged, for this reason (`conduct.py`)."""
+
+    learner: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What this learner sends is merged again."""
+
+    learner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +206,8 @@ LogRecord = (
     | Activated
     | CommitRecord
     | Decided
+    | Quarantined
+    | Released
     | Lapsed
     | Returned
     | Departed
@@ -236,6 +254,8 @@ class SavedState:
     num_stepping: int
     leases: SavedLeases = EMPTY
     stopped: str | None = None
+    quarantined: dict[str, str] = field(default_factory=dict)
+    secret: str = ""
 
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(LogRecord)}

@@ -19,7 +19,7 @@ FateOf = tuple[int, Fate, int | None, str | None, float]
 State = Literal["joining", "confirmed", "active", "left", "fenced"]
 
 SILENT_HEARTBEATS = 3
-STALL_STEPS = 5
+STALL_STEPS, MAX_STALL_S = 5, 600.0
 
 
 @dataclass(slots=True)
@@ -37,6 +37,8 @@ class Member:
             was merged, 0..1.
         last_seq: per fragment, the highest seq heard.
         num_superseded: per fragment, contributions superseded in a row since it was last waited for.
+        merged_s: per fragment, when its last contribution was merged.
+        is_disbelieved: it says what cannot be, and was told to stop.
         num_refused, num_clipped: contributions that were refused, and that were merged with a norm scaled down.
     """
 
@@ -66,6 +68,8 @@ class Member:
     num_superseded: dict[int, int] = field(default_factory=dict)
     num_refused: int = 0
     num_clipped: int = 0
+    is_disbelieved: bool = False
+    merged_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def work_per_s(self) -> float | None:
@@ -81,7 +85,7 @@ class Member:
 
     def is_stalled(self, now_s: float, heartbeat_s: float) -> bool:
         """Whether it should be stepping but is not."""
-        patience_s = max(STALL_STEPS * self.step_s, SILENT_HEARTBEATS * heartbeat_s)
+        patience_s = max(min(STALL_STEPS * self.step_s, MAX_STALL_S), SILENT_HEARTBEATS * heartbeat_s)
         return self.phase == "stepping" and now_s - self.stepped_s > patience_s
 
     def takes_part(self, now_s: float, heartbeat_s: float) -> bool:
@@ -108,10 +112,15 @@ class Member:
 
 
 class Roster:
-    """All sessions of a run, past ones included."""
+    """All sessions of a run, past ones included.
+
+    Attributes:
+        quarantined: learner ids whose contributions are not merged, and why (`conduct.py`).
+    """
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
+        self.quarantined: dict[str, str] = {}
 
     def __getitem__(self, session: str) -> Member:
         return self.members[session]
@@ -147,6 +156,13 @@ class Roster:
     def live(self) -> list[Member]:
         return [m for m in self.members.values() if m.is_live]
 
+    def is_quarantined(self, session: str) -> bool:
+        """Whether nobody waits for it, and what it sends is not merged."""
+        return self.members[session].learner in self.quarantined
+
+    def _trusted(self) -> list[Member]:
+        return [m for m in self.live() if m.learner not in self.quarantined]
+
     def next_incarnation(self, learner: str) -> int:
         return 1 + max((m.incarnation for m in self.members.values() if m.learner == learner), default=0)
 
@@ -179,7 +195,7 @@ class Roster:
         return member.state in ("joining", "confirmed") or member.is_live
 
     def at_work(self, now_s: float, heartbeat_s: float) -> list[Member]:
-        return [m for m in self.live() if m.is_at_work(now_s, heartbeat_s)]
+        return [m for m in self._trusted() if m.is_at_work(now_s, heartbeat_s)]
 
     def electorate(self, now_s: float, heartbeat_s: float) -> set[str]:
-        return {m.session for m in self.live() if m.takes_part(now_s, heartbeat_s)}
+        return {m.session for m in self._trusted() if m.takes_part(now_s, heartbeat_s)}

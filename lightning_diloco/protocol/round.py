@@ -34,11 +34,12 @@ NEXT: dict[Stage, tuple[Stage, ...]] = {
 
 @dataclass(slots=True)
 class Held:
-    """A contribution whose fate is open."""
+    """A contribution whose fate is open; one that is late was waited for, in vain."""
 
     contribution: Contribution
     ready_s: float
     has_payload: bool = False
+    is_late: bool = False
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class Round:
         num_stepping: size of the electorate at opening.
         owed: sessions superseded so often that this round waits for them.
         until_s: when the current stage ends by itself.
+        answers_until_s: when the round gives up those of the electorate that have not answered.
         members: sessions whose contributions are merged, once that is decided, in the order of the merge.
         shares: of the members, in the work of the fleet.
         num_ready, quorum: contributions that were there, and were needed, when membership closed.
@@ -68,6 +70,7 @@ class Round:
     quorum_s: float | None = None
     closed_s: float = 0.0
     until_s: float = 0.0
+    answers_until_s: float = 0.0
     members: tuple[str, ...] = ()
     shares: tuple[float, ...] = ()
     num_ready: int = 0

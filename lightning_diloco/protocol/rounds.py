@@ -8,8 +8,10 @@
    superseded twice in a row is waited for in one round, up to a cap.
 4. Learners that end together evaluate before they drain. One that drains waits for those who evaluate, and its rounds
    for everybody, as long as it can, so that contributions are merged by direction rather than added up.
-5. How far each contribution moves the anchor does not depend on who else is in the round (`shares.py`).
-6. What is merged is checked against the fence twice: at receipt and when the commit is recorded.
+5. What a learner says of itself lengthens no wait of others beyond a few steps of theirs (`_believed_s`), nor beyond
+   MAX_WAIT_S. Who has not answered ANSWER_STEPS after that is not in the electorate any more, whatever the quorum.
+6. How far each contribution moves the anchor does not depend on who else is in the round (`shares.py`).
+7. What is merged is checked against the fence twice: at receipt and when the commit is recorded.
 
 The stages of a round, and which may follow which, are the table in `round.py`.
 """
@@ -19,12 +21,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from statistics import median_low
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol import records
 from lightning_diloco.protocol.actions import SyncerAction
+from lightning_diloco.protocol.conduct import Conduct
 from lightning_diloco.protocol.contributions import Contributions
 from lightning_diloco.protocol.grace import Ema, grace_window_s
 from lightning_diloco.protocol.ledger import Ledger
@@ -37,7 +42,10 @@ TRANSFER_FLOOR_S = 2.0
 TRANSFER_CAP_S = 120.0
 OWED_AFTER = 2
 WAIT_FOR_OWED_STEPS = 10
-MAX_PATIENCE_S = 3600.0  # whatever who drains asks for
+MAX_SLOWER = 4.0
+MAX_WAIT_S = 600.0
+MAX_PATIENCE_S = 60.0  # whatever who drains asks for
+ANSWER_STEPS, ANSWER_FLOOR_S = 10, 10.0
 RETRY_COMMIT_S = 2.0
 ANNOUNCE_AGAIN_S = 2.0
 NUM_DIGESTS_KEPT = 8
@@ -60,7 +68,8 @@ class Rounds:
         self.heartbeat_s = heartbeat_s
         self.generation = 0
         self.fragments = [FragmentRounds() for _ in range(num_fragments)]
-        self.contributions = Contributions(self.fragments, roster, ledger)
+        self.contributions = Contributions(self.fragments, roster, ledger, sync_every=config.sync_every)
+        self.conduct = Conduct(roster, guard=config.guard)
         self.next_round = 1
         self.quorum_s = Ema()
         self.sync_s = Ema()
@@ -79,7 +88,7 @@ class Rounds:
             if intent.patience_s > 0 and self._somebody_evaluates():
                 f.wanted[member.session] = intent  # opened once nobody does
                 return []
-            return self._open(f, intent, now_s)
+            return self._open(f, member.session, intent, now_s)
         if f.round.stage == "collecting":
             return [do.Send(member.session, msg.Announce(p, f.round.number))]
         if member.session not in f.round.members:
@@ -93,8 +102,11 @@ class Rounds:
         """Those who drain waited for somebody who evaluated."""
         wanted = [(self.roster[session], intent) for session, intent in f.wanted.items()]
         f.wanted.clear()
-        unmerged = [intent for member, intent in wanted if self.contributions.has_unmerged(member, p)]
-        return self._open(f, unmerged[0], now_s) if unmerged else []
+        unmerged = [each for each in wanted if self.contributions.has_unmerged(each[0], p)]
+        if not unmerged:
+            return []
+        opener, intent = unmerged[0]
+        return self._open(f, opener.session, intent, now_s)
 
     def ready(self, member: Member, ready: msg.Ready, now_s: float) -> list[SyncerAction]:
         if self._is_being_written(member, ready.fragment):
@@ -154,19 +166,28 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------------------- stages
 
-    def _open(self, f: FragmentRounds, intent: msg.Intent, now_s: float) -> list[SyncerAction]:
+    def _open(self, f: FragmentRounds, opener: str, intent: msg.Intent, now_s: float) -> list[SyncerAction]:
         p = intent.fragment
         f.wanted.clear()
         todo = self.contributions.supersede(p, self.config.max_staleness_versions)
         electorate = self.roster.electorate(now_s, self.heartbeat_s)
         owed = frozenset(s for s in electorate if self.roster[s].num_superseded.get(p, 0) >= OWED_AFTER)
-        f.round = Round(self.next_round, now_s, now_s, intent.step_s, electorate, max(1, len(electorate)), owed)
-        patience_s = min(intent.patience_s, MAX_PATIENCE_S)
-        f.round.until_s = now_s + max(intent.boundary_s + self._grace_s(intent.step_s), patience_s)
+        step_s, boundary_s = (
+            self._believed_s(said_s, electorate, opener) for said_s in (intent.step_s, intent.boundary_s)
+        )
+        f.round = Round(self.next_round, now_s, now_s, step_s, electorate, max(1, len(electorate)), owed)
+        patience_s = min(intent.patience_s, max(MAX_PATIENCE_S, ANSWER_STEPS * step_s))
+        f.round.until_s = now_s + max(boundary_s + self._grace_s(step_s), patience_s)
+        f.round.answers_until_s = f.round.until_s + max(ANSWER_FLOOR_S, ANSWER_STEPS * step_s)
         self.next_round += 1
         # To everybody, not just the electorate: who cannot answer is not waited for, but may.
         todo += self._announce(p, f.round, {m.session for m in self.roster.live()})
         return todo + self._try_close(p, now_s)
+
+    def _believed_s(self, said_s: float, electorate: set[str], session: str) -> float:
+        """A time that a learner tells of its steps, as far as others wait for it."""
+        others = [step_s for other in electorate if other != session and (step_s := self.roster[other].step_s) > 0]
+        return min(said_s, MAX_SLOWER * median_low(others) if others else said_s, MAX_WAIT_S)
 
     def _announce(self, p: int, r: Round, sessions: set[str]) -> list[SyncerAction]:
         return [do.Send(session, msg.Announce(p, r.number)) for session in sorted(sessions)]
@@ -184,8 +205,10 @@ class Rounds:
         return max(1, min(self.config.quorum, len(round_.electorate)))
 
     def _may_join(self, held: Held) -> bool:
-        """Its payload is here, or somebody is there to send it."""
-        return held.has_payload or self.roster[held.contribution.session].is_live
+        """Its payload is here, or somebody is there to send it in time; and it may be merged."""
+        session = held.contribution.session
+        is_coming = self.roster[session].is_live and not held.is_late
+        return (held.has_payload or is_coming) and not self.roster.is_quarantined(session)
 
     def _try_close(self, p: int, now_s: float) -> list[SyncerAction]:
         f = self.fragments[p]
@@ -193,6 +216,8 @@ class Rounds:
         if r is None or r.stage != "collecting":
             return []
         ready = {session for session, held in f.held.items() if self._may_join(held)}
+        if now_s >= r.answers_until_s:
+            r.electorate &= ready
         missing = r.electorate - ready
         has_quorum = len(ready) >= self.effective_quorum(r)
         if has_quorum and r.quorum_s is None:
@@ -210,8 +235,8 @@ class Rounds:
 
     def waits_for_owed_until_s(self, r: Round, missing: set[str]) -> float:
         """Until when a round waits for those it owes that; its opening where it owes nothing."""
-        step_s = max((self.roster[s].step_s for s in r.owed & missing), default=None)
-        return r.opened_s if step_s is None else r.opened_s + WAIT_FOR_OWED_STEPS * max(r.opener_step_s, step_s)
+        times = [self._believed_s(self.roster[s].step_s, r.electorate, s) for s in r.owed & missing]
+        return r.opened_s + WAIT_FOR_OWED_STEPS * max(r.opener_step_s, *times) if times else r.opened_s
 
     def _transfer_deadline_s(self, r: Round) -> float:
         if not r.owed.isdisjoint(r.members):
@@ -223,10 +248,12 @@ class Rounds:
         r = f.round
         if r is None or r.stage != "transferring":
             return []
-        here = [s for s in r.members if s in f.held and f.held[s].has_payload]
-        awaited = [s for s in r.members if s in f.held and not f.held[s].has_payload and self.roster[s].is_live]
-        if awaited and now_s < r.until_s:
+        there = {s: f.held[s] for s in r.members if s in f.held and self._may_join(f.held[s])}
+        here = [s for s, held in there.items() if held.has_payload]
+        if len(here) < len(there) and now_s < r.until_s:
             return []
+        for held in there.values():
+            held.is_late = not held.has_payload  # waited for once; it joins a round when it is here
         if not here:
             return self._abort(p, f, "no payload arrived in time")
         return self._merge(p, f, r, here, now_s)
@@ -236,24 +263,54 @@ class Rounds:
         chosen = sorted((f.held[s].contribution for s in members), key=lambda c: (c.learner, c.incarnation))
         r.members = tuple(c.session for c in chosen)
         r.shares = shares_of_work([self.roster[s] for s in r.members], self.roster.at_work(now_s, self.heartbeat_s))
-        return [do.Merge(p, r.number, tuple(chosen), r.shares)]
+        return [do.Merge(p, r.number, tuple(chosen), r.shares, self._on_trial(f))]
 
-    def merged(self, p: int, number: int, kept: Mapping[str, float], now_s: float) -> list[SyncerAction]:
-        """The outer gradient exists; check the fence once more, then have it committed."""
-        f = self.fragments[p]
+    def _on_trial(self, f: FragmentRounds) -> tuple[do.Contribution, ...]:
+        """Contributions of learners in quarantine."""
+        held = [held.contribution for s, held in f.held.items() if held.has_payload and self.roster.is_quarantined(s)]
+        return tuple(sorted(held, key=lambda c: (c.learner, c.incarnation)))
+
+    def merged(self, event: on.Merged, now_s: float) -> list[SyncerAction]:
+        """The outer gradient exists; check the fence once more, then have it committed. Or some were refused."""
+        p, f = event.fragment, self.fragments[event.fragment]
         r = f.round
-        if r is None or r.number != number or r.stage != "merging":
+        if r is None or r.number != event.round or r.stage != "merging":
             return []
+        todo = [a for session, verdict in event.verdicts.items() for a in self._judge(p, f, session, verdict, now_s)]
         still_there = self._still_there(f, r)
         if not still_there:
-            return self._abort(p, f, "every contributor was fenced off or left")
+            return todo + self._abort(p, f, "every contributor was fenced off, left or was refused")
         if len(still_there) < len(r.members):
-            return self._merge(p, f, r, still_there, now_s)
+            return todo + self._merge(p, f, r, still_there, now_s)
         r.go("committing")
-        return [do.Apply(p, r.number, self._commit_record(p, f, r, kept))]
+        return [*todo, do.Apply(p, r.number, self._commit_record(p, f, r, event.kept))]
+
+    def _judge(self, p: int, f: FragmentRounds, session: str, verdict: on.Verdict, now_s: float) -> list[SyncerAction]:
+        """What a verdict means for the contribution, and for its learner."""
+        held = f.held.get(session)
+        if held is None:
+            return []
+        todo, member, was_on_trial = list[SyncerAction](), self.roster[session], self.roster.is_quarantined(session)
+        record = self.conduct.hear(member, verdict)
+        if record is not None:
+            self.conduct.apply(record)
+            event, why = (
+                ("quarantine", {"reason": record.reason})
+                if isinstance(record, records.Quarantined)
+                else ("release", {})
+            )
+            todo += [do.Record(records.encode(record)), do.Note(event, {"learner": member.learner, **why})]
+        if was_on_trial or self.roster.is_quarantined(session):
+            reason = self.roster.quarantined.get(member.learner, "the last one on trial; the next one is merged again")
+            todo += self.contributions.decide(member, held.contribution.ready, "quarantined", reason)
+            return todo + self.remove(member, now_s)
+        if verdict.is_refused:
+            todo += self.contributions.decide(member, held.contribution.ready, "refused", verdict.odd or "")
+        return todo
 
     def _still_there(self, f: FragmentRounds, r: Round) -> list[str]:
-        return [s for s in r.members if s in f.held and self.roster[s].state == "active"]
+        """Members that can be merged."""
+        return [s for s in r.members if s in f.held and self.roster[s].state == "active" and self._may_join(f.held[s])]
 
     def _commit_record(self, p: int, f: FragmentRounds, r: Round, kept: Mapping[str, float]) -> records.CommitRecord:
         merges = tuple(
@@ -285,15 +342,18 @@ class Rounds:
         contributors = []
         for merge in record.merges:
             member = self.roster[merge.session]
-            member.contributed_s = now_s
+            member.contributed_s = member.merged_s[p] = now_s
             contributors.append(msg.Contributor(member.learner, member.incarnation, merge.ready.seq))
         commit = msg.Commit(p, record.generation, record.version, tuple(contributors))
         todo: list[SyncerAction] = [do.DropPayload(m.session, p, m.ready.seq) for m in record.merges]
         todo.append(self._commit_note(record, r, now_s))
         todo += [do.Send(member.session, commit) for member in self.roster.in_state("active")]
-        wanted = [intent for session, intent in f.wanted.items() if self.roster[session].is_live]
+        wanted = [(session, intent) for session, intent in f.wanted.items() if self.roster[session].is_live]
         self._end(p, f)
-        return todo + (self._open(f, replace(wanted[0], patience_s=0.0), now_s) if wanted else [])
+        if not wanted:
+            return todo
+        session, intent = wanted[0]
+        return todo + self._open(f, session, replace(intent, patience_s=0.0), now_s)
 
     def apply_commit(self, record: records.CommitRecord) -> None:
         """The part of a commit that a restart repeats."""
@@ -342,7 +402,16 @@ class Rounds:
         note = do.Note("abort", {"fragment": p, "round": f.round.number, "reason": reason})
         self._end(p, f)
         f.wanted.clear()
-        return [note]
+        return [note, *self._refuse_unjudged(p, f)]
+
+    def _refuse_unjudged(self, p: int, f: FragmentRounds) -> list[SyncerAction]:
+        """Who is in quarantine and has nobody to be compared with is told so, rather than left waiting."""
+        todo: list[SyncerAction] = []
+        for contribution in self._on_trial(f):
+            member = self.roster[contribution.session]
+            reason = f"{self.roster.quarantined[member.learner]}; nobody else has contributed to compare it with"
+            todo += self.contributions.decide(member, contribution.ready, "quarantined", reason)
+        return todo
 
     def _end(self, p: int, f: FragmentRounds) -> None:
         assert f.round is not None

@@ -11,7 +11,10 @@ depend on the rounds in which the work arrives:
    share is 1/4; four such rounds move the anchor as far as one round of all. Normalized within the round, as the paper
    does it, they would move it four times as far, and training diverges where rounds gather few learners.
 2. A contribution of twice the steps holds twice the work and moves the anchor twice as far: shares do not depend on it.
-3. What the outer momentum sees is `work`: sum(share_m * steps_m) / H, 1 for a round of all with H steps each
+3. Rates are what learners say of themselves. No rate counts as more than MAX_RATE times the median of the others', of
+   one other learner likewise, so that nobody becomes all of the fleet by a word. A rate MAD times as high is no rate,
+   and counts as the others' median.
+4. What the outer momentum sees is `work`: sum(share_m * steps_m) / H, 1 for a round of all with H steps each
    (`core.outer.momentum_by_work`).
 
 Source: weights are those of arXiv 2604.21428, Sec. 3.2; taking them over the whole fleet is our choice.
@@ -20,9 +23,13 @@ Source: weights are those of arXiv 2604.21428, Sec. 3.2; taking them over the wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median_high
 
 from lightning_diloco.protocol.roster import Member
+
+MAX_RATE = 10.0
+MAD = 1e6  # a thousand times the tokens a step
 
 
 def shares_of_work(contributors: Sequence[Member], at_work: Iterable[Member]) -> tuple[float, ...]:
@@ -34,8 +41,18 @@ def shares_of_work(contributors: Sequence[Member], at_work: Iterable[Member]) ->
             average one.
     """
     fleet = {member.session: member for member in (*at_work, *contributors)}
-    known = [rate for member in fleet.values() if (rate := member.work_per_s) is not None]
-    average = math.fsum(known) / len(known) if known else 1.0
-    rates = {session: average if (rate := m.work_per_s) is None else rate for session, m in fleet.items()}
+    said = {session: rate for session, member in fleet.items() if (rate := member.work_per_s) is not None}
+    known = {session: _believed(session, said) for session in said}
+    average = math.fsum(known.values()) / len(known) if known else 1.0
+    rates = {session: known.get(session, average) for session in fleet}
     total = math.fsum(rates.values())
     return tuple(rates[member.session] / total for member in contributors)
+
+
+def _believed(session: str, said: Mapping[str, float]) -> float:
+    """Rule 3."""
+    others = [rate for other, rate in said.items() if other != session]
+    if not others:
+        return said[session]
+    usual = median_high(others)
+    return usual if said[session] > MAD * usual else min(said[session], MAX_RATE * usual)

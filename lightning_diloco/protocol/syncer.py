@@ -5,8 +5,8 @@
 2. Joining lives in `joins.py`, leases of data in `leasing.py`, rounds in `rounds.py`, contributions in
    `contributions.py`, token books in `ledger.py`. This file hands events to them and joins their answers.
 3. Leaves and fences wait for a commit that is being written and names the leaver; both are repeated until answered.
-4. Whoever speaks of an older generation is welcomed to the present one; whoever holds what was never published here
-   shows that the disk was rolled back, and a new generation begins.
+4. Whoever speaks of another generation, or of a version not reached here, is welcomed to what there is. Only who proves
+   that it was published (`proofs.py`) shows that the disk was rolled back, and a new generation begins.
 5. Leases run by the time at which events came, not by that at which they are handled. Time in which this process stood
    still counts against nobody.
 
@@ -20,10 +20,9 @@ from lightning_diloco.protocol import codec, records
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import SyncerAction
+from lightning_diloco.protocol.claims import implausible_tokens
 from lightning_diloco.protocol.joins import Joins
 from lightning_diloco.protocol.roster import Member
-
-MAX_GENERATIONS_LOST = 1000
 
 
 class SyncerState(Joins):
@@ -34,6 +33,7 @@ class SyncerState(Joins):
         options: run options fixed by the syncer's own flags.
         expect: learners to wait for before the first step; None: do not wait.
         heartbeat_s: seconds between learners' heartbeats.
+        secret: of a new run, see `proofs.py`; one that is restored has its own.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class SyncerState(Joins):
         options: dict[str, msg.Scalar] | None = None,
         expect: int | None = None,
         heartbeat_s: float = 1.0,
+        secret: str = "",
     ) -> None:
-        super().__init__(run=run, options=dict(options or {}), expect=expect, heartbeat_s=heartbeat_s)
+        super().__init__(run=run, options=dict(options or {}), expect=expect, heartbeat_s=heartbeat_s, secret=secret)
         self._no_verdict()
         self._applying: dict[int, records.CommitRecord] = {}
 
@@ -129,6 +130,8 @@ class SyncerState(Joins):
         progress = message.progress
         if not self._is_whole(progress):
             return [do.Note("ignored", {"learner": member.learner, "message": "Heartbeat of a wrong length"})]
+        if problem := implausible_tokens(member, self.roster, tokens=progress.tokens, steps=progress.step):
+            return self._disbelieve(member, problem)
         member.hear(progress, message.phase, now_s)
         member.step_s, member.tokens_per_s, member.metrics = message.step_s, message.tokens_per_s, message.metrics
         account = self.account(member)
@@ -144,6 +147,14 @@ class SyncerState(Joins):
         if not member.takes_part(now_s, self.heartbeat_s):
             todo += self.rounds.remove(member, now_s)
         return [*todo, do.Send(member.session, self._run_is(member))]
+
+    def _disbelieve(self, member: Member, problem: str) -> list[SyncerAction]:
+        """Its counter is wrong: nothing it counts is used, and it is told to stop, as often as it says so."""
+        told = do.Send(member.session, msg.Rejected("config", problem))
+        if member.is_disbelieved:
+            return [told]
+        member.is_disbelieved = True
+        return [told, do.Note("rejected", {"learner": member.learner, "text": problem})]
 
     def _stop(self, member: Member, reason: str | None) -> list[SyncerAction]:
         """End the run if this learner asks for it; everybody hears of it with their next heartbeat."""
@@ -182,12 +193,10 @@ class SyncerState(Joins):
             is_ahead = said.base > versions[said.fragment]
         else:
             is_ahead = any(landed > version for landed, version in zip(said.landed, versions, strict=True))
-        if said.generation > self.rounds.generation or (said.generation == self.rounds.generation and is_ahead):
-            self._outlived = max(said.generation, self._outlived or 0)
         return said.generation != self.rounds.generation or is_ahead
 
     def _merged(self, event: on.Merged, now_s: float) -> list[SyncerAction]:
-        todo = self.rounds.merged(event.fragment, event.round, event.kept, now_s)
+        todo = self.rounds.merged(event, now_s)
         for action in todo:
             if isinstance(action, do.Apply):
                 self._applying[event.fragment] = action.commit
@@ -208,9 +217,7 @@ class SyncerState(Joins):
         if self.rounds.is_committing():
             return []  # that commit counts, whoever is welcomed after it
         self._outlived = None
-        # In bounded steps: one that claims an absurd generation must not use up the numbers.
-        known = min(outlived, self.rounds.generation + MAX_GENERATIONS_LOST)
-        record = records.Regenerated(max(known, self.rounds.generation) + 1)
+        record = records.Regenerated(max(outlived, self.rounds.generation) + 1)
         self.apply(record)
         todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Note("regenerated", codec.dump(record))]
         for member in self.roster.in_state("active"):
@@ -229,6 +236,9 @@ class SyncerState(Joins):
             return [do.Note("ignored", {"learner": member.learner, "message": "Leave"})]
         if self._is_out_of_step(message.progress):
             return self._invite(member)
+        books = message.progress
+        if problem := implausible_tokens(member, self.roster, tokens=books.tokens, steps=books.step):
+            return self._disbelieve(member, problem)
         member.hear(message.progress, "draining", now_s)
         member.tokens_per_s, member.metrics, member.ended_s = message.tokens_per_s, message.metrics, now_s
         todo = self._stop(member, message.stop) + self.rounds.drop_contributions(member)

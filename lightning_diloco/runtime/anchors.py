@@ -28,6 +28,7 @@ from torch import Tensor
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.blocks import all_finite
 from lightning_diloco.core.digest import digest
+from lightning_diloco.core.encoded import Encoded, Measured
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.merge import MergeReport, merge_fragment
 from lightning_diloco.core.outer import momentum_by_work, nesterov_step, publish
@@ -77,7 +78,7 @@ class Update:
         kind: "chain", encoded updates one after another, or "full", float32 values.
         generation: of the fragment.
         from_version: what the chain starts from; of a "full" update, the version it carries.
-        version: what the learner has afterwards.
+        version, digest: what the learner has afterwards.
         payload: uint8, read-only; shares memory with the store, which never changes it.
     """
 
@@ -85,6 +86,7 @@ class Update:
     generation: int
     from_version: int
     version: int
+    digest: str
     payload: memoryview
 
 
@@ -133,8 +135,20 @@ class AnchorStore:
         _check_finite(values, f"the start values of fragment {p}", "start from a sound checkpoint")
         self._anchors[p] = Anchor(generation, 0, values, values.clone(), torch.zeros_like(values), ())
 
+    def measure(self, p: int, contributions: Sequence[Tensor]) -> Measured:
+        """What encoded contributions look like side by side; changes nothing."""
+        config = self._config
+        return Encoded(contributions, self.layouts[p].padded_numel, config.wire, config.block_size).measured(
+            self.layouts[p]
+        )
+
     def merge(
-        self, p: int, contributions: Sequence[Tensor], shares: Sequence[float], max_norms: Sequence[float] | None = None
+        self,
+        p: int,
+        contributions: Sequence[Tensor],
+        shares: Sequence[float],
+        max_norms: Sequence[float] | None = None,
+        measured: Measured | None = None,
     ) -> tuple[Tensor, MergeReport]:
         """Merge encoded contributions to an outer gradient; changes nothing.
 
@@ -143,6 +157,7 @@ class AnchorStore:
             contributions: uint8 [wire_nbytes] each, in an order that is the same on every replay.
             shares: of each learner in the work of the fleet, see `core.merge.merge_fragment`.
             max_norms: a longer contribution is scaled down to its limit; None: no limits.
+            measured: what `measure` found of them.
 
         Returns:
             The outer gradient, bfloat16 [P], whose bytes go into the log, and what the contributions looked like.
@@ -159,6 +174,7 @@ class AnchorStore:
             block_size=config.block_size,
             merge=config.merge,
             max_norms=max_norms,
+            measured=measured,
         )
 
     def next_state(self, p: int, outer_gradient: Tensor, *, work: float, in_place: bool = False) -> Anchor:
@@ -247,10 +263,11 @@ class AnchorStore:
         anchor = self.anchor(p)
         behind = math.inf if have_version is None else anchor.version - have_version
         if generation not in (None, anchor.generation) or not 0 <= behind <= len(anchor.chain):
-            return Update("full", anchor.generation, anchor.version, anchor.version, bytes_of(anchor.published))
+            now = (anchor.version, anchor.version, anchor.digest)
+            return Update("full", anchor.generation, *now, bytes_of(anchor.published))
         missing = anchor.chain[len(anchor.chain) - int(behind) :]
         start = anchor.version - len(missing)
-        return Update("chain", anchor.generation, start, anchor.version, bytes_of(_joined(missing)))
+        return Update("chain", anchor.generation, start, anchor.version, anchor.digest, bytes_of(_joined(missing)))
 
     def digest(self, p: int) -> str:
         """Digest of the published values; computed once per version."""

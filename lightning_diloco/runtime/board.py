@@ -25,7 +25,10 @@ from lightning_diloco.transport.base import Json
 log = logging.getLogger(__name__)
 
 NUM_RECENT = 100
-_TOLD = ("seeded", "join", "leave", "lapse", "return", "rejected", "suspended", "resumed", "regenerated", "evaluated")
+_TOLD = (
+    "seeded", "join", "leave", "lapse", "return", "rejected", "refused", "quarantine", "release", "suspended",
+    "resumed", "regenerated", "evaluated",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -171,7 +172,15 @@ class BulkDesk:
             seed.num_bytes = stop
         return stop
 
-    def give(self, session: str, header: Json, store: AnchorStore | None, *, is_known: bool = False) -> Bulk:
+    def give(
+        self,
+        session: str,
+        header: Json,
+        store: AnchorStore | None,
+        *,
+        is_known: bool = False,
+        proof: Callable[[int, int, int, str], str] = lambda *_: "",
+    ) -> Bulk:
         """What brings a learner up to date.
 
         Args:
@@ -179,11 +188,12 @@ class BulkDesk:
             header: {"fragment", "generation", "have"}, and {"at", "mark"} if it continues what came in portions.
             store: the anchors, if there are any.
             is_known: whether an update may be kept for this session until all of it went.
+            proof: that a version was published, see `SyncerState.proof`.
         """
         at, mark = header.get("at", 0), header.get("mark")
         given = self._given.pop(session, None)
         if given is None or at == 0 or given.mark != mark:
-            given = self._new(session, header, store)
+            given = self._new(session, header, store, proof)
         num_bytes = given.payload.nbytes
         if type(at) is not int or not 0 <= at < num_bytes or given.mark != mark:
             at = 0
@@ -197,7 +207,9 @@ class BulkDesk:
             self._given[session] = given
         return Bulk({**given.answer, "at": at, "of": num_bytes, "mark": given.mark}, payload)
 
-    def _new(self, session: str, header: Json, store: AnchorStore | None) -> _Given:
+    def _new(
+        self, session: str, header: Json, store: AnchorStore | None, proof: Callable[[int, int, int, str], str]
+    ) -> _Given:
         p = header.get("fragment")
         if store is None or type(p) is not int or not 0 <= p < len(store.layouts):
             raise CorruptMessageError(
@@ -211,8 +223,6 @@ class BulkDesk:
         update = store.update_for(p, have, generation=generation)
         # Read after the update: a merge noted meanwhile has a higher version and is not part of it.
         seq, version, kept = self._merged.get((session, p), (None, 0, 1.0))
-        now = store.anchor(p)
-        is_now = (now.generation, now.version) == (update.generation, update.version)
         answer = {
             "kind": update.kind,
             "generation": update.generation,
@@ -220,7 +230,8 @@ class BulkDesk:
             "version": update.version,
             "merged_seq": seq if version <= update.version else None,
             "kept": kept,
-            "digest": now.digest if update.kind == "full" and is_now else None,
+            "digest": update.digest if update.kind == "full" else None,
+            "proof": proof(p, update.generation, update.version, update.digest),
         }
         mark = f"{p} {update.kind} {update.generation} {update.from_version} {update.version}"
         return _Given(mark, answer, update.payload, time.monotonic())
@@ -232,8 +243,9 @@ class BulkDesk:
     # ------------------------------------------------------------------------------------------- called by the service
 
     def payloads(self, action: actions.Merge) -> tuple[Tensor, ...]:
-        """Of all contributions to a round."""
-        kept = [(self._payloads[c.session, action.fragment], c.ready.seq) for c in action.contributions]
+        """Of all contributions to a round, and then of those on trial."""
+        wanted = (*action.contributions, *action.on_trial)
+        kept = [(self._payloads[c.session, action.fragment], c.ready.seq) for c in wanted]
         assert all(seq == wanted for (seq, _), wanted in kept)
         return tuple(payload for (_, payload), _ in kept)
 

@@ -228,7 +228,8 @@ class Freight:
         self._staged[p] = staged
         seq = None if mine is None else header["merged_seq"]
         is_full = update.full is not None
-        self._handle(events.Staged(p, header["generation"], header["version"], seq, is_full, header["kept"]))
+        about = (header["generation"], header["version"], seq, is_full, header["kept"], header["proof"])
+        self._handle(events.Staged(p, *about))
 
     def _merged_part(self, p: int, mine: _Kept, kept: float) -> Tensor:
         """What the syncer merged of my contribution: the same bytes, where the norm guard scaled it down."""

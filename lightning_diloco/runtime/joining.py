@@ -71,6 +71,7 @@ class Joined:
         active: open rounds.
         cursor: where its polls go on.
         transfer_s: what adopting a fragment took, at most.
+        proofs: that what was adopted was published, per fragment.
         differing: frozen parameters that are not as the run's first learner built them.
     """
 
@@ -81,6 +82,7 @@ class Joined:
     device: FragmentDevice[Any, Any]
     cursor: int
     transfer_s: float
+    proofs: tuple[str, ...]
     differing: Collection[str] = ()
 
     @property
@@ -95,6 +97,7 @@ class Joined:
             incarnation=self.welcome.incarnation,
             generations=self.welcome.generations,
             versions=self.welcome.versions,
+            proofs=self.proofs,
             due=partial(fragment_due, sync_every=self.config.sync_every, num_fragments=self.plan.num_fragments),
             sync_every=self.config.sync_every,
             overlap=self.config.overlap,
@@ -142,6 +145,7 @@ class Joining:
         self._cursor = 0
         self._num_resets = 0
         self._transfer_s = 0.0
+        self._proofs: tuple[str, ...] = ()
         self._offered: Json | None = None
 
     def run(self) -> Joined:
@@ -170,7 +174,7 @@ class Joining:
         )
         active = self._ask(confirm, messages.Active)
         differing = self._model.differing(frozen)
-        return Joined(welcome, active, plan, config, device, self._cursor, self._transfer_s, differing)
+        return Joined(welcome, active, plan, config, device, self._cursor, self._transfer_s, self._proofs, differing)
 
     def _seed(
         self, hello: messages.Hello, grant: messages.SeedGrant
@@ -208,7 +212,7 @@ class Joining:
         self, welcome: messages.Welcome, plan: FragmentPlan, config: RunConfig, device: FragmentDevice[Any, Any]
     ) -> messages.Welcome:
         """Take over the anchors as they are now; the versions in the answer are what was really adopted."""
-        generations, versions = [], []
+        generations, versions, proofs = [], [], []
         for p in range(plan.num_fragments):
             numel, began_s = plan.layout(p, config.block_size).padded_numel, time.monotonic()
             header, values_P = self._insist(partial(self._full, p, numel))
@@ -216,6 +220,8 @@ class Joining:
             self._transfer_s = max(self._transfer_s, time.monotonic() - began_s)
             generations.append(header["generation"])
             versions.append(header["version"])
+            proofs.append(header["proof"])
+        self._proofs = tuple(proofs)
         return replace(welcome, generations=tuple(generations), versions=tuple(versions))
 
     def _full(self, p: int, numel: int) -> tuple[Json, Tensor]:

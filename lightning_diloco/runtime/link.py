@@ -350,6 +350,8 @@ class Link(SaysOfItself):
                 return 1
             case actions.Forget():
                 self._freight.forget(action.fragment, action.seq)
+            case actions.Warn():
+                log.warning("%s", action.text)
             case actions.Fail():
                 self._fail(getattr(errors, action.error)(action.text))
             case actions.Left():

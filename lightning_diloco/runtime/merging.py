@@ -3,15 +3,15 @@
 1. One thread does it, a round at a time, on payloads it was handed: whatever happens to them meanwhile, they stay.
 2. `merge` changes nothing. `commit` computes the next state, then makes the record durable; installing the state is
    left to the caller, so that anchors and machine change together.
-3. Norms are guarded: a contribution much longer than what is usual for its work is scaled down (`usual_norms.py`), and
-   what was cut off stays its learner's progress. Finite contributions whose sum is not lose the longest one, which is
-   refused, and are merged again without it. Both are counted by learner.
+3. Contributions are compared first (`judging.py`). If one is refused, nothing is merged: the machine has the round
+   merged again without it. One that is only scaled down leaves what was cut off to its learner, as progress. Finite
+   contributions whose sum is not lose the longest one, likewise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -21,13 +21,14 @@ from lightning_diloco.errors import NonFiniteError, StorageError
 from lightning_diloco.protocol import actions, events
 from lightning_diloco.runtime.anchors import Anchor, AnchorStore, bytes_of
 from lightning_diloco.runtime.durable import Durable
+from lightning_diloco.runtime.judging import Judge
 from lightning_diloco.runtime.recorded import Recorded, Recorder
 from lightning_diloco.transport.base import Json
 
 
 @dataclass(frozen=True, slots=True)
 class MergeJob:
-    """A round's contributions with their bytes."""
+    """A round's contributions with their bytes, and after them the bytes of those on trial."""
 
     action: actions.Merge
     payloads: tuple[Tensor, ...]
@@ -75,16 +76,22 @@ class Merger:
         self._recorder = recorder
         self._disk_failed = disk_failed
         self._gradients: dict[int, _Gradient] = {}
-        self._usual = durable.past.usual
+        self._judge = Judge(durable.past.usual)
 
     def merge(self, store: AnchorStore, job: MergeJob) -> list[events.SyncerEvent]:
         """Compute a round's outer gradient; returns what the machine is to be told."""
         p, contributions = job.action.fragment, job.action.contributions
-        max_norms = tuple(self._usual.limit(p, c.learner, c.ready.steps) for c in contributions)
-        values_P, found = store.merge(p, job.payloads, job.action.shares, max_norms)
-        gradient = _Gradient(job, max_norms, values_P, found)
+        measured = store.measure(p, job.payloads)
+        judged = self._judge.judge(p, contributions, job.action.on_trial, measured)
+        if judged.refused.keys() & {c.session for c in contributions}:
+            return [events.Merged(p, job.action.round, verdicts=judged.refused)]
+        job = replace(job, payloads=job.payloads[: len(contributions)])
+        values_P, found = store.merge(
+            p, job.payloads, job.action.shares, judged.max_norms, measured.only(len(contributions))
+        )
+        gradient = _Gradient(job, judged.max_norms, values_P, found)
         kept = {c.session: part for c, part in zip(contributions, found.kept, strict=True) if part < 1}
-        merged = events.Merged(p, job.action.round, kept)
+        merged = events.Merged(p, job.action.round, kept, judged.verdicts)
         if not all_finite(values_P):
             return [_refuse_longest(gradient, "the sum of this round's contributions is not finite"), merged]
         self._gradients[p] = gradient

@@ -67,7 +67,7 @@ def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float
         elif line["event"] == "leave" and (left := newest.get(line["learner"])):
             left.ended_s = at_s
         elif line["event"] == "outer":
-            past.usual.learn(line["fragment"], line["learners"], line["norms"], line["steps"])
+            past.usual.learn(line["fragment"], line["learners"], line["norms"], line["steps"], line["kept"])
         elif line["event"] == PROGRESS:
             past.bytes_up, past.bytes_down = line["bytes_up"], line["bytes_down"]
             for learner in line["learners"]:

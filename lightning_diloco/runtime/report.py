@@ -210,6 +210,7 @@ def _learner(state: SyncerState, m: Member, now_s: float) -> dict[str, Any]:
         "staleness_versions": behind,
         "num_refused": m.num_refused,
         "num_clipped": m.num_clipped,
+        "quarantined": state.roster.quarantined.get(m.learner),
         "last_contribution_s_ago": None if m.contributed_s is None else now_s - m.contributed_s,
         "last_heard_s_ago": now_s - m.heard_s,
     }

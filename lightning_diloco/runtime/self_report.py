@@ -85,13 +85,14 @@ class SaysOfItself:
             before = self._landed(p)
             anchor_P = self._anchor(p)
             if anchor_P is not None and self._landed(p) == before:
-                return messages.Mark(*before, digest(anchor_P))
+                generation, version, proof = before
+                return messages.Mark(generation, version, digest(anchor_P), proof)
 
-    def _landed(self, p: int) -> tuple[int, int]:
-        """Generation and version; between two landings, as a landing holds the lock."""
+    def _landed(self, p: int) -> tuple[int, int, str]:
+        """Generation, version and its proof; between two landings, as a landing holds the lock."""
         with self._changed:
             f = self._machine.fragments[p]
-            return f.generation, f.landed
+            return f.generation, f.landed, f.proof
 
     def _anchor(self, p: int) -> Tensor | None:
         """None: not all parts of it are of one version at present."""

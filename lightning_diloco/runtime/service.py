@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections import deque
@@ -93,7 +94,8 @@ class SyncerService:
         self._recorder = None
         if options.record_contributions:
             self._recorder = Recorder(options.run_dir / "syncer" / "contributions")
-        self.state = SyncerState(run=run, options=dict(options.run_options), expect=options.expect)
+        about = {"options": dict(options.run_options), "expect": options.expect, "secret": secrets.token_hex(16)}
+        self.state = SyncerState(run=run, **about)
         self._store = self._durable.restore(self.state, time.monotonic())
         if self._durable.past.was_closed:
             self._ending.reopened()
@@ -218,7 +220,8 @@ class SyncerService:
     def on_get(self, header: Json) -> Bulk:
         """What brings a learner up to date: {"session", "fragment", "generation", "have"} -> update."""
         session = self._enter(header)
-        return self._desk.give(session, header, self._store, is_known=self._is_member(session))
+        is_known = self._is_member(session)
+        return self._desk.give(session, header, self._store, is_known=is_known, proof=self.state.proof)
 
     def on_status(self) -> Json:
         """The run as people see it."""
@@ -354,9 +357,9 @@ class SyncerService:
         p, record, found = made.event.fragment, self.state.applying(made.event.fragment), made.report
         self._desk.note_merged(record)
         self._store.install(p, made.anchor)
-        steps = tuple(c.ready.steps for c in made.contributions)
+        steps = tuple(c.steps for c in made.contributions)
         learners = tuple(c.learner for c in made.contributions)
-        self._durable.past.usual.learn(p, learners, found.norms, steps)
+        self._durable.past.usual.learn(p, learners, found.norms, steps, found.kept)
         self._board.merged(tuple(c.session for c in made.contributions), found.cosines)
         lengths = {"merged_norm": found.merged_norm, "norms": found.norms, "kept": found.kept, "cosines": found.cosines}
         whose = {"learners": learners, "steps": steps}

@@ -42,7 +42,7 @@ def waits(state: SyncerState, rounds: list[Json], *, disk: tuple[str, float] | N
               r["closes_in_s"], r["then"])
         for r in rounds
     ]  # fmt: skip
-    return [*found, *_silent(state, now_s), *_end(state, now_s)]
+    return [*found, *_silent(state, now_s), *_quarantined(state), *_end(state, now_s)]
 
 
 def end_of_stage(state: SyncerState, p: int, now_s: float) -> tuple[list[str], float | None, str]:
@@ -54,7 +54,8 @@ def end_of_stage(state: SyncerState, p: int, now_s: float) -> tuple[list[str], f
         missing = r.electorate - f.held.keys()
         quorum = state.rounds.effective_quorum(r)
         if len(f.held) < quorum:
-            return sorted(missing), None, f"the round closes when {quorum} are ready"
+            left_s = max(0.0, r.answers_until_s - now_s)
+            return sorted(missing), left_s, f"the round closes when {quorum} are ready, or nobody else has answered"
         until_s = max(r.until_s, state.rounds.waits_for_owed_until_s(r, missing))
         return sorted(missing), max(0.0, until_s - now_s), "the round closes with whoever is ready"
     if r.stage == "transferring":
@@ -97,6 +98,13 @@ def _silent(state: SyncerState, now_s: float) -> Iterator[Json]:
             yield _wait(
                 "word from a silent learner", [member.learner], silent_s, left_s, "it lapses: nobody waits for it"
             )
+
+
+def _quarantined(state: SyncerState) -> Iterator[Json]:
+    for name in sorted({member.learner for member in state.roster.live()} & state.roster.quarantined.keys()):
+        what = f"contributions that look like the others' ({state.roster.quarantined[name]})"
+        then = "what it sends is merged again; rounds do not wait for it"
+        yield _wait(what, [name], None, None, then)
 
 
 def _end(state: SyncerState, now_s: float) -> Iterator[Json]:

@@ -59,7 +59,7 @@ class Fleet:
         self.merge_s = merge_s
         self.random = random.Random(seed)
         self.now_s = 0.0
-        self.syncer = SyncerState(run="simulated", expect=expect)
+        self.syncer = SyncerState(run="simulated", expect=expect, secret="simulated")
         self.disk = Disk()
         self.disk_is_full = False
         self.learners: dict[str, SimulatedLearner] = {}
@@ -206,12 +206,11 @@ class Fleet:
             case do.Record():
                 self.disk.append(action.values)
             case do.Merge():
-                kept = {c.session: self._kept_by_guard() for c in action.contributions}
+                event = self._merge(action)
                 self._gradients[action.fragment, action.round] = sum(
-                    int(self._payloads[c.session, c.ready.fragment, c.ready.seq] * kept[c.session])
+                    int(self._payloads[c.session, c.ready.fragment, c.ready.seq] * event.kept.get(c.session, 1.0))
                     for c in action.contributions
                 )
-                event: on.SyncerEvent = on.Merged(action.fragment, action.round, kept)
                 self._after(self.merge_s, partial(self._from_own_thread, event, boot))
             case do.Apply():
                 self._after(self.merge_s, partial(self._commit, action, boot))
@@ -222,6 +221,12 @@ class Fleet:
                 self._after(0.0, partial(self._from_own_thread, on.SeedStored(action.lease, digests), boot))
             case do.Note():
                 self.notes.append((self.now_s, action))
+
+    def _merge(self, action: do.Merge) -> on.Merged:
+        """What the arithmetic says of a round."""
+        return on.Merged(
+            action.fragment, action.round, {c.session: self._kept_by_guard() for c in action.contributions}
+        )
 
     def _kept_by_guard(self) -> float:
         return self.random.random() if self._guard and self.random.random() < self._guard else 1.0
@@ -267,7 +272,8 @@ class Fleet:
         learner.connection += 1
         learner.boot = self._boot
         known = tuple(
-            messages.Mark(f.generation, f.landed, learner.digests[p]) for p, f in enumerate(learner.state.fragments)
+            messages.Mark(f.generation, f.landed, learner.digests[p], f.proof)
+            for p, f in enumerate(learner.state.fragments)
         )
         for action in learner.state.handle(on.Reconnected(learner.connection, known), self.now_s):
             assert isinstance(action, do.Say)
@@ -307,11 +313,16 @@ class Fleet:
         learner.params = [values[-1] for values in self.disk.anchors]
         learner.anchors = list(learner.params)
         learner.digests = [digests[-1] for digests in self.disk.digests]
+        generation, versions = self.syncer.rounds.generation, tuple(len(values) - 1 for values in self.disk.anchors)
         learner.state = LearnerState(
             learner=learner.name,
             incarnation=welcome.incarnation,
-            generations=(self.syncer.rounds.generation,) * num_fragments,
-            versions=tuple(len(values) - 1 for values in self.disk.anchors),
+            generations=(generation,) * num_fragments,
+            versions=versions,
+            proofs=tuple(
+                self.syncer.proof(p, generation, *held)
+                for p, held in enumerate(zip(versions, learner.digests, strict=True))
+            ),
             due=partial(fragment_due, sync_every=run.sync_every, num_fragments=num_fragments),
             sync_every=run.sync_every,
             overlap=run.overlap,
@@ -402,7 +413,8 @@ class Fleet:
         update = self.disk.update(p, have, int((sent or 0) * kept))
         learner.staged[p], learner.adopts[p] = (update, self.disk.digests[p][-1]), action.adopt
         seq = None if sent is None else merged_seq
-        self._learner_handles(learner, on.Staged(p, generation, version, seq, update.full is not None, kept))
+        proof = self.syncer.proof(p, generation, version, self.disk.digests[p][-1])
+        self._learner_handles(learner, on.Staged(p, generation, version, seq, update.full is not None, kept, proof))
 
 
 def _over_the_wire(message: object, allowed: object) -> messages.FromLearner | messages.FromSyncer:

@@ -19,7 +19,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
-from lightning_diloco.config import Align, AnchorDevice, Evaluate, Merge, Wire
+from lightning_diloco.config import Align, AnchorDevice, Evaluate, Guard, Merge, Wire
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.hooks import DiLoCoHooks
 from lightning_diloco.strategy.inner import become, check_devices
@@ -63,7 +63,9 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Default 2.
         quorum: contributions a round needs; lowered to the number of learners stepping. Default 1.
         grace: how long a met quorum waits for more, in seconds, or "adaptive", the default.
-        merge: "mean" (default), or "rda", the paper's; see `RunConfig`.
+        merge: "mean" (default), "rda", the paper's, or "trimmed_mean" or "median", where you trust learners less; see
+            `RunConfig`.
+        guard: broken learners are found by "direction" (default) or "norm" of what they send; see `RunConfig`.
         align: steps trained while a round was in flight: "carry" keeps them (default), "overwrite" drops them, "blend"
             mixes.
         blend_alpha: weight of the local value under "blend", 0..1. Default 0.5.
@@ -100,6 +102,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         quorum: int | None = None,
         grace: Literal["adaptive"] | float | None = None,
         merge: Merge | None = None,
+        guard: Guard | None = None,
         align: Align | None = None,
         blend_alpha: float | None = None,
         outer_lr: float | None = None,

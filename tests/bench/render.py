@@ -54,11 +54,23 @@ def _loss_by_participation(found: Results) -> str:
     return f"{report.table(rows, columns)}\n\n{_checks(found)}"
 
 
+def _broken_learner(found: Results) -> str:
+    by_kind: dict[str, dict[str, Any]] = {}
+    for row in found["rows"][1:]:
+        shown = by_kind.setdefault(row["fourth learner"], {"fourth learner": row["fourth learner"]})
+        shown[row["broken"]] = row["against three"]
+        if row["broken"] == "from the start":
+            shown |= {"merged": row["merged"], "quarantined at step": row["quarantined at step"]}
+    columns = ["fourth learner", "from the start", "merged", "quarantined at step", "from half time on", "control"]
+    return f"{report.table(list(by_kind.values()), columns)}\n\n{_checks(found)}"
+
+
 BENCH, PROJECT = HERE / "README.md", HERE.parents[1] / "README.md"
 TABLES = {
     "quality": Table(RECIPE.parent / "results" / "quality.json", BENCH, _losses),
     "sweep": Table(RECIPE.parent / "results" / "sweep.json", BENCH, _losses),
     "loss_by_participation": Table(HERE / "results" / "loss_by_participation.json", BENCH, _loss_by_participation),
+    "broken_learner": Table(HERE / "results" / "broken_learner.json", BENCH, _broken_learner),
     "exchange": Table(HERE / "results" / "exchange.json", BENCH, _rows),
     "straggler": Table(HERE / "results" / "straggler.json", BENCH, _rows),
     "xla_step": Table(HERE / "results" / "xla_step.json", BENCH, _rows),

@@ -1,9 +1,9 @@
 """The short benchmarks, or those that are named, one after another: `python tests/bench/run.py [names] [--out DIR]`.
 
 exchange, straggler, participation, survivors (5 minutes), busy_survivors (5) and forecast (14) want a quiet machine
-with two cores, chaos (40) one with four. quality, loss_by_participation (15) and memory (5) are the same on any
-machine, loop (5) and ranks_step (14) nearly so. recoveries (6) and soak (53) mostly sleep. Options that are not known
-here go to all of them. xla_step needs torch_xla and is started by itself.
+with two cores, chaos (40) one with four. quality, loss_by_participation (15), broken_learner (20) and memory (5) are
+the same on any machine, loop (5) and ranks_step (14) nearly so. recoveries (6) and soak (53) mostly sleep. Options that
+are not known here go to all of them. xla_step needs torch_xla and is started by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SHORT = ("exchange", "straggler", "participation", "quality", "loss_by_participation")
+SHORT = ("exchange", "straggler", "participation", "quality", "loss_by_participation", "broken_learner")
 NAMES = (
     *SHORT,
     "ranks_step",

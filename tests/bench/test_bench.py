@@ -15,7 +15,11 @@ import pytest
 import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.protocol.conduct import Conduct
+from lightning_diloco.protocol.events import Verdict
+from lightning_diloco.protocol.roster import Member
 from tests.bench import (
+    broken_learner,
     busy_survivors,
     chaos,
     exchange,
@@ -33,7 +37,7 @@ from tests.bench import (
     xla_step,
 )
 from tests.bench.processes import Measured
-from tests.bench.tasks import Classifier, Gan
+from tests.bench.tasks import Classifier, Gan, Task
 from tests.bench.tiny import RECIPE, Tiny
 
 
@@ -64,6 +68,42 @@ def test_one_learner_with_a_plain_outer_step_trains_as_without_the_strategy(toy:
     config = RunConfig(**SMALL, outer_lr=1.0, outer_momentum=0.0, wire="fp32")
     alone = quality.data_parallel(toy, **size)
     assert quality.decoupled(toy, config, LearnerConfig(), **size) == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["random direction, 100x the norm", "norm 6.7e33", "sign flipped", "2^40 tokens a step"]
+)
+def test_a_broken_learner_does_not_move_the_loss(name: str) -> None:
+    task, kinds = Classifier(1), broken_learner.KINDS
+    alone = broken_learner.outcome(task, None, steps=480)
+    found = broken_learner.outcome(task, kinds[name], steps=480)
+    assert found["loss"] < 1.02 * alone["loss"]
+    assert found["told"]
+
+
+@pytest.mark.slow
+def test_without_guards_a_broken_learner_moves_it() -> None:
+    task, kind = Classifier(1), broken_learner.KINDS["random direction, 100x the norm"]
+    alone = broken_learner.outcome(task, None, steps=240)
+    assert broken_learner.outcome(task, kind, steps=240, guarded=False)["loss"] > 1.2 * alone["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["one is 10x slower", "one leaves, one comes", "slower network, nobody waits"])
+@pytest.mark.parametrize("task", [Classifier, Gan])
+def test_honest_learners_are_not_odd(task: type[Task], arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Verdict] = []
+    hear = Conduct.hear
+
+    def overheard(self: Conduct, member: Member, verdict: Verdict) -> None:
+        said.append(verdict)
+        assert hear(self, member, verdict) is None, "nobody is to be put in quarantine"
+
+    monkeypatch.setattr(Conduct, "hear", overheard)
+    loss_by_participation.anchor_loss(task(1), loss_by_participation.ARMS[arm], learners=4, steps=240)
+    assert len(said) > 100
+    assert not any(verdict.odd for verdict in said)
 
 
 def test_quality_is_the_same_each_time(toy: Tiny) -> None:

@@ -18,12 +18,16 @@ from torch import Tensor, nn
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.core.merge import MergeReport
+from lightning_diloco.core.quantize import scaled
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages
 from lightning_diloco.runtime.anchors import AnchorStore, tensor_of
+from lightning_diloco.runtime.judging import Judge, Judgement
+from lightning_diloco.runtime.usual_norms import UsualNorms
 from lightning_diloco.simulate.fleet import Fleet, Network, Pace, SimulatedLearner
 from lightning_diloco.strategy.model import describe, trainable_parameters
 
@@ -36,7 +40,7 @@ class _Crew:
     batches: Iterator[Any]
     device: CpuFragments
     sent: dict[tuple[int, int], Tensor]
-    staged: dict[int, object]
+    staged: dict[int, tuple[object, Tensor | None]]
 
 
 class Trains(Protocol):
@@ -62,6 +66,7 @@ class TrainingFleet(Fleet):
         paces: one each; `num_steps` ends a learner. Where they start at different times, nobody waits for the others.
         together: learners that hear of each other's rounds: groups of so many; None: all.
         latency_s: one way, of control messages; None: next to nothing.
+        is_guarded: contributions are judged.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class TrainingFleet(Fleet):
         *,
         together: int | None = None,
         latency_s: float | None = None,
+        is_guarded: bool = True,
     ) -> None:
         model = describe(trainees[0].module, "tokens")
         self.plan = FragmentPlan.balanced(
@@ -98,7 +104,10 @@ class TrainingFleet(Fleet):
         self._groups: dict[str, int] = {}
         self._openers: dict[int, int] = {}
         self.store = AnchorStore(self.plan, config)
-        self._gradients: dict[int, Tensor] = {}
+        self._is_guarded = is_guarded
+        self._usual = UsualNorms()
+        self.judge = Judge(self._usual)
+        self._merges: dict[int, tuple[tuple[do.Contribution, ...], Tensor, MergeReport]] = {}
         self._crews: dict[str, _Crew] = {}
         for trainee, stream, pace in zip(trainees, batches, paces, strict=True):
             device = CpuFragments(self.plan, trainable_parameters(trainee.module), config, learner)
@@ -121,6 +130,11 @@ class TrainingFleet(Fleet):
 
     # ------------------------------------------------------------------------------------------------------- learners
 
+    def _adopt_all(self, learner: SimulatedLearner, welcome: messages.Welcome) -> None:
+        super()._adopt_all(learner, welcome)
+        for p in range(self.plan.num_fragments):
+            self._crews[learner.session].device.adopt(p, self.store.anchor(p).published)
+
     def _step(self, learner: SimulatedLearner) -> None:
         crew = self._crews[learner.session]
         tokens = crew.trainee.step(next(crew.batches))
@@ -132,24 +146,37 @@ class TrainingFleet(Fleet):
         match action:
             case do.Snapshot():
                 snapshot = crew.device.snapshot(action.ready.fragment)
-                crew.sent[action.ready.fragment, action.ready.seq] = crew.device.encode(snapshot).payload
+                payload = crew.device.encode(snapshot).payload
+                crew.sent[action.ready.fragment, action.ready.seq] = self._sent(learner, action.ready.fragment, payload)
             case do.Land():
-                crew.device.land(action.fragment, crew.staged.pop(action.fragment))  # type: ignore[arg-type]
+                staged, adopted = crew.staged.pop(action.fragment)
+                if adopted is not None:
+                    crew.device.adopt(action.fragment, adopted)
+                else:
+                    crew.device.land(action.fragment, staged)  # type: ignore[arg-type]
             case do.Forget():
                 crew.sent.pop((action.fragment, action.seq), None)
         super()._do_for_learner(learner, action)
 
     def _fetched(self, learner: SimulatedLearner, action: do.Fetch, boot: int) -> None:
         crew, p = self._crews[learner.session], action.fragment
-        update = self.store.update_for(p, action.have)
-        assert update.kind == "chain", "nobody falls far behind here"
+        update = self.store.update_for(p, None if action.adopt else action.have)
         fate = self.syncer.roster[learner.session].fates.get(p)
         is_mine = fate is not None and fate[:2] == (action.seq, "merged")
         sent = crew.sent[p, fate[0]] if fate is not None and is_mine else None
+        if sent is not None and fate is not None and fate[4] < 1:
+            about = {"wire": self.config.wire, "block_size": self.config.block_size}
+            sent = scaled(sent, fate[4], numel=self.store.layouts[p].padded_numel, **about)
+        full = tensor_of(update.payload, torch.float32) if update.kind == "full" else None
         num_updates = update.version - update.from_version
         chain = tensor_of(update.payload, torch.uint8).chunk(num_updates) if num_updates else ()
-        crew.staged[p] = crew.device.stage(p, Update(None, chain, sent))
+        staged = None if action.adopt else crew.device.stage(p, Update(full, chain, sent))
+        crew.staged[p] = staged, full if action.adopt else None
         super()._fetched(learner, action, boot)
+
+    def _sent(self, learner: SimulatedLearner, p: int, payload: Tensor) -> Tensor:
+        """What reaches the syncer of a contribution."""
+        return payload
 
     # --------------------------------------------------------------------------------------------------------- syncer
 
@@ -167,12 +194,24 @@ class TrainingFleet(Fleet):
     def _do_for_syncer(self, action: do.SyncerAction) -> None:
         if isinstance(action, do.Send) and isinstance(action.message, messages.Announce) and not self._hears(action):
             return
-        if isinstance(action, do.Merge):
-            members = action.contributions
-            payloads = [self._crews[c.session].sent[action.fragment, c.ready.seq] for c in members]
-            self._gradients[action.fragment], _ = self.store.merge(action.fragment, payloads, action.shares)
         super()._do_for_syncer(action)
 
+    def _merge(self, action: do.Merge) -> on.Merged:
+        """As `runtime/merging.py` does it."""
+        p, members = action.fragment, action.contributions
+        payloads = [self._crews[c.session].sent[p, c.ready.seq] for c in (*members, *action.on_trial)]
+        measured = self.store.measure(p, payloads)
+        judged = self.judge.judge(p, members, action.on_trial, measured) if self._is_guarded else Judgement((), {})
+        if judged.refused.keys() & {c.session for c in members}:
+            return on.Merged(p, action.round, verdicts=judged.refused)
+        only, limits = payloads[: len(members)], judged.max_norms or None
+        self._merges[p] = members, *self.store.merge(p, only, action.shares, limits, measured.only(len(members)))
+        kept = {c.session: part for c, part in zip(members, self._merges[p][2].kept, strict=True)}
+        return on.Merged(p, action.round, kept, judged.verdicts)
+
     def _commit(self, action: do.Apply, boot: int) -> None:
-        self.store.commit(action.fragment, self._gradients.pop(action.fragment), work=action.work)
+        members, gradient, found = self._merges.pop(action.fragment)
+        self.store.commit(action.fragment, gradient, work=action.work)
+        learners, steps = [c.learner for c in members], [c.steps for c in members]
+        self._usual.learn(action.fragment, learners, found.norms, steps, found.kept)
         super()._commit(action, boot)

@@ -21,6 +21,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "metrics": {"loss": 3.21456},
         "tokens_per_s": 5123.4,
         "staleness_versions": 0,
+        "quarantined": None,
         "last_contribution_s_ago": 0.84,
         "last_heard_s_ago": 0.1,
     }

@@ -24,7 +24,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def reference(deltas: list[Tensor], shares: list[float], kind: Merge) -> Tensor:
     wide = [delta.double() for delta in deltas]
-    if kind == "mean":
+    if kind in ("trimmed_mean", "median") and len(deltas) >= 3:
+        ordered = torch.stack(wide).sort(dim=0).values
+        cut = (len(deltas) - 1) // 2 if kind == "median" else max(1, len(deltas) // 4)
+        return sum(shares) * ordered[cut : len(deltas) - cut].mean(dim=0)
+    if kind != "rda":
         return sum(a * v for a, v in zip(shares, wide, strict=True))
     norms = [float(v.norm()) for v in wide]
     radius = sum(a * n for a, n in zip(shares, norms, strict=True))
@@ -53,11 +57,11 @@ def contributions(num: int, wire: Wire) -> tuple[FragmentLayout, list[Tensor]]:
     return layout, buffers
 
 
-@pytest.mark.parametrize("num", [1, 2, 4])
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("merge", get_args(Merge))
 @pytest.mark.parametrize("takes_part", [1.0, 0.3])
-def test_both_merges_equal_the_float64_reference(num: int, merge: Merge, takes_part: float) -> None:
-    weights = [1.0, 2.5, 0.25, 4.0][:num]
+def test_all_merges_equal_the_float64_reference(num: int, merge: Merge, takes_part: float) -> None:
+    weights = [1.0, 2.5, 0.25, 4.0, 1.0, 0.5, 2.0, 3.0, 1.5][:num]
     deltas, shares = (
         [normal(40, 7, seed=m) * 3**m for m in range(num)],
         [takes_part * w / sum(weights) for w in weights],

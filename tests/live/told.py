@@ -12,7 +12,8 @@ def learner(name: str, step: int, *, phase: str = "stepping", loss: float | None
     return {
         "id": name, "incarnation": 1, "phase": phase, "step": step, "trainer_step": step,
         "tokens": 2048 * step, "metrics": metrics,
-        "tokens_per_s": 5123.0, "staleness_versions": 1, "last_contribution_s_ago": 0.8, "last_heard_s_ago": 0.2,
+        "tokens_per_s": 5123.0, "staleness_versions": 1, "num_refused": 0, "num_clipped": 0,
+        "quarantined": None, "last_contribution_s_ago": 0.8, "last_heard_s_ago": 0.2,
     }  # fmt: skip
 
 

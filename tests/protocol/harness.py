@@ -52,7 +52,7 @@ class Syncer:
     def __init__(self, *learners: str, expect: int | None = None, **config: Any) -> None:
         self.config = RunConfig(**{"sync_every": 4, "num_fragments": 2, "overlap": 1, **config})
         flags: dict[str, messages.Scalar] = {name: config[name] for name in ("data_parts",) if name in config}
-        self.state = SyncerState(run="r", expect=expect, options=flags)
+        self.state = SyncerState(run="r", expect=expect, options=flags, secret="secret")
         self.now_s = 100.0
         self.log: list[records.LogRecord] = []
         self.applying: dict[int, do.Apply] = {}
@@ -120,9 +120,13 @@ class Syncer:
         """Metadata and payload."""
         return self.tell(session, description) + self.payload(session, description)
 
-    def merge(self, p: int = 0) -> list[do.SyncerAction]:
-        """The outer gradient of the round in progress has been computed."""
-        return self.handle(on.Merged(p, self.round(p).number))
+    def merge(self, p: int = 0, **verdicts: on.Verdict) -> list[do.SyncerAction]:
+        """The outer gradient of the round in progress has been computed, or contributions to it were refused."""
+        return self.handle(on.Merged(p, self.round(p).number, {}, verdicts))
+
+    def proved(self, p: int, generation: int, version: int, digest: str) -> messages.Mark:
+        """What a learner says of a version that was published by a syncer of this run."""
+        return messages.Mark(generation, version, digest, self.state.proof(p, generation, version, digest))
 
     def commit(self, p: int = 0) -> list[do.SyncerAction]:
         """The round in progress is merged, and the disk takes it."""

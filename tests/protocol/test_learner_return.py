@@ -246,3 +246,24 @@ def test_the_books_balance_after_every_event(align: str) -> None:
         if seq is None:
             learner.hear(msg.FateIs(0, learner.state.fragments[0].seq, "superseded"))
         assert learner.books()[0] == learner.books()[1]
+
+
+# --------------------------------------------------------------------------------------------------------- quarantine
+
+
+def test_quarantine_is_told_once_and_does_not_stop_the_learner(learner: Learner) -> None:
+    told = []
+    for seq in range(1, 6):
+        learner.snapshot(0, seq)
+        learner.hear(msg.FateIs(0, seq, "quarantined", reason="its norm is 1e+30"))
+        told += of_kind(learner.actions, do.Warn)
+        assert of_kind(learner.actions, do.Fail) == []
+        (fetch,) = of_kind(learner.actions, do.Fetch)
+        assert fetch.adopt
+        learner.land(0, seq, is_full=True)
+
+    (warning,) = told
+    assert "quarantine" in warning.text
+    assert "its norm is 1e+30" in warning.text
+    assert learner.state.discarded["refused"] > 0
+    assert learner.books()[0] == learner.books()[1]

@@ -9,6 +9,7 @@ import pytest
 from lightning_diloco.protocol import SyncerState, codec, joins, messages, records
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import messages as msg
+from lightning_diloco.protocol.proofs import proof_of_session
 from lightning_diloco.protocol.ranges import Span
 from lightning_diloco.simulate.invariants import durable
 from tests.protocol.harness import Syncer, confirm, members, of_kind, ready, said
@@ -159,8 +160,12 @@ def test_an_unknown_process_is_turned_away(syncer: Syncer) -> None:
 # -------------------------------------------------------------------------------------------------- a rolled-back disk
 
 
-def hello_again(syncer: Syncer, session: str, *marks: tuple[int, int, str]) -> list[do.SyncerAction]:
-    return syncer.hello(session, connection=2, known=tuple(msg.Mark(*mark) for mark in marks))
+def hello_again(
+    syncer: Syncer, session: str, *marks: tuple[int, int, str], is_proved: bool = True
+) -> list[do.SyncerAction]:
+    known = tuple(syncer.proved(p, *mark) if is_proved else msg.Mark(*mark, "0" * 32) for p, mark in enumerate(marks))
+    proof = proof_of_session(syncer.state.secret, session) if is_proved else "0" * 32
+    return syncer.hello(session, connection=2, known=known, proof=proof)
 
 
 def test_a_known_process_is_welcomed_back_without_a_new_generation(syncer: Syncer) -> None:
@@ -217,11 +222,34 @@ def test_a_contribution_of_an_older_generation_is_answered_by_a_welcome(syncer: 
     assert syncer.state.roster["b"].state == "active"
 
 
-def test_books_ahead_of_the_disk_start_a_new_generation_too(syncer: Syncer) -> None:
-    syncer.beat("a", landed=(7, 0))
+def test_books_ahead_of_the_disk_are_welcomed_to_what_there_is_and_prove_nothing(syncer: Syncer) -> None:
+    for ahead in ({"landed": (7, 0)}, {"generation": 2**30}):
+        assert said(syncer.beat("a", **ahead), "a", msg.Welcome)
+
+    assert syncer.state.rounds.generation == 0
+    assert syncer.state.num_inexact == 0
+
+
+def test_a_generation_is_moved_by_nobody_without_a_proof(syncer: Syncer) -> None:
+    syncer.full_round(0, a=ready(), b=ready())
+    for marks in (((0, 9, "x"), (0, 0, "start")), ((2**30, 0, "x"),) * 2, ((0, 1, "other"), (0, 0, "start"))):
+        (rejected,) = said(hello_again(syncer, "a", *marks, is_proved=False), "a")
+        assert "no proof" in rejected.text
+    syncer.hello("new")
+    (rejected,) = said(hello_again(syncer, "new", (0, 1, "0@1"), (0, 0, "start"), is_proved=False), "new")
+    assert "does not know it" in rejected.text
+    assert said(syncer.tell("b", ready(1, generation=7)), "b", msg.Welcome)
+
+    assert syncer.state.rounds.generation == 0
+    assert syncer.state.roster["new"].state == "joining"
+
+
+def test_a_proof_moves_the_generation_once(syncer: Syncer) -> None:
+    for connection in range(2, 8):
+        known = (syncer.proved(0, 0, 5, "x"), syncer.proved(1, 0, 0, "start"))
+        syncer.hello("a", connection=connection, known=known)
 
     assert syncer.state.rounds.generation == 1
-    assert syncer.state.num_inexact == 0
 
 
 def test_a_process_that_trained_is_turned_away_by_a_syncer_that_lost_the_run() -> None:
@@ -267,7 +295,10 @@ def eventful(monkeypatch: pytest.MonkeyPatch) -> Syncer:
     syncer.ask_ranges("a", wanted=2)
     syncer.ask_ranges("a", Span(1, 0, 100, 100, is_whole=True, is_last=True), unread=(2,))
     syncer.beat("a", landed=(1, 0), pending=((), ((0, 100),)), stop="enough")
-    syncer.beat("a", landed=(9, 0))
+    for record in (records.Quarantined("b", "odd"), records.Quarantined("a", "odd"), records.Released("a")):
+        syncer.state.apply(record)  # how it comes to these is in test_conduct.py
+        syncer.log.append(record)
+    hello_again(syncer, "a", (0, 9, "x"), (0, 0, "start"))
     return syncer
 
 

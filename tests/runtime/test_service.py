@@ -148,7 +148,7 @@ class Arithmetic:
 
     def job(self, *sizes: float) -> MergeJob:
         ready = messages.Ready(fragment=0, seq=1, base=0, generation=0, start=0, stop=8, steps=4)
-        chosen = tuple(actions.Contribution(f"s{k}", f"l{k}", 1, ready) for k in range(len(sizes)))
+        chosen = tuple(actions.Contribution(f"s{k}", f"l{k}", 1, ready, ready.steps) for k in range(len(sizes)))
         payloads = tuple(torch.full((128,), size).to(torch.bfloat16).view(torch.uint8) for size in sizes)
         return MergeJob(actions.Merge(0, 1, chosen, (1 / len(sizes),) * len(sizes)), payloads)
 
@@ -158,9 +158,10 @@ class Arithmetic:
 
 def test_finite_contributions_with_an_infinite_sum_lose_the_longest(tmp_path: Path) -> None:
     at = Arithmetic(tmp_path)
-    refused, merged = at.merger.merge(at.store, at.job(1.0, 3e38))
+    refused, merged = at.merger.merge(at.store, at.job(2e38, 3e38))
     assert isinstance(refused, events.PayloadReceived)
-    assert (refused.session, merged) == ("s1", events.Merged(0, 1))
+    assert isinstance(merged, events.Merged)
+    assert (refused.session, merged.kept) == ("s1", {})
     assert "the longest of 2" in str(refused.error)
     at.durable.close()
 
@@ -168,7 +169,9 @@ def test_finite_contributions_with_an_infinite_sum_lose_the_longest(tmp_path: Pa
 def test_gradient_that_overflows_the_momentum_is_not_committed(tmp_path: Path) -> None:
     at = Arithmetic(tmp_path)
     at.store._anchors[0].momentum.fill_(3.3e38)
-    assert at.merger.merge(at.store, at.job(3e38)) == [events.Merged(0, 1)]
+    (merged,) = at.merger.merge(at.store, at.job(3e38))
+    assert isinstance(merged, events.Merged)
+    assert merged.kept == {}
     failed, refused = at.merger.commit(at.store, at.apply())
     assert isinstance(failed, events.CommitFailed)
     assert isinstance(refused, events.PayloadReceived)
@@ -178,7 +181,7 @@ def test_gradient_that_overflows_the_momentum_is_not_committed(tmp_path: Path) -
 
 def test_contribution_far_above_the_usual_norm_is_scaled_down(tmp_path: Path) -> None:
     at = Arithmetic(tmp_path)
-    at.durable.past.usual.learn(0, ["l1"] * 8, [1.0] * 8, [4] * 8)
+    at.durable.past.usual.learn(0, ["l1"] * 8, [1.0] * 8, [4] * 8, [1.0] * 8)
     at.merger.merge(at.store, at.job(1000.0))
     (made,) = at.merger.commit(at.store, at.apply())
     assert isinstance(made, Installable)
@@ -189,14 +192,15 @@ def test_contribution_far_above_the_usual_norm_is_scaled_down(tmp_path: Path) ->
 def test_the_usual_norm_outlives_the_syncer(tmp_path: Path) -> None:
     before = Durable(tmp_path)
     for version in range(8):
-        before.note("outer", fragment=0, version=version, learners=["l1"], norms=[1.0], steps=[4])
+        before.note("outer", fragment=0, version=version, learners=["l1"], norms=[1.0], steps=[4], kept=[1.0])
     before.close()
 
     at = Arithmetic(tmp_path)
     at.durable.restore(SyncerState(run="run"), 0.0)
     at.merger = Merger(at.durable, None, at.disk_errors.append)
     (merged,) = at.merger.merge(at.store, at.job(1000.0))
-    assert merged == events.Merged(0, 1, {"s0": pytest.approx(10 / (1000 * 128**0.5), rel=0.01)})
+    assert isinstance(merged, events.Merged)
+    assert merged.kept == {"s0": pytest.approx(10 / (1000 * 128**0.5), rel=0.01)}
     at.durable.close()
 
 

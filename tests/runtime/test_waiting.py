@@ -44,13 +44,14 @@ def test_nobody_is_waited_for_while_no_round_is_open() -> None:
     assert waits(Syncer("l0", "l1")) == []
 
 
-def test_a_round_below_its_quorum_ends_with_the_quorum_and_not_with_the_clock() -> None:
+def test_a_round_below_its_quorum_ends_with_the_quorum_or_long_after_its_time() -> None:
     syncer = Syncer("l0", "l1", "l2", quorum=2)
     syncer.intent("l0")
     syncer.tell("l0", ready())
     syncer.now_s += 0.5
     (wait,) = waits(syncer)
-    assert wait == ("fragment 0, round 1, collecting", ["l1", "l2"], 0.5, None, "the round closes when 2 are ready")
+    then = "the round closes when 2 are ready, or nobody else has answered"
+    assert wait == ("fragment 0, round 1, collecting", ["l1", "l2"], 0.5, 11.5, then)
     syncer.tell("l1", ready())
     (wait,) = waits(syncer)
     assert wait[1] == ["l2"]

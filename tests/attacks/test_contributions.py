@@ -1,0 +1,109 @@
+"""One learner of four sends and claims what it likes, beside three that train: real service, links and devices.
+
+What a broken learner does to the loss is measured by `tests/bench/broken_learner.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.runtime.replay import replay
+from tests.attacks import contributions
+from tests.attacks.contributions import ATTACKS, Contributor
+from tests.runtime.fleet import Fleet, assert_exact, until
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path, record_contributions=True) as fleet:
+        for name in "abc":
+            fleet.learner(name).go()
+        fleet.until_commits(9)
+        yield fleet
+
+
+def mad(fleet: Fleet) -> Contributor:
+    peer = Contributor(fleet.transport.connect())
+    peer.join()
+    return peer
+
+
+def of_mad(fleet: Fleet) -> dict[str, object]:
+    return next(learner for learner in fleet.status()["learners"] if learner["id"] == "mad")
+
+
+def told(fleet: Fleet) -> list[str]:
+    comes_and_goes = ("seeded", "join", "leave", "lapse", "return")  # on a busy machine anybody may lapse
+    recent = [event for event in fleet.status()["recent"] if event["event"] not in comes_and_goes]
+    assert all(event["learner"] == "mad" for event in recent), "nobody else is blamed"
+    return [event["event"] for event in recent]
+
+
+def assert_unharmed(fleet: Fleet, *, num_merged: int | None = 0) -> None:
+    """Honest learners go on, end in good order, and the run can be computed again."""
+    fleet.until_commits(6)
+    assert fleet.service.state.rounds.generation == 0
+    largest = max(float(values.abs().max()) for values in fleet.published())
+    for learner in fleet.learners:
+        learner.enough().done()
+    accounts = fleet.service.state.ledger.accounts
+    if num_merged is not None:
+        assert accounts["mad", 1].num_merged == num_merged
+    summary = fleet.stop()
+    assert_exact(summary)
+    assert largest < 10.0, "of targets around 1"
+    assert replay(fleet.run_dir).level == "merges"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "random_directions",
+        pytest.param("huge_values", marks=pytest.mark.slow),
+        pytest.param("many_steps", marks=pytest.mark.slow),
+    ],
+)
+def test_far_too_long_contributions_are_refused_told_and_lead_to_quarantine(fleet: Fleet, attack: str) -> None:
+    ATTACKS[attack](mad(fleet))
+
+    assert told(fleet) == ["refused", "refused", "quarantine"]
+    assert "norm" in str(of_mad(fleet)["quarantined"])
+    assert of_mad(fleet)["num_refused"] == 12
+    assert ["mad"] in [wait["for"] for wait in fleet.status()["waits"]]
+    assert_unharmed(fleet)
+
+
+@pytest.mark.slow
+def test_contributions_with_nothing_in_them_lead_to_quarantine(fleet: Fleet) -> None:
+    contributions.zeros(mad(fleet))
+
+    assert told(fleet) == ["quarantine"]
+    assert_unharmed(fleet, num_merged=None)
+
+
+@pytest.mark.slow
+def test_a_counter_that_cannot_be_is_not_counted(fleet: Fleet) -> None:
+    contributions.many_tokens(mad(fleet))
+
+    assert set(told(fleet)) <= {"rejected", "refused"}
+    assert fleet.status()["ledger"]["seen"] < contributions.CLAIMED
+    assert_unharmed(fleet)
+
+
+def test_claims_without_a_proof_move_no_generation(fleet: Fleet) -> None:
+    contributions.generation_claims(mad(fleet))
+
+    assert_unharmed(fleet)
+    assert fleet.summary is not None
+    assert "restored" not in fleet.summary["tokens_discarded"]
+
+
+def test_rounds_wait_for_nobody_who_says_that_its_steps_are_long(fleet: Fleet) -> None:
+    contributions.long_steps(mad(fleet))
+
+    members = fleet.service.state.roster.members
+    until(lambda: any(m.learner == "mad" and m.step_s == 3600.0 for m in members.values()), "what it says of its steps")
+    assert_unharmed(fleet)
