@@ -25,10 +25,14 @@ SLACK_PERIODS = 2
 
 def implausible_tokens(member: Member, roster: Roster, *, tokens: int, steps: int) -> str | None:
     """Why so many tokens cannot come from so many steps, if so."""
-    others = [other.tokens / other.step for other in _others(member, roster) if other.tokens and other.step]
-    if len(others) < 2 or steps < 1:
+    if steps < 1 or tokens / steps <= MAX_TOKENS:  # nobody trains on less than one token a step
         return None
-    usual = median_high(others)
+    if tokens / steps <= MAX_TOKENS / 2 * roster.usual_tokens:  # of the last look: a heartbeat must not ask everybody
+        return None
+    others = [other.tokens / other.step for other in _others(member, roster) if other.tokens and other.step]
+    if len(others) < 2:
+        return None
+    usual = roster.usual_tokens = median_high(others)
     if tokens / steps <= MAX_TOKENS * usual:
         return None
     return (

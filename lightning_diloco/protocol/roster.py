@@ -116,11 +116,13 @@ class Roster:
 
     Attributes:
         quarantined: learner ids whose contributions are not merged, and why (`conduct.py`).
+        usual_tokens: tokens per step of the learners when they were last compared (`claims.py`); 0: never.
     """
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
         self.quarantined: dict[str, str] = {}
+        self.usual_tokens = 0.0
 
     def __getitem__(self, session: str) -> Member:
         return self.members[session]

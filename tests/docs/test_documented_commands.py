@@ -76,7 +76,11 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             says="live page: http",
             **CTRL_C,
         ),
-        Step(line="diloco rotate runs/mine", of=("diloco rotate runs/mine",), says="the syncer has taken it"),
+        Step(
+            line="diloco rotate runs/mine",
+            of=("diloco rotate RUN_DIR", "diloco rotate runs/mine"),
+            says="the syncer has taken it",
+        ),
         Step(
             line="diloco snapshot runs/mine --to snapshots/monday",
             of=("diloco snapshot RUN_DIR --to DIR", "diloco snapshot runs/mine --to snapshots/monday"),
