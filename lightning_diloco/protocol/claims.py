@@ -3,7 +3,8 @@
 1. Two other learners must say so; with one other it cannot be told who is wrong. The middle of an even number of others
    is the larger one.
 2. Tokens per step above MAX_TOKENS times the others' are a counter that is wrong, not a larger batch. The learner
-   cannot take part: everything that counts tokens (schedules, the end of the run) would be wrong for all.
+   cannot take part: everything that counts tokens (schedules, the end of the run) would be wrong for all. Others are
+   asked once, and again only if it says more: heartbeats are many.
 3. Steps are counted, where they excuse a long contribution, at most as fast as MAX_FASTER times the others make them.
 
 Source: our choice.
@@ -25,15 +26,14 @@ SLACK_PERIODS = 2
 
 def implausible_tokens(member: Member, roster: Roster, *, tokens: int, steps: int) -> str | None:
     """Why so many tokens cannot come from so many steps, if so."""
-    if steps < 1 or tokens / steps <= MAX_TOKENS:  # nobody trains on less than one token a step
-        return None
-    if tokens / steps <= MAX_TOKENS / 2 * roster.usual_tokens:  # of the last look: a heartbeat must not ask everybody
+    if steps < 1 or tokens <= member.most_tokens * steps:
         return None
     others = [other.tokens / other.step for other in _others(member, roster) if other.tokens and other.step]
     if len(others) < 2:
         return None
-    usual = roster.usual_tokens = median_high(others)
-    if tokens / steps <= MAX_TOKENS * usual:
+    usual = median_high(others)
+    member.most_tokens = MAX_TOKENS * usual
+    if tokens <= member.most_tokens * steps:
         return None
     return (
         f"{tokens} tokens in {steps} steps; the other learners train on {usual:.3g} a step, at most {MAX_TOKENS:g} "

@@ -38,6 +38,7 @@ class Member:
         last_seq: per fragment, the highest seq heard.
         num_superseded: per fragment, contributions superseded in a row since it was last waited for.
         merged_s: per fragment, when its last contribution was merged.
+        most_tokens: a step that are believed, 0: not known yet.
         is_disbelieved: it says what cannot be, and was told to stop.
         num_refused, num_clipped: contributions that were refused, and that were merged with a norm scaled down.
     """
@@ -68,6 +69,7 @@ class Member:
     num_superseded: dict[int, int] = field(default_factory=dict)
     num_refused: int = 0
     num_clipped: int = 0
+    most_tokens: float = 0.0
     is_disbelieved: bool = False
     merged_s: dict[int, float] = field(default_factory=dict)
 
@@ -116,13 +118,11 @@ class Roster:
 
     Attributes:
         quarantined: learner ids whose contributions are not merged, and why (`conduct.py`).
-        usual_tokens: tokens per step of the learners when they were last compared (`claims.py`); 0: never.
     """
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
         self.quarantined: dict[str, str] = {}
-        self.usual_tokens = 0.0
 
     def __getitem__(self, session: str) -> Member:
         return self.members[session]

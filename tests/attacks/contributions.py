@@ -6,6 +6,7 @@ None of them ends by itself with an error: what the syncer says to them is passe
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -148,13 +149,14 @@ def generation_claims(peer: Contributor) -> None:
         peer.say(messages.Ready(0, connection, 2**30, 2**30, 0, 1, 1))
 
 
-def long_steps(peer: Contributor) -> None:
+def long_steps(peer: Contributor, is_enough: Callable[[], bool] = lambda: False) -> None:
     """An hour a step, so that everybody waits; and it is never ready."""
-    for _ in range(50):
+    until_s, cursor = time.monotonic() + 10.0, 0
+    while time.monotonic() < until_s and not is_enough():
         peer.step += 1
         intents = [messages.Intent(p, 3600.0, 3600.0, 3600.0) for p in range(len(peer.versions))]
         peer.say(peer.heartbeat(3600.0), *intents)
-        peer.connection.poll(peer.session, 0, 0.01)
+        cursor = peer.connection.poll(peer.session, cursor, 0.01).cursor
 
 
 ATTACKS: dict[str, Callable[[Contributor], None]] = {

@@ -70,3 +70,18 @@ def test_nobody_is_waited_for_as_long_as_it_says(quorum: int) -> None:
     assert members(merges) == ["a", "b"]
     most_s = 60.0 if quorum == 1 else 60.0 + 10 * MAX_SLOWER
     assert syncer.now_s - began_s <= most_s + 1.0
+
+
+@pytest.mark.parametrize(("away_s", "steps", "believed"), [(600.0, 600, 600), (600.0, 2**40, 6008), (0.0, 2**40, 8)])
+def test_steps_excuse_a_long_contribution_as_far_as_they_can_have_been_made(
+    away_s: float, steps: int, believed: int
+) -> None:
+    syncer = Syncer("a", "b", "long")  # H = 4, a step takes the others a second
+    syncer.now_s += away_s
+    for session in ("a", "b", "long"):
+        syncer.beat(session, step=8, tokens=200)
+    syncer.intent("a")
+    syncer.contribute("long", ready(steps=steps))
+
+    held = syncer.state.rounds.fragments[0].held["long"]
+    assert held.contribution.steps == believed

@@ -117,6 +117,7 @@ def cost(num_learners: int, num_fragments: int = 8, num_leases: int = 32) -> tup
         spans[name] = [Span(it.number, 1, k, k + 1, is_whole=True) for k, it in enumerate(told.leases)]
     begun = spans[names[0]]
     syncer.ask_ranges(names[0], *begun, num_ranges=10**6)
+    syncer.beat(names[0])  # others are asked once whether its counter can be right
     heartbeat = calls_of(lambda: syncer.beat(names[0]))
     return heartbeat, calls_of(lambda: syncer.ask_ranges(names[0], *begun, num_ranges=10**6))
 

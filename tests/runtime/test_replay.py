@@ -16,7 +16,7 @@ from lightning_diloco.runtime import durable
 from lightning_diloco.runtime.recorded import Recorder, read_commit
 from lightning_diloco.runtime.redo_log import RedoLog
 from lightning_diloco.runtime.replay import replay
-from tests.runtime.fleet import Fleet
+from tests.runtime.fleet import OPTIONS, Fleet
 
 NUM_COMMITS = 18
 # The log tells that a merge differs; where a snapshot came after the commit, the digest on the tape does.
@@ -166,3 +166,15 @@ def test_the_command_says_what_it_verified(run_dir: Path, capsys: pytest.Capture
 def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path)]) == 1
     assert "give RUN_DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("merge", ["trimmed_mean", "median"])
+def test_merges_by_coordinate_are_computed_again_bit_for_bit(tmp_path: Path, merge: str) -> None:
+    with Fleet(tmp_path, run_options={**OPTIONS, "merge": merge}, record_contributions=True) as fleet:
+        learners = [fleet.learner(name).go() for name in "abc"]
+        fleet.until_commits(9)
+        for learner in learners:
+            learner.enough().done()
+        fleet.stop()
+    replayed = replay(tmp_path)
+    assert (replayed.level, replayed.num_merges) == ("merges", sum(replayed.versions))
