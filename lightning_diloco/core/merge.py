@@ -1,18 +1,18 @@
-"""From the contributions of one round to one outer gradient.
+"""Merge of one round's contributions into one outer gradient.
 
-With the learners' shares a_m of the fleet's work, which sum to 1 where all take part (`protocol/shares.py`), every
-slice v is merged on its own:
+Each learner m has a share a_m of the fleet's work; the shares sum to 1 if all learners contribute
+(`protocol/shares.py`). Every slice v is merged separately:
 
     mean:  sum(a_m v_m)
     RDA:   sum(a_m |v_m|) * phi(u),   u = sum(a_m phi(v_m)) / sum(a_m),   phi(x) = x / |x|,  phi(0) = 0
 
-1. One contributor: a_m v_m, the identity if it is the whole fleet.
-2. Directions that cancel (|u| below 0.01: what is left is quantization noise) fall back to the mean.
-3. Lengths are taken per chunk and added up in float64, in the fixed order of the chunks: a float32 norm of 10^8
-   elements is 1 % off. The result depends on the order of the contributors; the caller sorts them.
-4. Contributions stay encoded. Each is decoded twice, chunk by chunk: once for its norms, once to be added up.
-5. What is longer than its limit is scaled down before it is merged, as bytes (`core.quantize.scaled`): its learner does
-   the same to the bytes it kept, and so takes off exactly what was merged.
+1. With one contributor the result is a_m v_m, the identity if this learner is the whole fleet.
+2. If directions cancel (|u| below 0.01, where only quantization noise is left), RDA falls back to the mean.
+3. Norms are computed per chunk and summed in float64, in the fixed order of the chunks, because a float32 norm of 10^8
+   elements has an error of 1 %. The result depends on the order of the contributors; the caller sorts them.
+4. Contributions stay encoded. Each is decoded twice, chunk by chunk: once for its norms and once for the sum.
+5. A contribution longer than its limit is scaled down, in encoded form, before it is merged (`core.quantize.scaled`).
+   Its learner scales the bytes it kept in the same way and so subtracts exactly what was merged.
 
 Shapes: _P flat values, _MC (contributors, chunk), _EM (entries, contributors).
 Source: arXiv 2604.21428, Section 3.2 and Appendix D.2; the fallback is our choice.
@@ -33,23 +33,23 @@ from lightning_diloco.core.quantize import Decoder, scaled
 from lightning_diloco.errors import ConfigError
 
 _CANCELLED = 0.01
-_ROUNDING = 1e-9  # of shares that sum to 1
+_ROUNDING = 1e-9  # tolerance of the sum of shares
 _SMALLEST = torch.finfo(torch.float32).tiny  # the inverse of a smaller norm is Inf in float32
-_CHUNK_NUMEL = 1 << 17  # of each contributor: eight of them take 4 MiB, a share of a server's last-level cache
+_CHUNK_NUMEL = 1 << 17  # per contributor; eight of them take 4 MiB, which fits into a server's last-level cache
 
-# Every call walks over the chunks of one slice from the start: yields (start, the values of all contributors there).
+# Every call iterates over the chunks of one slice and yields (start, values of all contributors).
 _Chunks = Callable[[], Iterator[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """What the contributions to one outer gradient looked like, in the order they were given.
+    """Statistics of the contributions to one outer gradient, in the order of the contributions.
 
     Args:
-        norms: Euclidean norm of each contribution over the whole fragment, as it came.
-        kept: the part of each contribution that was merged, 1 if its norm is within its limit.
+        norms: Euclidean norm of each contribution over the whole fragment, before scaling.
+        kept: factor by which each contribution was scaled, 1 if its norm is within its limit.
         cosines: cosine between each contribution and the outer gradient; 0 if either is zero.
-        merged_norm: Euclidean norm of the outer gradient before it is rounded to bfloat16.
+        merged_norm: Euclidean norm of the outer gradient before rounding to bfloat16.
     """
 
     norms: tuple[float, ...]
@@ -71,20 +71,20 @@ def merge_fragment(
     """Merge encoded contributions to one fragment.
 
     Args:
-        layout: of the fragment.
+        layout: the fragment's layout.
         contributions: uint8 buffers from `encode`, in an order that is the same on every replay.
-        shares: of each contributor in the work of the fleet, above 0, at most 1 in sum.
+        shares: each contributor's share of the fleet's work, above 0, with a sum of at most 1.
         wire: precision of the buffers.
-        block_size: of buffers and layout.
-        merge: "mean" for everything, or "rda" for all but the entries that say "mean".
-        max_norms: a contribution longer than its limit is scaled down to it; None: no limits.
+        block_size: block size of buffers and layout.
+        merge: "mean" for all entries, or "rda" for all entries except those marked "mean".
+        max_norms: limit of each contribution's norm; longer ones are scaled down to it. None means no limits.
 
     Returns:
         The outer gradient, (P,) bfloat16 with zero padding, and a report.
 
     Raises:
-        ConfigError: no contributions, or bad shares.
-        CorruptMessageError: a buffer has the wrong length or values that are not finite.
+        ConfigError: no contributions, or invalid shares.
+        CorruptMessageError: a buffer has the wrong length or holds non-finite values.
     """
     _check_shares(shares, len(contributions))
     source = _Encoded(contributions, layout.padded_numel, wire, block_size)
@@ -112,7 +112,7 @@ def merge_fragment(
 
 
 def _whole(norms_EM: Tensor) -> list[float]:
-    """Norms over the whole fragment, of norms by entry."""
+    """Return the norms over the whole fragment from the norms per entry."""
     return [float(norm) for norm in norms_EM.square().sum(0).sqrt()]
 
 
@@ -125,7 +125,7 @@ class _Encoded:
         self._scratch_MC = torch.empty(len(buffers), _CHUNK_NUMEL, dtype=torch.float32)
 
     def scaled(self, factors: Sequence[float]) -> _Encoded:
-        """Those whose factor is below 1, times that factor."""
+        """Return the contributions, those with a factor below 1 multiplied by it."""
         numel, wire, size = self._numel, self._wire, self._block_size
         buffers = [
             scaled(buffer, factor, numel=numel, wire=wire, block_size=size) if factor < 1 else buffer
@@ -134,7 +134,7 @@ class _Encoded:
         return _Encoded(buffers, numel, wire, size)
 
     def norms(self, layout: FragmentLayout) -> Tensor:
-        """float64 (E, M)."""
+        """Return the norms of all entries, float64 (E, M)."""
         found = [_norms(self.chunks(entry), len(self._decoders)) for entry in layout.entries]
         return torch.tensor(found, dtype=torch.float64)
 
@@ -153,7 +153,7 @@ class _Encoded:
 def _merge_slice(
     chunks: _Chunks, shares: Sequence[float], norms: list[float], *, kind: Merge, out_P: Tensor
 ) -> tuple[float, list[float]]:
-    """Merge one slice into out_P, float32; returns its squared norm and its dot product with every contribution."""
+    """Merge one slice into out_P, float32; return its squared norm and its dot product with every contribution."""
     if kind == "rda" and len(shares) > 1:
         radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
         in_sum = [share / math.fsum(shares) for share in shares]
@@ -167,7 +167,7 @@ def _merge_slice(
 
 
 def _weighted_sum(chunks: _Chunks, coefs: Sequence[float], out_P: Tensor) -> tuple[float, list[float]]:
-    """Write sum(coef_m v_m) to out_P; returns its squared norm and its dot products with all v_m."""
+    """Write sum(coef_m v_m) to out_P; return its squared norm and its dot products with all v_m."""
     square, dots = 0.0, [0.0] * len(coefs)
     for start, values_MC in chunks():
         total = out_P[start : start + values_MC.shape[1]]
@@ -194,9 +194,7 @@ def _check_shares(shares: Sequence[float], num_contributors: int) -> None:
     if len(shares) != num_contributors or not num_contributors:
         raise ConfigError(
             f"{num_contributors} contributions with {len(shares)} shares: a merge needs at least one contribution "
-            "and one share for each; abort rounds without payloads"
+            "and one share per contribution; abort rounds without payloads"
         )
     if not (min(shares) > 0 and math.fsum(shares) <= 1 + _ROUNDING):
-        raise ConfigError(
-            f"shares {list(shares)}: must be above 0, and at most 1 in sum; take them from shares_of_work()"
-        )
+        raise ConfigError(f"shares {list(shares)}: must be above 0 and sum to at most 1; use shares_of_work()")
