@@ -1,6 +1,7 @@
-"""A run's status as Prometheus metrics, made anew at every scrape.
+"""A run's status as Prometheus metrics, generated at every scrape.
 
-`diloco_up` is 1 while the syncer answers. Without an answer there is nothing else: old numbers would look alive.
+`diloco_up` is 1 while the syncer answers. Without an answer it is the only metric, because old values would look
+current.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _MEASURED = {
 
 
 def exposition(status: Status | None) -> bytes:
-    """The text of a scrape; None: the syncer does not answer."""
+    """Return the text of a scrape; `status` is None if the syncer does not answer."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Run(status))
     return generate_latest(registry)
