@@ -8,7 +8,7 @@
    of zeros. An update over several versions runs the update graph several times. Once every signature has been
    exchanged, nothing more is compiled. Plans of 12B decoders have 3 signatures (Gemma) or 4 (Mistral): 9 or 12 graphs,
    or 6 or 8 with "host".
-4. Anchors are never updated in place, because a graph that updates a buffer takes ownership of it.
+4. Anchors are never updated in place, because a graph donates the buffers that it updates.
 5. With anchor_device="host", anchors are in host memory. The next fragment's anchor is prefetched to the device while
    the previous snapshot is collected.
 6. All tensors here are sharded over the devices, in the order of xla_layout.py.

@@ -69,17 +69,17 @@ def sentence(event: Mapping[str, Any]) -> tuple[str, str] | None:
         case "leave":
             return ("info" if event["reason"] == "finished" else "warn"), f"{who} left: {event['reason']}"
         case "lapse":
-            return "bad", f"{who} lapsed after {event['silent_s']:.1f} s of silence; the others train on"
+            return "bad", f"{who} lapsed after {event['silent_s']:.1f} s of silence; the others continue"
         case "return":
             return "good", f"{who} is back"
         case "rejected":
-            return "warn", f"{who} was turned away: {event['text']}"
+            return "warn", f"{who} was rejected: {event['text']}"
         case "suspended":
             return "bad", f"commits are suspended: {event['reason']}"
         case "resumed":
-            return "good", "the disk takes commits again"
+            return "good", "commits have resumed"
         case "regenerated":
-            return "warn", "the syncer's disk was rolled back; learners adopt the anchors anew"
+            return "warn", "the syncer's disk was rolled back; learners adopt the restored anchors"
         case "evaluated" if event["eval_loss"] is not None:
             return "good", f"the final anchor's loss is {event['eval_loss']:.4f}"
         case "evaluated":

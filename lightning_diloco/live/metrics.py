@@ -26,8 +26,8 @@ _COUNTERS = {
     "diloco_sent_bytes": ("bytes_down", "Payload bytes sent by the syncer since it started"),
 }
 _GAUGES = {
-    "diloco_participation_ratio": ("participation", "Contributors by learners stepping, over all rounds"),
-    "diloco_goodput_ratio": ("goodput", "Tokens merged by tokens that an undisturbed fleet would have trained"),
+    "diloco_participation_ratio": ("participation", "Contributors per stepping learner, over all rounds"),
+    "diloco_goodput_ratio": ("goodput", "Tokens merged per token that an undisturbed fleet would have trained"),
     "diloco_quorum": ("effective_quorum", "Contributions that a round needs now"),
     "diloco_uptime_seconds": ("uptime_s", "Age of the syncer process"),
 }
@@ -35,12 +35,12 @@ _OF_LEARNER = {
     "diloco_learner_step": ("step", "Inner steps completed"),
     "diloco_learner_tokens": ("tokens", "Tokens seen by this process of the learner"),
     "diloco_learner_tokens_per_second": ("tokens_per_s", "Median undisturbed rate"),
-    "diloco_learner_staleness_versions": ("staleness_versions", "Versions behind, of its stalest fragment"),
-    "diloco_learner_silent_seconds": ("last_heard_s_ago", "Time since it was last heard from"),
+    "diloco_learner_staleness_versions": ("staleness_versions", "Staleness of the learner's stalest fragment"),
+    "diloco_learner_silent_seconds": ("last_heard_s_ago", "Time since the learner's last message"),
 }
 _MEASURED = {
     "diloco_learner_loss": (LOSS, "Training loss"),
-    "diloco_learner_anchor_loss": (EVAL_LOSS, "Validation loss of the anchor, as this learner found it"),
+    "diloco_learner_anchor_loss": (EVAL_LOSS, "Validation loss of the anchor, measured by this learner"),
     "diloco_learner_stall_seconds": (STALL, "Time the training thread spent for the run"),
 }
 
@@ -88,7 +88,7 @@ def _fragments(status: Status) -> Metric:
 
 
 def _phases(status: Status) -> Metric:
-    family = GaugeMetricFamily("diloco_learners", "Learners, by what they are doing", labels=["phase"])
+    family = GaugeMetricFamily("diloco_learners", "Learners by phase", labels=["phase"])
     for phase, number in sorted(Counter(learner["phase"] for learner in status["learners"]).items()):
         family.add_metric([phase], number)
     return family

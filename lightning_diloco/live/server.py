@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         given = parse_qs(asked.query).get("token", [""])[0]
         if not self._is_allowed(given):
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open the link with ?token=, as it was printed\n")
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open the printed link, which includes ?token=\n")
         elif given and self._page.token is not None:
             keep = f"{COOKIE}={given}; Path=/; HttpOnly; Secure; SameSite=Strict"
             self._answer(HTTPStatus.SEE_OTHER, "text/plain", b"", {"Location": asked.path, "Set-Cookie": keep})

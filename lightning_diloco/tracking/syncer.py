@@ -51,7 +51,7 @@ def tracked(run_dir: Path, project: str) -> Iterator[None]:
         try:
             work()
         except Exception:
-            log.exception("the run goes on, but is not logged to W&B any more")
+            log.exception("the run continues, but is no longer logged to W&B")
 
     thread = threading.Thread(target=guarded, name="diloco-wandb", daemon=True)
     thread.start()
