@@ -1,1 +1,1 @@
-"""The algorithm: tensors in, tensors out; no network, no clock, no Lightning."""
+"""The algorithm as functions of tensors, without network, clock or Lightning."""

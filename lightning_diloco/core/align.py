@@ -1,17 +1,18 @@
-"""The landing of a new anchor in the parameters: what becomes of the steps trained while the round was in flight.
+"""Landing of a new anchor in the parameters.
+
+The rules differ in how they treat the steps trained while the round was in flight:
 
     carry      cast( (cast(A_new) + sent) + (param - cast(A_old)) )     keeps them
     overwrite  cast(A_new)                                              drops them, the paper's rule
     blend      cast( alpha * param + (1 - alpha) * cast(A_new) )        Streaming DiLoCo
 
-1. Progress is param - anchor. `sent` is the decoded contribution if this update merged it, else nothing: what was
-   merged leaves the progress, all else stays in it, the quantization error included.
-2. A parameter that equals cast(A_old), with nothing sent, becomes cast(A_new) bit for bit. So A_new - A_old is never
-   added to a parameter: it is rounded, and the sum can miss A_new.
-3. Where one addition made A_new, A_old + update, a float32 parameter takes the same one: param + (update + sent). It
-   keeps rule 2, rounds no more than carry, and moves a quarter less memory: a landing costs nothing else.
-
-4. A float64 parameter is landed in float64: it keeps all that the float32 of anchors and contributions does not hold.
+1. Progress is param - anchor. `sent` is the decoded contribution if this update merged it, else zero. A landing removes
+   the merged part from the progress and keeps the rest, including the quantization error.
+2. If a parameter equals cast(A_old) and nothing was sent, it becomes cast(A_new) bit for bit. A_new - A_old is
+   therefore never added to a parameter, because this difference is rounded and the sum can miss A_new.
+3. If A_new is a single addition, A_old + update, a float32 parameter gets the same addition: param + (update + sent).
+   This keeps rule 2, rounds no more than carry, and moves a quarter less memory, which is the whole cost of a landing.
+4. A float64 parameter lands in float64 and keeps the precision that float32 anchors and contributions do not have.
 
 Source: carry as in LOSCAR-SGD (arXiv 2605.20866); overwrite: arXiv 2604.21428; blend: arXiv 2501.18512.
 """
@@ -23,37 +24,37 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Three float32 chunks of this size stay in a CPU's cache between the two passes; smaller ones pay more per call.
+# Three float32 chunks of this size stay in a CPU's cache between the two passes; smaller ones cost more per call.
 LANDING_CHUNK_NUMEL = 1 << 17
 
-# Parameters that store a float32 as it is; others go through float32.
+# Dtypes that store a float32 exactly; parameters of other dtypes are landed through float32.
 WIDE_DTYPES = (torch.float32, torch.float64)
 
 
 def landing_base(anchor_new: Tensor, dtype: torch.dtype, sent: Tensor | None = None) -> Tensor:
-    """cast(anchor_new) + sent in float32: the part of carrying that does not depend on the parameter.
+    """Return cast(anchor_new) + sent in float32, the part of carry that does not depend on the parameter.
 
-    The link thread computes it ahead, so that the training thread is left with `land_carry_`.
+    The link thread computes it ahead, so that only `land_carry_` remains for the training thread.
 
     Args:
         anchor_new: float32.
-        dtype: of the parameter.
-        sent: of that shape, float32: the decoded contribution, if the update names it as merged; else None.
+        dtype: dtype of the parameter.
+        sent: the decoded contribution, float32 of the same shape, if the update has merged it; else None.
     """
     stored = anchor_new.to(dtype).float()
     return stored if sent is None else stored + sent
 
 
 def land_carry_(param_view: Tensor, base: Tensor, old: Tensor) -> None:
-    """param <- cast(base + (param - old)), in place.
+    """Compute param <- cast(base + (param - old)) in place.
 
-    A float32 (or float64) parameter is its own scratch: two passes, with two calls, as a small piece costs more to call
-    for than to read again. Others go through float32 in pieces that stay in the cache.
+    A float32 or float64 parameter serves as its own scratch, in two passes of one call each, because calls for small
+    pieces would cost more than a second read. Other dtypes go through float32 in pieces that stay in the cache.
 
     Args:
-        param_view: contiguous, any shape: a parameter or some of its rows.
+        param_view: contiguous, any shape; a parameter or some of its rows.
         base: as many float32 values, from `landing_base`.
-        old: as many float32 values: cast(anchor_old), see `store_cast`.
+        old: as many float32 values, cast(anchor_old); see `store_cast`.
     """
     with torch.no_grad():
         flat_param, flat_base, flat_old = param_view.detach().view(-1), base.reshape(-1), old.reshape(-1)
@@ -66,25 +67,26 @@ def land_carry_(param_view: Tensor, base: Tensor, old: Tensor) -> None:
 
 
 def land_added_(params: Sequence[Tensor], moves: Sequence[Tensor]) -> None:
-    """params <- params + moves, in place: rule 3 above.
+    """Compute params <- params + moves in place (rule 3).
 
-    One call for all of them: between two calls a thread needs the interpreter's lock again, which others may hold.
+    This is one call for all parameters, because a thread must reacquire the GIL between calls while other threads may
+    hold it.
 
     Args:
-        params: float32 or float64, parameters or some of their rows, of any memory format; of a rank, perhaps none.
-        moves: update + sent of each, of its shape, float32.
+        params: float32 or float64, parameters or some of their rows, any memory format; may be empty on a rank.
+        moves: update + sent for each parameter, float32 of the same shape.
     """
-    assert all(param.dtype in WIDE_DTYPES for param in params), "cast(A_new) is no sum of what was cast"
-    if params:  # which torch insists on
+    assert all(param.dtype in WIDE_DTYPES for param in params), "cast(A_new) is not the sum of the cast values"
+    if params:  # _foreach_add_ refuses empty lists
         with torch.no_grad():
             torch._foreach_add_(list(params), list(moves))
 
 
 def landing_pieces(param: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """What to land next of a flat parameter, and float32 (or float64) room for as many values.
+    """Yield the pieces of a flat parameter, each with a float32 (or float64) scratch buffer of its size.
 
-    Pieces stay in a cache of the CPU. An accelerator has none to stay in, and each call costs the training thread more:
-    it is one piece.
+    On a CPU, pieces stay in the cache. On an accelerator there is one piece, because there is no such cache and each
+    call costs the training thread more.
     """
     whole = LANDING_CHUNK_NUMEL if param.device.type == "cpu" else param.numel()
     step = max(1, min(whole, param.numel()))

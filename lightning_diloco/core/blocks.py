@@ -1,12 +1,14 @@
-"""Blockwise integer quantization of float vectors, and back.
+"""Blockwise integer quantization and dequantization of float vectors.
 
-1. Symmetric, round to nearest even; block_size neighbours share one scale; the last block may be short.
-2. A scale is amax / qmax rounded *up* to bfloat16: nothing clips, and a product int * bfloat16 is exact in float32, so
-   every device decodes to the same bits, fused multiply-add or not.
-3. A block whose scale would be subnormal becomes zero: accelerators flush subnormals, and parties must agree.
-4. int4 packs the first half of a block into the low nibbles and the second half into the high ones.
-5. On a CPU all work is done in chunks that stay in the cache, in buffers allocated once: 2.8 times a memcpy of the
-   input, against 35 times for the one-line formula.
+1. Quantization is symmetric and rounds to nearest even. Each block of block_size adjacent values has one scale; the
+   last block may be short.
+2. A scale is amax / qmax, rounded *up* to bfloat16, so nothing clips. The product int * bfloat16 is exact in float32,
+   so every device decodes to the same bits, with or without fused multiply-add.
+3. A block whose scale would be subnormal becomes zero, because accelerators flush subnormals and all parties must
+   agree.
+4. int4 packs the first half of a block into the low nibbles and the second half into the high nibbles.
+5. On a CPU, all work is done in chunks that stay in the cache, in buffers that are allocated once. This takes 2.8 times
+   as long as a memcpy of the input; the one-line formula takes 35 times as long.
 
 Shapes: _P values, _B blocks, _BS (blocks, block size).
 Source: our choice; block scales after Streaming DiLoCo (arXiv 2501.18512).
@@ -26,28 +28,28 @@ _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def packed_nbytes(numel: int, bits: Bits, block_size: int) -> int:
-    """Bytes of the quantized integers, without scales; a short last block of odd length wastes half a byte."""
+    """Return the bytes of the quantized integers, without scales; a last block of odd length wastes half a byte."""
     return numel if bits == 8 else numel // block_size * (block_size // 2) + (numel % block_size + 1) // 2
 
 
 def num_blocks(numel: int, block_size: int) -> int:
-    """Number of scales."""
+    """Return the number of blocks, which is the number of scales."""
     return -(-numel // block_size)
 
 
 def chunk_numel(x: Tensor, block_size: int) -> int:
-    """Elements to process at a time: whole blocks that fit a CPU's cache; everything on an accelerator."""
+    """Return the elements to process at once: whole blocks that fit a CPU's cache, or all on an accelerator."""
     whole = CHUNK_NUMEL if x.device.type == "cpu" else x.numel()
     return max(1, whole // block_size) * block_size
 
 
 def all_finite(x: Tensor) -> bool:
-    """One pass without a temporary: the extremes are finite exactly if everything is (NaN propagates)."""
+    """Return whether all values are finite; checks minimum and maximum (NaN propagates), without a temporary."""
     return x.numel() == 0 or bool(torch.stack(torch.aminmax(x)).isfinite().all())
 
 
 def quantize_into(x_P: Tensor, packed: Tensor, scales_B: Tensor, *, bits: Bits, block_size: int) -> None:
-    """Quantize a vector; a block that holds NaN or Inf gets a scale that is not finite and undefined integers.
+    """Quantize a vector; a block that holds NaN or Inf gets a non-finite scale and undefined integers.
 
     Args:
         x_P: float values.
@@ -94,44 +96,44 @@ def _quantize_blocks(x_BS: Tensor, packed: Tensor, scales_B: Tensor, work: Tenso
 
 
 def scales_for(amax_B: Tensor, bits: Bits) -> Tensor:
-    """The scales of blocks by their greatest magnitudes, which are overwritten (rules 2 and 3)."""
+    """Compute the scales from the blocks' maximum magnitudes, which are overwritten (rules 2 and 3)."""
     return _round_up(amax_B.div_(127 if bits == 8 else 7))
 
 
 def divisor_for(scales_B: Tensor) -> Tensor:
-    """What values are divided by, as float32: nothing but zero comes of a block without a scale."""
+    """Return the float32 divisor of each block; it is Inf where the scale is 0, so that such a block becomes zero."""
     divisor_B = scales_B.float()
     return divisor_B.masked_fill_(divisor_B == 0, torch.inf)
 
 
 def pack(q: Tensor, out: Tensor | None = None) -> Tensor:
-    """4-bit integers, two in a byte (rule 4).
+    """Pack 4-bit integers, two per byte (rule 4).
 
     Args:
         q: int8 [..., block size].
-        out: int8 [..., block size / 2], overwritten; None: a new one.
+        out: int8 [..., block size / 2], overwritten; None allocates a new tensor.
     """
     low, high = q.chunk(2, dim=-1)
     return torch.bitwise_or(low & 15, high << 4, out=out)
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack`: the first and the second half of each block."""
-    # Shifts of int8 restore the sign. On some devices a shift to the right divides towards zero: nothing may be lost.
+    """Unpack the first and the second half of each block; the inverse of `pack`."""
+    # Shifts of int8 restore the sign. On some devices a right shift rounds towards zero, so the low bits are cleared.
     return packed << 4 >> 4, (packed & -16) >> 4
 
 
 def _round_up(scale_B: Tensor) -> Tensor:
-    """To the next bfloat16 that is not smaller; subnormals to zero. NaN and Inf stay what they are."""
+    """Round up to bfloat16, and subnormals to zero; NaN and Inf stay unchanged."""
     nearest = scale_B.to(torch.bfloat16)
-    # 1.25 * 2^-8 is 0.6 to 1.25 units in the last place at any mantissa, so this rounds to exactly the next one.
+    # 1.25 * 2^-8 is 0.6 to 1.25 units in the last place for any mantissa, so this rounds to exactly the next value.
     above = (nearest.float() * (1 + 1.25 * 2**-8)).to(torch.bfloat16)
     up = torch.where(nearest.float() < scale_B, above, nearest)
     return up.masked_fill_(up < _SMALLEST_NORMAL, 0.0)
 
 
 def dequantize_into(packed: Tensor, scales_B: Tensor, out_P: Tensor, *, bits: Bits, block_size: int) -> None:
-    """The inverse of `quantize_into`, up to rounding.
+    """Dequantize a vector; the inverse of `quantize_into`, up to rounding.
 
     Args:
         packed: int8, packed_nbytes(P) elements.

@@ -1,4 +1,4 @@
-"""One fingerprint of tensors for all: the syncer's published values and every device's anchors are compared by it.
+"""The digest by which the syncer's published values and every device's anchors are compared.
 
 Shapes: _P flat padded fragment.
 """
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def digest(values_P: Tensor) -> str:
-    """SHA-256 of the raw bytes, padding included.
+    """Return the SHA-256 of the raw bytes, padding included.
 
     Args:
         values_P: float32 (P,), contiguous, on the host.
 
     Returns:
-        64 hex digits, equal exactly if all bits are.
+        64 hex digits, equal if and only if all bits are equal.
     """
     return hashlib.sha256(values_P.detach().numpy().data).hexdigest()

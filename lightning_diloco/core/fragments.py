@@ -1,15 +1,16 @@
-"""How a model is cut into fragments, as a pure function of names, shapes and two numbers.
+"""Division of a model into fragments, a pure function of names, shapes and two numbers.
 
 1. A slice is a row range of one parameter (row: index along dimension 0; a scalar has one row). Every element of the
-   model lies in exactly one slice, every slice in exactly one fragment, and no fragment is empty.
-2. No slice is larger than max_slice_numel, nor than an even share of the model (or a half, quarter or eighth of one,
-   if the fragments come out uneven otherwise), as far as whole rows allow. What must be cut is cut into equal pieces if
-   up to twice the needed number allows it, else into pieces one row apart.
-3. Fragments are filled greedily, largest slice first into the lightest fragment, but equal-shaped slices are dealt out
-   to whole groups of fragments at once. Fragments of one group have the same shape signature, and every distinct
-   signature costs an accelerator one more compilation. The group size with the fewest signatures wins. Two slices of
-   one parameter in a fragment would be told from slices of two parameters: a parameter's slices are spread.
-4. Peak <= mean + one slice, because a slice only ever goes to a lightest fragment.
+   model is in exactly one slice, every slice is in exactly one fragment, and no fragment is empty.
+2. As far as whole rows allow, no slice is larger than max_slice_numel or than an even share of the model (or a half,
+   quarter or eighth of a share, if the fragments would otherwise be uneven). A parameter is cut into equal pieces if
+   at most twice the needed number of pieces allows this, else into pieces that differ by one row.
+3. Fragments are filled greedily: the largest slice goes to the lightest fragment. Slices of equal shape are dealt to
+   whole groups of fragments at once, because fragments of one group then have the same shape signature, and every
+   distinct signature costs an accelerator one more compilation. The group size with the fewest signatures is used.
+   The slices of one parameter are spread over fragments, because a fragment with two slices of one parameter would
+   need another compilation than one with slices of two parameters.
+4. Peak <= mean + one slice, because a slice is only ever added to a lightest fragment.
 
 Source: balanced tensor fragmentation of arXiv 2604.21428; slices and equal signatures are our choice.
 """
@@ -30,22 +31,22 @@ from lightning_diloco.errors import ConfigError
 
 __all__ = ["Entry", "FragmentLayout", "FragmentPlan", "Shape", "Slice", "gather", "gather_slice", "scatter"]
 
-# Slices are at most this part of an even share: the first that keeps the peak within reach of the mean. Our choice.
+# Slices are at most 1/n of an even share, with the first n whose peak is at most _WANTED_PEAK shares. Our choice.
 _FINENESSES = (1, 2, 4, 8)
 _WANTED_PEAK = 1.1
 
-# A plan may be this much heavier at its peak than the most balanced one if it saves signatures. Our choice.
+# A plan with fewer signatures may have this multiple of the most balanced plan's peak. Our choice.
 _TOLERATED_PEAK = 1.05
 
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """Which slices of which parameters are synchronized together.
+    """The assignment of parameter slices to fragments.
 
     Args:
         shapes: full shape of every parameter, sorted by name.
-        fragments: the slices of each fragment, in the order they have in its flat vector.
-        mean_names: parameters merged by the plain weighted mean: embeddings and heads tied to them.
+        fragments: the slices of each fragment, in the order of its flat vector.
+        mean_names: parameters merged by the plain weighted mean: embeddings, and heads tied to them.
     """
 
     shapes: dict[str, Shape]
@@ -64,13 +65,13 @@ class FragmentPlan:
         """Cut a model into fragments of nearly equal size and few distinct shape signatures.
 
         Args:
-            shapes: shape by parameter name, in any order; de-duplicated, so that tied weights appear once.
-            num_fragments: P, >= 1; fewer are made if the model has fewer slices.
+            shapes: shape by parameter name, in any order; tied weights appear once.
+            num_fragments: P, >= 1; the plan has fewer if the model has fewer slices.
             max_slice_numel: largest slice in elements, >= 1; a single row may exceed it.
             mean_names: names in shapes that are merged by the plain mean.
 
         Raises:
-            ConfigError: no parameters, empty parameters, unknown mean_names, or numbers below 1; all at once.
+            ConfigError: no parameters, empty parameters, unknown mean_names, or numbers below 1; lists all problems.
         """
         if problems := _problems(shapes, num_fragments, max_slice_numel, mean_names):
             raise ConfigError(problems)
@@ -87,7 +88,7 @@ class FragmentPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 in hex of shapes, fragments and mean_names as canonical JSON; parties compare it when they meet."""
+        """Return the SHA-256 in hex of the plan as canonical JSON; learner and syncer compare it at a join."""
         fragments = [[[s.name, s.start_row, s.stop_row] for s in fragment] for fragment in self.fragments]
         content = {"shapes": self.shapes, "fragments": fragments, "mean_names": sorted(self.mean_names)}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
@@ -95,23 +96,23 @@ class FragmentPlan:
 
     @property
     def num_fragments(self) -> int:
-        """P, the number of fragments actually made."""
+        """Return P, the number of fragments in the plan."""
         return len(self.fragments)
 
     def numel(self, p: int) -> int:
-        """Number of elements of fragment p, without padding."""
+        """Return the number of elements of fragment p, without padding."""
         return sum(prod(self.slice_shape(s)) for s in self.fragments[p])
 
     def slice_shape(self, s: Slice) -> Shape:
-        """Shape of a slice: that of its parameter with fewer rows; () for a scalar."""
+        """Return the shape of a slice: that of its parameter with fewer rows, or () for a scalar."""
         return _slice_shape(self.shapes[s.name], s)
 
     def signatures(self) -> tuple[tuple[Shape, ...], ...]:
-        """The distinct lists of slice shapes among the fragments, in order of first appearance."""
+        """Return the distinct lists of slice shapes of the fragments, in order of first appearance."""
         return tuple(dict.fromkeys(tuple(map(self.slice_shape, fragment)) for fragment in self.fragments))
 
     def layout(self, p: int, block_size: int) -> FragmentLayout:
-        """The flat vector of fragment p; each slice starts at a multiple of block_size elements."""
+        """Return the layout of fragment p; each slice starts at a multiple of block_size elements."""
         entries, offset = [], 0
         for s in self.fragments[p]:
             shape = self.slice_shape(s)
@@ -134,7 +135,7 @@ def _problems(
         if any(size < 1 for size in shape)
     ]
     found += [
-        f"mean_names holds {name!r}: it must name a parameter of the plan; use the name that named_parameters() gives"
+        f"mean_names holds {name!r}: must be a parameter of the plan; use the names from named_parameters()"
         for name in sorted(set(mean_names) - set(shapes))
     ]
     for label, value in (("num_fragments", num_fragments), ("max_slice_numel", max_slice_numel)):
@@ -171,7 +172,7 @@ def _cut(name: str, shape: Shape, largest: int) -> list[Slice]:
 def _fill(
     signatures: list[list[Shape]], by_shape: Mapping[Shape, list[Slice]], shapes: Mapping[str, Shape]
 ) -> tuple[tuple[Slice, ...], ...]:
-    """Give every fragment its slices: those of a shape one to each in turn, which spreads a parameter's (rule 3)."""
+    """Assign slices to fragments; slices of one shape go round-robin, which spreads those of a parameter (rule 3)."""
     fragments = [list[Slice]() for _ in signatures]
     for shape, pieces in by_shape.items():
         wanted = [signature.count(shape) for signature in signatures]
@@ -186,7 +187,7 @@ def _fill(
 
 
 def _deal(counts: dict[Shape, int], num_fragments: int) -> list[list[Shape]]:
-    """Choose the shapes of every fragment: fewest distinct signatures among the well-balanced ways."""
+    """Choose the slice shapes of every fragment: the well-balanced division with the fewest distinct signatures."""
     divisors = [g for g in range(1, num_fragments + 1) if num_fragments % g == 0]
     ways = [_deal_in_groups(counts, num_fragments, group) for group in divisors]
     peaks = [_peak(way) for way in ways]
@@ -195,12 +196,12 @@ def _deal(counts: dict[Shape, int], num_fragments: int) -> list[list[Shape]]:
 
 
 def _deal_in_groups(counts: dict[Shape, int], num_fragments: int, group: int) -> list[list[Shape]]:
-    """Deal to all fragments at once while the slices last, then to groups, then one by one.
+    """Deal slices to all fragments at once while they last, then to groups, then to single fragments.
 
     Args:
-        counts: number of slices by shape, largest first.
+        counts: number of slices by shape, largest shape first.
         num_fragments: P.
-        group: how many fragments stay alike in the second round; divides P.
+        group: number of fragments per group in the second round; divides P.
     """
     loads, fragments = [0] * num_fragments, [list[Shape]() for _ in range(num_fragments)]
     left = dict(counts)
@@ -212,5 +213,5 @@ def _deal_in_groups(counts: dict[Shape, int], num_fragments: int, group: int) ->
                 for p in range(lightest, lightest + alike):
                     loads[p] += prod(shape)
                     fragments[p].append(shape)
-    # One order of shapes everywhere: dealt in different rounds, the same shapes must still give the same signature.
+    # Sorted, so that the same shapes give the same signature even if they were dealt in different rounds.
     return [sorted(fragment, reverse=True) for fragment in fragments]

@@ -1,6 +1,6 @@
-"""The flat vector of one fragment: slices one after another, each padded with zeros to whole quantization blocks.
+"""The flat vector of one fragment: consecutive slices, each padded with zeros to whole quantization blocks.
 
-No block holds elements of two slices, so a scale never mixes parameters and every slice is merged on its own.
+No block holds elements of two slices. A scale therefore never mixes parameters, and every slice is merged separately.
 
 Shapes: _P flat padded fragment.
 """
@@ -20,14 +20,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slice:
-    """Rows start_row..stop_row (exclusive) of one parameter; a scalar has the one row 0."""
+    """Rows start_row..stop_row (exclusive) of one parameter; a scalar has only row 0."""
 
     name: str
     start_row: int
     stop_row: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A view of these rows of the full parameter."""
+        """Return a view of these rows of the full parameter."""
         return tensor[self.start_row : self.stop_row] if tensor.dim() else tensor
 
     def __str__(self) -> str:
@@ -39,11 +39,11 @@ class Entry:
     """One slice inside a flat fragment.
 
     Args:
-        slice: which rows of which parameter.
+        slice: the rows of the parameter.
         shape: shape of the slice.
-        offset: where it starts in the flat vector, a multiple of the block size.
+        offset: start in the flat vector, a multiple of the block size.
         numel: number of elements, without padding.
-        merge: how contributions to this slice are merged.
+        merge: merge rule of this slice.
     """
 
     slice: Slice
@@ -53,17 +53,17 @@ class Entry:
     merge: Merge
 
     def of(self, flat_P: Tensor) -> Tensor:
-        """A 1-D view of this slice in a flat fragment, without padding."""
+        """Return a 1-D view of this slice in a flat fragment, without padding."""
         return flat_P[self.offset : self.offset + self.numel]
 
 
 @dataclass(frozen=True, slots=True)
 class FragmentLayout:
-    """Where the slices of one fragment lie in its flat vector.
+    """The positions of a fragment's slices in its flat vector.
 
     Args:
-        entries: in order of offset.
-        numel: elements of the fragment, without padding.
+        entries: the slices, in order of offset.
+        numel: number of elements of the fragment, without padding.
         padded_numel: length of the flat vector, a multiple of the block size.
     """
 
@@ -76,9 +76,9 @@ def gather(layout: FragmentLayout, tensors: Mapping[str, Tensor], out: Tensor) -
     """Copy a fragment out of full parameters.
 
     Args:
-        layout: of the fragment.
+        layout: the fragment's layout.
         tensors: full parameters by name, any float dtype.
-        out: (P,) vector that is overwritten, padding with zeros; values are cast to its dtype.
+        out: (P,) vector, overwritten with zero padding; values are cast to its dtype.
 
     Returns:
         out.
@@ -89,7 +89,7 @@ def gather(layout: FragmentLayout, tensors: Mapping[str, Tensor], out: Tensor) -
 
 
 def gather_slice(layout: FragmentLayout, k: int, tensors: Mapping[str, Tensor], out: Tensor) -> None:
-    """`gather` of one slice, and of the padding up to the next one."""
+    """Copy one slice like `gather`, and zero the padding up to the next one."""
     entry, following = layout.entries[k], layout.entries[k + 1 : k + 2]
     end, next_offset = entry.offset + entry.numel, following[0].offset if following else layout.padded_numel
     with torch.no_grad():
@@ -102,9 +102,9 @@ def scatter(layout: FragmentLayout, flat: Tensor, tensors: Mapping[str, Tensor])
     """Copy a flat fragment into full parameters, in place, cast to their dtypes.
 
     Args:
-        layout: of the fragment.
+        layout: the fragment's layout.
         flat: (P,) vector; its padding is ignored.
-        tensors: full parameters by name; rows of other fragments stay as they are.
+        tensors: full parameters by name; rows of other fragments are unchanged.
     """
     with torch.no_grad():
         for entry in layout.entries:

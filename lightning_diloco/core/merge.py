@@ -1,7 +1,7 @@
-"""From the contributions of one round to one outer gradient.
+"""Merge of one round's contributions into one outer gradient.
 
-With the learners' shares a_m of the fleet's work, which sum to 1 where all take part (`protocol/shares.py`), every
-slice v is merged on its own:
+Each learner m has a share a_m of the fleet's work; the shares sum to 1 if all learners contribute
+(`protocol/shares.py`). Every slice v is merged separately:
 
     mean:          sum(a_m v_m)
     RDA:           sum(a_m |v_m|) * phi(u),   u = sum(a_m phi(v_m)) / sum(a_m),   phi(x) = x / |x|,  phi(0) = 0
@@ -39,19 +39,19 @@ from lightning_diloco.errors import ConfigError
 
 MIN_ROBUST = 3
 _CANCELLED = 0.01
-_ROUNDING = 1e-9  # of shares that sum to 1
+_ROUNDING = 1e-9  # tolerance of the sum of shares
 _SMALLEST = torch.finfo(torch.float32).tiny  # the inverse of a smaller norm is Inf in float32
 
 
 @dataclass(frozen=True, slots=True)
 class MergeReport:
-    """What the contributions to one outer gradient looked like, in the order they were given.
+    """Statistics of the contributions to one outer gradient, in the order of the contributions.
 
     Args:
-        norms: Euclidean norm of each contribution over the whole fragment, as it came.
-        kept: the part of each contribution that was merged, 1 if its norm is within its limit.
+        norms: Euclidean norm of each contribution over the whole fragment, before scaling.
+        kept: factor by which each contribution was scaled, 1 if its norm is within its limit.
         cosines: cosine between each contribution and the outer gradient; 0 if either is zero.
-        merged_norm: Euclidean norm of the outer gradient before it is rounded to bfloat16.
+        merged_norm: Euclidean norm of the outer gradient before rounding to bfloat16.
     """
 
     norms: tuple[float, ...]
@@ -74,9 +74,9 @@ def merge_fragment(
     """Merge encoded contributions to one fragment.
 
     Args:
-        layout: of the fragment.
+        layout: the fragment's layout.
         contributions: uint8 buffers from `encode`, in an order that is the same on every replay.
-        shares: of each contributor in the work of the fleet, above 0, at most 1 in sum.
+        shares: each contributor's share of the fleet's work, above 0, with a sum of at most 1.
         wire: precision of the buffers.
         block_size: of buffers and layout.
         merge: "mean" for everything, or one of the others for all but the entries that say "mean".
@@ -87,8 +87,8 @@ def merge_fragment(
         The outer gradient, (P,) bfloat16 with zero padding, and a report.
 
     Raises:
-        ConfigError: no contributions, or bad shares.
-        CorruptMessageError: a buffer has the wrong length or values that are not finite.
+        ConfigError: no contributions, or invalid shares.
+        CorruptMessageError: a buffer has the wrong length or holds non-finite values.
     """
     _check_shares(shares, len(contributions))
     source = Encoded(contributions, layout.padded_numel, wire, block_size)
@@ -169,9 +169,7 @@ def _check_shares(shares: Sequence[float], num_contributors: int) -> None:
     if len(shares) != num_contributors or not num_contributors:
         raise ConfigError(
             f"{num_contributors} contributions with {len(shares)} shares: a merge needs at least one contribution "
-            "and one share for each; abort rounds without payloads"
+            "and one share per contribution; abort rounds without payloads"
         )
     if not (min(shares) > 0 and math.fsum(shares) <= 1 + _ROUNDING):
-        raise ConfigError(
-            f"shares {list(shares)}: must be above 0, and at most 1 in sum; take them from shares_of_work()"
-        )
+        raise ConfigError(f"shares {list(shares)}: must be above 0 and sum to at most 1; use shares_of_work()")

@@ -1,11 +1,11 @@
-"""The syncer's side of an outer step, and how its result reaches every party as the same bits.
+"""The outer step on the syncer, and the publication of its result with the same bits for every party.
 
     buf    <- decay * buf + g
     master <- master - lr * (g + push * buf)        decay = push = mu is Nesterov as torch.optim.SGD does it
     update <- Q(master - published)                 these bytes go to the learners
     anchor <- anchor + dequantized update           the same addition at the syncer (published) and at every learner
 
-The master keeps what quantization leaves out, so it goes into the next update and never piles up.
+The master keeps the quantization error, which becomes part of the next update and never accumulates.
 
 Shapes: _P flat fragment.
 Source: arXiv 2604.21428 (outer optimizer); publishing by quantized difference is our choice.
@@ -30,8 +30,8 @@ class Momentum:
     """Nesterov coefficients of one outer step.
 
     Args:
-        decay: what is left of the momentum buffer, before the gradient is added.
-        push: share of the buffer that moves the anchor.
+        decay: factor of the momentum buffer before the gradient is added.
+        push: fraction of the buffer that moves the anchor.
     """
 
     decay: float
@@ -41,14 +41,14 @@ class Momentum:
 def nesterov_step(
     anchor: Tensor, momentum: Tensor, outer_gradient: Tensor, *, lr: float, momentum_coef: float | Momentum
 ) -> None:
-    """One outer step, in place; with a plain number bit for bit torch.optim.SGD(nesterov=True).
+    """Make one outer step in place; with a plain number it equals torch.optim.SGD(nesterov=True) bit for bit.
 
     Args:
         anchor: (P,) float32, the master.
         momentum: (P,) float32, zeros before the first step.
-        outer_gradient: (P,) float32 or bfloat16; a descent direction has the sign of a gradient.
+        outer_gradient: (P,) float32 or bfloat16, with the sign of a gradient.
         lr: outer learning rate.
-        momentum_coef: mu, or the coefficients of a round of another length, see `momentum_by_work`.
+        momentum_coef: mu, or the coefficients from `momentum_by_work`.
     """
     coefs = momentum_coef if isinstance(momentum_coef, Momentum) else Momentum(momentum_coef, momentum_coef)
     for part in _chunks(anchor, 1):
@@ -58,44 +58,44 @@ def nesterov_step(
 
 
 def momentum_by_work(mu: float, work: float) -> Momentum:
-    """Momentum of a round by the work that went into it, with s = min(work, 1):
+    """Return the momentum coefficients of a round for the work in it, with s = min(work, 1):
 
         decay = mu ** s,  push = mu * (1 - decay) / (1 - mu)
 
-    A full round has decay = push = mu. Cut the same work into other rounds (few contributors, drains, rejoins, learners
-    out of phase), and both what the buffer forgets and how far a steady pseudo-gradient moves the anchor stay the same:
-    lr / (1 - mu) per unit of work. With push = decay, a round of one step would move the anchor by more than a whole
-    buffer.
+    A full round has decay = push = mu. If the same work is divided into other rounds (few contributors, drains,
+    rejoins, learners out of phase), the buffer still decays by the same factor, and a steady pseudo-gradient still
+    moves the anchor by lr / (1 - mu) per unit of work. With push = decay, a round of one step would move the anchor by
+    more than a whole buffer.
 
     Args:
         mu: coefficient of a full round, 0 <= mu < 1.
-        work: of the round, > 0; 1 for all learners with H inner steps each (`protocol/shares.py`).
+        work: work in the round, > 0; it is 1 if all learners contribute H inner steps (`protocol/shares.py`).
 
     Raises:
-        ConfigError: work is not above 0.
+        ConfigError: work is not positive.
 
     Source: our choice.
     """
     if not work > 0:
-        raise ConfigError(f"work={work}: a round holds more than 0 inner steps; refuse empty contributions")
+        raise ConfigError(f"work={work}: a round must hold more than 0 inner steps; refuse empty contributions")
     decay = float(mu ** min(work, 1.0))
     return Momentum(decay, mu * ((1 - decay) / (1 - mu)))
 
 
 def publish(master: Tensor, published: Tensor, *, wire: Wire, block_size: int) -> Tensor:
-    """Encode what the published values lack of the master, and add just that to them.
+    """Encode master - published and add the decoded result to published.
 
     Args:
         master: (P,) float32.
-        published: (P,) float32, the anchor as every learner has it; updated in place.
-        wire: precision.
+        published: (P,) float32, the anchor that every learner has; updated in place.
+        wire: wire precision.
         block_size: values that share a scale.
 
     Returns:
         The update, uint8, for `apply_update`.
 
     Raises:
-        NonFiniteError: master holds NaN or Inf; published is unchanged then.
+        NonFiniteError: master holds NaN or Inf; published is then unchanged.
     """
     update = encode(master - published, wire=wire, block_size=block_size, name="the outer update")
     apply_update(published, update, wire=wire, block_size=block_size)
@@ -103,7 +103,7 @@ def publish(master: Tensor, published: Tensor, *, wire: Wire, block_size: int) -
 
 
 def apply_update(anchor: Tensor, update: Tensor, *, wire: Wire, block_size: int) -> None:
-    """anchor <- anchor + dequantized update, in place; equal bits in, equal bits out, on every party.
+    """Compute anchor <- anchor + dequantized update in place; equal inputs give equal bits on every party.
 
     Args:
         anchor: (P,) float32.
@@ -112,7 +112,7 @@ def apply_update(anchor: Tensor, update: Tensor, *, wire: Wire, block_size: int)
         block_size: values that share a scale.
 
     Raises:
-        CorruptMessageError: the update is not a valid one; anchor is unchanged then.
+        CorruptMessageError: the update is invalid; anchor is then unchanged.
     """
     decoder = Decoder(update, anchor.numel(), wire, block_size)
     for part in _chunks(anchor, block_size):

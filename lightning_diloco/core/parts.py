@@ -1,7 +1,7 @@
-"""An encoded vector in parts, so that several senders share it: whole blocks each, put together bit for bit.
+"""Division of an encoded vector into parts that several senders can send.
 
-1. Part k of n are the blocks from k/n to (k+1)/n of all, so parts differ by one block at most; some may be empty.
-2. A part is what `encode` makes of these values alone. No scale belongs to two parts.
+1. Part k of n holds the blocks from k/n to (k+1)/n of all blocks. Parts differ by at most one block; some may be empty.
+2. A part equals the `encode` of its values alone, bit for bit. No scale belongs to two parts.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from lightning_diloco.core.quantize import integers_nbytes
 
 
 def part_range(k: int, n: int, numel: int, block_size: int) -> tuple[int, int]:
-    """First value of part k of n, and the one after its last."""
+    """Return the first value of part k of n and the one after its last."""
     blocks = num_blocks(numel, block_size)
     start, stop = (min(blocks * at // n * block_size, numel) for at in (k, k + 1))
     return start, stop
 
 
 def part_of(payload: Tensor, k: int, n: int, *, numel: int, wire: Wire, block_size: int) -> Tensor:
-    """Part k of n of a whole encoding, uint8; a copy.
+    """Return a copy of part k of n of a whole encoding, uint8.
 
     Args:
         payload: 1-D uint8 from `encode`.
-        k, n: which part of how many.
-        numel: number of values in all.
-        wire: precision.
+        k, n: index of the part, and number of parts.
+        numel: number of values of the whole vector.
+        wire: wire precision.
         block_size: values that share a scale.
     """
     start, stop = part_range(k, n, numel, block_size)
@@ -40,7 +40,7 @@ def part_of(payload: Tensor, k: int, n: int, *, numel: int, wire: Wire, block_si
 
 
 def joined(parts: Sequence[Tensor], *, numel: int, wire: Wire, block_size: int) -> Tensor:
-    """The whole encoding of all its parts, in order; the inverse of `part_of`."""
+    """Join all parts, in order, to the whole encoding; the inverse of `part_of`."""
     ranges = [part_range(k, len(parts), numel, block_size) for k in range(len(parts))]
     sizes = [integers_nbytes(stop - start, wire, block_size) for start, stop in ranges]
     pairs = list(zip(parts, sizes, strict=True))

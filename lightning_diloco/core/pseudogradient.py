@@ -1,10 +1,11 @@
-"""What a learner contributes: the stored anchor minus its parameters.
+"""The pseudo-gradient of a learner: the stored anchor minus its parameters.
 
-The anchor is float32, a parameter may not be. Progress is measured against the value that was really stored at the last
-landing, cast(anchor): a learner that trained zero steps contributes exactly zero, in bf16 as well.
+The anchor is float32, but parameters may have another dtype. The pseudo-gradient is measured against the value that was
+really stored at the last landing, cast(anchor). A learner that trained zero steps therefore contributes exactly zero,
+also in bf16.
 
 Shapes: _P flat fragment.
-Source: arXiv 2604.21428 (a descent direction, so the outer step subtracts it); the cast is our choice.
+Source: arXiv 2604.21428 (a descent direction, which the outer step subtracts); the cast is our choice.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from lightning_diloco.core.layout import FragmentLayout
 
 
 def store_cast(layout: FragmentLayout, anchor: Tensor, dtypes: Sequence[torch.dtype], out: Tensor) -> Tensor:
-    """The values that the parameters take when this anchor lands, as float32.
+    """Compute the parameter values that an anchor gives when it lands, as float32.
 
     Args:
-        layout: of the fragment.
+        layout: the fragment's layout.
         anchor: (P,) float32.
-        dtypes: of the parameters, one for each entry of the layout.
-        out: (P,) float32 to write into; may be anchor itself.
+        dtypes: dtypes of the parameters, one per entry of the layout.
+        out: (P,) float32, overwritten; may be anchor itself.
 
     Returns:
         out.
@@ -39,13 +40,13 @@ def store_cast(layout: FragmentLayout, anchor: Tensor, dtypes: Sequence[torch.dt
 
 
 def pseudo_gradient(anchor: Tensor, local: Tensor, out: Tensor) -> Tensor:
-    """cast(anchor) - local, in float32.
+    """Compute cast(anchor) - local in float32.
 
     Args:
-        anchor: (P,) float32, cast to the dtype of local here. For parameters of several dtypes pass the result of
-            `store_cast`, and local gathered as float32.
+        anchor: (P,) float32, cast to the dtype of local. If the parameters have several dtypes, pass the result of
+            `store_cast` and gather local as float32.
         local: (P,) gathered parameters, any float dtype.
-        out: (P,) float32 to write into.
+        out: (P,) float32, overwritten.
 
     Returns:
         out.

@@ -1,9 +1,10 @@
-"""Values on the wire: int8, int4, bf16 and fp32, encoded to bytes and decoded to float32.
+"""Wire encoding of values as int8, int4, bf16 or fp32, and decoding to float32.
 
-1. int8 and int4 buffers hold the integers, then the bfloat16 scales (see blocks.py); bf16 and fp32 the values.
-2. All of it is in the byte order of the machine, little-endian on every supported one.
-3. NaN and Inf never get onto the wire: the sender raises. A buffer that holds them anyway is corrupt.
-4. decode is exact: all parties that decode the same bytes get the same float32 bits.
+1. int8 and int4 buffers hold the integers and then the bfloat16 scales (see blocks.py). bf16 and fp32 buffers hold the
+   values.
+2. Buffers have the machine's byte order, which is little-endian on every supported machine.
+3. NaN and Inf are never sent; the sender raises. A received buffer that holds them is corrupt.
+4. Decoding is exact: all parties that decode the same bytes get the same float32 bits.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ _FLOATS: dict[Wire, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float3
 
 
 def wire_nbytes(numel: int, wire: Wire, block_size: int) -> int:
-    """Bytes that numel values take on the wire."""
+    """Return the number of bytes that numel values take on the wire."""
     scales = 0 if wire in _FLOATS else 2 * num_blocks(numel, block_size)
     return integers_nbytes(numel, wire, block_size) + scales
 
 
 def integers_nbytes(numel: int, wire: Wire, block_size: int) -> int:
-    """Bytes before the scales: all of them where there are none."""
+    """Return the number of bytes before the scales; all bytes if the precision has no scales."""
     if wire in _FLOATS:
         return numel * _FLOATS[wire].itemsize
     return packed_nbytes(numel, _BITS[wire], block_size)
 
 
 def encode_unchecked(x: Tensor, *, wire: Wire, block_size: int) -> Tensor:
-    """`encode` without looking for NaN and Inf: nothing waits for the device, so a training thread may call it there.
+    """Encode like `encode`, without the check for NaN and Inf, which would wait for the device.
 
-    Whoever takes the bytes to the host calls `check_fragment` before sending them.
+    The training thread may therefore call it. Call `check_fragment` before sending the bytes.
     """
     if wire in _FLOATS:
         return x.to(_FLOATS[wire], copy=True).view(torch.uint8)
@@ -52,12 +53,12 @@ def encode(x: Tensor, *, wire: Wire, block_size: int, name: str) -> Tensor:
 
     Args:
         x: 1-D float32 or bfloat16, any length, any device.
-        wire: precision.
+        wire: wire precision.
         block_size: values that share a scale; ignored for bf16 and fp32.
-        name: what the values are, for the error.
+        name: name of the values in the error message.
 
     Returns:
-        1-D uint8, contiguous, wire_nbytes long, on the device of x; never shares memory with x.
+        1-D uint8, contiguous, `wire_nbytes` long, on the device of x; does not share memory with x.
 
     Raises:
         NonFiniteError: x holds NaN, Inf, or values too large for bf16.
@@ -69,10 +70,10 @@ def encode(x: Tensor, *, wire: Wire, block_size: int, name: str) -> Tensor:
 
 
 def encode_fragment(layout: FragmentLayout, flat: Tensor, wire: Wire, block_size: int) -> Tensor:
-    """Like `encode`, for a flat fragment; the error names the slices that hold NaN or Inf.
+    """Encode a flat fragment like `encode`; the error names the slices that hold NaN or Inf.
 
     Raises:
-        NonFiniteError: naming up to five slices.
+        NonFiniteError: the fragment holds NaN or Inf; names up to five slices.
     """
     buffer = encode_unchecked(flat, wire=wire, block_size=block_size)
     check_fragment(layout, buffer, wire, block_size)
@@ -80,10 +81,10 @@ def encode_fragment(layout: FragmentLayout, flat: Tensor, wire: Wire, block_size
 
 
 def check_fragment(layout: FragmentLayout, buffer: Tensor, wire: Wire, block_size: int) -> None:
-    """Find NaN and Inf in an encoded fragment.
+    """Check an encoded fragment for NaN and Inf.
 
     Raises:
-        NonFiniteError: naming up to five slices.
+        NonFiniteError: the fragment holds NaN or Inf; names up to five slices.
     """
     floats = _float_part(buffer, layout.padded_numel, wire, block_size)
     if all_finite(floats):
@@ -95,16 +96,16 @@ def check_fragment(layout: FragmentLayout, buffer: Tensor, wire: Wire, block_siz
 
 
 class Decoder:
-    """Reads parts of an encoded vector, so that nobody has to hold all of it as float32.
+    """Decoder of ranges of an encoded vector, which needs no float32 copy of the whole.
 
     Args:
-        buffer: 1-D uint8; must stay unchanged while this is used.
+        buffer: 1-D uint8; must not change while the decoder is used.
         numel: number of values.
-        wire: precision.
+        wire: wire precision.
         block_size: values that share a scale.
 
     Raises:
-        CorruptMessageError: wrong length, values that are not finite, or scales that are negative or not finite.
+        CorruptMessageError: wrong length, non-finite values, or negative or non-finite scales.
     """
 
     def __init__(self, buffer: Tensor, numel: int, wire: Wire, block_size: int) -> None:
@@ -130,7 +131,7 @@ class Decoder:
     def read(self, start: int, out: Tensor) -> Tensor:
         """Decode values start..start + len(out) into out, 1-D float32, and return it.
 
-        start is a multiple of the block size; the stop too, unless it is the end.
+        Start and stop must be multiples of the block size; the stop may also be the end of the vector.
         """
         stop = start + out.numel()
         if self._bits is None:
@@ -147,32 +148,32 @@ def decode(buffer: Tensor, *, numel: int, wire: Wire, block_size: int, out: Tens
     Args:
         buffer: 1-D uint8 from `encode`, on any device.
         numel: number of values.
-        wire: precision.
+        wire: wire precision.
         block_size: values that share a scale.
-        out: (numel,) float32 to write into; None: a new one.
+        out: (numel,) float32, overwritten; None allocates a new tensor.
 
     Returns:
         (numel,) float32.
 
     Raises:
-        CorruptMessageError: see `Decoder`; out is untouched then.
+        CorruptMessageError: see `Decoder`; out is then unchanged.
     """
     decoder = Decoder(buffer, numel, wire, block_size)
     return decoder.read(0, torch.empty(numel, dtype=torch.float32, device=buffer.device) if out is None else out)
 
 
 def scaled(buffer: Tensor, factor: float, *, numel: int, wire: Wire, block_size: int) -> Tensor:
-    """What was encoded times a factor, encoded: scales, or values without scales, are rounded to their own precision.
+    """Multiply an encoded vector by a factor; scales, or values if there are no scales, keep their precision.
 
     Args:
         buffer: 1-D uint8 from `encode`.
         factor: 0..1.
         numel: number of values.
-        wire: precision.
+        wire: wire precision.
         block_size: values that share a scale.
 
     Returns:
-        A new buffer of that length; the same bits on every party.
+        A new buffer of the same length, with the same bits on every party.
     """
     floats = _float_part(buffer, numel, wire, block_size)
     smaller = (floats.double() * factor).to(floats.dtype).view(torch.uint8)
@@ -180,7 +181,7 @@ def scaled(buffer: Tensor, factor: float, *, numel: int, wire: Wire, block_size:
 
 
 def _float_part(buffer: Tensor, numel: int, wire: Wire, block_size: int) -> Tensor:
-    """The values of a float buffer, the scales of an integer one; copied only if they start at an odd place."""
+    """Return the values of a float buffer or the scales of an integer buffer; copied only if misaligned."""
     dtype = _FLOATS.get(wire, torch.bfloat16)
     part = buffer if wire in _FLOATS else buffer[packed_nbytes(numel, _BITS[wire], block_size) :]
     return (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)

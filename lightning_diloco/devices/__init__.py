@@ -1,4 +1,4 @@
-"""What a device does for the link: snapshots, encoding, staging, landing. See base.py."""
+"""Device-specific fragment exchange: snapshots, encoding, staging and landing. See base.py."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["device_for"]
 
 
 def device_for(device: torch.device) -> Callable[..., FragmentDevice[Any, Any]]:
-    """The class that exchanges fragments on this device; built from (plan, params, config, learner).
+    """Return the `FragmentDevice` class for this device; its constructor takes (plan, params, config, learner).
 
     Raises:
-        ConfigError: no such class.
+        ConfigError: no class supports this device type.
     """
     if device.type == "cpu":
         from lightning_diloco.devices.cpu import CpuFragments

@@ -1,17 +1,19 @@
-"""What the link needs from a device.
+"""The device interface of the link.
 
-1. Methods marked *training thread* run inside a hook and never wait for the network. One waits for another thread, and
-   only for what that thread has begun: `settle`.
-2. Methods marked *link thread* run beside training. They read live parameters only by `settle`, and never change them.
-3. Parameters may change only after `settle`: a snapshot has the values of its boundary, whoever copies them, and when.
-   `adopt` and `show_anchor` settle; `land` changes only parameters of its own fragment, which rule 4 keeps apart.
-   Values that somebody changes all the same are sent as they were or as they became, each of them; what is sent is
-   what is taken off at the landing (`core/align.py`), so nothing is lost or counted twice.
-4. For one fragment: `snapshot`, then `encode`; `stage`, then `land`. A fragment is not landed between its `snapshot`
-   and the end of its `encode`: the pseudo-gradient is measured against the anchor of the snapshot's moment. The
-   learner machine (protocol/learner.py) keeps this order; a device may rely on it.
-5. Anchors are float32, one padded flat vector per fragment (`core.fragments.FragmentLayout`), and bit-identical on
-   every device: the published start value plus the published updates, added in float32.
+1. Methods marked *training thread* run inside a Lightning hook and never wait for the network. Only `settle` waits for
+   another thread, and only for copies that this thread has already started.
+2. Methods marked *link thread* run in parallel with training. They read live parameters only through `settle` and never
+   change them.
+3. Call `settle` before changing parameters: a snapshot holds the values of its step boundary, regardless of when they
+   are copied. `adopt` and `show_anchor` call it themselves. `land` need not, because rule 4 keeps a landing and a
+   pending snapshot of the same fragment apart. If a parameter changes too early anyway, each element is sent with
+   either its old or its new value. A landing subtracts exactly what was sent (`core/align.py`), so no progress is lost
+   or counted twice.
+4. Per fragment, `encode` follows `snapshot`, and `land` follows `stage`. No `land` comes between a `snapshot` and the
+   end of its `encode`, because the pseudo-gradient is measured against the anchor at the time of the snapshot. The
+   learner state machine (protocol/learner.py) guarantees this order; a device may rely on it.
+5. An anchor is one padded flat float32 vector per fragment (`core.fragments.FragmentLayout`). It is the published start
+   value plus the published updates, added in float32, and therefore bit-identical on every device.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ StagedT = TypeVar("StagedT")
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What goes on the wire for one contribution.
+    """An encoded contribution, ready to be sent.
 
     Args:
-        payload: uint8 [wire_nbytes], on the host; encoded pseudo-gradient.
+        payload: encoded pseudo-gradient, uint8 [wire_nbytes], on the host.
         norm: Euclidean norm of the pseudo-gradient before encoding.
-        relative_error: norm of what the encoding lost, divided by `norm` (0 if `norm` is 0).
+        relative_error: norm of the encoding error, divided by `norm` (0 if `norm` is 0).
     """
 
     payload: Tensor
@@ -43,12 +45,12 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Published values of one fragment, as they arrived.
+    """A received update of one fragment.
 
     Args:
-        full: float32 [P] published values that replace the anchor, or None if this is a chain.
-        chain: encoded updates, uint8 [wire_nbytes] each, in version order, to be added to the anchor one by one.
-        sent: my own encoded contribution, uint8 [wire_nbytes], if the update contains it, else None.
+        full: float32 [P] published values that replace the anchor; None if the update is a chain.
+        chain: encoded updates, uint8 [wire_nbytes] each, added to the anchor one by one in version order.
+        sent: this learner's own encoded contribution, uint8 [wire_nbytes], if the update contains it; else None.
     """
 
     full: Tensor | None
@@ -60,56 +62,60 @@ class FragmentDevice(Protocol, Generic[SnapshotT, StagedT]):
     """Anchors and live parameters of one learner."""
 
     def adopt(self, fragment: int, values: Tensor) -> None:
-        """Anchor and parameters become `values` (float32 [P], host). Training thread, while nothing trains."""
+        """Set anchor and parameters to `values` (float32 [P], host). Training thread, while no step is running."""
 
     def local_values(self, fragment: int) -> Tensor:
-        """The live parameters as float32 [P] on the host, for seeds and checkpoints. Training thread, between steps."""
+        """Return the live parameters as float32 [P] on the host, for seeding and checkpoints.
+
+        Training thread, between steps.
+        """
 
     def snapshot(self, fragment: int) -> SnapshotT:
-        """Keep what `encode` needs of the live parameters, or promise to. Training thread; never waits."""
+        """Copy the parameters that `encode` needs, or schedule the copy. Training thread; never waits."""
 
     def settle(self) -> None:
-        """Keep now what snapshots have promised to keep; nothing where none did. Any thread.
+        """Finish the copies that snapshots have scheduled, if there are any. Any thread.
 
-        The training thread calls it before parameters change, any other one soon after a snapshot, so that the training
-        thread has little left to do.
+        The training thread calls it before parameters change. Another thread calls it soon after a snapshot, so that
+        the training thread has little left to copy.
         """
 
     def collect(self, snapshot: SnapshotT) -> None:
-        """Bring to the host what the device computes of a snapshot; nothing where `encode` computes all of it.
+        """Copy a snapshot's results from the device to the host; does nothing if `encode` computes everything.
 
-        Waits for a device that is some steps behind its host. Called before `encode`, which else does the same, by a
-        thread for which nothing else waits.
+        Waits for a device that runs some steps behind its host. Otherwise `encode` does the same; a thread that blocks
+        nothing else calls `collect` first.
         """
 
     def encode(self, snapshot: SnapshotT) -> Encoded:
-        """Pseudo-gradient (anchor - local) of a snapshot, encoded, on the host. Link thread.
+        """Encode the pseudo-gradient (anchor - local) of a snapshot; the result is on the host. Link thread.
 
         Raises:
-            NonFiniteError: NaN or Inf in it; names the parameter.
+            NonFiniteError: the pseudo-gradient holds NaN or Inf; the error names the parameter.
         """
 
     def stage(self, fragment: int, update: Update) -> StagedT:
-        """Compute the new anchor and whatever makes `land` cheap. Link thread.
+        """Compute the new anchor and everything else that `land` does not need live parameters for. Link thread.
 
         Raises:
-            CorruptMessageError: the update's bytes have a wrong length or non-finite values.
+            CorruptMessageError: the update has a wrong length or holds non-finite values.
         """
 
     def land(self, fragment: int, staged: StagedT) -> None:
-        """The new anchor becomes current and the parameters are aligned with it. Training thread."""
+        """Make the new anchor current and align the parameters with it. Training thread."""
 
     def anchor(self, fragment: int) -> Tensor:
-        """The anchor, float32 [P] on the host; of no use if that fragment lands or is adopted meanwhile. Any thread.
+        """Return the anchor, float32 [P] on the host. Any thread.
 
-        Waits for a device that is some steps behind its host.
+        The result is invalid if the fragment lands or is adopted during the call. Waits for a device that runs some
+        steps behind its host.
         """
 
     def digest(self, fragment: int) -> str:
-        """`core.digest.digest` of the anchor, equal on all devices. Same threads as `anchor`."""
+        """Return `core.digest.digest` of the anchor, equal on all devices. Same threads as `anchor`."""
 
     def show_anchor(self) -> None:
-        """Put cast(anchor) into the live parameters, keeping the local values aside. Training thread."""
+        """Save the local values and put cast(anchor) into the live parameters. Training thread."""
 
     def show_local(self) -> None:
-        """Put the local values back after `show_anchor`; without one, nothing. Training thread."""
+        """Restore the local values after `show_anchor`; does nothing without one. Training thread."""

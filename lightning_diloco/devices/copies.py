@@ -1,9 +1,9 @@
-"""Copies that may be made a little later, by whichever thread gets to them first.
+"""Deferred copies that any thread can run.
 
-1. One thread promises copies, and changes what is to be copied only after it has settled them.
-2. Any thread may settle: it makes what nobody has begun, and waits for what another one has begun. So nobody ever waits
-   for a thread that only might begin.
-3. What a copy raises, everybody who settles from then on gets.
+1. One thread schedules copies with `promise` and calls `settle` before it changes their sources.
+2. Any thread may call `settle`. It runs the copies that have not started and waits for those that another thread has
+   started, so no thread waits for work that has not begun.
+3. If a copy raises, every later `settle` raises the same error.
 
 Source: our choice.
 """
@@ -18,25 +18,25 @@ Copy = Callable[[], object]
 
 
 class Copies:
-    """The copies of one learner."""
+    """The deferred copies of one learner."""
 
     def __init__(self) -> None:
-        self._left: deque[Copy] = deque()  # nobody has begun them
+        self._left: deque[Copy] = deque()  # not started yet
         self._num_unmade = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
 
     def promise(self, copies: Sequence[Copy]) -> None:
-        """These are to be made; whoever settles makes them in this order."""
+        """Schedule copies; they start in this order."""
         with self._changed:
             self._num_unmade += len(copies)
         self._left.extend(copies)
 
     def settle(self) -> None:
-        """All that was promised before this call is made when it returns.
+        """Finish all copies scheduled before this call.
 
         Raises:
-            BaseException: what a copy raised, now or before, here or in another thread.
+            BaseException: the first error that any copy has raised, in any thread.
         """
         while self._left:
             try:

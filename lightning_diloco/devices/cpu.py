@@ -1,11 +1,11 @@
-"""Fragments whose parameters lie in host memory: the link thread works on the same memory as training, aside of it.
+"""Fragments of a learner whose parameters are in host memory.
 
-1. A snapshot only promises copies. Parameters stay what they are until an optimizer changes them, after the next
-   forward and backward: meanwhile a thread beside copies them slice by slice, and the training thread goes on at once.
-2. The training thread settles before parameters change: it copies itself what nobody has begun. At worst that takes as
-   long as a copy at the boundary.
-3. A landing is made at its boundary, by the training thread alone: a second one that helps is woken on a core that it
-   then takes from the first.
+1. A snapshot only schedules copies. Parameters do not change until the optimizer step after the next forward and
+   backward. Meanwhile another thread copies them slice by slice, and training continues immediately.
+2. The training thread calls `settle` before parameters change and runs the remaining copies itself. At worst this takes
+   as long as copying everything at the step boundary.
+3. The training thread makes a landing alone, at the step boundary. A helper thread would wake up on a core that the
+   training thread is using.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_diloco.devices.dense import DenseFragments
 
 
 class CpuFragments(DenseFragments):
-    """A `FragmentDevice` on the CPU; see `DenseFragments` for its arguments."""
+    """A `FragmentDevice` on the CPU; see `DenseFragments` for the arguments."""
 
     def __init__(
         self, plan: FragmentPlan, params: Mapping[str, Tensor], config: RunConfig, learner: LearnerConfig

@@ -1,11 +1,11 @@
-"""Fragments whose parameters lie on one CUDA device.
+"""Fragments of a learner whose parameters are on one CUDA device.
 
-1. The training thread only enqueues: its copies and landings run on its current stream, in order with training.
-2. The link thread works on a stream of its own, and has the host wait for that stream before it hands anything on.
-   So what it made can be used on any stream without a further word.
-3. In the other direction an event says how far training had got when it last touched a buffer. The link thread's
-   stream waits for it before it starts, and whenever it takes a recycled buffer. The training thread never waits.
-4. Bytes move through pinned memory: only then does a copy run beside the computation.
+1. The training thread only enqueues work. Its copies and landings run on its current stream, in order with training.
+2. The link thread uses its own stream and synchronizes the host with it before it passes a result on. Its results can
+   therefore be used on any stream without further synchronization.
+3. An event marks the last time the training stream used a buffer. The link thread's stream waits for this event before
+   it starts and whenever it takes a recycled buffer. The training thread never waits.
+4. Host transfers use pinned memory, without which copies do not overlap with computation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_diloco.errors import ConfigError
 
 
 class CudaFragments(DenseFragments):
-    """A `FragmentDevice` on one CUDA device; see `DenseFragments` for its arguments."""
+    """A `FragmentDevice` on one CUDA device; see `DenseFragments` for the arguments."""
 
     def __init__(
         self, plan: FragmentPlan, params: Mapping[str, Tensor], config: RunConfig, learner: LearnerConfig
@@ -31,7 +31,7 @@ class CudaFragments(DenseFragments):
         if learner.anchor_device == "host":
             raise ConfigError(
                 "anchor_device='host' on CUDA: must be 'device' there, only XLA learners keep anchors in host memory; "
-                "leave it out, and count four bytes of GPU memory per parameter"
+                "remove the option and allow four bytes of GPU memory per parameter"
             )
         self._progress: torch.cuda.Event | None = None
         super().__init__(plan, params, config, learner)
@@ -39,7 +39,7 @@ class CudaFragments(DenseFragments):
         self._mark()
 
     def _mark(self) -> None:
-        event = torch.cuda.Event()  # a new one each time: the link thread may still hold the one before
+        event = torch.cuda.Event()  # a new one each time: the link thread may still hold the previous one
         event.record(torch.cuda.current_stream(self._device))
         self._progress = event
 
@@ -56,7 +56,7 @@ class CudaFragments(DenseFragments):
         return buffer
 
     def _wait_for_training(self) -> None:
-        """The present stream waits, not the host; on the training stream itself this is nothing."""
+        """Make the current stream wait, not the host; this has no effect on the training stream itself."""
         if self._progress is not None:
             torch.cuda.current_stream(self._device).wait_event(self._progress)
 

@@ -1,10 +1,10 @@
-"""A fragment that lies in boxes on several ranks, dealt out anew: to each rank a range of the flat fragment.
+"""Reshard a fragment from boxes on several ranks to one range of the flat fragment per rank (an all-to-all).
 
-1. A rank sends to every other one what its boxes hold of that rank's range, whole rows of boxes. So each value travels
-   once, and a row at the border of two ranges twice. No rank ever holds more than its part and its range.
-2. Where boxes of several ranks overlap (replicas), the last rank's values are taken, as in `part.assemble`.
+1. Each rank sends every other rank the rows of its boxes that intersect that rank's range. Each value is sent once; a
+   row on the border of two ranges is sent twice. No rank ever holds more than its own part and its own range.
+2. Where boxes of several ranks overlap (replicas), the values of the last rank are used, as in `part.assemble`.
 
-Shapes: _P flat padded fragment, _L flat part of it, _R range of it.
+Shapes: _P flat padded fragment, _L one rank's flat part, _R one rank's range.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_diloco.devices.part import PartPlan, Piece
 
 
 def dealt(plan: PartPlan, p: int, flat_L: Tensor, start: int, stop: int) -> Tensor:
-    """What a rank's part holds of start..stop of the flat fragment, by rows; 1-D."""
+    """Return the rows of a rank's part that intersect start..stop of the flat fragment; 1-D."""
     found = [
         piece.own.of(flat_L).view(_shape(piece))[first - _first(piece) : last - _first(piece)].reshape(-1)
         for piece, first, last in _reaching(plan, p, start, stop)
@@ -28,12 +28,12 @@ def dealt(plan: PartPlan, p: int, flat_L: Tensor, start: int, stop: int) -> Tens
 
 
 def num_dealt(plan: PartPlan, p: int, start: int, stop: int) -> int:
-    """Values in `dealt`."""
+    """Return the number of values in `dealt`."""
     return sum((last - first) * prod(_shape(piece)[1:]) for piece, first, last in _reaching(plan, p, start, stop))
 
 
 def gathered(plans: Sequence[PartPlan], p: int, found: Sequence[Tensor], start: int, stop: int) -> Tensor:
-    """A range of what all ranks have `dealt`, padding with zeros: float32 (R,) on the host."""
+    """Assemble a range from the `dealt` values of all ranks: float32 (R,) on the host, zero padding."""
     reaching = [list(_reaching(plan, p, start, stop)) for plan in plans]
     bounds = [bound for each in reaching for piece, first, last in each for bound in _bounds(piece, first, last)]
     begin = min([start, *bounds])
@@ -51,7 +51,7 @@ def gathered(plans: Sequence[PartPlan], p: int, found: Sequence[Tensor], start: 
 
 
 def _reaching(plan: PartPlan, p: int, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
-    """Pieces with rows that reach into the range, and which rows of the slice these are."""
+    """Yield the pieces that intersect the range, each with its first and last (exclusive) such row of the slice."""
     for piece in plan.pieces[p]:
         width = prod(piece.whole.shape[1:])
         first = max(_first(piece), (start - piece.whole.offset) // width)
@@ -61,7 +61,7 @@ def _reaching(plan: PartPlan, p: int, start: int, stop: int) -> Iterator[tuple[P
 
 
 def _bounds(piece: Piece, first: int, last: int) -> tuple[int, int]:
-    """Where whole rows of a slice lie in the flat fragment."""
+    """Return start and stop of whole rows of a slice in the flat fragment."""
     width = prod(piece.whole.shape[1:])
     return piece.whole.offset + first * width, piece.whole.offset + last * width
 

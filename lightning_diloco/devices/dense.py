@@ -1,18 +1,18 @@
-"""Anchors and parameters of a learner whose parameters lie whole on one device; the device only says when work runs.
+"""Anchors and parameters of a learner whose parameters are whole on one device; subclasses decide when work runs.
 
-1. A snapshot is a copy of the parameters; whoever makes it, it is made before they change. At a landing the training
-   thread makes one pass over them, with "carry" mostly one addition. Everything else, the pseudo-gradient, encoding,
-   decoding and the new anchor, is done by the link thread on its own copies.
-2. Fragment-sized buffers are recycled and were written to before use: fresh ones cost the training thread more in page
-   faults than the copy itself. A landing swaps buffers instead of copying them.
-3. The anchor is float32, a parameter may not be: everything is measured against the value really stored, cast(anchor).
-4. "carry" keeps what was not sent in the parameters. "overwrite" and "blend" lose it, so they keep what the encoding
-   lost as a residual, committed when the contribution is merged.
-5. Slices are of `_aliases`, never of a parameter itself, as other threads copy them during a forward. To index a
-   parameter is to take autograd's lock of it while holding the interpreter's; a forward takes the two in the other
-   order (torch 2.13): both threads would wait for ever.
-6. Who keeps copies of a parameter (some optimizers do) would undo whatever moves the parameter alone: copies take the
-   same movement.
+1. A snapshot is a copy of the parameters, made before they change. At a landing the training thread makes one pass over
+   the parameters; with "carry" this is usually one addition. The link thread does everything else (pseudo-gradient,
+   encoding, decoding, new anchor) on its own copies.
+2. Fragment-sized buffers are recycled and written to before first use, because the page faults of a fresh buffer cost
+   the training thread more than the copy itself. A landing swaps buffers instead of copying them.
+3. The anchor is float32, but parameters may have another dtype. All differences are taken from the value that was
+   really stored, cast(anchor).
+4. "carry" keeps unsent progress in the parameters. "overwrite" and "blend" discard it. With these two, error feedback
+   stores the encoding error as a residual, which is committed when the contribution is merged.
+5. Slices are taken from `_aliases`, never from a parameter itself, because other threads copy them during a forward.
+   Indexing a parameter takes its autograd lock while holding the GIL; a forward takes the two in the opposite order
+   (torch 2.13), which is a deadlock.
+6. Some optimizers keep copies of a parameter. A landing moves these copies, too; otherwise they would undo it.
 
 Shapes: _P flat padded fragment.
 """
@@ -38,16 +38,16 @@ from lightning_diloco.core.quantize import Decoder, encode_fragment
 from lightning_diloco.devices.base import Encoded, Update
 from lightning_diloco.errors import CorruptMessageError
 
-_NUM_SPARE_BUFFERS = 4  # a snapshot, and base, old and new of a landing; more are made when needed
+_NUM_SPARE_BUFFERS = 4  # one snapshot, and base, old and new of one landing; more are allocated when needed
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A fragment's parameters at one moment.
+    """A fragment's parameters at one step boundary.
 
     Args:
-        fragment: which one.
-        buffer: float32, holds the parameters once they are settled, later the pseudo-gradient.
+        fragment: index of the fragment.
+        buffer: float32; holds the parameters after `settle`, and the pseudo-gradient after `encode`.
     """
 
     fragment: int
@@ -56,13 +56,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A landing, ready to be made.
+    """A staged landing.
 
     Args:
-        anchor: buffer of the new anchor.
-        move: buffer of what `land` adds to the parameters; None: nothing.
-        base: buffer of what `land` adds to progress, before that; may be `anchor`. None: `move` is all.
-        old: buffer of the value stored at the last landing; may be the present anchor. None: not needed.
+        anchor: buffer with the new anchor.
+        move: buffer that `land` adds to the parameters, after `base`; None if there is nothing to add.
+        base: buffer that `land` combines with the parameters as `align` requires, before it adds `move`; may be
+            `anchor`. None if `move` is everything.
+        old: buffer with the value stored at the last landing; may be the current anchor. None if not needed.
     """
 
     anchor: Tensor
@@ -75,14 +76,15 @@ class DenseFragments:
     """A `FragmentDevice` for any device that holds whole parameters.
 
     Args:
-        plan: of the run.
-        params: live parameters by name, at least those of the plan, all on one device, any float dtype. Each is asked
-            for when it is used: an inner strategy may have put other memory in its place.
-        config: of the run.
-        learner: of this learner; `align`, `blend_alpha` and `error_feedback` count here.
+        plan: the run's fragment plan.
+        params: live parameters by name, at least those of the plan, all on one device, any float dtype. Each one is
+            looked up at every use, because an inner strategy may replace its memory.
+        config: the run's config.
+        learner: this learner's config; `align`, `blend_alpha` and `error_feedback` are used here.
 
     Attributes:
-        copies_of: tensors that must move as a parameter does, by its name; each of its shape. Training thread.
+        copies_of: returns the copies of a parameter, by its name, that must move with it; each has the parameter's
+            shape. Training thread.
     """
 
     def __init__(
@@ -96,14 +98,14 @@ class DenseFragments:
         self._casts = [any(dtype not in WIDE_DTYPES for dtype in dtypes) for dtypes in self._dtypes]
         self._is_double = [all(dtype == torch.float64 for dtype in dtypes) for dtypes in self._dtypes]
         self._device = params[self._names[0]].device
-        # All buffers are alike, so that any of them can take any fragment.
+        # All buffers have the same size, so that any of them can hold any fragment.
         self._buffer_numel = max(layout.padded_numel for layout in self._layouts)
         self._spare = deque(self._new_buffer() for _ in range(_NUM_SPARE_BUFFERS))
         self._anchors = [self._new_buffer() for _ in self._layouts]
-        self._residuals: dict[int, Tensor] = {}  # what encodings of merged contributions lost
-        self._unmerged: dict[int, Tensor] = {}  # the residual if the outstanding contribution is merged
+        self._residuals: dict[int, Tensor] = {}  # encoding errors of merged contributions
+        self._unmerged: dict[int, Tensor] = {}  # residuals of contributions that are not merged yet
         self._hidden: dict[str, Tensor] | None = None  # local values while the anchor is shown
-        self._hidden_copies: list[tuple[Tensor, Tensor]] = []  # copies and their local values, likewise
+        self._hidden_copies: list[tuple[Tensor, Tensor]] = []  # (copy, its local value) while the anchor is shown
 
     # --- training thread -----------------------------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ class DenseFragments:
         with self._copies_follow(views):
             for entry, param in views:
                 value = entry.of(values).view(entry.shape).to(param.device)
-                # float64 keeps what a seed, or a local value, has beyond float32.
+                # A float64 parameter that rounds to this float32 value keeps its extra precision.
                 is_it = param.float() == value if param.dtype == torch.float64 else None
                 param.copy_(value if is_it is None else torch.where(is_it, param, value))
         self._residuals.pop(fragment, None)
@@ -123,7 +125,7 @@ class DenseFragments:
         self._mark()
 
     def local_values(self, fragment: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """See `FragmentDevice.local_values`, here of any dtype; not fooled by `show_anchor`."""
+        """See `FragmentDevice.local_values`; of any dtype here, and correct even after `show_anchor`."""
         layout = self._layouts[fragment]
         params = self._aliases(fragment) if self._hidden is None else self._hidden
         return gather(layout, params, torch.empty(layout.padded_numel, dtype=dtype))
@@ -200,14 +202,14 @@ class DenseFragments:
         return Encoded(payload, norm, lost / norm if norm else 0.0)
 
     def stage(self, fragment: int, update: Update) -> Staged:
-        """See `FragmentDevice.stage`. The one before, if any, must have landed."""
+        """See `FragmentDevice.stage`. The fragment's previous update must have landed."""
         with self._aside():
             if self._is_one_addition(fragment, update):
                 staged = self._added(fragment, update)
             else:
                 anchor, sent, move = self._new_anchor(fragment, update), update.sent, None
                 if sent is not None and self._is_double[fragment] and self._learner.align == "carry":
-                    move = self._take()  # by itself: the sum of anchor and contribution is no float32
+                    move = self._take()  # separate: float32 cannot hold the sum of anchor and contribution
                     self._add_decoded(self._from_host(sent), self._flat(fragment, move).zero_())
                     sent = None
                 base, old = self._base_and_old(fragment, anchor, sent)
@@ -217,12 +219,12 @@ class DenseFragments:
         return staged
 
     def anchor(self, fragment: int) -> Tensor:
-        """See `FragmentDevice.anchor`; a copy."""
+        """See `FragmentDevice.anchor`; returns a copy."""
         with self._aside():
             return self._flat(fragment, self._anchors[fragment]).to("cpu", copy=True)
 
     def digest(self, fragment: int) -> str:
-        """SHA-256 in hex of the anchor's bytes, padding included."""
+        """Return the SHA-256 of the anchor's bytes in hex, padding included."""
         return digest(self.anchor(fragment))
 
     def _is_one_addition(self, fragment: int, update: Update) -> bool:
@@ -231,7 +233,7 @@ class DenseFragments:
         return once and self._learner.align == "carry" and is_plain
 
     def _added(self, fragment: int, update: Update) -> Staged:
-        """See rule 3 of `core/align.py`."""
+        """Stage an update that is a single addition: rule 3 of `core/align.py`."""
         anchor, move = self._take(), self._take()
         move_P = self._flat(fragment, move).zero_()
         self._add_decoded(self._from_host(update.chain[0]), move_P)
@@ -273,12 +275,12 @@ class DenseFragments:
         return base, old
 
     def _stored(self, fragment: int, anchor: Tensor, out: Tensor) -> Tensor:
-        """cast(anchor), as float32, in the buffer `out`."""
+        """Write cast(anchor), as float32, to the buffer `out`."""
         anchor_P, out_P = self._flat(fragment, anchor), self._flat(fragment, out)
         return store_cast(self._layouts[fragment], anchor_P, self._dtypes[fragment], out_P)
 
     def _add_decoded(self, encoded: Tensor, out_P: Tensor, sign: int = 1) -> Tensor:
-        """Add what was encoded, piece by piece."""
+        """Decode a payload chunk by chunk and add `sign` times its values to `out_P`."""
         numel, size = out_P.numel(), self._config.block_size
         decoder = Decoder(encoded, numel, self._config.wire, size)
         step = chunk_numel(out_P, size)
@@ -288,17 +290,17 @@ class DenseFragments:
             out.add_(decoder.read(start, piece[: out.numel()]), alpha=sign)
         return out_P
 
-    # --- what devices differ in ----------------------------------------------------------------------------------
+    # --- hooks for subclasses ------------------------------------------------------------------------------------
 
     def _copy_params(self, fragment: int, out_P: Tensor) -> None:
-        """Training thread: copy them now, or see to it that they are copied before `settle` returns."""
+        """Copy the parameters now, or schedule copies that `settle` finishes. Training thread."""
         gather(self._layouts[fragment], self._params, out_P)
 
     def _mark(self) -> None:
-        """Training thread: the link thread's next work comes after everything so far."""
+        """Order the link thread's next work after everything enqueued so far. Training thread."""
 
     def _aside(self) -> AbstractContextManager[object]:
-        """Link thread: around work that must not hold up training; finished when it exits."""
+        """Return a context for work that must not delay training; the work is finished on exit. Link thread."""
         return nullcontext()
 
     def _to_host(self, tensor: Tensor) -> Tensor:
@@ -308,18 +310,18 @@ class DenseFragments:
         return tensor
 
     def _aliases(self, fragment: int) -> dict[str, Tensor]:
-        """The parameters of a fragment, as tensors that autograd knows nothing of; for other threads made ahead."""
+        """Return a fragment's parameters, detached from autograd (rule 5)."""
         names = dict.fromkeys(entry.slice.name for entry in self._layouts[fragment].entries)
         return {name: self._params[name].detach() for name in names}
 
     def _views(self, fragment: int) -> list[tuple[Entry, Tensor]]:
-        """The slices of a fragment, and where they lie in the parameters."""
+        """Return the slices of a fragment, each with its view of the parameter."""
         params = self._aliases(fragment)
         return [(entry, entry.slice.of(params[entry.slice.name])) for entry in self._layouts[fragment].entries]
 
     @contextmanager
     def _copies_follow(self, views: Sequence[tuple[Entry, Tensor]]) -> Iterator[None]:
-        """While inside, these parts of parameters move; their copies have moved as far when it exits."""
+        """Apply to the copies of these parameter views the change that the views undergo inside the context."""
         moved = [(e.slice.of(copy), view) for e, view in views for copy in self.copies_of(e.slice.name)]
         with torch.no_grad():
             for copy, view in moved:
@@ -329,7 +331,7 @@ class DenseFragments:
                 copy.add_(view)
 
     def _align(self, param: Tensor, entry: Entry, staged: Staged) -> None:
-        """The one pass of a landing over a parameter or some of its rows, whatever their memory format."""
+        """Align a parameter, or some of its rows, in one pass; any memory format."""
         assert staged.base is not None
         base = entry.of(staged.base)
         view = param if param.is_contiguous() else param.contiguous()
@@ -370,13 +372,13 @@ class DenseFragments:
 
 
 def check_full(values: Tensor, numel: int) -> None:
-    """Refuse published values of a wrong kind or length, or with NaN or Inf.
+    """Check received values of a whole fragment.
 
     Raises:
-        CorruptMessageError: see above.
+        CorruptMessageError: wrong dtype or length, or NaN or Inf.
     """
     if values.dtype != torch.float32 or values.shape != (numel,) or not all_finite(values):
         raise CorruptMessageError(
-            f"a full fragment came as {values.dtype} of shape {tuple(values.shape)}: {numel} finite float32 values are "
-            "expected; the message was discarded and may be sent again"
+            f"received a full fragment as {values.dtype} of shape {tuple(values.shape)}: expected {numel} finite "
+            "float32 values; the message was discarded and may be sent again"
         )

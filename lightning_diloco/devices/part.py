@@ -1,15 +1,16 @@
-"""Fragments whose parameters are spread over the ranks of a learner: what one rank holds of them, and only that.
+"""One rank's part of the fragments of a learner whose parameters are sharded over several ranks.
 
-1. A rank's part of a parameter is a box of it (rows, columns), as FSDP2 and tensor parallel cut it, or a range of its
+1. A rank's part of a parameter is a box (rows, columns), as FSDP2 and tensor parallelism shard it, or a range of
    elements, as FSDP does.
-2. Anchors, snapshots and landings are of the own boxes. Only encoded is a fragment on its way whole, in host memory,
-   or where it is adopted in full.
-3. Of what arrives, the blocks that reach into the own boxes are decoded: every element is computed as on one device,
-   bit for bit. A rank with columns of a parameter decodes the blocks of all of its rows.
-4. Contributions are dealt out in ranges of whole quantization blocks (`deal.py`), and each rank encodes one: together
-   these are what one device sends, bit for bit. Where ranks cannot upload, one of them puts it together (`assemble`).
+2. Anchors, snapshots and landings cover only the rank's own boxes. A rank holds a whole fragment only in host memory:
+   encoded during a transfer, or unencoded when it arrives in full.
+3. A rank decodes only the quantization blocks that intersect its boxes. Every element gets the same bits as on one
+   device. A rank that holds some columns of a parameter decodes whole rows.
+4. Contributions are resharded to ranges of whole quantization blocks (`deal.py`), and each rank encodes one range.
+   Together these are bit for bit what one device sends. If the ranks cannot upload, one rank assembles the whole
+   contribution (`assemble`).
 
-Shapes: _P flat padded fragment, _L flat part of it.
+Shapes: _P flat padded fragment, _L one rank's flat part.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from lightning_diloco.devices.cuda import CudaFragments
 from lightning_diloco.devices.dense import DenseFragments, Snapshot
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""First index and size along each dimension of a parameter; along one dimension: of its elements in a row."""
+"""First index and size along each dimension of a parameter; with one dimension, a range of the flattened parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one rank holds of one slice.
+    """One rank's box of one slice.
 
     Args:
         whole: the slice in the whole fragment.
-        own: its rows in the rank's part.
-        starts: where the box begins in the slice, by dimension.
+        own: the box in the rank's part.
+        starts: where the box starts in the slice, by dimension.
     """
 
     whole: Entry
@@ -50,7 +51,7 @@ class Piece:
     starts: tuple[int, ...]
 
     def window(self, flat_P: Tensor) -> Tensor:
-        """A view of the box in a whole fragment."""
+        """Return a view of the box in a whole fragment."""
         view = self.whole.of(flat_P).view(self.whole.shape)
         for dim, (start, size) in enumerate(zip(self.starts, self.own.shape, strict=True)):
             view = view.narrow(dim, start, size)
@@ -60,14 +61,14 @@ class Piece:
         """Decode the box, some rows at a time.
 
         Args:
-            decoder: of the whole fragment.
-            out: float32, of the own numel, overwritten.
-            block_size: of the encoding.
+            decoder: decoder of the whole fragment.
+            out: float32 with the number of elements of the box; overwritten.
+            block_size: values that share a quantization scale.
         """
         width = prod(self.whole.shape[1:])
         (first, *_), (num_rows, *_) = self.starts or (0,), self.own.shape or (1,)
         step = max(1, CHUNK_NUMEL // width)
-        scratch = torch.empty(min(step, num_rows) * width + 2 * block_size)  # rows begin and end within blocks
+        scratch = torch.empty(min(step, num_rows) * width + 2 * block_size)  # rows may start and end inside a block
         for row, rows in zip(range(0, num_rows, step), out.view(num_rows, -1).split(step), strict=True):
             start = self.whole.offset + (first + row) * width
             stop = start + len(rows) * width
@@ -79,12 +80,12 @@ class Piece:
 
 
 class PartPlan:
-    """One rank's boxes as a plan: `layout` has its own rows of its own tensors.
+    """A fragment plan for one rank's boxes; `layout` refers to rows of the rank's own tensors.
 
     Args:
-        plan: of the run.
-        boxes: of this rank, by parameter.
-        block_size: of the run.
+        plan: the run's fragment plan.
+        boxes: this rank's boxes, by parameter name.
+        block_size: the run's block size.
     """
 
     def __init__(self, plan: FragmentPlan, boxes: Mapping[str, Box], block_size: int) -> None:
@@ -93,21 +94,21 @@ class PartPlan:
         self.pieces = [_pieces(whole, boxes) for whole in self.wholes]
 
     def layout(self, p: int, block_size: int) -> FragmentLayout:
-        """The flat part of fragment p; it is not encoded as such, so nothing is padded."""
+        """Return the layout of the rank's part of fragment p, without padding because parts are not encoded."""
         entries = tuple(piece.own for piece in self.pieces[p])
         numel = sum(entry.numel for entry in entries)
         return FragmentLayout(entries, numel=numel, padded_numel=numel)
 
     def cut(self, p: int, flat_P: Tensor) -> Tensor:
-        """The part of a whole fragment, (L,)."""
+        """Cut this rank's part, (L,), out of a whole fragment."""
         parts = [piece.window(flat_P).reshape(-1) for piece in self.pieces[p]]
         return torch.cat(parts) if parts else flat_P[:0]
 
     def decoded(self, p: int, encoded: Tensor, config: RunConfig) -> Tensor:
-        """The part of an encoded fragment, float32 (L,) on the host.
+        """Decode this rank's part of an encoded fragment: float32 (L,) on the host.
 
         Raises:
-            CorruptMessageError: see `Decoder`; all of what is encoded is looked at.
+            CorruptMessageError: see `Decoder`, which checks the whole fragment.
         """
         decoder = Decoder(encoded, self.wholes[p].padded_numel, config.wire, config.block_size)
         out_L = torch.empty(sum(piece.own.numel for piece in self.pieces[p]))
@@ -116,13 +117,13 @@ class PartPlan:
         return out_L
 
     def put(self, p: int, flat_L: Tensor, out_P: Tensor) -> None:
-        """Write a part to its places in a whole fragment."""
+        """Write this rank's part into a whole fragment."""
         for piece in self.pieces[p]:
             piece.window(out_P).copy_(piece.own.of(flat_L).view(piece.own.shape))
 
 
 def assemble(plans: Sequence[PartPlan], p: int, parts_L: Sequence[Tensor]) -> Tensor:
-    """A whole fragment from all ranks' parts, padding with zeros: float32 (P,) on the host."""
+    """Assemble a whole fragment from all ranks' parts: float32 (P,) on the host, zero padding."""
     whole_P = torch.zeros(plans[0].wholes[p].padded_numel, dtype=torch.float32)
     for plan, part_L in zip(plans, parts_L, strict=True):
         plan.put(p, part_L, whole_P)
@@ -130,17 +131,17 @@ def assemble(plans: Sequence[PartPlan], p: int, parts_L: Sequence[Tensor]) -> Te
 
 
 class PartFragments(DenseFragments):
-    """Mixin: one rank's part. Values that come in are whole, (P,); those that go out are the rank's, (L,).
+    """Mixin for one rank's part: inputs are whole fragments, (P,); outputs are the rank's part, (L,).
 
     Args:
-        plan: of the run.
+        plan: the run's fragment plan.
         params: this rank's tensors by name.
-        config: of the run.
-        learner: of this learner.
-        boxes: where these tensors lie in the parameters.
+        config: the run's config.
+        learner: this learner's config.
+        boxes: the boxes of these tensors in their parameters.
 
     Attributes:
-        part: what this rank holds of the plan.
+        part: this rank's part of the plan.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class PartFragments(DenseFragments):
         super().adopt(fragment, self.part.cut(fragment, values))
 
     def delta(self, snapshot: Snapshot) -> Tensor:
-        """Anchor minus snapshot, float32 (L,) on the host. Link thread."""
+        """Return anchor minus snapshot, float32 (L,) on the host. Link thread."""
         p = snapshot.fragment
         with self._aside():
             self.settle()
@@ -177,16 +178,16 @@ class PartFragments(DenseFragments):
         return super().stage(fragment, Update(full, chain, sent))
 
     def _add_decoded(self, encoded: Tensor, out_P: Tensor, sign: int = 1) -> Tensor:
-        """Of this part, decoded before."""
+        """Add this rank's part, which `stage` has already decoded."""
         return out_P.add_(encoded, alpha=sign)
 
 
 class CpuPart(PartFragments, CpuFragments):
-    """In host memory."""
+    """A rank's part in host memory."""
 
 
 class CudaPart(PartFragments, CudaFragments):
-    """On one CUDA device."""
+    """A rank's part on one CUDA device."""
 
 
 def _pieces(whole: FragmentLayout, boxes: Mapping[str, Box]) -> list[Piece]:
@@ -195,7 +196,7 @@ def _pieces(whole: FragmentLayout, boxes: Mapping[str, Box]) -> list[Piece]:
         firsts, sizes = boxes[each.slice.name]
         entry = _in_a_row(each) if len(firsts) == 1 != len(each.shape) else each
         own, starts, shape = Slice(entry.slice.name, 0, 1), Shape(), Shape()
-        if entry.shape:  # no scalar
+        if entry.shape:  # not a scalar
             start = max(entry.slice.start_row, firsts[0])
             stop = max(start, min(entry.slice.stop_row, firsts[0] + sizes[0]))
             own = Slice(entry.slice.name, start - firsts[0], stop - firsts[0])
@@ -208,7 +209,7 @@ def _pieces(whole: FragmentLayout, boxes: Mapping[str, Box]) -> list[Piece]:
 
 
 def _in_a_row(entry: Entry) -> Entry:
-    """The same slice of the flattened parameter."""
+    """Return the same slice as a range of the flattened parameter."""
     each = prod(entry.shape[1:])
     rows = Slice(entry.slice.name, entry.slice.start_row * each, entry.slice.stop_row * each)
     return replace(entry, slice=rows, shape=(entry.numel,))

@@ -1,4 +1,4 @@
-"""One number that a device is computing, for another thread than training to read."""
+"""Reading of a device scalar from another thread than the training thread."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def to_be_read(number: Tensor) -> Callable[[], float]:
-    """Training thread: have this number brought to the host; never waits.
+    """Start the copy of a scalar to the host; never waits. Training thread.
 
     Args:
-        number: of one element. On XLA a sync has made it already (rule 2 of xla.py).
+        number: tensor of one element. On XLA, a sync must already have materialized it (rule 2 of xla.py).
 
     Returns:
-        Waits until it is there, and returns it; for any thread.
+        A function, callable from any thread, that waits for the value and returns it.
     """
     if number.device.type != "cuda":
         return lambda: float(number.cpu())
-    # In order with training, whose stream is not that of the thread that reads.
+    # The copy runs on the training stream; the reading thread has a different current stream.
     host = torch.empty(number.shape, dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
     is_there = torch.cuda.Event()
     is_there.record(torch.cuda.current_stream(number.device))

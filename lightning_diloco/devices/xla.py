@@ -1,14 +1,15 @@
-"""All that is taken from torch_xla; no other module imports it.
+"""Interface to torch_xla, which no other module imports.
 
-1. Only the training thread traces operations and calls `sync`. Every graph it makes ends with its own `sync`.
-2. Any thread may `upload`, and may call `.cpu()` on a tensor that a `sync` has made and that nothing writes to.
-3. A graph must not depend on where in a parameter its rows lie: where they start is data (`rows_of`, `with_rows`), or
-   every fragment would be compiled anew.
-4. With several devices (SPMD) `.cpu()` would gather a sharded tensor on the device, by a graph of its own. Any thread
-   may `fetch` it instead, shard by shard. On several hosts that is what lies on the devices of this one.
-5. Which device torch_xla takes by itself is each thread's own choice: another thread than that which chose one would
-   `upload` to the first. The learner's is chosen here, for all threads (`use_device`).
-6. A cast to bfloat16 and back is taken out by the compiler of some devices unless a barrier stands between.
+1. Only the training thread traces operations and calls `sync`. Every graph it traces ends with its own `sync`.
+2. Any thread may call `upload`. Any thread may call `.cpu()` on a tensor that a `sync` has materialized and that
+   nothing writes to.
+3. A graph must not depend on the position of its rows in a parameter, or every fragment would be compiled separately.
+   The start row is therefore a tensor (`rows_of`, `with_rows`).
+4. With several devices (SPMD), `.cpu()` would gather a sharded tensor on the device, in an extra graph. Any thread may
+   call `fetch` instead, which copies shard by shard. On several hosts it copies the shards of this host.
+5. The default device of torch_xla is set per thread, so `upload` from another thread would go to the first device.
+   `use_device` sets the learner's device for all threads.
+6. The compilers of some devices remove a cast to bfloat16 and back unless there is an optimization barrier in between.
 
 Source: measured with torch_xla 2.9 on PJRT CPU; rule 6: `xla_allow_excess_precision`.
 """
@@ -38,26 +39,26 @@ _device_index = 0
 
 
 def use_device(index: int) -> None:
-    """Upload to this one of the process's devices from now on; over a mesh, there is no choice.
+    """Set the device of later uploads; has no effect on a mesh.
 
     Args:
-        index: among the devices of this process.
+        index: index among the devices of this process.
     """
     global _device_index
     _device_index = index
 
 
 def sync() -> None:
-    """Hand what was traced to the device; returns before it is done. Training thread."""
+    """Send the traced graph to the device and return before it has finished. Training thread."""
     torch_xla.sync()
 
 
 def upload(*tensors: Tensor, dim: int | None = None) -> list[Tensor]:
-    """Host tensors on the device, in buffers of their own; nothing is traced. Any thread.
+    """Copy host tensors to new buffers on the device, without tracing. Any thread.
 
     Args:
-        tensors: on the host.
-        dim: with several devices, the dimension along which each gets its own part only; None: all of it.
+        tensors: tensors on the host.
+        dim: with several devices, the dimension to shard along; None replicates the tensors.
     """
     if not is_mesh():
         return list(xm.send_cpu_data_to_device(list(tensors), torch.device("xla", _device_index)))
@@ -69,33 +70,33 @@ def upload(*tensors: Tensor, dim: int | None = None) -> list[Tensor]:
 
 
 def upload_samples(tensor: Tensor) -> Tensor:
-    """This host's part of a batch, of which all hosts have as much: the whole batch, each device having some samples.
+    """Upload this host's part of a batch and return the whole batch, sharded over all devices by samples.
 
     Args:
-        tensor: on the host, samples along dimension 0; a scalar is the same on all hosts.
+        tensor: equally large on all hosts, samples along dimension 0. A scalar must be the same on all hosts.
 
     Raises:
-        ConfigError: the devices of this host cannot share its samples.
+        ConfigError: the number of samples is not a multiple of this host's devices.
     """
     if not tensor.dim():
         return upload(tensor)[0]
     if len(tensor) % num_local_devices():
         raise ConfigError(
             f"a batch of shape {tuple(tensor.shape)} on a host with {num_local_devices()} devices: each host's part of "
-            "a batch must be a multiple of its devices; change batch_size, and set drop_last=True"
+            "a batch must be a multiple of its devices; change batch_size and set drop_last=True"
         )
     layout = spmd.ShardingSpec(_mesh(), _partition(tensor, 0), minibatch=True)
     return xm.send_cpu_data_to_device([tensor], torch_xla.device(), input_sharding=layout)[0]
 
 
 def fetch(*tensors: Tensor) -> list[Tensor]:
-    """Copies on the host; of several devices each sends its own part. Any thread, see rules 2 and 4.
+    """Copy tensors to the host, shard by shard if there are several devices. Any thread, see rules 2 and 4.
 
-    With several devices this waits for all that was handed to them, and nothing new begins there meanwhile: once for
-    all tensors.
+    With several devices, this waits once for all enqueued work, and no new work starts there meanwhile. One call for
+    several tensors is therefore cheaper than several calls.
 
     Returns:
-        The tensors; zero where they lie on other hosts only.
+        The tensors, with zeros for elements that are only on other hosts.
     """
     if not is_mesh():
         return [tensor.cpu() for tensor in tensors]
@@ -104,10 +105,10 @@ def fetch(*tensors: Tensor) -> list[Tensor]:
 
 
 def use_mesh() -> int:
-    """Compute as one program over all devices from now on, and return how many there are.
+    """Switch SPMD on and return the number of devices.
 
     Raises:
-        ConfigError: tensors were made on a single device before.
+        ConfigError: tensors were already created on a single device.
     """
     if not is_mesh():
         if torch_xla._XLAC._xla_get_spmd_config_is_locked():
@@ -120,42 +121,42 @@ def use_mesh() -> int:
 
 
 def num_mesh_devices() -> int:
-    """Devices over which one program computes."""
+    """Return the number of devices in the mesh; 1 without SPMD."""
     return int(xr.global_runtime_device_count()) if is_mesh() else 1
 
 
 def is_mesh() -> bool:
-    """Whether one program computes over all devices."""
+    """Return whether SPMD is on."""
     return bool(xr.is_spmd())
 
 
 def host() -> tuple[int, int]:
-    """(number of this host, number of hosts): one process on each, all running the same program."""
+    """Return (index of this host, number of hosts); each host runs one process of the same program."""
     return int(xr.process_index()), int(xr.process_count())
 
 
 def own_rows() -> list[int]:
-    """Which rows of a tensor that lies over all devices, one row on each, are on this host."""
+    """Return the rows on this host of a tensor that is sharded with one row per device."""
     (tensor,) = upload(torch.zeros(num_mesh_devices(), 1, dtype=torch.float32), dim=0)
     return sorted(place[0].start for _, place in _shards(tensor))
 
 
 def meet_hosts() -> None:
-    """Let torch.distributed know all hosts, on the CPU; TPU hosts find the first one, others by MASTER_ADDR."""
+    """Initialize torch.distributed (gloo) over all hosts; TPU hosts find the first host, others need MASTER_ADDR."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method="xla://")  # torch_xla's rendezvous: a rank for each process
+        dist.init_process_group("gloo", init_method="xla://")  # torch_xla's rendezvous: one rank per process
 
 
 def shard(tensor: Tensor, dim: int | None) -> None:
-    """Lay a tensor out over all devices along one dimension, or whole on each (None). Training thread.
+    """Shard a tensor over all devices along one dimension, or replicate it (None). Training thread.
 
-    A dimension that the number of devices does not divide is padded.
+    A dimension that is not a multiple of the number of devices is padded.
     """
     spmd.mark_sharding(tensor, _mesh(), _partition(tensor, dim))
 
 
 def sharded_dim(tensor: Tensor) -> int | None:
-    """Along which dimension a tensor is laid out; None: whole on every device."""
+    """Return the dimension along which a tensor is sharded; None if it is replicated."""
     if not is_mesh():
         return None
     tiles = re.search(r"devices=\[([\d,]+)\]", torch_xla._XLAC._get_xla_sharding_spec(tensor))
@@ -164,7 +165,7 @@ def sharded_dim(tensor: Tensor) -> int | None:
 
 
 def cast_and_back(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to dtype, as float32. Training thread."""
+    """Round x to dtype and return it as float32. Training thread."""
     if dtype == torch.float32:
         return x
     rounded = x.to(dtype)
@@ -173,11 +174,11 @@ def cast_and_back(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rows_of(tensor: Tensor, start: Tensor, num_rows: int) -> Tensor:
-    """Rows of a tensor, from a start that lies on the device: one graph for all starts. Training thread.
+    """Return rows of a tensor; the start is a device scalar, so one graph serves all starts. Training thread.
 
     Args:
-        tensor: any shape with a dimension 0.
-        start: int32 scalar, first row.
+        tensor: any shape with at least one dimension.
+        start: first row, int32 scalar on the device.
         num_rows: number of rows.
     """
     program = _rows_of(tensor.shape, tensor.dtype, num_rows)
@@ -185,27 +186,27 @@ def rows_of(tensor: Tensor, start: Tensor, num_rows: int) -> Tensor:
 
 
 def with_rows(tensor: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    """The tensor with some rows replaced, see `rows_of`. Training thread."""
+    """Return the tensor with some rows replaced; see `rows_of`. Training thread."""
     program = _with_rows(tensor.shape, tensor.dtype, len(rows))
     return torch_xla._XLAC._xla_user_computation("xla::diloco_with_rows", [tensor, rows, start], program)[0]
 
 
 def num_compilations() -> int:
-    """Graphs compiled by this process so far."""
+    """Return the number of graphs that this process has compiled."""
     data = metrics.metric_data("CompileTime")
     return int(data[0]) if data else 0
 
 
 def num_local_devices() -> int:
-    """Devices of this process."""
+    """Return the number of devices of this process."""
     return int(xr.addressable_runtime_device_count())
 
 
 def keep_compilations() -> bool:
-    """Keep compiled graphs on disk from one process to the next; where people said, else in the cache folder.
+    """Enable the persistent compilation cache, in XLA_PERSISTENT_CACHE_PATH or else in the user's cache folder.
 
     Returns:
-        Whether they are kept; not if something was computed before, nor by a CPU, whose programs cannot be loaded.
+        Whether it is enabled. It is not if a computation has already run, nor on CPU, whose programs cannot be loaded.
     """
     if xr.device_type() != "TPU" or torch_xla._XLAC._xla_computation_cache_is_initialized():
         return False
@@ -222,7 +223,7 @@ def _mesh() -> spmd.Mesh:
 
 
 def _shards(tensor: Tensor) -> list[tuple[Tensor, Any]]:
-    """What lies on this host's devices, and where in the tensor; Ellipsis: it is the whole."""
+    """Return this host's shards, each with its place in the tensor (Ellipsis for the whole tensor)."""
     (shards,) = torch_xla._XLAC._get_local_shards([tensor])
     (places,) = torch_xla._XLAC._get_local_shard_replica_and_indices([tensor])
     return [(values, place) for (values, _), (_, place) in zip(shards, places, strict=True)]
@@ -253,7 +254,7 @@ def _with_rows(shape: torch.Size, dtype: torch.dtype, num_rows: int) -> Any:
 
 
 def _program(lower: Callable[..., Any], shapes: Sequence[torch.Size], dtype: torch.dtype) -> Any:
-    """Of tensors and where rows start; kept here: torch_xla's own registry takes longer to find it than to trace it."""
+    """Build a computation of tensors and a start row; cached by callers, faster than torch_xla's own registry."""
     kinds = [xb.mkshape(xb.Op.from_torch_type(dtype), list(shape)) for shape in shapes]
     return xb.create_computation("diloco", lower, [*kinds, xb.mkshape(xb.Type.S32, [])])
 

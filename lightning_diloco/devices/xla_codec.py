@@ -1,9 +1,9 @@
-"""Fragments on XLA devices, encoded as on the wire: integers on the devices, bytes on the host.
+"""Wire encoding of fragments on XLA devices: the devices quantize, the host assembles the bytes.
 
-1. Integers are computed where the elements are: one byte per element, and one scale per unit, cross to the host.
-2. A block that several devices share has one scale. The greatest magnitudes of its units, one number for each unit, are
-   gathered for it; where units are whole blocks, nothing is.
-3. int4 is packed on the devices where units are whole blocks, else on the host.
+1. Each device quantizes its own elements. One byte per element and one scale per unit are copied to the host.
+2. A quantization block that spans several devices has one scale. To compute it, the devices gather the maximum
+   magnitude of each unit. If units are whole blocks, nothing is gathered.
+3. int4 is packed on the devices if units are whole blocks, else on the host.
 
 Shapes: _P flat padded fragment on the host, _NL devices x elements, _NS devices x units, _NSU devices x units x
 elements of a unit, _B blocks.
@@ -26,11 +26,11 @@ _FLOATS: dict[Wire, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float3
 
 
 class XlaCodec:
-    """Encodes and decodes one fragment.
+    """Encoder and decoder of one fragment.
 
     Args:
-        layout: of the fragment.
-        wire: precision.
+        layout: the fragment's layout.
+        wire: wire precision.
     """
 
     def __init__(self, layout: XlaLayout, wire: Wire) -> None:
@@ -41,19 +41,19 @@ class XlaCodec:
         self._shared_blocks = None if self._unit == self._size else self._upload_shared_blocks()
 
     def _upload_shared_blocks(self) -> tuple[Tensor, Tensor]:
-        """int32 [B, units of a block], the units of each block, and [N, S], the block of each unit."""
+        """Return the units of each block, int32 [B, units per block], and the block of each unit, int32 [N, S]."""
         layout, per_block = self._layout, self._size // self._unit
         num_units = layout.num_devices * layout.row_numel // self._unit
         numbers = torch.arange(1, num_units + 1, dtype=torch.int32).view(layout.num_devices, -1)
         units = layout.to_wire(numbers, self._unit).view(-1, per_block)
-        units = torch.where(units == 0, units[:, :1], units) - 1  # padding is no unit: its block's first counts again
+        units = torch.where(units == 0, units[:, :1], units) - 1  # padding: repeat the block's first unit
         blocks = torch.arange(len(units), dtype=torch.int32).repeat_interleave(per_block)
         return upload(units)[0], upload(layout.from_wire(blocks, self._unit), dim=0)[0]
 
     # --- graphs: training thread ---------------------------------------------------------------------------------
 
     def encoded(self, x_NL: Tensor) -> Parts:
-        """Encode; a unit that holds NaN or Inf gets a scale that is NaN."""
+        """Encode [N, L]; a unit that holds NaN or Inf gets the scale NaN."""
         if self._bits is None:
             return (self._layout.shared(x_NL.to(_FLOATS[self._wire], copy=True)),)
         x_NSU = x_NL.view(len(x_NL), -1, self._unit)
@@ -64,12 +64,12 @@ class XlaCodec:
         scales_NS = scales_for(amax_NS, self._bits)
         q_NSU = (x_NSU / divisor_for(scales_NS).unsqueeze(2)).round().to(torch.int8)
         q_NSU = pack(q_NSU) if self._is_packed else q_NSU
-        # The maximum of some devices passes over NaN, so that the scale would not tell.
+        # On some devices max ignores NaN, so the scale alone would not show it.
         scales_NS = torch.where(torch.isfinite(x_NSU).all(2), scales_NS, torch.nan)
         return self._layout.shared(q_NSU.view(len(x_NL), -1)), self._layout.shared(scales_NS)
 
     def decoded(self, parts: Parts) -> Tensor:
-        """Decode, as float32 [N, L]."""
+        """Decode to float32 [N, L]."""
         if self._bits is None:
             return parts[0].float()
         q, scales_NS = parts
@@ -80,7 +80,7 @@ class XlaCodec:
     # --- link thread ---------------------------------------------------------------------------------------------
 
     def payload(self, parts: Parts) -> Tensor:
-        """The bytes for the wire, of what was fetched."""
+        """Assemble the wire bytes from fetched parts."""
         if self._bits is None:
             return self._layout.to_wire(parts[0]).view(torch.uint8)
         q, scales = parts
@@ -91,7 +91,7 @@ class XlaCodec:
         return torch.cat((q.view(torch.uint8), scales_B.view(torch.uint8)))
 
     def upload(self, payload: Tensor) -> Parts:
-        """Checked bytes of the wire, to be decoded on the devices."""
+        """Upload wire bytes, already checked, for decoding on the devices."""
         if self._bits is None:
             values = payload.clone().view(_FLOATS[self._wire])
             return tuple(upload(self._layout.from_wire(values), dim=0))

@@ -1,15 +1,17 @@
-"""Fragments whose parameters lie on one XLA device, or on several as one program (SPMD).
+"""Fragments of a learner whose parameters are on one XLA device, or on several with SPMD.
 
 1. The training thread traces, ends each graph with a sync, and never waits for a result. A snapshot computes and
-   quantizes the pseudo-gradient on the device, so that one byte per element crosses to the host (int8).
-2. The link thread moves finished tensors to the host and host tensors to the device. It traces nothing.
-3. Fragments of the same shape signature share their graphs: a snapshot, an update of the anchor ("device" only), a
-   landing. None has variants: a contribution that was not merged lands as one of zeros, an update over several versions
-   as several updates. After every signature was exchanged once, nothing is compiled any more. Plans of 12B decoders
-   have 3 signatures (Gemma) or 4 (Mistral): 9 or 12 graphs, 6 or 8 with "host".
-4. Anchors are never updated in place: a buffer that a graph updates is given away with it.
-5. "host" anchors lie in host memory; the fragment due next is brought to the device while the one before is collected.
-6. On several devices each has its part of everything here, in the order of xla_layout.py.
+   quantizes the pseudo-gradient on the device, so that with int8 one byte per element is copied to the host.
+2. The link thread copies finished tensors to the host and host tensors to the device. It traces nothing.
+3. Fragments of the same shape signature share their graphs: snapshot, landing and, with anchor_device="device", anchor
+   update. The graphs have no variants. If this learner's contribution was not merged, the landing uses a contribution
+   of zeros. An update over several versions runs the update graph several times. Once every signature has been
+   exchanged, nothing more is compiled. Plans of 12B decoders have 3 signatures (Gemma) or 4 (Mistral): 9 or 12 graphs,
+   or 6 or 8 with "host".
+4. Anchors are never updated in place, because a graph donates the buffers that it updates.
+5. With anchor_device="host", anchors are in host memory. The next fragment's anchor is prefetched to the device while
+   the previous snapshot is collected.
+6. All tensors here are sharded over the devices, in the order of xla_layout.py.
 
 Shapes: _P flat padded fragment on the host, _NL devices x elements.
 """
@@ -36,14 +38,14 @@ from lightning_diloco.devices.xla_layout import Part, XlaLayout
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A contribution on the device, being computed.
+    """A contribution that the device is computing.
 
     Args:
-        fragment: which one.
+        fragment: index of the fragment.
         parts: the encoded pseudo-gradient.
-        norms: float32 [2], of the pseudo-gradient and of what its encoding lost.
-        lost: float32 [N, L], what its encoding lost; None: not needed.
-        found: parts and norms on the host, once they are there.
+        norms: float32 [2], norms of the pseudo-gradient and of its encoding error.
+        lost: float32 [N, L], the encoding error; None if not needed.
+        found: parts and norms on the host; empty until they are collected.
     """
 
     fragment: int
@@ -55,14 +57,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A landing, ready to be made.
+    """A staged landing.
 
     Args:
-        new: float32 [N, L] on the device: what the chain is added to; None: the present anchor.
+        new: float32 [N, L] on the device, to which the chain is added; None for the current anchor.
         chain: updates to add.
         sent: the merged contribution, or zeros.
-        old: the present anchor on the device, where anchors lie on the host.
-        kept: the new anchor on the host [P], likewise.
+        old: the current anchor on the device; only with anchors on the host.
+        kept: the new anchor [P] on the host; only with anchors on the host.
     """
 
     new: Tensor | None
@@ -74,7 +76,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One slice of a fragment: its whole parameter, or rows of it from `start` (int32 scalar on the device)."""
+    """One slice of a fragment: a whole parameter, or its rows from `start` (int32 scalar on the device)."""
 
     part: Part
     dtype: torch.dtype
@@ -89,10 +91,10 @@ class XlaFragments:
     """A `FragmentDevice` on XLA devices.
 
     Args:
-        plan: of the run.
+        plan: the run's fragment plan.
         params: live parameters by name, at least those of the plan, any float dtype, sharded or not.
-        config: of the run.
-        learner: of this learner; `align`, `blend_alpha`, `error_feedback` and `anchor_device` count here.
+        config: the run's config.
+        learner: this learner's config; `align`, `blend_alpha`, `error_feedback` and `anchor_device` are used here.
     """
 
     def __init__(
@@ -106,12 +108,12 @@ class XlaFragments:
         self._codecs = [XlaCodec(layout, config.wire) for layout in self._layouts]
         self._pieces = [[self._piece(part) for part in layout.parts] for layout in self._layouts]
         self._on_host = learner.anchor_device == "host"
-        self._anchors: list[Tensor] = [torch.empty(0)] * plan.num_fragments  # the run's, before the first step
+        self._anchors: list[Tensor] = [torch.empty(0)] * plan.num_fragments  # `adopt` sets them before the first step
         self._brought: tuple[Tensor, Tensor] | None = None  # a host anchor and its copy on the device
         self._nothing = self._zeros()
         self._feeds_back = learner.align != "carry" and learner.error_feedback
-        self._residuals: dict[int, Tensor] = {}  # what encodings of merged contributions lost
-        self._unmerged: dict[int, Tensor] = {}  # the residual if the outstanding contribution is merged
+        self._residuals: dict[int, Tensor] = {}  # encoding errors of merged contributions
+        self._unmerged: dict[int, Tensor] = {}  # residuals of contributions that are not merged yet
         self._hidden: dict[str, Tensor] | None = None  # local values while the anchor is shown
 
     # --- training thread -----------------------------------------------------------------------------------------
@@ -127,17 +129,17 @@ class XlaFragments:
             self._residuals[fragment] = self._upload(fragment, torch.zeros_like(values))
 
     def local_values(self, fragment: int) -> Tensor:
-        """See `FragmentDevice.local_values`; not fooled by `show_anchor`."""
+        """See `FragmentDevice.local_values`; correct even after `show_anchor`."""
         return self._fetch(fragment, self.local(fragment))
 
     @torch.no_grad()
     def local(self, fragment: int) -> Tensor:
-        """The live parameters as float32 [N, L], being computed."""
+        """Return the live parameters as float32 [N, L], without waiting for the device."""
         params: Mapping[str, Tensor] = self._params
         if self._hidden is not None:
             names = {piece.name for piece in self._pieces[fragment]}
             params = {name: upload(self._hidden[name], dim=self._dims[name])[0] for name in names}
-        sync()  # what a step left to be traced is no part of this graph
+        sync()  # keeps operations that a step has left pending out of this graph
         local_NL = self._local(fragment, params)
         sync()
         return local_NL
@@ -152,12 +154,12 @@ class XlaFragments:
         lost_NL = self._layouts[fragment].shared(wanted_NL - self._codecs[fragment].decoded(parts))
         norms = torch.stack((torch.linalg.vector_norm(wanted_NL), torch.linalg.vector_norm(lost_NL)))
         snapshot = Snapshot(fragment, parts, norms, lost_NL if self._feeds_back else None)
-        del wanted_NL, lost_NL  # or the sync would give them buffers
+        del wanted_NL, lost_NL  # else the sync would materialize them
         sync()
         return snapshot
 
     def settle(self) -> None:
-        """See `FragmentDevice.settle`: a snapshot is computed from what parameters were when it was traced."""
+        """See `FragmentDevice.settle`; does nothing, because a snapshot uses the values at trace time."""
 
     @torch.no_grad()
     def land(self, fragment: int, staged: Staged) -> None:
@@ -177,7 +179,7 @@ class XlaFragments:
 
     @torch.no_grad()
     def show_anchor(self) -> None:
-        """See `FragmentDevice.show_anchor`; the local values wait in host memory."""
+        """See `FragmentDevice.show_anchor`; the local values are saved in host memory."""
         if self._hidden is None:
             values = fetch(*(param.detach() for param in self._params.values()))
             self._hidden = dict(zip(self._params, values, strict=True))
@@ -195,7 +197,7 @@ class XlaFragments:
     # --- link thread ---------------------------------------------------------------------------------------------
 
     def collect(self, snapshot: Snapshot) -> None:
-        """See `FragmentDevice.collect`; the host may be some steps ahead of what the device computes."""
+        """See `FragmentDevice.collect`; with anchors on the host, also prefetches the next fragment's anchor."""
         if snapshot.found:
             return
         if self._on_host:
@@ -207,7 +209,7 @@ class XlaFragments:
         return self._encoded(snapshot, *self._fetched(snapshot))
 
     def _fetched(self, snapshot: Snapshot) -> list[Tensor]:
-        """Its parts and norms on the host, for who asks first to keep; what encoding lost is kept here."""
+        """Take a snapshot's parts and norms on the host, once; stores the encoding error for error feedback."""
         self.collect(snapshot)
         if snapshot.lost is not None:
             self._unmerged[snapshot.fragment] = snapshot.lost
@@ -223,7 +225,7 @@ class XlaFragments:
         return Encoded(payload, norm, lost / norm if norm else 0.0)
 
     def stage(self, fragment: int, update: Update) -> Staged:
-        """See `FragmentDevice.stage`. The one before, if any, must have landed."""
+        """See `FragmentDevice.stage`. The fragment's previous update must have landed."""
         if update.full is not None:
             check_full(update.full, self._layouts[fragment].padded_numel)
         for encoded in (*update.chain, *(() if update.sent is None else (update.sent,))):
@@ -237,7 +239,7 @@ class XlaFragments:
         else:
             chain = [codec.upload(encoded) for encoded in update.chain]
             new_NL = None if update.full is None else self._upload(fragment, update.full)
-            if new_NL is None and not chain:  # the present anchor, in a buffer of its own
+            if new_NL is None and not chain:  # the current anchor, in a new buffer
                 new_NL = upload(*fetch(self._anchors[fragment]), dim=0)[0]
             staged = Staged(new_NL, chain, sent)
         if update.sent is not None and fragment in self._unmerged:
@@ -245,16 +247,16 @@ class XlaFragments:
         return staged
 
     def anchor(self, fragment: int) -> Tensor:
-        """See `FragmentDevice.anchor`; a copy."""
+        """See `FragmentDevice.anchor`; returns a copy."""
         anchor = self._anchors[fragment]
         return anchor.clone() if self._on_host else self._fetch(fragment, anchor)
 
     def digest(self, fragment: int) -> str:
-        """SHA-256 in hex of the anchor's bytes, padding included."""
+        """Return the SHA-256 of the anchor's bytes in hex, padding included."""
         return digest(self.anchor(fragment))
 
     def _advanced(self, fragment: int, update: Update) -> Tensor:
-        """The new anchor, computed on the host."""
+        """Compute the new anchor on the host."""
         new_P = (self._anchors[fragment] if update.full is None else update.full).clone()
         decoded_P = torch.empty_like(new_P)
         for encoded in update.chain:
@@ -262,7 +264,7 @@ class XlaFragments:
         return new_P
 
     def _decoder(self, fragment: int, encoded: Tensor) -> Decoder:
-        """Also the check of what came: raises where anything is wrong."""
+        """Return a decoder of received bytes; raises CorruptMessageError if they are invalid."""
         return Decoder(encoded, self._layouts[fragment].padded_numel, self._config.wire, self._config.block_size)
 
     def _bring(self, fragment: int) -> None:
@@ -279,17 +281,17 @@ class XlaFragments:
     # --- graphs: training thread ---------------------------------------------------------------------------------
 
     def _on_device(self, fragment: int) -> Tensor:
-        """The present anchor; a host anchor that was not brought in time is brought now."""
+        """Return the current anchor on the device; uploads a host anchor that was not prefetched."""
         anchor, brought = self._anchors[fragment], self._brought
         if not self._on_host:
             return anchor
         return brought[1] if brought is not None and brought[0] is anchor else self._upload(fragment, anchor)
 
     def _local(self, fragment: int, params: Mapping[str, Tensor]) -> Tensor:
-        """The parameters of a fragment, float32 [N, L].
+        """Return the parameters of a fragment as float32 [N, L].
 
-        Slices of one parameter are joined first. torch_xla takes graphs for the same that differ only in which of
-        their inputs are the same tensor, and would hand the program of one the inputs of the other.
+        Slices of one parameter are joined first. Otherwise torch_xla would treat two graphs as equal that differ only
+        in which of their inputs are the same tensor, and would run one program with the inputs of the other.
         """
         layout = self._layouts[fragment]
         groups = [
@@ -299,7 +301,7 @@ class XlaFragments:
         return layout.joined([parts[0] if len(parts) == 1 else layout.joined(parts) for parts in groups])
 
     def _stored(self, fragment: int, anchor_NL: Tensor) -> Tensor:
-        """cast(anchor) as float32."""
+        """Return cast(anchor) as float32."""
         layout, pieces = self._layouts[fragment], self._pieces[fragment]
         dtypes = {piece.dtype for piece in pieces}
         if len(dtypes) == 1:
@@ -308,7 +310,7 @@ class XlaFragments:
         return layout.joined([cast_and_back(part, piece.dtype) for part, piece in parts])
 
     def _align(self, fragment: int, old_NL: Tensor, new_NL: Tensor, sent: Parts) -> None:
-        """One landing; the formulas are those of core/align.py."""
+        """Align the parameters with the new anchor, with the formulas of core/align.py."""
         layout, pieces, align = self._layouts[fragment], self._pieces[fragment], self._learner.align
         base_NL = self._stored(fragment, new_NL)
         if align == "carry":
@@ -326,7 +328,7 @@ class XlaFragments:
         sync()
 
     def _put(self, fragment: int, anchor_NL: Tensor) -> None:
-        """Parameters become cast(anchor)."""
+        """Set the parameters to cast(anchor)."""
         layout = self._layouts[fragment]
         for piece, values in zip(self._pieces[fragment], layout.split(anchor_NL), strict=True):
             self._write(piece, layout.rows_of(piece.part, values))
@@ -349,7 +351,7 @@ class XlaFragments:
         return _Piece(part, param.dtype, start)
 
     def _zeros(self) -> list[Parts]:
-        """A contribution of zeros for each fragment; one for all of a size."""
+        """Return a contribution of zeros for each fragment; fragments of the same size share one."""
         by_size: dict[tuple[int, int, int], Parts] = {}
         for layout, codec in zip(self._layouts, self._codecs, strict=True):
             size = (layout.padded_numel, layout.row_numel, layout.unit)
@@ -359,7 +361,7 @@ class XlaFragments:
         return [by_size[x.padded_numel, x.row_numel, x.unit] for x in self._layouts]
 
     def memory(self) -> str:
-        """What anchors take, here and if they lay elsewhere, as a sentence."""
+        """Describe the memory that anchors, residuals and exchanges take, for both values of `anchor_device`."""
         rows = [4 * layout.row_numel / 2**20 for layout in self._layouts]
         on_host = sum(4 * layout.padded_numel / 2**20 for layout in self._layouts)
         return (

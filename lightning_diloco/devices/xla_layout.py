@@ -1,14 +1,14 @@
-"""In which order the elements of a fragment lie on XLA devices.
+"""Element order of fragments on XLA devices.
 
-1. A fragment is one tensor [N, L]: row n holds what device n has of all slices, one after another. Slices lie in the
-   shards of their parameters, so a device makes its row of what it has: no element is gathered. On one device (N = 1)
-   the order is that of the wire.
-2. On each device a slice is some runs, each as long as its shard is contiguous in the slice. Runs that end inside of a
-   quantization block cut the row into units shorter than a block; of these, the maxima meet (see xla_codec.py).
-3. A slice that the devices cannot share so is shared by blocks, each device taking some of them, and its parameter is
-   gathered for it: one that is whole on every device or cut along its sharded rows, or of few elements, or whose units
-   would be tiny. The default sharding leaves no large ones.
-4. The order is turned into that of the wire, and back, on the host.
+1. A fragment is one tensor [N, L]; row n holds device n's elements of all slices, one slice after another. Each device
+   builds its row from its own parameter shards, so no element is gathered. On one device (N = 1) the order equals the
+   wire order.
+2. On each device, a slice consists of runs: stretches of the shard that are contiguous in the slice. A run that ends
+   inside a quantization block splits the block into units; the maxima of these units are gathered (see xla_codec.py).
+3. Some slices cannot be split along their shards: replicated parameters, parameters sharded along rows that are cut
+   into several slices, and slices with few elements or with tiny units. Their parameters are gathered, and each
+   device takes some of the blocks. With the default sharding no large parameter is among them.
+4. The host converts between this order and the wire order.
 
 Shapes: _P flat padded fragment on the host, _NL devices x elements.
 """
@@ -32,13 +32,13 @@ _SMALLEST_UNIT = 16
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One slice in the devices' order.
+    """One slice in device order.
 
     Args:
-        entry: the slice in the order of the wire.
-        num_runs: how many runs each device has.
-        run: elements of a run.
-        is_local: whether a device has its runs in its own shard of the parameter.
+        entry: the slice in wire order.
+        num_runs: number of runs on each device.
+        run: elements per run.
+        is_local: whether each device's runs are in its own shard of the parameter.
     """
 
     entry: Entry
@@ -48,25 +48,25 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Elements on each device."""
+        """Return the number of elements on each device."""
         return self.num_runs * self.run
 
 
 class XlaLayout:
-    """The order of one fragment.
+    """The element order of one fragment.
 
     Args:
-        layout: the order of the wire.
+        layout: the wire order.
         params: live parameters, sharded or not.
         block_size: elements that share a quantization scale.
 
     Attributes:
-        parts: of the fragment, in the order of the wire.
+        parts: the fragment's parts, in wire order.
         num_devices: N.
         row_numel: L, a multiple of the unit.
-        unit: elements that lie on one device next to each other and in one block; divides the block size.
+        unit: number of adjacent elements that are on one device and in one block; divides the block size.
         padded_numel: P.
-        block_size: of the wire.
+        block_size: elements that share a quantization scale.
     """
 
     def __init__(self, layout: FragmentLayout, params: Mapping[str, Tensor], block_size: int) -> None:
@@ -90,14 +90,14 @@ class XlaLayout:
     # --- host ----------------------------------------------------------------------------------------------------
 
     def from_wire(self, values: Tensor, per_value: int = 1) -> Tensor:
-        """The devices' order of a host vector.
+        """Convert a host vector from wire order to device order.
 
         Args:
-            values: [P / per_value], each for so many elements next to each other.
-            per_value: divides the unit.
+            values: [P / per_value], each value standing for `per_value` adjacent elements.
+            per_value: a divisor of the unit.
 
         Returns:
-            [N, L / per_value]; on one device a view of `values`.
+            [N, L / per_value]; a view of `values` if there is one device.
         """
         if self.num_devices == 1:
             return values.view(1, -1)
@@ -109,7 +109,7 @@ class XlaLayout:
         return out
 
     def to_wire(self, rows_NL: Tensor, per_value: int = 1) -> Tensor:
-        """The inverse of `from_wire`; padding is zero."""
+        """Convert from device order to wire order, with zero padding; the inverse of `from_wire`."""
         if self.num_devices == 1:
             return rows_NL.view(-1)
         out = rows_NL.new_zeros(self.padded_numel // per_value)
@@ -119,7 +119,7 @@ class XlaLayout:
         return out
 
     def _places(self, per_value: int) -> Iterator[tuple[slice, slice, tuple[int, int]]]:
-        """Columns, elements on the wire, and (runs, length of a run) of each part, all in values."""
+        """Yield for each part its columns, its elements in wire order, and (number of runs, run length), in values."""
         start = 0
         for part in self.parts:
             size, offset = self.block_size, part.entry.offset
@@ -135,15 +135,15 @@ class XlaLayout:
     # --- graphs: training thread ---------------------------------------------------------------------------------
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """[N, L] of the parts, [N, width] each."""
+        """Join parts, [N, width] each, to [N, L]."""
         return self.shared(torch.cat(list(parts), dim=1))
 
     def split(self, x_NL: Tensor) -> Sequence[Tensor]:
-        """The inverse of `joined`."""
+        """Split [N, L] into parts; the inverse of `joined`."""
         return torch.split(x_NL, [part.width for part in self.parts], dim=1)
 
     def part_of(self, part: Part, rows: Tensor) -> Tensor:
-        """A slice in the devices' order, [N, width]."""
+        """Convert a slice to device order, [N, width]."""
         count = self.num_devices
         if part.is_local:
             return rows.reshape(part.num_runs, count, part.run).transpose(0, 1).reshape(count, part.width)
@@ -152,7 +152,7 @@ class XlaLayout:
         return rows.reshape(count, part.width)
 
     def rows_of(self, part: Part, values: Tensor) -> Tensor:
-        """The inverse of `part_of`."""
+        """Convert a slice back to its shape; the inverse of `part_of`."""
         if part.is_local:
             runs = values.reshape(self.num_devices, part.num_runs, part.run)
             return runs.transpose(0, 1).reshape(part.entry.shape)
@@ -161,7 +161,7 @@ class XlaLayout:
         return values.reshape(part.entry.shape)
 
     def shared(self, x: Tensor) -> Tensor:
-        """A tensor that was just computed, each device keeping its part along dimension 0."""
+        """Shard a tensor that was just computed along dimension 0."""
         if self.num_devices > 1:
             shard(x, 0)
         return x

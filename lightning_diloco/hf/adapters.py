@@ -1,8 +1,8 @@
-"""Adapters of PEFT, such as LoRA: a few parameters that are trained beside a model that stays as it is.
+"""PEFT adapters, such as LoRA: a few trained parameters next to a frozen model.
 
-1. Only what requires a gradient is exchanged between learners; the frozen base is compared by digest when they join.
-2. An adapter is given as the fields of its PEFT configuration; `peft_type` is "LORA" unless it says otherwise.
-3. PEFT is an extra, and imported only for this.
+1. Learners exchange only parameters that require a gradient. The frozen base is compared by digest at the join.
+2. An adapter is given as the fields of its PEFT config. The default `peft_type` is "LORA".
+3. PEFT is an optional dependency and imported only for adapters.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ DEFAULT_TYPE = "LORA"
 
 
 def problems(adapter: Mapping[str, Any]) -> list[str]:
-    """One sentence for each field that PEFT would not take."""
+    """Return one sentence per field that PEFT would refuse."""
     try:
         from peft import PEFT_TYPE_TO_CONFIG_MAPPING as CONFIGS
     except ImportError:
-        return ["adapter: needs peft, which is not installed; pip install 'lightning-diloco[peft]'"]
+        return ["adapter: needs peft, which is not installed; run pip install 'lightning-diloco[peft]'"]
     types = sorted(kind.value for kind in CONFIGS)
     wanted = adapter.get("peft_type", DEFAULT_TYPE)
     if wanted not in types:
-        return [f"adapter.peft_type={wanted!r}: must be a type of peft; {_nearest(str(wanted), types)}"]
+        return [f"adapter.peft_type={wanted!r}: must be a PEFT type; {_nearest(str(wanted), types)}"]
     known = [field.name for field in dataclasses.fields(CONFIGS[wanted])]
     return [
         f"adapter.{name}: unknown to peft's {CONFIGS[wanted].__name__}; {_nearest(name, known)}"
@@ -40,14 +40,14 @@ def problems(adapter: Mapping[str, Any]) -> list[str]:
 
 
 def add_adapter(model: PreTrainedModel, adapter: Mapping[str, Any]) -> PeftModel:
-    """Freeze a causal language model and put an adapter into it, in place.
+    """Freeze a causal language model and add an adapter, in place.
 
     Args:
-        model: any.
-        adapter: fields of a PEFT configuration.
+        model: any causal language model.
+        adapter: fields of a PEFT config.
 
     Raises:
-        ConfigError: peft refuses them, with what it said.
+        ConfigError: peft refuses the fields; the message includes the reason.
     """
     from peft import get_peft_config, get_peft_model
 

@@ -1,8 +1,8 @@
-"""A recipe's model without its weights: names, shapes and options, read in seconds on any machine.
+"""Names, shapes and options of a recipe's model, read in seconds on any machine, without the weights.
 
-1. The recipe is parsed by `recipe.py`, that is, by LightningCLI.
-2. The model is built on the meta device: no memory, no accelerator, no network. Trainer and data are not made.
-3. What a run would take from the data, the vocabulary's size, comes from the options of the data.
+1. `recipe.py` parses the recipe with LightningCLI.
+2. The model is built on the meta device, which needs no memory, accelerator or network. Trainer and data are not built.
+3. A run takes the vocabulary size from the data. Here it comes from the data's options.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """What a recipe says, as far as a plan needs it.
+    """The content of a recipe that a plan needs.
 
     Args:
-        shapes: of the trainable parameters; tied ones once.
-        mean_names: of embeddings among them.
-        num_parameters: of the whole model.
-        run_options: explicit options of the run.
-        align: of the learners.
-        anchor_device: of the learners.
-        accelerator: as the recipe names it.
-        spreads: whether the strategy inside shards the model over a learner's devices.
-        devices: of one learner, all nodes together; None: "auto".
-        param_bytes: of one parameter.
-        compute_bytes: of one value of an activation.
-        max_steps: None: not fixed.
-        batch_size: sequences per process; None: the data does not say. Likewise the others.
-        seq_len: tokens per sequence.
+        shapes: shapes of the trainable parameters; tied parameters appear once.
+        mean_names: names of the embeddings among them.
+        num_parameters: number of parameters of the whole model.
+        run_options: options of the run that the recipe sets.
+        align: landing rule of the learners.
+        anchor_device: anchor device of the learners.
+        accelerator: accelerator as written in the recipe.
+        spreads: whether the inner strategy shards the model over a learner's devices.
+        devices: devices of one learner on all its nodes; None for "auto".
+        param_bytes: bytes per parameter.
+        compute_bytes: bytes per activation value.
+        max_steps: steps of a learner; None if not fixed.
+        batch_size: sequences per process; None if the data has no such option.
+        seq_len: tokens per sequence; None as above.
         accumulate: micro-batches per step.
-        num_layers: of the decoder.
-        hidden_size: of the decoder.
-        vocab_size: of the decoder.
+        num_layers: decoder layers; None if unknown.
+        hidden_size: hidden size of the decoder; None if unknown.
+        vocab_size: vocabulary size of the decoder; None if unknown.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -77,15 +77,15 @@ class Blueprint:
 
     @property
     def num_trainable(self) -> int:
-        """Parameters that are exchanged."""
+        """Return the number of trainable parameters, which learners exchange."""
         return sum(map(math.prod, self.shapes.values()))
 
 
 def blueprint(config: Any) -> Blueprint:
-    """What a parsed recipe says; its model is built on the meta device.
+    """Read the blueprint of a parsed recipe; builds its model on the meta device.
 
     Raises:
-        ConfigError: the size of its vocabulary is unknown, or the model has no parameters.
+        ConfigError: the vocabulary size is unknown, or the model has no parameters.
     """
     module = _build(config)
     params = trainable_parameters(module)
@@ -117,17 +117,17 @@ def blueprint(config: Any) -> Blueprint:
 
 
 def can_be_built(config: Any) -> bool:
-    """Whether a parsed recipe's `CausalLM` has a vocabulary whose size is known before its data is there."""
+    """Return whether the vocabulary size of a parsed recipe's `CausalLM` is known without its data."""
     return _has_vocabulary(_init_args(config["model"]), _init_args(config.get("data")))
 
 
 def is_language_model(config: Any) -> bool:
-    """Whether a parsed recipe trains a `CausalLM`."""
+    """Return whether a parsed recipe trains a `CausalLM`."""
     return issubclass(class_of(config["model"]), CausalLM)
 
 
 def _build(config: Any) -> L.LightningModule:
-    """The module of a parsed recipe, its parameters on the meta device."""
+    """Build the module of a parsed recipe on the meta device."""
     section = config["model"]
     options = _init_args(section)
     module_class = class_of(section)
@@ -139,18 +139,18 @@ def _build(config: Any) -> L.LightningModule:
     if not isinstance(module, L.LightningModule) or not any(True for _ in module.parameters()):
         raise ConfigError(
             f"{module_class.__name__} has no parameters after configure_model(): a plan needs the model's shapes; "
-            "make its layers in __init__ or in configure_model, without a trainer"
+            "create its layers in __init__ or in configure_model, without a trainer"
         )
     return module
 
 
 def _without_data(options: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """Options of a CausalLM that needs neither weights nor a tokenizer."""
+    """Return the options with which a CausalLM needs neither weights nor a tokenizer."""
     options = {**options, "from_scratch": options.get("name") is not None}
     if not _has_vocabulary(options, data):
         raise ConfigError(
             f"model.config has no vocab_size, and data.tokenizer={data.get('tokenizer')!r} is not loaded for a "
-            "plan; write vocab_size, the number of the tokenizer's tokens or more, into model.config"
+            "plan; set vocab_size in model.config to at least the tokenizer's number of tokens"
         )
     if (config := options.get("config")) is not None and "vocab_size" not in config:
         options["config"] = {"vocab_size": data["vocab_size"], **config}
@@ -163,7 +163,7 @@ def _has_vocabulary(options: dict[str, Any], data: dict[str, Any]) -> bool:
 
 
 def instantiate(section: Any) -> Any:
-    """The object of a `class_path` section; None of nothing."""
+    """Build the object of a `class_path` section; return None if there is no section."""
     if section is None:
         return None
     parser = LightningArgumentParser()
@@ -176,7 +176,7 @@ def instantiate(section: Any) -> Any:
 
 @contextmanager
 def default_dtype(precision: object) -> Iterator[None]:
-    """New parameters take the dtype that this precision of a Trainer gives them."""
+    """Context in which new parameters get the dtype of a Trainer with this precision."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(_TRUE_DTYPES.get(str(precision), before))
     try:
@@ -186,7 +186,7 @@ def default_dtype(precision: object) -> Iterator[None]:
 
 
 def _init_args(section: Any) -> dict[str, Any]:
-    """Options of a `class_path` section as plain values; none of anything else."""
+    """Return the options of a `class_path` section as plain values; empty for anything else."""
     init_args = section.get("init_args") if hasattr(section, "get") else None
     return dict(init_args.as_dict() if hasattr(init_args, "as_dict") else init_args or {})
 
@@ -212,7 +212,7 @@ def _num_devices(trainer: Any) -> int | None:
 
 
 def strategy_problem(accelerator: str, devices: int, spreads: bool) -> str | None:
-    """Why no learner of this version is like that, with its model spread over these devices; None if one is."""
+    """Return why a learner on these devices is not supported, or None; `spreads`: its model is sharded over them."""
     kind = {"gpu": "cuda", "tpu": "xla", "auto": "cpu"}.get(accelerator, accelerator)
     try:
         _final_class([torch.device(kind, index) for index in range(devices)], 1)
@@ -221,7 +221,7 @@ def strategy_problem(accelerator: str, devices: int, spreads: bool) -> str | Non
     if devices > 1 and kind in ("cpu", "cuda") and not spreads:
         return (
             f"Trainer(devices={devices}) trains with DDP inside, where each device holds the whole model with its "
-            "optimizer and anchors; to spread them, give the strategy inner=ModelParallelStrategy(data_parallel_size="
+            "optimizer and anchors; to shard them, give the strategy inner=ModelParallelStrategy(data_parallel_size="
             f"{devices}, tensor_parallel_size=1), for which hf.CausalLM shards its layers"
         )
     return None

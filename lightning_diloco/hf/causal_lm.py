@@ -1,11 +1,12 @@
-"""Any causal language model of transformers as a LightningModule.
+"""LightningModule for any causal language model of transformers.
 
-1. The model is built in `configure_model`, under the trainer: there device, precision and tokenizer are known.
-2. Parameters take the trainer's dtype, never that of the published weights: AdamW in bfloat16 loses small updates.
-3. What a config leaves open (vocabulary size, special tokens) comes from the tokenizer and is kept in the
-   hyperparameters, so that a checkpoint is loaded without the data.
-4. With `ModelParallelStrategy` (`inner=`) its decoder layers are sharded (FSDP2) over the devices of a learner.
-5. Validation counts tokens, not batches: a short last batch weighs what it holds.
+1. The model is built in `configure_model`, where the trainer's device, precision and tokenizer are known.
+2. Parameters get the trainer's dtype, never that of the published weights, because AdamW in bfloat16 loses small
+   updates.
+3. If the config has no vocabulary size or special tokens, they come from the tokenizer and are saved in the
+   hyperparameters, so that a checkpoint can be loaded without the data.
+4. With `ModelParallelStrategy` (`inner=`), decoder layers are sharded (FSDP2) over the devices of a learner.
+5. Validation averages over tokens, not over batches, so that a short last batch has the right weight.
 """
 
 from __future__ import annotations
@@ -50,25 +51,25 @@ class CausalLM(L.LightningModule):
 
     Args:
         name: hub name or local path of a model; give this or `config`.
-        config: `model_type` and any fields of that model's config; the weights are random. What it leaves out of
-            `vocab_size`, `bos_token_id`, `eos_token_id` and `pad_token_id` is taken from the datamodule's tokenizer.
-        from_scratch: with `name`: take its config only and start from random weights.
-        adapter: train this beside frozen weights, and nothing else: fields of a configuration of PEFT, which is LoRA
-            unless `peft_type` says otherwise, such as {"r": 8, "target_modules": "all-linear"}. None: train everything.
+        config: `model_type` and any other fields of that model's config; the weights are random. Missing
+            `vocab_size`, `bos_token_id`, `eos_token_id` and `pad_token_id` come from the datamodule's tokenizer.
+        from_scratch: with `name`, use only its config and start from random weights.
+        adapter: freeze the model and train only this adapter, given as fields of a PEFT config, such as
+            {"r": 8, "target_modules": "all-linear"}. The default `peft_type` is LoRA. None: train everything.
         lr: peak learning rate of AdamW, > 0.
-        weight_decay: decoupled weight decay of matrices, >= 0; norms and biases have none.
+        weight_decay: decoupled weight decay of matrices, >= 0; not applied to norms and biases.
         betas: AdamW's averaging coefficients, each in [0, 1).
         warmup_steps: optimizer steps of linear warm-up, >= 0.
-        schedule: after warm-up, "cosine" falls to `final_lr_fraction` of the peak at the trainer's last step,
-            "constant" stays.
-        final_lr_fraction: the cosine's end as a fraction of `lr`, 0..1.
-        schedule_tokens: go by the tokens that the whole fleet has seen, not by this learner's steps: who joins late
-            starts at the run's present rate, and the cosine ends at so many tokens. None: by steps.
-        warmup_tokens: of linear warm-up, instead of `warmup_steps`, where the schedule goes by tokens.
-        attn_implementation: as in transformers, such as "sdpa" or "eager"; None: its own choice.
+        schedule: after warm-up, "cosine" decays to `final_lr_fraction` of the peak at the trainer's last step,
+            "constant" keeps the peak.
+        final_lr_fraction: final learning rate of the cosine as a fraction of `lr`, 0..1.
+        schedule_tokens: schedule by the tokens of the whole fleet and end the cosine at this number. A learner that
+            joins late then starts with the run's current learning rate. None: schedule by this learner's steps.
+        warmup_tokens: tokens of linear warm-up; replaces `warmup_steps` if `schedule_tokens` is set.
+        attn_implementation: as in transformers, such as "sdpa" or "eager"; None: the default of transformers.
 
     Raises:
-        ConfigError: naming every bad option.
+        ConfigError: invalid options; the error names all of them.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class CausalLM(L.LightningModule):
         self.save_hyperparameters()
         if problems := _problems(self.hparams):
             raise ConfigError(problems)
-        self.model: torch.nn.Module | None = None  # a PeftModel, named, would have the command line import peft
+        self.model: torch.nn.Module | None = None  # annotated as PeftModel, it would make the command line import peft
         self.val_loss = _TokenLoss()
         self.val_perplexity = _Perplexity()
 
     def configure_model(self) -> None:
-        """Build the model, once; Lightning calls this before training and before a checkpoint is loaded.
+        """Build the model once; Lightning calls this before training and before it loads a checkpoint.
 
         Raises:
             ConfigError: the vocabulary size is unknown, or smaller than the tokenizer's.
@@ -107,7 +108,7 @@ class CausalLM(L.LightningModule):
         tokenizer = getattr(getattr(self._trainer, "datamodule", None), "tokenizer", None)
         if self.hparams.config is not None:
             self.hparams["config"] = _completed(self.hparams.config, tokenizer)
-        model = self._build().train()  # from_pretrained returns it in eval mode, and Lightning keeps modes
+        model = self._build().train()  # from_pretrained returns eval mode, and Lightning keeps the mode
         if model.loss_type is None:  # a class name that transformers cannot read, such as GPT2LMHeadModel
             model.loss_type = "ForCausalLM"
         if tokenizer is not None:
@@ -134,17 +135,17 @@ class CausalLM(L.LightningModule):
         return AutoConfig.for_model(**{"use_cache": False, **self.hparams.config})
 
     def forward(self, **batch: Tensor) -> Any:
-        """The model's own output: `logits` of shape (batch, seq_len, vocab_size) and, given labels, `loss`."""
+        """Return the model's output: `logits` of shape (batch, seq_len, vocab_size) and, with labels, `loss`."""
         return self.model(**batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The model's own loss, which for mixtures of experts includes the balancing term."""
+        """Return the model's loss, which includes the balancing term for mixtures of experts."""
         loss = self(**batch).loss
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count the cross-entropy of every label that is not ignored."""
+        """Update the validation loss with the cross-entropy of all labels that are not ignored."""
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         logits = self(**inputs).logits[:, :-1].flatten(0, 1).float()
         labels = batch["labels"][:, 1:].flatten()
@@ -156,10 +157,10 @@ class CausalLM(L.LightningModule):
         self.log("val/perplexity", self.val_perplexity)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW and a schedule that advances with every optimizer step.
+        """Return AdamW and a schedule that advances at every optimizer step.
 
         Raises:
-            ConfigError: a cosine without an end.
+            ConfigError: `schedule="cosine"`, but the number of steps is unknown.
         """
         hparams = self.hparams
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -171,7 +172,7 @@ class CausalLM(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._schedule(optimizer), "interval": "step"}}
 
     def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        # Here, because they import peft, which a plan has no use for.
+        # Imported here, because these import peft, which a plan does not need.
         from transformers import get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup
 
         hparams = self.hparams
@@ -184,8 +185,8 @@ class CausalLM(L.LightningModule):
         num_steps = self.trainer.estimated_stepping_batches
         if not 0 < num_steps < float("inf"):
             raise ConfigError(
-                'schedule="cosine" without an end: the trainer has neither max_steps nor a number of epochs that can '
-                'be counted; set trainer.max_steps, or schedule="constant"'
+                'schedule="cosine" without an end: the trainer has no max_steps and its number of steps is unknown; '
+                'set trainer.max_steps, or schedule="constant"'
             )
         return get_cosine_with_min_lr_schedule_with_warmup(
             optimizer, hparams.warmup_steps, int(num_steps), min_lr_rate=hparams.final_lr_fraction
@@ -193,9 +194,10 @@ class CausalLM(L.LightningModule):
 
 
 class _TokenLoss(Metric):
-    """Nats per token, over batches and ranks.
+    """Nats per token over batches and ranks.
 
-    Not torchmetrics' MeanMetric: it looks for NaN on the host in every step, and ignores the weights when told not to.
+    MeanMetric of torchmetrics does not fit: it checks for NaN on the host in every step, and without that check it
+    ignores the weights.
     """
 
     full_state_update = False
@@ -221,15 +223,15 @@ class _Perplexity(_TokenLoss):
 
 
 def _shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2: each layer that transformers never splits by itself, and the rest together.
+    """Shard with FSDP2: each of the model's `_no_split_modules` separately, and the rest together.
 
     Raises:
-        ConfigError: the mesh asks for tensor parallel, too.
+        ConfigError: the mesh has a tensor parallel dimension above 1.
     """
     if mesh["tensor_parallel"].size() > 1:
         raise ConfigError(
-            f"tensor_parallel_size={mesh['tensor_parallel'].size()}: CausalLM is sharded (FSDP2), and has no plan for "
-            "tensor parallel; it must be 1; take data_parallel_size for all devices"
+            f"tensor_parallel_size={mesh['tensor_parallel'].size()}: must be 1, because CausalLM is sharded (FSDP2) "
+            "and has no tensor parallel plan; set data_parallel_size to the number of devices"
         )
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in [module for module in model.modules() if type(module).__name__ in names]:
@@ -238,14 +240,14 @@ def _shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _completed(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """The config with the tokenizer's values wherever it says nothing."""
+    """Return the config, with missing values taken from the tokenizer."""
     if tokenizer is not None:
         special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
         return {"vocab_size": len(tokenizer), **special, **config}
     if "vocab_size" not in config:
         raise ConfigError(
             "config has no vocab_size and there is no datamodule with a tokenizer to take it from; "
-            "write vocab_size into config, or fit with a datamodule such as lightning_diloco.hf.TextData"
+            "set vocab_size in config, or fit with a datamodule such as lightning_diloco.hf.TextData"
         )
     return dict(config)
 
@@ -254,13 +256,13 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     num_rows = model.get_input_embeddings().num_embeddings
     if num_rows < len(tokenizer):
         raise ConfigError(
-            f"the model's vocab_size is {num_rows}, the tokenizer has {len(tokenizer)} tokens: it must be at least as "
-            "many; leave vocab_size out of the model's config, or choose the model's own tokenizer"
+            f"the model's vocab_size is {num_rows}, the tokenizer has {len(tokenizer)} tokens: vocab_size must be at "
+            "least the number of tokens; remove vocab_size from the model's config, or use the model's own tokenizer"
         )
 
 
 def _problems(hparams: Any) -> list[str]:
-    """One sentence for each bad option."""
+    """Return one sentence per invalid option."""
     checks = {
         f"lr={hparams.lr!r}: must be above 0": hparams.lr > 0,
         f"weight_decay={hparams.weight_decay!r}: must be at least 0": hparams.weight_decay >= 0,
@@ -279,7 +281,7 @@ def _problems(hparams: Any) -> list[str]:
             "set warmup_tokens": hparams.warmup_steps == 0,
         }
     else:
-        checks[f"warmup_tokens={hparams.warmup_tokens!r}: must be 0 without schedule_tokens; set it, too"] = (
+        checks[f"warmup_tokens={hparams.warmup_tokens!r}: must be 0 without schedule_tokens; set schedule_tokens"] = (
             hparams.warmup_tokens == 0
         )
     of_adapter = [] if hparams.adapter is None else adapters.problems(hparams.adapter)
@@ -299,7 +301,7 @@ def _model_problems(hparams: Any) -> list[str]:
 
 
 def _misspelt(config: dict[str, Any], known: PreTrainedConfig) -> list[str]:
-    """Fields that transformers would keep and never use, where it has one of nearly that name."""
+    """Return a sentence for each unknown field, which transformers would ignore, that resembles a known field."""
     names = {*known.to_dict(), *known.attribute_map}
     near = {name: get_close_matches(name, names, n=1, cutoff=0.75) for name in config if not hasattr(known, name)}
     return [

@@ -1,8 +1,8 @@
-"""Where documents come from: local files, the hub, or the Python standard library's own sources.
+"""Sources of documents: local files, the hub, or the sources of the Python standard library.
 
-1. Files are looked for before any work begins; what is missing is named.
-2. A corpus knows its fingerprint without being loaded: for files their content and order, wherever they lie.
-3. Every corpus loads as a dataset with one column, `text`, one row per document; as a stream, too.
+1. All files are located before any work begins; the error names missing ones.
+2. A corpus has a fingerprint without being loaded. For files it depends on content and order, not on their location.
+3. Every corpus loads as a dataset with one column, `text`, and one row per document. It can also be streamed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ AnyDataset = TypeVar("AnyDataset", "Dataset", "IterableDataset")
 
 @dataclass(frozen=True, slots=True)
 class FileCorpus:
-    """Local files of one kind: parquet and JSON lines hold a document per row, any other file is one document.
+    """Local files of one kind: parquet or JSON lines with one document per row, or text with one document per file.
 
     Args:
-        files: in the order in which they are read.
-        text_column: the column that holds the text, for parquet and JSON lines.
+        files: files in reading order.
+        text_column: the text column of parquet and JSON lines files.
     """
 
     files: tuple[Path, ...]
     text_column: str = TEXT
 
     def fingerprint(self) -> str:
-        """A hash of what `load` returns, apart from where the files lie."""
+        """Return a hash of the documents that `load` returns, independent of the files' location."""
         digest = hashlib.blake2b(f"{self._builder}:{self.text_column}".encode(), digest_size=16)
         for file in self.files:
             digest.update(file.stat().st_size.to_bytes(8, "big"))
@@ -55,15 +55,15 @@ class FileCorpus:
         return digest.hexdigest()
 
     def load(self, scratch_dir: Path) -> Dataset:
-        """The documents; the dataset lives in scratch_dir and must not outlive it."""
+        """Load the documents; the dataset is stored in scratch_dir and must not outlive it."""
         return self._read(cache_dir=str(scratch_dir))
 
     def stream_name(self) -> str:
-        """Names what `stream` returns without reading it: the files, by name and size."""
+        """Return an identity of the stream from the files' names and sizes, without reading them."""
         return repr((self._builder, self.text_column, [(file.name, file.stat().st_size) for file in self.files]))
 
     def stream(self) -> IterableDataset:
-        """The documents as they are read; every file is a shard."""
+        """Return the documents as a stream; every file is a shard."""
         return self._read(streaming=True)
 
     def _read(self, **options: object) -> Dataset | IterableDataset:
@@ -81,8 +81,8 @@ class FileCorpus:
         except (DatasetGenerationError, OSError, ValueError) as error:
             which = names[0] if len(names) == 1 else f"one of {len(names)} files, {names[0]} the first,"
             raise ConfigError(
-                f"{which} cannot be read as {self._builder} ({error.__cause__ or error}); what ends in "
-                f"{', '.join(BUILDERS)} must be that, any other file UTF-8 text; mend it, or leave it out of files="
+                f"{which} cannot be read as {self._builder} ({error.__cause__ or error}); {', '.join(BUILDERS)} files "
+                "must have that format, any other file must be UTF-8 text; repair it, or leave it out of files="
             ) from error
 
     @property
@@ -92,13 +92,13 @@ class FileCorpus:
 
 @dataclass(frozen=True, slots=True)
 class HubCorpus:
-    """A dataset of the hub, or a local folder that `datasets` can read.
+    """A dataset on the hub, or a local folder that `datasets` can read.
 
     Args:
-        path: as for `datasets.load_dataset`.
-        subset: its configuration, where it has several.
+        path: path as in `datasets.load_dataset`.
+        subset: configuration of the dataset, if it has several.
         split: the split to read.
-        text_column: the column that holds the text.
+        text_column: the text column.
     """
 
     path: str
@@ -107,19 +107,19 @@ class HubCorpus:
     text_column: str
 
     def fingerprint(self) -> str:
-        """A hash of what `load` returns; downloads on first use."""
+        """Return a hash of the documents that `load` returns; downloads on first use."""
         return self._loaded()._fingerprint
 
     def load(self, scratch_dir: Path) -> Dataset:
-        """The documents, out of the cache of `datasets`; scratch_dir is not used."""
+        """Load the documents from the cache of `datasets`; scratch_dir is not used."""
         return self._loaded()
 
     def stream_name(self) -> str:
-        """Names what `stream` returns."""
+        """Return an identity of the stream."""
         return repr((self.path, self.subset, self.split, self.text_column))
 
     def stream(self) -> IterableDataset:
-        """The documents as they are read."""
+        """Return the documents as a stream."""
         return self._loaded(streaming=True)
 
     def _loaded(self, **options: object) -> Dataset | IterableDataset:
@@ -140,7 +140,7 @@ Corpus = FileCorpus | HubCorpus
 
 
 def find_files(patterns: str | Sequence[str], *, text_column: str = TEXT) -> FileCorpus:
-    """Local files by name or glob pattern, each pattern's matches sorted.
+    """Find local files by name or glob pattern; the matches of each pattern are sorted.
 
     Raises:
         ConfigError: a pattern matches nothing, or the files are of several kinds.
@@ -152,10 +152,10 @@ def find_files(patterns: str | Sequence[str], *, text_column: str = TEXT) -> Fil
         if not found:
             problems.append(
                 f"files={pattern!r}: no such file, looked in {Path.cwd()}; "
-                "name existing files or a glob pattern such as 'texts/**/*.txt'"
+                "give existing files or a glob pattern such as 'texts/**/*.txt'"
             )
     if not problems and not files:
-        problems.append("files is empty; name at least one file, or leave it out for the default corpus")
+        problems.append("files is empty; give at least one file, or leave it out for the default corpus")
     kinds = {_builder_of(file) for file in files}
     if len(kinds) > 1:
         problems.append(f"files are of several kinds ({', '.join(sorted(kinds))}); choose files of one kind")
@@ -165,19 +165,19 @@ def find_files(patterns: str | Sequence[str], *, text_column: str = TEXT) -> Fil
 
 
 def standard_library() -> FileCorpus:
-    """The sources of this Python's standard library: its modules, and some packages without their tests.
+    """Return the sources of the Python standard library: its modules, and some packages without their tests.
 
     Raises:
-        ConfigError: this Python comes without sources.
+        ConfigError: this Python installation has no sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    # By name: site customizations and build records lie in the same folder and differ from machine to machine.
+    # By name, because the folder also has site customizations and build records, which differ between machines.
     modules = [file for file in root.glob("*.py") if file.stem in sys.stdlib_module_names]
     packages = [file for name in STDLIB_PACKAGES for file in (root / name).rglob("*.py") if "test" not in file.parts]
     if not modules:
         raise ConfigError(
             f"no sources of the Python standard library in {root}; the default corpus needs them; "
-            "set files= or path= to a text of your own"
+            "set files= or path= to your own text"
         )
     return FileCorpus(tuple(sorted(modules + packages)))
 
@@ -188,7 +188,7 @@ def _builder_of(file: Path) -> str:
 
 def _text_only(dataset: AnyDataset, column: str, *, where: str) -> AnyDataset:
     names = dataset.column_names
-    if names is None:  # of a stream that does not say before its first row
+    if names is None:  # a stream whose columns are unknown before its first row
         names = list(next(iter(dataset), {}))
     if column not in names:
         raise ConfigError(f"text_column={column!r} is not in {where}; it has {', '.join(names)}; set one of these")

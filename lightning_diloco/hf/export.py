@@ -1,11 +1,12 @@
-"""The anchor of a run as files that others open: a transformers folder, and a Lightning checkpoint.
+"""Export of a run's anchor as a transformers folder and a Lightning checkpoint.
 
-1. The anchor comes from the run's disk, see `strategy/anchor.py`; buffers are as the model builds them.
-2. What model it is the anchor of: a configuration of LightningCLI. Each learner of a recipe leaves one in its folder
-   (config.yaml); any other can be named, for example the recipe itself. A script leaves none: then the parameters are
-   written alone, float32 and by the names of its LightningModule.
-3. Values take the dtype that the parameters had. Tied weights are stored as transformers stores them.
-4. An adapter (PEFT) is merged into its base, so that the folder opens by itself; alone it lies in `adapter/`.
+1. The anchor is read from the run directory, see `strategy/anchor.py`. Buffers keep the values with which the model is
+   built.
+2. A LightningCLI config describes the model. Each learner of a recipe saves one in its folder (config.yaml); another
+   config, such as the recipe itself, can be given instead. A script saves none. In that case only the parameters are
+   written, as float32 under the names of its LightningModule.
+3. Values get the dtype of the parameters. Tied weights are stored in the format of transformers.
+4. A PEFT adapter is merged into its base, so that the folder can be loaded directly. `adapter/` has the adapter alone.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ ADAPTER = "adapter"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written.
+    """The result of an export.
 
     Args:
-        folder: where.
-        config: the configuration that described the model; None: there was none, and only PARAMETERS was written.
-        is_transformers: False if the module has no transformers model, and only the checkpoint was written.
-        has_tokenizer: whether the tokenizer lies beside it.
-        versions: of the anchor, per fragment.
+        folder: the folder that was written.
+        config: the config that described the model; None if there was none and only PARAMETERS was written.
+        is_transformers: False if the module has no transformers model and only the checkpoint was written.
+        has_tokenizer: whether the tokenizer was written, too.
+        versions: anchor version of each fragment.
     """
 
     folder: Path
@@ -57,16 +58,16 @@ def export(run_dir: Path, folder: Path, *, config: Path | None = None) -> Export
 
     Args:
         run_dir: RUN_DIR.
-        folder: made if it is not there; must not hold anything else.
-        config: of LightningCLI; None: the newest that a learner left in RUN_DIR, if one did.
+        folder: target folder, created if necessary; must be empty.
+        config: LightningCLI config; None: the newest config that a learner saved in RUN_DIR, if there is one.
 
     Raises:
-        ConfigError: the folder is not empty, or this is no run directory.
-        PlanMismatchError: the configuration describes another model than the run's.
-        StorageError: the run goes on, or its files cannot be read.
+        ConfigError: the folder is not empty, or run_dir is not a run directory.
+        PlanMismatchError: the config describes another model than the run's.
+        StorageError: the run is not stopped, or its files cannot be read.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty: an export needs a folder of its own; choose another, or empty it")
+        raise ConfigError(f"{folder} is not empty: an export needs an empty folder; choose another, or empty it")
     config = config or find_config(run_dir)
     manifest, store = read_anchor(run_dir)
     versions = tuple(store.anchor(p).version for p in range(len(store.layouts)))
@@ -86,13 +87,13 @@ def export(run_dir: Path, folder: Path, *, config: Path | None = None) -> Export
 
 
 def find_config(run_dir: Path) -> Path | None:
-    """The newest configuration that a learner left in a run directory; None: learners were scripts."""
+    """Return the newest config that a learner saved in a run directory; None if the learners were scripts."""
     found = (run_dir / "learners").rglob("config.yaml")
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _build(config: Path) -> tuple[L.LightningModule, PreTrainedTokenizerBase | None]:
-    """The module on the host, and the tokenizer of its data if there is one."""
+    """Build the module on the host; return it with the tokenizer of its data, if there is one."""
     parsed = parse(config)
     data = instantiate(parsed.get("data"))
     if isinstance(data, L.LightningDataModule) and hasattr(data, "tokenizer"):
@@ -115,7 +116,7 @@ def _save_transformers(model: Any, tokenizer: PreTrainedTokenizerBase | None, fo
         if hasattr(model, "merge_and_unload"):
             model.save_pretrained(folder / ADAPTER)
             model = model.merge_and_unload()
-        model.config.use_cache = True  # it was off for training; who opens the folder wants to generate
+        model.config.use_cache = True  # off for training, but needed for generation
         model.save_pretrained(folder)
     finally:
         bars.enable_progress_bar()
@@ -131,13 +132,13 @@ def _save_checkpoint(module: L.LightningModule, path: Path) -> None:
 
 @contextmanager
 def _trainer() -> Iterator[L.Trainer]:
-    """A Trainer that trains nothing: what a module asks for its data, and what writes its checkpoint."""
+    """Context with a Trainer that does not train; it gives the module its data and writes its checkpoint."""
     chatter = logging.getLogger("lightning.pytorch")
     level = chatter.level
     chatter.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about accelerators that are there and not used
+            warnings.simplefilter("ignore")  # about available accelerators that are not used
             yield L.Trainer(
                 accelerator="cpu",
                 devices=1,

@@ -1,4 +1,4 @@
-"""Models and tokenizers by name: what cannot be had is said at once, with what to do."""
+"""Errors for models and tokenizers that cannot be loaded by name."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from lightning_diloco.errors import ConfigError
 
 @contextmanager
 def fetched(option: str, name: str) -> Iterator[None]:
-    """Around a `from_pretrained`.
+    """Context for a `from_pretrained` call that turns its errors into `ConfigError`.
 
     Args:
-        option: by which the user chose it.
+        option: the option that holds the name.
         name: hub name or local folder.
 
     Raises:
-        ConfigError: it is neither here nor to be had from the hub.
+        ConfigError: the name is neither a local folder nor available from the hub.
     """
     try:
         yield
     except (OSError, ValueError) as error:
         why = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{option}={name!r} was not found or not reached ({why}); it must be a hub name or a folder of "
-            f"transformers; check the name and the network, or fetch it where there is one, `hf download {name}`, and "
-            "give the folder"
+            f"{option}={name!r} was not found or not reached ({why}); it must be a hub name or a transformers folder; "
+            f"check the name and the network, or run `hf download {name}` on a machine with network access and give "
+            "the folder"
         ) from error

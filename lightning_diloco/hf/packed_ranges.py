@@ -1,4 +1,4 @@
-"""Packed sequences of known number, to be read by ranges: every epoch has an order of its own, the same everywhere."""
+"""Ranges of a known number of packed sequences; every epoch has its own order, equal on all learners."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ RANGE_SIZE = 128
 
 
 class PackedRanges:
-    """Ranges of sequences.
+    """Ranges of packed sequences.
 
     Args:
-        sequences: with the column `input_ids`, in torch's format.
-        digest: of what they are.
-        seed: of the orders.
-        range_size: sequences of a range.
+        sequences: dataset with the column `input_ids`, in torch format.
+        digest: identity of the sequences.
+        seed: seed of the epochs' orders.
+        range_size: sequences per range.
     """
 
     def __init__(self, sequences: Dataset, *, digest: str, seed: int, range_size: int = RANGE_SIZE) -> None:
@@ -34,7 +34,7 @@ class PackedRanges:
         self.catalogue = Catalogue(f"{digest}/{range_size}/{seed}", 1, -(-len(sequences) // range_size))
 
     def read(self, lease: Lease) -> tuple[Tensor, bool]:
-        """Sequences (n, seq_len), int64."""
+        """Return the sequences of a lease, int64 (n, seq_len), and False because the number of ranges is known."""
         first = lease.index * self._range_size
         rows = self._order(lease.epoch)[first + lease.skip : first + self._range_size]
         if not len(rows):

@@ -1,10 +1,10 @@
-"""From documents to token sequences on disk, done once.
+"""One-time conversion of documents to token sequences on disk.
 
-1. Documents are split before anything looks at them: the tokenizer is trained on the training documents only.
-2. Equal documents fall on the same side of the split, wherever they stand in the corpus.
-3. Documents are joined by the end-of-sequence token and cut into full sequences; each split drops only its own last,
-   incomplete one.
-4. A folder that exists is complete: it is written under another name, by one process at a time, and then renamed.
+1. Documents are split first, so the tokenizer is trained on the training documents only.
+2. Equal documents are in the same split, regardless of their position in the corpus.
+3. Documents are joined by the end-of-sequence token and cut into full sequences. Each split drops only its last,
+   incomplete sequence.
+4. A folder that exists is complete, because one process at a time writes it under another name and then renames it.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _DOCUMENTS_PER_BATCH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingOptions:
-    """What, apart from the corpus, decides the tokens on disk.
+    """The options that, together with the corpus, determine the tokens on disk.
 
     Args:
         tokenizer: hub name or local path; None: train one.
-        vocab_size: tokens of a trained tokenizer.
+        vocab_size: vocabulary size of a trained tokenizer.
         seq_len: tokens per sequence.
-        val_fraction: part of the documents that is held out.
-        max_bytes: stop before the document with which the text would exceed this many UTF-8 bytes; None: take all.
-        seed: of the split.
+        val_fraction: fraction of the documents that is held out.
+        max_bytes: stop before the document that would exceed this many UTF-8 bytes of text; None: use all.
+        seed: seed of the split.
     """
 
     tokenizer: str | None
@@ -60,15 +60,15 @@ class PackingOptions:
 
 
 def prepared_dir(cache_dir: Path, corpus: Corpus, options: PackingOptions) -> Path:
-    """The folder for these tokens; its name is a hash of the corpus and of all options."""
+    """Return the folder for these tokens; its name is a hash of the corpus and all options."""
     identity = json.dumps([_FORMAT, corpus.fingerprint(), asdict(options)], sort_keys=True)
     return cache_dir / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 
 def prepare(directory: Path, corpus: Corpus, options: PackingOptions) -> None:
-    """Make sure that `directory` holds the tokenizer and both splits.
+    """Write the tokenizer and both splits to `directory`, unless it exists.
 
-    Several processes may call this at once: one works, the others wait for it.
+    Several processes may call this at once; one does the work and the others wait.
 
     Raises:
         ConfigError: the corpus is too small, or the tokenizer has no end-of-sequence token.
@@ -117,10 +117,10 @@ def _capped(documents: Dataset, max_bytes: int | None) -> Dataset:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Documents that are not for training: `text in held_out`.
+    """The set of documents that are held out for validation: `text in held_out`.
 
     Args:
-        seed: of the split.
+        seed: seed of the split.
         last: highest hash of a held-out document, in hex.
     """
 
@@ -132,7 +132,7 @@ class HeldOut:
 
     @classmethod
     def read(cls, directory: Path) -> HeldOut:
-        """What was held out when this folder was prepared."""
+        """Read the held-out set of a prepared folder."""
         return cls(**json.loads((directory / HELD_OUT).read_text()))
 
 
@@ -165,14 +165,14 @@ def _tokenizer(documents: Dataset, options: PackingOptions) -> PreTrainedTokeniz
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"tokenizer={options.tokenizer!r} has no end-of-sequence token, which must stand between documents; "
-            "choose another tokenizer, or leave it out to have one trained"
+            f"tokenizer={options.tokenizer!r} has no end-of-sequence token, which must separate documents; "
+            "choose another tokenizer, or leave it out to train one"
         )
     return tokenizer
 
 
 def _train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: any text can be written in it, and nothing is unknown."""
+    """Train a byte-level BPE, which can encode any text without unknown tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -192,7 +192,7 @@ def _sequences(documents: Dataset, tokenizer: PreTrainedTokenizerBase, seq_len: 
 
 
 def pack(batches: Iterable[list[str]], tokenizer: PreTrainedTokenizerBase, seq_len: int) -> Iterator[list[int]]:
-    """Rule 3, for documents that come in batches."""
+    """Join and cut batches of documents into full sequences (rule 3)."""
     pending: list[int] = []
     for batch in batches:
         for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:

@@ -1,7 +1,7 @@
-"""Recipes through LightningCLI's own parser: what it refuses is said with the nearest name.
+"""Parsing of recipes with LightningCLI; errors suggest the nearest valid name.
 
-1. A misspelt key is found by `diloco plan` as it would be at the start of a run.
-2. A recipe can name classes of modules that lie beside it: `class_path: video_dit.VideoDiT`.
+1. `diloco plan` finds a misspelt key in the same way as the start of a run.
+2. A recipe can use classes from modules in its own folder: `class_path: video_dit.VideoDiT`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_ever
 
 
 class RecipeCLI(LightningCLI):
-    """Runs a recipe; what its parser refuses is a `ConfigError` that offers the nearest name.
+    """A LightningCLI that runs a recipe; parser errors become a `ConfigError` that suggests the nearest name.
 
     Args:
-        recipe: named in messages.
-        options: of LightningCLI; `args` among them.
+        recipe: the recipe's path, used in messages.
+        options: arguments of LightningCLI, including `args`.
     """
 
     def __init__(self, recipe: Path, **options: Any) -> None:
@@ -46,14 +46,14 @@ class RecipeCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """`fit` alone: a parser for each of the others takes as long as this one."""
+        """Return `fit` only, because building a parser for each other subcommand would take as long again."""
         return {"fit": LightningCLI.subcommands()["fit"]}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, or say what is wrong.
+        """Parse the arguments.
 
         Raises:
-            ConfigError: it is no configuration of LightningCLI; with what its parser said.
+            ConfigError: the recipe is not a valid LightningCLI config; the message includes the parser's error.
         """
         try:
             super().parse_arguments(parser, args)
@@ -63,35 +63,35 @@ class RecipeCLI(LightningCLI):
 
 
 class _Parser(RecipeCLI):
-    """Parses and stops."""
+    """A `RecipeCLI` that only parses."""
 
     def instantiate_classes(self) -> None:
-        """Make nothing: the accelerator may not be here."""
+        """Do nothing, because this machine may not have the accelerator."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing."""
+        """Do nothing."""
 
 
 def make_importable(recipe: Path) -> None:
-    """Let Python find modules beside the recipe, after everything that is installed."""
+    """Append the recipe's folder to `sys.path`, so that its modules can be imported."""
     if (folder := str(recipe.resolve().parent)) not in sys.path:
         sys.path.append(folder)
 
 
 def parse(recipe: Path, overrides: Sequence[str] = ()) -> Any:
-    """The recipe as LightningCLI understands it, a nested namespace.
+    """Parse a recipe with LightningCLI to a nested namespace.
 
     Raises:
-        ConfigError: it is no configuration of LightningCLI.
+        ConfigError: the recipe is not a valid LightningCLI config.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the versions of its own libraries
+        warnings.simplefilter("ignore")  # about library versions
         words = ["fit", "--config", str(recipe), *overrides, "--seed_everything=false"]
         return _Parser(recipe, args=words, save_config_callback=None, seed_everything_default=False).config["fit"]
 
 
 def _nearest(problem: str) -> str | None:
-    """The accepted name that is most like the one the parser refused."""
+    """Return a suggestion with the valid name most similar to the one that the parser refused, or None."""
     refused = re.search(r"ption '([\w.]+)'|arguments: --([\w.]+)", problem)
     if refused is None:
         return None
@@ -112,7 +112,7 @@ def _arguments_of(made: type) -> tuple[str, ...]:
 
 
 def class_of(section: Any) -> type:
-    """The class of a `class_path` section."""
+    """Return the class of a `class_path` section."""
     module, _, name = str(section["class_path"]).rpartition(".")
     found: type = getattr(importlib.import_module(module), name)
     return found

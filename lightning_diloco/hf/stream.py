@@ -1,11 +1,11 @@
-"""Text that is read as it comes, and never stored: the shards of a data set, each a sequence of blocks of documents.
+"""Ranges of streamed text, which is never stored.
 
-1. A range is a block of documents of one shard, tokenized, joined by the end-of-sequence token, and cut into full
-   sequences; what is left at its end is dropped. So what a range holds depends on nothing but the range.
-2. Documents that a prepared head of the stream (packing.py) holds out for validation, wherever they come again, and
-   others like them, are left out.
-3. Shards are ordered anew in every epoch, and so are the sequences within a range.
-4. A shard is read on from where it was left; a block further back has it opened again.
+1. A range is a block of consecutive documents of one shard. They are tokenized, joined by the end-of-sequence token and
+   cut into full sequences; the incomplete rest is dropped. The content of a range depends only on the range.
+2. Documents that the prepared head of the stream (packing.py) holds out for validation are skipped, wherever they
+   appear, as are other documents whose hash is not above the highest held-out hash.
+3. Every epoch has its own order of shards, and of sequences within a range.
+4. A shard is read on from its current position, and reopened for a block before that position.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _MAX_OPEN = 8
 
 @dataclass(frozen=True, slots=True)
 class StreamHead:
-    """The beginning of a stream as a corpus: for the tokenizer and for validation.
+    """The head of a stream as a corpus, for the tokenizer and for validation.
 
     Args:
-        corpus: whose stream it is.
-        max_bytes: of text.
+        corpus: the corpus that is streamed.
+        max_bytes: maximum bytes of text.
     """
 
     corpus: Corpus
     max_bytes: int
 
     def fingerprint(self) -> str:
-        """Names the stream, without reading it."""
+        """Return an identity of the stream, without reading it."""
         return f"stream:{self.corpus.stream_name()}"
 
     def load(self, scratch_dir: object) -> Dataset:
-        """Its documents, up to so many bytes."""
+        """Read documents up to max_bytes."""
         from datasets import Dataset
 
         texts, left = [], self.max_bytes
@@ -65,13 +65,13 @@ class StreamedRanges:
     """Ranges of a stream.
 
     Args:
-        documents: with the column `text`.
-        tokenizer: with an end-of-sequence token.
-        held_out: which documents are not for training.
-        digest: of what is read.
+        documents: stream with the column `text`.
+        tokenizer: tokenizer with an end-of-sequence token.
+        held_out: documents that are excluded from training.
+        digest: identity of the stream.
         seq_len: tokens per sequence.
-        seed: of the orders.
-        range_size: documents of a range.
+        seed: seed of the orders.
+        range_size: documents per range.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StreamedRanges:
         self.catalogue = Catalogue(f"{digest}/{range_size}/{seed}", documents.num_shards, None)
 
     def read(self, lease: Lease) -> tuple[Tensor, bool]:
-        """Sequences (n, seq_len), int64; the shard ends where fewer documents come than were asked for."""
+        """Return the sequences of a lease, int64 (n, seq_len), and whether its shard ends in this range."""
         shards = self._permutation(self.catalogue.num_sources, lease.epoch)
         texts = self._block(int(shards[lease.source]), lease.index * self._range_size)
         wanted = [text for text in texts if text not in self._held_out]

@@ -1,12 +1,12 @@
-"""Packed text for language models as a LightningDataModule.
+"""LightningDataModule of packed text for language models.
 
-1. The constructor checks options and stores; files are looked at in `prepare_data`, before any work.
-2. In a run of several learners the training text is leased: the run's lease table says which ranges this one reads, so
-   that learners may come and go. In an outage it reads on where it has not read (strategy/unleased.py). Where a learner
-   has several ranks, the first reads for all of them. `leases=False`,
-   and any other strategy, gives an ordinary loader over everything, whose splitting is the strategy's task.
-3. With `streaming=True` only the head of the text is prepared, for the tokenizer and for validation. The rest is read
-   as it comes; where that is not leased, checkpoints hold its position.
+1. The constructor only checks and stores options. `prepare_data` looks for the files before it does any work.
+2. In a run with several learners, the run's lease table assigns ranges of the training text to learners, so that
+   learners may join and leave. During an outage a learner reads ranges that it has not read (strategy/unleased.py). If
+   a learner has several ranks, the first rank reads for all of them. With `leases=False` or another strategy, the
+   loader covers the whole text, and the strategy splits it.
+3. With `streaming=True`, only the head of the text is prepared, for the tokenizer and for validation. The rest is
+   streamed. Without leases, checkpoints store the stream's position.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ from lightning_diloco.strategy.ranges import RangeBatches, RangeLoader, Ranges
 class TextData(L.LightningDataModule):
     """Documents, tokenized and packed to sequences of equal length.
 
-    A batch is a dict of `input_ids` and `labels`, equal to them, both int64 of shape (batch_size, seq_len); there is
-    no padding. Tokens are prepared once and kept under `cache_dir`.
+    A batch is a dict of `input_ids` and equal `labels`, both int64 of shape (batch_size, seq_len), without padding.
+    Tokens are prepared once and stored in `cache_dir`.
 
     Args:
-        path: hub name, or a local folder, of a dataset; give this or `files`. Neither: the sources of the Python
-            standard library.
-        files: names or glob patterns of local files: parquet or JSON lines with a document per row, or any other
-            text with a document per file.
-        subset: the configuration of `path`, where it has several.
+        path: hub name or local folder of a dataset. Give this, or `files`, or neither to use the sources of the
+            Python standard library.
+        files: names or glob patterns of local files: parquet or JSON lines with one document per row, or any other
+            text with one document per file.
+        subset: the configuration of `path`, if it has several.
         split: the split of `path` to read; validation documents are held out of it.
-        text_column: the column that holds the text.
+        text_column: the text column.
         tokenizer: hub name or local path of a tokenizer; None: train a byte-level BPE on the training documents.
-        vocab_size: tokens of the trained tokenizer, >= 257.
+        vocab_size: vocabulary size of the trained tokenizer, >= 257.
         seq_len: tokens per sequence, >= 2.
         batch_size: sequences per batch, >= 1.
-        val_fraction: part of the documents that is held out, above 0 and below 1; at least one document.
-        max_bytes: read documents in order up to this many bytes of text; None: all. With `streaming`: of the head;
-            None: 16 MiB.
-        seed: of the split, and of the shuffling where no distributed sampler is put in.
-        num_workers: loader processes, >= 0; what is leased or streamed is read by a thread instead.
-        streaming: read the training text as it comes and store nothing of it, for texts too large to prepare.
-        leases: lease ranges of the training text from a run; False: each process reads a fixed part for itself.
-        range_size: sequences, or with `streaming` documents, that are leased together, >= 1; None: 128, or 1024.
+        val_fraction: fraction of the documents that is held out, above 0 and below 1; at least one document.
+        max_bytes: read documents in order up to this many bytes of text; None: all. With `streaming`, the limit of
+            the head; None: 16 MiB.
+        seed: seed of the split, and of shuffling unless a distributed sampler is inserted.
+        num_workers: loader processes, >= 0; leased and streamed text is read by a thread instead.
+        streaming: stream the training text without storing it, for texts that are too large to prepare.
+        leases: lease ranges of the training text from the run; False: each process reads its own fixed part.
+        range_size: sequences per lease, >= 1, or documents with `streaming`; None: 128, or 1024 with `streaming`.
         cache_dir: None: `lightning_diloco` in $XDG_CACHE_HOME, else in ~/.cache.
 
     Raises:
-        ConfigError: naming every bad option.
+        ConfigError: invalid options; the error names all of them.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class TextData(L.LightningDataModule):
         if problems := self._problems():
             raise ConfigError(problems)
         self.tokenizer: PreTrainedTokenizerBase | None = None
-        self._sequences: Any = None  # a DatasetDict; named, the command line would import `datasets` for every recipe
+        self._sequences: Any = None  # a DatasetDict; the annotation would make the command line import `datasets`
         self._position: Position = START
         self._own_order: OwnOrder | None = None
         self._own_loader: RangeLoader | None = None
 
     def prepare_data(self) -> None:
-        """Tokenize and pack, unless that has been done; safe while other processes do the same.
+        """Tokenize and pack the documents if necessary; several processes may call this at once.
 
         Raises:
-            ConfigError: files are missing, or hold too little text.
+            ConfigError: files are missing or hold too little text.
         """
         prepare(self._directory, self._prepared_corpus, self._options)
 
@@ -123,7 +123,7 @@ class TextData(L.LightningDataModule):
         self._sequences = load_from_disk(str(self._directory)).with_format("torch")
 
     def train_dataloader(self) -> Iterable[dict[str, Tensor]]:
-        """All training sequences, shuffled; full batches only."""
+        """Return a loader of shuffled training sequences, with full batches only."""
         hparams = self.hparams
         generator = torch.Generator().manual_seed(hparams.seed)
         loader = None if hparams.streaming else self._loader(TRAIN, shuffle=True, drop_last=True, generator=generator)
@@ -143,25 +143,25 @@ class TextData(L.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """All held-out sequences, in order; the last batch may be smaller."""
+        """Return a loader of all held-out sequences, in order; the last batch may be smaller."""
         return self._loader(VALIDATION, shuffle=False)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """A batch of a stream is trained: its position moves on."""
+        """Advance the position of an unleased stream when a batch is trained."""
         if self._own_loader is not None and self.trainer is not None and self.trainer.training:
             self._own_loader.trained(0)
         return super().on_before_batch_transfer(batch, dataloader_idx)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of a stream that is not leased."""
+        """Return the position of an unleased stream."""
         return {} if self._own_order is None else {"position": dict(self._own_order.position)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there; a lease table, where there is one, overrides it."""
+        """Restore the position; a lease table, if there is one, overrides it."""
         self._position = state_dict.get("position", START)
 
     def teardown(self, stage: str | None = None) -> None:
-        """End the thread that reads a stream."""
+        """Stop the thread that reads a stream."""
         if self._own_loader is not None:
             self._own_loader.close()
 
@@ -197,7 +197,7 @@ class TextData(L.LightningDataModule):
 
     @cached_property
     def _ranges(self) -> Ranges:
-        """The training text, to be read by ranges."""
+        """Return the training text as ranges."""
         hparams = self.hparams
         options = {"digest": self._directory.name, "seed": hparams.seed}
         if not hparams.streaming:
@@ -219,9 +219,9 @@ class TextData(L.LightningDataModule):
 
     @property
     def _reader(self) -> tuple[int, int]:
-        """Which reader of a stream this process is, and of how many."""
+        """Return (index, number) of this process among the readers of an unleased stream."""
         if (of_run := getattr(self._strategy, "data_part", None)) is not None:
-            return tuple(of_run)  # of its ranks, too
+            return tuple(of_run)  # counts the learner's ranks, too
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     @cached_property
@@ -237,7 +237,7 @@ class TextData(L.LightningDataModule):
         return prepared_dir(_cache_dir(self.hparams.cache_dir), self._prepared_corpus, self._options)
 
     def _problems(self) -> list[str]:
-        """One sentence for each bad option."""
+        """Return one sentence per invalid option."""
         hparams = self.hparams
         minima = {"seq_len": 2, "batch_size": 1, "num_workers": 0}
         if hparams.tokenizer is None:
@@ -251,7 +251,7 @@ class TextData(L.LightningDataModule):
         if not 0 < hparams.val_fraction < 1:
             found.append(f"val_fraction={hparams.val_fraction!r}: must be above 0 and below 1")
         if hparams.path is not None and hparams.files is not None:
-            found.append(f"both path={hparams.path!r} and files={hparams.files!r} given: give one of them, or neither")
+            found.append(f"both path={hparams.path!r} and files={hparams.files!r} given: give one of them or neither")
         return found
 
 
@@ -267,5 +267,5 @@ def _batch(rows: Tensor) -> dict[str, Tensor]:
 
 def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     batch = default_collate(rows)
-    # Not the same tensor twice: a batch is moved key by key, and a model may shift its labels in place.
+    # A clone, because a batch is moved key by key, and a model may shift its labels in place.
     return {**batch, "labels": batch["input_ids"].clone()}

@@ -1,1 +1,1 @@
-"""A run on one page that updates by itself, and as Prometheus metrics."""
+"""Live view of a run as a web page and as Prometheus metrics."""

@@ -1,8 +1,8 @@
-"""What has been seen of a run so far: its curves and its events, within fixed bounds.
+"""History of a run, its curves and events, in bounded memory.
 
-1. A curve keeps MAX_ROWS rows at most. Full, it drops every other one and takes half as many from then on: a run of any
-   length stays whole, at the resolution of a page.
-2. The past comes from the tape where there is one; from then on, from the syncer's answers.
+1. Curves keep at most MAX_ROWS rows. When they are full, every other row is dropped and the sampling rate is halved, so
+   that a run of any length is covered at the resolution of a page.
+2. The past comes from the tape, if there is one. Later rows come from the syncer's answers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MIN_PAUSE_S = 0.5
 
 
 class Curves:
-    """One row for each moment that is kept: time, tokens, goodput, bytes, and the losses by learner."""
+    """Rows of time, tokens, goodput, bytes and the losses by learner."""
 
     def __init__(self) -> None:
         self.rows: list[Json] = []
         self._pause_s = _MIN_PAUSE_S
 
     def add(self, t: float, status: Mapping[str, Any]) -> None:
-        """Take what a status, or a progress note of the tape, says at this time, in unix seconds."""
+        """Add a status, or a progress note of the tape, at this time (unix seconds)."""
         if self.rows and t - self.rows[-1]["t"] < self._pause_s:
             return
         losses = {learner["id"]: _losses(learner) for learner in status["learners"]}
@@ -37,28 +37,28 @@ class Curves:
 
 
 class Events:
-    """The last things that happened, each in a sentence with a level: "good", "info", "warn" or "bad"."""
+    """The latest events, each as a sentence with a level: "good", "info", "warn" or "bad"."""
 
     def __init__(self) -> None:
         self.latest: deque[Json] = deque(maxlen=MAX_EVENTS)
         self._known_until = 0.0
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Take events of the tape or of a status; those that are known already, or of no interest, are passed over."""
+        """Add events of the tape or of a status, except known events and those without a sentence."""
         for line in lines:
             if line["t"] > self._known_until and (told := sentence(line)) is not None:
                 self._known_until = line["t"]
                 self.latest.append({"t": line["t"], "level": told[0], "text": told[1]})
 
     def say(self, t: float, text: str) -> None:
-        """Take something that was said about the run's processes; of several lines, the first."""
+        """Add the first line of a message about the run's processes."""
         first = text.partition("\n")[0]
         level = "bad" if " died " in first or "gave up" in first or "restarts used up" in first else "info"
         self.latest.append({"t": t, "level": level, "text": first})
 
 
 def sentence(event: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Level and text of an event; None for what is not told."""
+    """Return level and text of an event; None for events that are not shown."""
     who = event.get("learner", "")
     match event["event"]:
         case "seeded":
@@ -69,7 +69,7 @@ def sentence(event: Mapping[str, Any]) -> tuple[str, str] | None:
         case "leave":
             return ("info" if event["reason"] == "finished" else "warn"), f"{who} left: {event['reason']}"
         case "lapse":
-            return "bad", f"{who} lapsed after {event['silent_s']:.1f} s of silence; the others train on"
+            return "bad", f"{who} lapsed after {event['silent_s']:.1f} s of silence; the others continue"
         case "return":
             return "good", f"{who} is back"
         case "rejected":
@@ -83,9 +83,9 @@ def sentence(event: Mapping[str, Any]) -> tuple[str, str] | None:
         case "suspended":
             return "bad", f"commits are suspended: {event['reason']}"
         case "resumed":
-            return "good", "the disk takes commits again"
+            return "good", "commits have resumed"
         case "regenerated":
-            return "warn", "the syncer's disk was rolled back; learners adopt the anchors anew"
+            return "warn", "the syncer's disk was rolled back; learners adopt the restored anchors"
         case "evaluated" if event["eval_loss"] is not None:
             return "good", f"the final anchor's loss is {event['eval_loss']:.4f}"
         case "evaluated":
@@ -94,6 +94,6 @@ def sentence(event: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _losses(learner: Mapping[str, Any]) -> list[float | None]:
-    """Training loss, and that of the anchor if this learner validated it."""
+    """Return the training loss, and the anchor's loss if this learner validated it."""
     told = learner.get("metrics", learner)
     return [told.get("loss"), told.get("eval_loss")]

@@ -1,6 +1,7 @@
-"""A run's status as Prometheus metrics, made anew at every scrape.
+"""A run's status as Prometheus metrics, generated at every scrape.
 
-`diloco_up` is 1 while the syncer answers. Without an answer there is nothing else: old numbers would look alive.
+`diloco_up` is 1 while the syncer answers. Without an answer it is the only metric, because old values would look
+current.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _COUNTERS = {
     "diloco_sent_bytes": ("bytes_down", "Payload bytes sent by the syncer since it started"),
 }
 _GAUGES = {
-    "diloco_participation_ratio": ("participation", "Contributors by learners stepping, over all rounds"),
-    "diloco_goodput_ratio": ("goodput", "Tokens merged by tokens that an undisturbed fleet would have trained"),
+    "diloco_participation_ratio": ("participation", "Contributors per stepping learner, over all rounds"),
+    "diloco_goodput_ratio": ("goodput", "Tokens merged per token that an undisturbed fleet would have trained"),
     "diloco_quorum": ("effective_quorum", "Contributions that a round needs now"),
     "diloco_uptime_seconds": ("uptime_s", "Age of the syncer process"),
 }
@@ -41,13 +42,13 @@ _OF_LEARNER = {
 }
 _MEASURED = {
     "diloco_learner_loss": (LOSS, "Training loss"),
-    "diloco_learner_anchor_loss": (EVAL_LOSS, "Validation loss of the anchor, as this learner found it"),
+    "diloco_learner_anchor_loss": (EVAL_LOSS, "Validation loss of the anchor, measured by this learner"),
     "diloco_learner_stall_seconds": (STALL, "Time the training thread spent for the run"),
 }
 
 
 def exposition(status: Status | None) -> bytes:
-    """The text of a scrape; None: the syncer does not answer."""
+    """Return the text of a scrape; `status` is None if the syncer does not answer."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Run(status))
     return generate_latest(registry)
@@ -89,7 +90,7 @@ def _fragments(status: Status) -> Metric:
 
 
 def _phases(status: Status) -> Metric:
-    family = GaugeMetricFamily("diloco_learners", "Learners, by what they are doing", labels=["phase"])
+    family = GaugeMetricFamily("diloco_learners", "Learners by phase", labels=["phase"])
     for phase, number in sorted(Counter(learner["phase"] for learner in status["learners"]).items()):
         family.add_metric([phase], number)
     return family

@@ -1,5 +1,5 @@
 "use strict";
-// Asks for /state.json once a second and draws all of it anew. Text from the run enters the page as text only.
+// Fetches /state.json once a second and redraws the page. Text from the run is inserted as text, never as HTML.
 
 const PERIOD_MS = 1000;
 const COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6bb1", "#999933"];
@@ -58,7 +58,7 @@ function ticks(low, high, wanted) {
   return found;
 }
 
-// series: [{color, points: [[x, y]...], dots}]; axes: {x, y}, functions that name a tick, and {low, high} of y, if fixed.
+// series: [{color, points: [[x, y]...], dots}]; axes: {x, y}, functions that format a tick, and {low, high} of y, if fixed.
 function chart(place, series, axes) {
   const points = series.flatMap((one) => one.points);
   if (points.length < 2) return place.replaceChildren(element("div", { className: "empty" }, "nothing to draw yet"));
@@ -87,7 +87,7 @@ function chart(place, series, axes) {
     const marked = dots ? points : points.slice(-1);
     parts.push(...marked.map(([x, y]) => `<circle cx="${px(x)}" cy="${py(y)}" r="3" style="fill:${color}"/>`));
   }
-  place.innerHTML = `<svg viewBox="0 0 ${width} ${height}" role="img">${parts.join("")}</svg>`; // numbers and our colours only
+  place.innerHTML = `<svg viewBox="0 0 ${width} ${height}" role="img">${parts.join("")}</svg>`; // contains only numbers and fixed colours
 }
 
 function legend(place, series) {
@@ -133,13 +133,13 @@ function health(state, age) {
     const tone = summary.status === "finished" ? "info" : "warn";
     const loss = known(summary.eval_loss) ? ` The final anchor's loss is ${summary.eval_loss.toFixed(4)}.` : "";
     const end = summary.status === "interrupted"
-      ? `The run was interrupted after ${duration(summary.wall_s)}; the same command with the same --run-dir goes on.`
+      ? `The run was interrupted after ${duration(summary.wall_s)}; the same command with the same --run-dir continues it.`
       : `The run is over after ${duration(summary.wall_s)}.`;
     return [tone, summary.status, `${end}${loss}`];
   }
   if (problem) {
     const since = known(age) ? ` for ${duration(age)}` : "";
-    return ["bad", "no answer", `The syncer has not answered${since}; learners train on and come back to it. ${problem}`];
+    return ["bad", "no answer", `The syncer has not answered${since}; learners continue training and will reconnect. ${problem}`];
   }
   if (!status) return ["", "connecting", null];
   if (status.state === "suspended") return ["bad", "suspended", `Nothing is committed: ${status.reason}`];
@@ -151,11 +151,11 @@ function figures(told) {
   const all = new Set(learners.map((one) => one.id)).size;
   const there = learners.filter((one) => !["left", "lapsed"].includes(one.phase)).length;
   const rate = known(told.wall_s)
-    ? told.fleet_tokens / told.wall_s // of all of it
+    ? told.fleet_tokens / told.wall_s // mean of the whole run
     : learners.filter((one) => one.phase === "stepping").reduce((sum, one) => sum + one.tokens_per_s, 0);
   const rounds = told.num_commits ?? told.rounds;
   const shown = {
-    learners: known(told.wall_s) ? all : `${there} of ${all}`, // wall_s: it is over
+    learners: known(told.wall_s) ? all : `${there} of ${all}`, // wall_s is known only when the run is over
     "fleet tokens": count(told.fleet_tokens),
     "tokens/s": rate ? count(rate) : "–",
     rounds: Array.isArray(rounds) ? "–" : count(rounds),

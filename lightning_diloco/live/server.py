@@ -1,11 +1,11 @@
-"""Serves the page: `/`, what it shows as `/state.json`, and `/metrics` for Prometheus.
+"""HTTP server of the page: `/`, its data as `/state.json`, and `/metrics` for Prometheus.
 
-1. On loopback the page is open to this machine, and only to requests that name it: a web site that has its own name
-   point here learns nothing.
-2. Elsewhere there is TLS and a token, or there is an error. The token comes in the link (`?token=`) and moves into a
-   cookie at once, or comes as `Authorization: Bearer`.
-3. Nothing can be changed through the page: there is nothing but GET.
-4. The page is one answer without anything from outside; its headers forbid the browser to load more.
+1. On loopback the page needs no token, but the Host header must be a local name. This protects against web sites whose
+   name resolves to this machine (DNS rebinding).
+2. On other addresses, TLS and a token are required. The token comes in the link (`?token=`), from which it is moved to
+   a cookie immediately, or as `Authorization: Bearer`.
+3. The page is read-only; the server supports only GET.
+4. The page is one response without external resources. Its headers forbid the browser to load any.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _HEADERS = {
 
 
 class PageServer:
-    """The page of one run, from entering the `with` block to leaving it.
+    """Context manager that serves the page of one run.
 
     Args:
-        watch: what is shown.
-        listen: host:port; port 0 for any.
-        identity_dir: where the certificate is kept that is shown off loopback.
-        linger_s: how long leaving the block waits for a browser that is looking to fetch the end.
+        watch: the run.
+        listen: host:port; port 0 chooses a free port.
+        identity_dir: folder of the certificate, which is used on addresses other than loopback.
+        linger_s: how long the exit waits for an open page to fetch the final state.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -76,7 +76,7 @@ class PageServer:
             ServerIdentity.load_or_create(identity_dir)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(identity_dir / "identity.pem")
-            # The handshake is left to each connection's own thread: a silent caller holds up nobody.
+            # Each connection's thread does its own handshake, so a silent client blocks no other.
             self._server.socket = context.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
@@ -101,11 +101,11 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], watch: Watch, token: str | None) -> None:
         self.watch, self.token = watch, token
-        self.asked_s = self.told_s = 0.0  # when the state was last asked for, and when that which was last told was
+        self.asked_s = self.told_s = 0.0  # time of the last state request, and of the last one that was answered
         super().__init__(address, _Handler)
 
     def is_awaited_since(self, left_s: float) -> bool:
-        """Whether somebody is looking who has not been told the state since this moment."""
+        """Return whether a page is open that has not fetched the state since this time."""
         return self.asked_s > left_s - _RECENTLY_S and self.told_s < left_s
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         given = parse_qs(asked.query).get("token", [""])[0]
         if not self._is_allowed(given):
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open the link with ?token=, as it was printed\n")
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"open the printed link, which includes ?token=\n")
         elif given and self._page.token is not None:
             keep = f"{COOKIE}={given}; Path=/; HttpOnly; Secure; SameSite=Strict"
             self._answer(HTTPStatus.SEE_OTHER, "text/plain", b"", {"Location": asked.path, "Set-Cookie": keep})
@@ -164,14 +164,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 @cache
 def page() -> bytes:
-    """The page with its style and its script inside."""
+    """Return the page with inline style and script."""
     here = files(__package__)
     html, style, script = ((here / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     return html.replace("/* style */", style).replace("/* script */", script).encode()
 
 
 def _finite(value: object) -> object:
-    """JSON has no NaN and no infinity; the page shows them as unknown."""
+    """Replace NaN and infinity, which JSON does not have, by None; the page shows them as unknown."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):

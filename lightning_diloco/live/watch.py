@@ -1,8 +1,8 @@
-"""One run as it is watched: the latest answer of its syncer, or its silence, its end, and how it came there.
+"""The watched state of one run: the syncer's latest answer, its problem or summary, and the run's history.
 
-1. The last answer is kept when the syncer falls silent; the page shows it as old, not as the truth.
-2. A run that ended has a summary. What has neither a summary nor an answer is broken, and is called so.
-3. Safe to use from several threads.
+1. If the syncer stops answering, the last answer is kept and the page marks it as old.
+2. A finished run has a summary. A run with neither a summary nor an answer is reported as broken.
+3. `Watch` is thread-safe.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SILENT = "the syncer does not answer"
 
 
 class Watch:
-    """What is known of a run.
+    """The watched state of a run.
 
     Args:
-        name: for people, until the syncer tells its own.
-        clock: unix seconds.
+        name: displayed name until the syncer reports the run's id.
+        clock: returns the time in unix seconds.
     """
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.time) -> None:
@@ -40,7 +40,7 @@ class Watch:
         self._summary: Mapping[str, Any] | None = None
 
     def read_past(self, run_dir: Path) -> None:
-        """Take what the tape of a run directory has, if there is one."""
+        """Read the history from the tape of a run directory, if there is one."""
         path = run_dir / "tape" / "events.jsonl"
         if not path.is_file():
             return
@@ -51,7 +51,7 @@ class Watch:
                 self._events.add([line])
 
     def saw(self, status: Mapping[str, Any] | None, problem: str | None = None) -> None:
-        """Take an answer of the syncer; without one, what is wrong with it."""
+        """Record an answer of the syncer, or None and the problem."""
         with self._mutex:
             if status is None:
                 self._problem = problem or _SILENT
@@ -65,23 +65,23 @@ class Watch:
                 self._curves.add(self._answered, status)
 
     def said(self, text: str) -> None:
-        """Take what was said about the run's processes."""
+        """Record a message about the run's processes."""
         with self._mutex:
             self._events.say(self._clock(), text)
 
     def ended(self, summary: Mapping[str, Any]) -> None:
-        """Take the end of the run."""
+        """Record the end of the run."""
         with self._mutex:
             self._summary = summary
 
     @property
     def status(self) -> Mapping[str, Any] | None:
-        """The latest answer; None while the syncer does not answer."""
+        """Return the latest answer; None if the syncer does not answer or the run has ended."""
         with self._mutex:
             return None if self._problem or self._summary else self._status
 
     def state(self) -> Json:
-        """All that the page shows."""
+        """Return the data of the page."""
         with self._mutex:
             told = self._status or self._summary or {}
             return {

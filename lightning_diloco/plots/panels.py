@@ -1,4 +1,4 @@
-"""The panels of the pictures; each draws one thing about a run onto axes it is given."""
+"""The panels of the plots; each function draws one panel onto the given axes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LINE = "#0072B2"
 _LANE = 0.28
 _NUM_BINS = 60
 _LABEL_GAP = 11.0
-_FAR = 8.0  # a cap so many times above all traffic would press it flat
-# Points: beside a mark, of a character of its text, and what there is on the right of the axes.
+_FAR = 8.0  # a cap line above this multiple of the traffic would flatten the curves
+# In points: the gap next to a mark, the width of a character, and the margin right of the axes.
 _MARK_GAP, _CHARACTER, _MARGIN = 12.0, 4.0, 36.0
 
 
 def timeline(axes: Any, story: Story) -> None:
-    """Who was doing what: a lane per learner, its contributions as ticks on it, and all commits below."""
+    """Draw a lane per learner with its states and merged contributions, and all commits below."""
     colors = color_of(story.lanes)
     for y, lane in enumerate(story.lanes.values()):
         _lane(axes, lane, y, colors[lane.name])
@@ -53,7 +53,7 @@ def _lane(axes: Any, lane: Lane, y: int, color: str) -> None:
 
 
 def _mark_texts(axes: Any, lane: Lane, y: int, color: str) -> None:
-    """What its marks mean; those too close together for a text of their own share one."""
+    """Label a lane's marks; marks that are close together share a label."""
     points = axes.get_window_extent().width * 72 / axes.figure.dpi / axes.get_xlim()[1]  # per second
     shared: list[tuple[float, float, str]] = []  # first and last mark, in seconds, and the text
     for t_s, event in lane.marks[1:]:
@@ -71,7 +71,7 @@ def _mark_texts(axes: Any, lane: Lane, y: int, color: str) -> None:
 
 
 def loss(axes: Any, story: Story, *, over: str, names: bool = True) -> None:
-    """Train loss of each learner and validation loss of the anchor over "tokens", "seconds" or "bytes"."""
+    """Draw each learner's training loss and the anchor's validation loss over "tokens", "seconds" or "bytes"."""
     across = _across(story, over)
     colors, ends = color_of(story.lanes), list[tuple[float, float, str, str]]()
     for lane in story.lanes.values():
@@ -101,7 +101,7 @@ def _across(story: Story, over: str) -> Callable[[float], float]:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Labels in the order of their lines, far enough apart to be read."""
+    """Label the ends of lines, in the order of the lines and without overlap."""
     right = max((x for x, *_ in ends), default=0.0)
     low, high = axes.get_ylim()
     points = axes.get_window_extent().height * 72 / axes.figure.dpi / (high - low)  # per unit of y
@@ -112,7 +112,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> Non
 
 
 def goodput(axes: Any, story: Story) -> None:
-    """Goodput so far, and the share of the stepping learners that each commit has."""
+    """Draw the goodput so far, and the participation: each commit's contributors per stepping learner."""
     shares = [(c.t_s, len(c.learners) / max(1, c.num_stepping)) for c in story.commits]
     smooth = _binned(shares, story.end_s)
     axes.plot(*_columns(smooth), color=FAINT, lw=1.0, drawstyle="steps-mid")
@@ -126,7 +126,7 @@ def goodput(axes: Any, story: Story) -> None:
 
 
 def _binned(points: Points, end_s: float) -> Points:
-    """Means over equal stretches of time; stretches without a point are left out."""
+    """Return means over equal intervals of time, without empty intervals."""
     width_s = max(end_s, 1e-9) / _NUM_BINS
     bins: dict[int, list[float]] = {}
     for t_s, y in points:
@@ -135,7 +135,7 @@ def _binned(points: Points, end_s: float) -> Points:
 
 
 def versions(axes: Any, story: Story) -> None:
-    """Each fragment's version over time: parallel stairs where all are exchanged alike often."""
+    """Draw each fragment's version over time; equally frequent exchanges give parallel steps."""
     from matplotlib import colormaps
 
     stairs: dict[int, Points] = {}
@@ -157,7 +157,7 @@ def versions(axes: Any, story: Story) -> None:
 
 
 def bandwidth(axes: Any, story: Story, *, cap_bps: float | None = None) -> None:
-    """Bits per second at the syncer, each way, against the cap if one is known."""
+    """Draw the syncer's bits per second in each direction, and the cap if it is known."""
     ends = []
     for points, name, color in ((story.bytes_up, "up", LINE), (story.bytes_down, "down", "#D55E00")):
         rates = _rates(points)
@@ -175,7 +175,7 @@ def bandwidth(axes: Any, story: Story, *, cap_bps: float | None = None) -> None:
 
 
 def _cap(axes: Any, cap_bps: float, most_bps: float) -> None:
-    """A line, or words where a line would leave no room for what is below it."""
+    """Draw the cap as a line, or as text if a line would flatten the curves."""
     said = f"cap {quantity(cap_bps)}bit/s"
     if cap_bps > _FAR * most_bps:
         axes.set_ylim(top=1.3 * most_bps if most_bps else 1.0)
@@ -189,7 +189,7 @@ def _cap(axes: Any, cap_bps: float, most_bps: float) -> None:
 
 
 def _rates(points: Points) -> Points:
-    """Bits per second over stretches of time that hold a few notes each."""
+    """Return bits per second over intervals that contain a few points each."""
     num_bins = max(1, min(_NUM_BINS, len(points) // 2))
     width_s = points[-1][0] / num_bins if points else 0.0
     if width_s <= 0:

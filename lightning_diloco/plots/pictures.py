@@ -1,6 +1,6 @@
-"""The pictures of a run as files, each as PNG and as SVG.
+"""Plot files of a run, each as PNG and SVG.
 
-| file | what it shows |
+| file | content |
 |---|---|
 | timeline | a lane per learner: stepping, evaluating, offline, joins, lapses, leaves; merged work; commits |
 | loss | training and validation loss over tokens, time and bytes |
@@ -28,12 +28,12 @@ _FORMATS = ("png", "svg")
 
 
 def draw_all(story: Story, folder: Path, *, cap_bps: float | None = None) -> list[Path]:
-    """Write all pictures; returns their files.
+    """Write all plots and return their paths.
 
     Args:
-        story: of the run.
-        folder: made if it is not there.
-        cap_bps: of the syncer's link, drawn into the picture of the traffic.
+        story: the run's story.
+        folder: target folder, created if necessary.
+        cap_bps: bits per second of the syncer's link, drawn into the traffic plot.
     """
     pictures: dict[str, Callable[[Story], Figure]] = {
         "timeline": lambda story: _single(story, panels.timeline, height=1.1 + 0.55 * (len(story.lanes) + 1)),

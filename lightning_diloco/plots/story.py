@@ -1,9 +1,10 @@
-"""What a run directory tells, as plain series: who took part when, what was committed, and how the losses fell.
+"""A run directory as plain series: states of the learners, commits and losses.
 
-1. Time is seconds since the tape's first line; a syncer that was down leaves a hole, nothing else.
-2. Tokens, bytes and goodput at a time come from the tape's progress notes; between two of them they are interpolated.
-3. A loss comes from a process's metrics.csv, which knows the step but not the time: its time is that at which the notes
-   saw the learner at that step. Where there is not one such file for each process, the losses of the notes stand in.
+1. Time is in seconds since the tape's first line. Downtime of the syncer only leaves a gap.
+2. Tokens, bytes and goodput come from the tape's progress notes, with interpolation between them.
+3. Losses come from each process's metrics.csv, which has the step but not the time. The time is taken from the progress
+   notes, which have the learner's step. If there is not exactly one file per process, the training losses of the notes
+   are used instead.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ VAL_LOSS = ("val/loss", "val_loss", "eval/loss")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time in one state.
+    """An interval in which a learner is in one state.
 
     Args:
-        start_s: since the tape's first line.
-        end_s: likewise.
+        start_s: start, in seconds since the tape's first line.
+        end_s: end, in the same unit.
         phase: "stepping", "evaluating", "joining", "draining", "stalled" or "offline".
     """
 
@@ -43,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A fragment's new version: when, which, from whom, and how many versions behind each was."""
+    """A commit of a new fragment version, with its contributors and the staleness of each."""
 
     t_s: float
     fragment: int
@@ -59,12 +60,12 @@ class Lane:
     """One learner.
 
     Args:
-        name: its id.
-        spans: its states, in order, without holes from the first join to the end.
-        marks: (time, event): "join", "lapse", "return", "leave".
-        steps: (time, step); a process that starts again counts from its own start.
+        name: learner id.
+        spans: states in order, without gaps from the first join to the end.
+        marks: (time, event), where event is "join", "lapse", "return" or "leave".
+        steps: (time, step); a restarted process counts from its own start.
         train_loss: (time, loss).
-        val_loss: (time, loss), of the anchor unless the learner was told otherwise.
+        val_loss: (time, loss), of the anchor unless the learner was configured otherwise.
     """
 
     name: str
@@ -77,17 +78,17 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A run.
+    """The series of one run.
 
     Args:
-        lanes: by learner, in the order of their ids.
-        commits: in order.
+        lanes: lanes by learner, in the order of the ids.
+        commits: commits in order.
         fleet_tokens: (time, tokens seen by all learners).
-        goodput: (time, share of the planned tokens that was merged so far).
+        goodput: (time, share of the planned tokens merged so far).
         bytes_up: (time, bytes received by the syncer).
-        bytes_down: (time, bytes sent by it).
+        bytes_down: (time, bytes sent by the syncer).
         end_s: time of the last line.
-        summary: summary.json; empty if there is none.
+        summary: content of summary.json; empty if there is none.
     """
 
     lanes: Mapping[str, Lane]
@@ -101,10 +102,10 @@ class Story:
 
 
 def read(run_dir: Path) -> Story:
-    """Collect what a run left behind; also of one that still goes on.
+    """Read the story of a run, finished or still running.
 
     Raises:
-        ConfigError: there is no tape, or nothing happened yet.
+        ConfigError: there is no tape, or no learner has joined yet.
         CorruptLogError: the tape is damaged.
     """
     path = run_dir / "tape" / "events.jsonl"
@@ -133,7 +134,7 @@ def read(run_dir: Path) -> Story:
 
 
 def at(points: Points, x: float) -> float:
-    """The value at x on the line through the points; beyond its ends, that of the end."""
+    """Interpolate linearly at x; beyond the ends, return the value of the nearest end."""
     if not points:
         return 0.0
     k = bisect_left(points, (x, float("-inf")))
@@ -160,7 +161,7 @@ def _commit(line: Mapping[str, Any]) -> Commit:
 
 
 def _whole_run(notes: Sequence[Mapping[str, Any]], name: str) -> Points:
-    """A total over the run; a syncer that starts again knows a little less at first."""
+    """Return a total over the run as a running maximum, because a restarted syncer starts with a lower total."""
     return list(zip((note["t"] for note in notes), accumulate((note[name] for note in notes), max), strict=True))
 
 
@@ -174,7 +175,7 @@ def _lane(name: str, lines: Sequence[Mapping[str, Any]], notes: Sequence[Mapping
             if event == "lapse":
                 changes.append((line["t"] - line["silent_s"], "offline"))
             if event == "join" and lane.steps:
-                # What went before it ended with its last step, whatever the syncer still believed of it.
+                # The process before it ended with its last step, even if the syncer noticed later.
                 died_s = _last_advance(lane.steps)
                 changes = [*(change for change in changes if change[0] <= died_s), (died_s, "offline")]
             changes.append((line["t"], {"lapse": "offline", "leave": None}.get(event, "stepping")))
@@ -189,12 +190,12 @@ def _lane(name: str, lines: Sequence[Mapping[str, Any]], notes: Sequence[Mapping
 
 
 def _last_advance(steps: Points) -> float:
-    """When the notes last saw a new step."""
+    """Return the time of the last note with a new step."""
     return next((b[0] for a, b in reversed(list(pairwise(steps))) if b[1] != a[1]), steps[0][0])
 
 
 def _spans(changes: Sequence[tuple[float, str | None]], end_s: float) -> Iterator[Span]:
-    """Neighbours in the same state become one; a leave ends the lane."""
+    """Yield the spans between changes; equal neighbours are merged, and a leave ends the lane."""
     start_s, phase = 0.0, None
     for t_s, now in [*changes, (end_s, None)]:
         if now == phase:
@@ -219,7 +220,7 @@ def _add_losses(lane: Lane, folder: Path, notes: Sequence[Mapping[str, Any]]) ->
 
 
 def _processes(lane: Lane) -> list[Points]:
-    """The steps of each process of the learner: a join begins a new one, which counts from its own start."""
+    """Return the steps of each of the learner's processes; each join starts a new process."""
     joins = [t_s for t_s, event in lane.marks if event == "join"]
     ends = [*joins[1:], float("inf")]
     return [[point for point in lane.steps if start <= point[0] < end] for start, end in zip(joins, ends, strict=True)]
@@ -229,12 +230,12 @@ def _read_losses(lane: Lane, path: Path, seconds_at: Points, left_s: float | Non
     with path.open(newline="", encoding="utf-8") as file:
         rows = [(float(row["step"]) + 1, row) for row in csv.DictReader(file) if row.get("step")]  # counted from 0
     if rows and seconds_at and left_s is not None and rows[-1][0] > seconds_at[-1][0] and left_s > seconds_at[-1][1]:
-        seconds_at = [*seconds_at, (rows[-1][0], left_s)]  # no note saw its last steps
+        seconds_at = [*seconds_at, (rows[-1][0], left_s)]  # the notes do not include its last steps
     for step, row in rows:
         lane.train_loss += [(at(seconds_at, step), loss) for loss in _first(row, TRAIN_LOSS)]
         lane.val_loss += [(at(seconds_at, step), loss) for loss in _first(row, VAL_LOSS)]
 
 
 def _first(row: Mapping[str, str | None], names: Iterable[str]) -> list[float]:
-    """The first of these columns that has a value in this row; none if none has."""
+    """Return the value of the first of these columns that has one, as a list; empty if none has."""
     return [float(value) for name in names if (value := row.get(name))][:1]

@@ -1,6 +1,6 @@
-"""How all pictures look: one colour per learner everywhere, direct labels instead of legends, no frames.
+"""Style of all plots: one colour per learner, direct labels instead of legends, no frames.
 
-Colours: Okabe and Ito, told apart also by people who see fewer of them.
+The colours are those of Okabe and Ito, which are suitable for colour-blind readers.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ SETTINGS: dict[Any, Any] = {
     "lines.linewidth": 1.4,
     "figure.dpi": 120,
     "savefig.bbox": "tight",
-    "svg.hashsalt": "lightning_diloco",  # the same run gives the same file
+    "svg.hashsalt": "lightning_diloco",  # makes the files reproducible
 }
 
 
 def color_of(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each learner, by the order of their ids."""
+    """Return a colour for each learner, in the order of the names."""
     return {name: LEARNERS[k % len(LEARNERS)] for k, name in enumerate(names)}
 
 
 def label_end(axes: Any, x: float, y: float, text: str, color: str, *, offset: float = 0.0) -> None:
-    """Write at the right end of a line what it is; offset in points, for lines that end side by side."""
+    """Label the right end of a line; `offset` (points) separates labels of lines that end close together."""
     axes.annotate(
         text, (x, y), xytext=(5, offset), textcoords="offset points", va="center", color=color, annotation_clip=False
     )
 
 
 def quantity(value: float, _: object = None) -> str:
-    """A number for an axis: 1.2M, 340k, 0.5."""
+    """Format a number for an axis: 1.2M, 340k, 0.5."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"

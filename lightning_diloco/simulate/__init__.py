@@ -1,4 +1,4 @@
-"""An event loop over the real protocol machines, with a made-up network, disk and clock."""
+"""Simulation of the real protocol state machines with a simulated network, disk and clock; forecasts of runs."""
 
 from lightning_diloco.simulate.crashes import CrashPoints
 from lightning_diloco.simulate.fleet import Fleet

@@ -1,13 +1,14 @@
-"""How long the exchange of one fragment takes, what it does to links, merge thread and disk, and what a run moves.
+"""Timing of a fragment exchange, its load on links, merge thread and disk, and the total traffic of a run.
 
-    snapshot -> ready, upload -> merge, outer step -> log -> commit told, download -> next step boundary
+    snapshot -> ready, upload -> merge, outer step -> log -> commit message, download -> next step boundary
 
-1. Links are full duplex. A stream gets LINK_SHARE of its link, and at most STREAM_BPS: one TLS connection each way.
-2. All members of a round upload at once, and all learners download at once: the syncer's link is shared by them.
-3. The syncer merges on one thread, at the cost measured below.
-4. Everybody is connected: the bandwidth of data parallel is that of a ring all-reduce of the gradients, each step.
+1. Links are full duplex. A stream gets LINK_SHARE of its link and at most STREAM_BPS; each direction is one TLS
+   connection.
+2. All members of a round upload at once, and all learners download at once. They share the syncer's link.
+3. The syncer merges on one thread, at the cost given below.
+4. Data parallel training needs the bandwidth of a ring all-reduce of the gradients in every step.
 
-Source: our choice; constants measured on a 2-core machine, see their lines.
+Source: our choice; the constants were measured on a 2-core machine, see their comments.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ _RECORD_BYTES = 1024  # header of a commit's log record, rounded up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """The machines and the wires between them.
+    """The machines of a fleet and their links.
 
     Args:
         num_learners: M.
         link_bps: bits per second of each learner's link, in each direction.
-        rtt_s: round trip between a learner and the syncer.
-        step_s: one inner step.
-        syncer_link_bps: of the syncer's link; None: M times link_bps, so that it is never the narrow one.
-        disk_bytes_per_s: what the syncer's disk takes, fsync included.
+        rtt_s: round trip time between a learner and the syncer.
+        step_s: duration of an inner step.
+        syncer_link_bps: bits per second of the syncer's link; None: M times link_bps, so that it is never the
+            bottleneck.
+        disk_bytes_per_s: write rate of the syncer's disk, fsync included.
     """
 
     num_learners: int = 8
@@ -52,33 +54,33 @@ class Machines:
 
     @property
     def learner_stream_bps(self) -> float:
-        """Usable bits per second of one learner, alone."""
+        """Return the usable bits per second of one learner that transfers alone."""
         return min(STREAM_BPS, LINK_SHARE * self.link_bps)
 
     @property
     def syncer_usable_bps(self) -> float:
-        """Usable bits per second of the syncer, all learners together."""
+        """Return the usable bits per second of the syncer, for all learners together."""
         return LINK_SHARE * (self.syncer_link_bps or self.num_learners * self.link_bps)
 
     @property
     def stream_bps(self) -> float:
-        """Usable bits per second of one learner while all transfer."""
+        """Return the usable bits per second of one learner while all learners transfer."""
         return min(self.learner_stream_bps, self.syncer_usable_bps / self.num_learners)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """One fragment's way, for the largest fragment.
+    """Times of one exchange, for the largest fragment.
 
     Args:
-        upload_s: of one contribution, while all upload.
-        download_s: of one update, while all download.
+        upload_s: upload of one contribution while all learners upload.
+        download_s: download of one update while all learners download.
         merge_s: merge and outer step.
-        log_s: the redo log's record, durable.
+        log_s: durable write of the redo log's record.
         landing_s: from snapshot to landing, without the wait for the next step boundary.
-        overlap_s: what the schedule allows for it: overlap steps.
+        overlap_s: time that the schedule allows for this: `overlap` steps.
         period_s: time between two fragments.
-        adopt_s: download of the whole anchor, what a learner that joins waits for.
+        adopt_s: download of the whole anchor, for which a joining learner waits.
         seed_s: upload of the start values.
     """
 
@@ -94,7 +96,7 @@ class Exchange:
 
     @classmethod
     def of(cls, sizes: FragmentSizes, config: RunConfig, fleet: Machines) -> Exchange:
-        """Of these fragments in this fleet."""
+        """Compute the times for these fragments in this fleet."""
         transfer_s = fleet.rtt_s + _BITS * sizes.nbytes / fleet.stream_bps
         merge_s = sizes.numel * (OUTER_S + MERGE_S * fleet.num_learners)
         log_s = _LOG_BYTES * sizes.numel / fleet.disk_bytes_per_s
@@ -113,36 +115,36 @@ class Exchange:
 
 
 def sweep_s(config: RunConfig, fleet: Machines) -> float:
-    """Time in which every fragment is exchanged once."""
+    """Return the time in which every fragment is exchanged once."""
     return config.sync_every * fleet.step_s
 
 
 def learner_bps(sizes: FragmentSizes, config: RunConfig, fleet: Machines) -> float:
-    """Average bits per second of one learner, in each direction."""
+    """Return the average bits per second of one learner, in each direction."""
     return _BITS * sizes.total_nbytes / sweep_s(config, fleet)
 
 
 def data_parallel_bps(training: Training, fleet: Machines) -> float:
-    """What data parallel would need of each learner's link, in each direction, to hide its all-reduce in a step."""
+    """Return the bits per second of each link and direction with which data parallel hides its all-reduce in a step."""
     m = fleet.num_learners
     gradients = training.num_trainable * min(training.param_bytes, training.compute_bytes)
     return _BITS * 2 * (m - 1) / m * gradients / fleet.step_s
 
 
 def log_bytes_per_s(sizes: FragmentSizes, config: RunConfig, fleet: Machines) -> float:
-    """Growth of the redo log."""
+    """Return the growth of the redo log."""
     return (_LOG_BYTES * sizes.total_numel + _RECORD_BYTES * sizes.count) / sweep_s(config, fleet)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a whole run moves, if nobody fails.
+    """Totals of a whole run without failures.
 
     Args:
-        rounds: commits, the last ones of the drain included.
-        bytes_up: received by the syncer, start values included.
-        bytes_down: sent by the syncer, adoption at the start included.
-        log_bytes: written to the redo log.
+        rounds: number of commits, including those of the drain.
+        bytes_up: bytes received by the syncer, including start values.
+        bytes_down: bytes sent by the syncer, including the adoption at the start.
+        log_bytes: bytes written to the redo log.
     """
 
     rounds: float
@@ -152,9 +154,9 @@ class Totals:
 
     @classmethod
     def of(cls, sizes: FragmentSizes, config: RunConfig, *, num_learners: int, num_steps: int) -> Totals:
-        """Of M learners that train this many steps each."""
-        # Fragments with a slot before H - tau skip their first one: nothing is exchanged so soon after the adoption.
-        # At the end leavers drain one after another, those still there with them.
+        """Compute the totals for learners that train `num_steps` steps each."""
+        # Fragments with a slot before H - tau skip the first one, which is too soon after the adoption.
+        # At the end learners leave one after another; in each drain, those that remain contribute, too.
         skipped = 1 - config.overlap / config.sync_every
         periods, m = max(0.0, num_steps / config.sync_every - skipped), num_learners
         num_rounds = (periods + m) * sizes.count

@@ -1,10 +1,10 @@
-"""Where a simulated syncer dies: before any of its actions, and between the steps of a commit.
+"""Crash points of a simulated syncer: before each of its actions, and between the steps of a commit.
 
-1. A point is a name and a number: it is hit when the name is reached for the nth time since the last death.
-2. Points are ordered and single-use: only the first one that is left counts, and a hit uses it up.
-3. An empty name stands for every point, so that a whole history can be walked through one boundary at a time.
+1. A point is (name, n). It is hit when the name is reached for the nth time since the last crash.
+2. Points are used in order, each once. Only the first remaining one is active.
+3. An empty name matches every point, so that a test can crash at every boundary of a history in turn.
 
-Names are the actions' ("Send Welcome", "Record Granted", "Merge", ...); a commit is "append", then "tell".
+Names are those of the actions ("Send Welcome", "Record Granted", "Merge", ...). A commit has "append" and then "tell".
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from collections.abc import Iterable
 from lightning_diloco.protocol import actions as do
 
 
-class Killed(Exception):  # noqa: N818  it is no error of ours
-    """kill -9."""
+class Killed(Exception):  # noqa: N818  not an error of the code under test
+    """A simulated kill -9."""
 
 
 class CrashPoints:
     """Raises `Killed` at the given points.
 
     Args:
-        points: (name, nth) in the order in which they are to be hit.
+        points: (name, nth) in the order of the crashes.
 
     Attributes:
-        reached: how often each name was reached, over all lives.
-        hit: the names hit so far.
+        reached: how often each name was reached, over all restarts.
+        hit: names of the points hit so far.
     """
 
     def __init__(self, points: Iterable[tuple[str, int]] = ()) -> None:
@@ -37,11 +37,11 @@ class CrashPoints:
         self.hit: list[str] = []
 
     def arm(self, name: str, nth: int) -> None:
-        """One more point, after those that are left."""
+        """Add a point after the remaining ones."""
         self._left.append((name, nth))
 
     def before(self, action: do.SyncerAction) -> None:
-        """An action is about to be carried out."""
+        """Reach the crash point before this action."""
         match action:
             case do.Send():
                 self.reach(f"Send {type(action.message).__name__}")
@@ -51,7 +51,7 @@ class CrashPoints:
                 self.reach(type(action).__name__)
 
     def reach(self, name: str) -> None:
-        """This far the syncer has come; raises `Killed` if no further."""
+        """Reach a point; raises `Killed` if the syncer crashes there."""
         self.reached[name] += 1
         if not self._left or self._left[0][0] not in ("", name):
             return

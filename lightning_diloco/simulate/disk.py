@@ -1,7 +1,8 @@
-"""What of a simulated syncer survives it: the log, a snapshot, and the anchors that follow from the log.
+"""Durable state of a simulated syncer: the log, a snapshot, and the anchors that follow from the log.
 
-An anchor is an integer here: the sum of all pseudo-gradients merged into it. Outer learning rate 1, no momentum, and a
-sum in place of the mean make it equal to the tokens merged, if no token is lost and none counts twice.
+An anchor is an integer here, the sum of all pseudo-gradients merged into it. The outer learning rate is 1, there is no
+momentum, and contributions are summed instead of averaged. An anchor therefore equals the number of merged tokens if no
+token is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_CHAIN = 3
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A log record as it is read back, and the outer gradient that came with it."""
+    """A decoded log record and its outer gradient."""
 
     record: records.LogRecord
     gradient: int = 0
@@ -30,10 +31,10 @@ class Disk:
     """Log, snapshot and anchors.
 
     Args:
-        log: all records, none ever dropped.
-        snapshot: how many records it stands for, and the machine's state then, as JSON text.
-        anchors: per fragment, values by version.
-        digests: of the anchors, likewise.
+        log: all records; none is ever dropped.
+        snapshot: number of records it includes, and the state machine's state as JSON text.
+        anchors: values by version, per fragment.
+        digests: digests of the anchors by version, per fragment.
     """
 
     log: list[Entry] = field(default_factory=list)
@@ -62,11 +63,11 @@ class Disk:
             self.digests[p].append(f"{zlib.crc32(text.encode()):08x}")
 
     def take_snapshot(self, state: SyncerState) -> None:
-        """Save the machine as it is now."""
+        """Save the state of the state machine."""
         self.snapshot = len(self.log), json.dumps(codec.dump(state.saved()), allow_nan=False)
 
     def lose(self, num_records: int) -> None:
-        """Roll back: the newest records, and a snapshot that knew of them, are gone. The seed stays."""
+        """Drop the newest records, and a snapshot that includes any of them, but never the seed."""
         seeds = [i for i, entry in enumerate(self.log) if isinstance(entry.record, records.Seeded)]
         keep = max(len(self.log) - num_records, seeds[0] + 1) if seeds else len(self.log)
         if self.snapshot and self.snapshot[0] > keep:
@@ -77,19 +78,19 @@ class Disk:
             self._follow(entry)
 
     def update(self, p: int, have: int | None, sent: int) -> Update:
-        """What leads from this version to the newest one: a chain of updates, or everything."""
+        """Return the update from version `have` to the newest one: a chain of updates, or the full value."""
         newest = len(self.anchors[p]) - 1
         if have is None or not 0 <= newest - have <= MAX_CHAIN:
             return Update(full=self.anchors[p][-1], increment=0, sent=sent)
         return Update(full=None, increment=self.anchors[p][-1] - self.anchors[p][have], sent=sent)
 
     def recovered(self, *, expect: int | None, now_s: float, use_snapshot: bool = False) -> SyncerState:
-        """A machine with nothing but what is on disk.
+        """Return a state machine that is restored from disk alone.
 
         Args:
-            expect: as given to the machine before.
+            expect: as for the previous state machine.
             now_s: time of the restart.
-            use_snapshot: begin with the snapshot, if there is one, instead of the first record.
+            use_snapshot: start from the snapshot, if there is one, instead of the first record.
         """
         state = SyncerState(run="simulated", expect=expect)
         first = 0

@@ -1,12 +1,12 @@
-"""Every range of samples is merged, once per epoch: counted from commits and from what learners really read.
+"""Check that every range of samples is merged once per epoch, from the commits and from what learners really read.
 
-1. A range is done at most once. Of a range that is done, every sample is merged in every fragment; so is what a later
-   lease of it skips.
-2. A range that was leased and is not done is in the hands of a learner that is there, or waits to be leased again. No
-   range of an epoch that is over was left out.
-3. No sample is merged twice without being counted as repeated.
+1. A range is done at most once. Every sample of a range that is done is merged in every fragment, and so are the
+   samples that a later lease of the range skips.
+2. A range that was leased and is not done is held by a live learner or waits to be leased again. Every range of a
+   finished epoch was leased.
+3. A sample that is merged twice is counted as repeated.
 
-Nothing here uses the lease table's own arithmetic.
+The check does not use the arithmetic of the lease table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Range = tuple[int, int, int]
 
 
 def violation(fleet: Fleet) -> str | None:
-    """What is wrong, if anything; carry only, for other landing rules drop tokens by design."""
+    """Describe a violation, or return None; checks only "carry", because other landing rules drop tokens by design."""
     data = next((learner.pace.data for learner in fleet.learners.values() if learner.pace.data is not None), None)
     if data is None or not all(learner.pace.align == "carry" for learner in fleet.learners.values()):
         return None
@@ -43,7 +43,7 @@ def violation(fleet: Fleet) -> str | None:
 
 
 def merged(fleet: Fleet) -> list[Counter[Sample]]:
-    """Per fragment, how often each sample was merged."""
+    """Return how often each sample was merged, per fragment."""
     counts: list[Counter[Sample]] = [Counter() for _ in fleet.disk.anchors]
     for entry in fleet.disk.log:
         if isinstance(entry.record, records.CommitRecord):
@@ -55,7 +55,7 @@ def merged(fleet: Fleet) -> list[Counter[Sample]]:
 
 
 def _history(fleet: Fleet) -> tuple[dict[Range, list[Lease]], Counter[Range]]:
-    """All leases of each range, and how often it was done."""
+    """Return all leases of each range, and how often each range was done."""
     leases: dict[int, Lease] = {}
     leased: dict[Range, list[Lease]] = {}
     done: Counter[Range] = Counter()

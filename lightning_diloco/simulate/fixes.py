@@ -1,9 +1,9 @@
-"""The cheapest way out for a run that does not fit.
+"""Search for the cheapest change that makes an infeasible run feasible.
 
-1. Options are changed before machines, the cheapest first: a larger overlap, rarer exchanges, smaller fragments, a
-   coarser wire.
-2. They are searched with the arithmetic that found the problem, so what is proposed holds.
-3. What no option can change, or none changes enough, is asked for as a machine.
+1. Options are tried before machines, in the order of their cost: a larger overlap, rarer exchanges, smaller fragments,
+   a coarser wire precision.
+2. Each candidate is checked with the forecast that found the problem.
+3. If no option helps enough, the fix names the hardware that is needed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 from lightning_diloco.simulate.plan import OVERLAP, Forecast, forecast
 
-_COMFORTABLE = 0.9  # a changed option should leave a tenth
-_MAX_STRETCH = 16  # a period so many times as long is no advice
+_COMFORTABLE = 0.9  # highest load under a changed option
+_MAX_STRETCH = 16  # longest period that is proposed, in multiples of the present one
 _WIRE_BITS = {"int4": 4, "int8": 8, "bf16": 16, "fp32": 32}
 
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """A way out.
+    """A change that makes a run feasible.
 
     Args:
-        text: in words.
-        options: run options that make every rate fit; empty if machines must change.
+        text: description of the change.
+        options: run options that make every rate fit; empty if only machines must change.
     """
 
     text: str
@@ -35,7 +35,7 @@ class Fix:
 
 
 def cheapest_fix(found: Forecast) -> Fix | None:
-    """The first way out of an infeasible forecast, in the order of cost; None if it is feasible."""
+    """Return the cheapest fix of an infeasible forecast, or None if the forecast is feasible."""
     if found.is_feasible:
         return None
     needs = [r.more for r in found.resources if r.kind == "capacity" and not r.is_enough]
@@ -58,7 +58,7 @@ def _changed(found: Forecast, options: Mapping[str, int | str]) -> Forecast:
 
 
 def _changes(found: Forecast) -> Iterator[dict[str, int | str]]:
-    """Options to try, the cheapest first: staleness, rarer exchanges, smaller pieces, a coarser wire."""
+    """Yield the options to try, the cheapest first: overlap, rarer exchanges, smaller fragments, coarser wire."""
     config = found.scenario.config
     wires = (config.wire, *(wire for wire in ("int8", "int4") if _WIRE_BITS[wire] < _WIRE_BITS[config.wire]))
     for wire in wires:
@@ -67,7 +67,7 @@ def _changes(found: Forecast) -> Iterator[dict[str, int | str]]:
 
 
 def _change(found: Forecast, wire: str, parts: int) -> dict[str, int | str] | None:
-    """Options under which fragments cut into so many parts have the time they take; None if they get too large."""
+    """Return options that fit if fragments are cut into so many parts; None if period or overlap gets too large."""
     config, step_s = found.scenario.config, found.scenario.fleet.step_s
     assert config.num_fragments is not None
     change: dict[str, int | str] = {} if wire == config.wire else {"wire": wire}

@@ -1,8 +1,8 @@
-"""A fleet in one process: the real machines, a fake clock, a network that delays, loses and repeats.
+"""A simulated fleet in one process, whose network delays, loses and repeats messages.
 
-1. Nothing of the protocol is rebuilt here: learners are `LearnerState`, the syncer is `SyncerState`.
-2. Time is simulated, randomness seeded: the same arguments give the same history.
-3. After every event the invariants are checked (`invariants.py`); a violation carries the last events before it.
+1. Learners and syncer use the real state machines, `LearnerState` and `SyncerState`.
+2. Time is simulated and randomness is seeded. The same arguments give the same history.
+3. The invariants are checked after every event (`invariants.py`). A violation reports the last events before it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Fleet:
     """Runs learners and a syncer against each other.
 
     Args:
-        config: of the run; `num_fragments` decides P.
-        network: how messages travel.
-        merge_s: time the syncer takes for one merge, and for one commit.
-        seed: of all randomness.
-        expect: learners the start waits for.
-        crashes: where the syncer is killed; it is started again at once.
+        config: the run's config; `num_fragments` determines P.
+        network: the network.
+        merge_s: duration of one merge, and of one commit, on the syncer.
+        seed: seed of all randomness.
+        expect: number of learners for which the start waits.
+        crashes: points where the syncer is killed; it restarts immediately.
         guard: probability that the norm guard scales a contribution down.
     """
 
@@ -80,42 +80,42 @@ class Fleet:
     # ---------------------------------------------------------------------------------------------------- from outside
 
     def start(self, name: str, pace: Pace) -> SimulatedLearner:
-        """Start a process under this learner id."""
+        """Start a process with this learner id."""
         learner = SimulatedLearner(name, f"{name}-{next(self._sessions)}", pace)
         self.learners[learner.session] = learner
         self._after(pace.starts_s, partial(self._say_hello, learner))
         return learner
 
     def kill(self, learner: SimulatedLearner) -> None:
-        """kill -9."""
+        """Kill the process, as with kill -9."""
         learner.is_dead = True
 
     def cut(self, learner: SimulatedLearner) -> None:
-        """The network between this learner and the syncer fails; the process trains on."""
+        """Cut the network between this learner and the syncer; the process continues to train."""
         learner.is_cut = True
 
     def heal(self, learner: SimulatedLearner) -> None:
-        """The network is back; the process reconnects."""
+        """Restore the network; the process reconnects."""
         learner.is_cut = False
         self._reconnect(learner)
 
     def finish(self, learner: SimulatedLearner, *, drain: bool = True) -> None:
-        """No more steps: drain and leave."""
+        """Stop the steps, drain and leave."""
         learner.busy_until_s = float("inf")
         self._learner_handles(learner, on.Finish("finished", drain))
 
     def evaluate(self, learner: SimulatedLearner, for_s: float) -> None:
-        """The learner validates: it takes no step, lands nothing, and says so."""
+        """Let the learner validate: it makes no step, lands nothing and reports that it validates."""
         learner.busy_until_s = self.now_s + for_s
         self._learner_handles(learner, on.Evaluating(True))
         self._after(for_s, partial(self._learner_handles, learner, on.Evaluating(False)))
 
     def stall(self, learner: SimulatedLearner, for_s: float) -> None:
-        """The training thread hangs, while the link goes on."""
+        """Let the training thread hang while the link continues."""
         learner.busy_until_s = self.now_s + for_s
 
     def restart_syncer(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
-        """kill -9 of the syncer and a restart from its disk; that may have lost its newest records."""
+        """Kill the syncer and restart it from its disk, which may have lost the newest `lose` records."""
         self._boot += 1
         self._payloads.clear()
         if lose:
@@ -126,18 +126,18 @@ class Fleet:
             self._reconnect(learner)
 
     def run_until(self, until_s: float) -> None:
-        """Let time pass."""
+        """Run the simulation until this time."""
         while self._queue and self._queue[0][0] <= until_s:
             self.now_s, _, call = heapq.heappop(self._queue)
             call()
         self.now_s = until_s
 
     def run_for(self, duration_s: float) -> None:
-        """Let time pass."""
+        """Run the simulation for this long."""
         self.run_until(self.now_s + duration_s)
 
     def run_to_the_end(self, *, limit_s: float) -> None:
-        """Let time pass until every learner has left; raises TimeoutError past the limit."""
+        """Run the simulation until every learner is gone; raises TimeoutError after the limit."""
         while not all(learner.is_gone for learner in self.learners.values()):
             if not self._queue or self._queue[0][0] > limit_s:
                 there = [learner.session for learner in self.learners.values() if not learner.is_gone]
@@ -145,12 +145,12 @@ class Fleet:
             self.run_until(self._queue[0][0])
 
     def story(self) -> str:
-        """The last events, for messages."""
+        """Return the last events as text, for error messages."""
         return "\n".join(f"{at_s:9.3f} {whose} <- {event}" for at_s, whose, event in self.history)
 
     @property
     def participation(self) -> float:
-        """Contributors per learner that was stepping when the round opened, over all commits."""
+        """Return contributors divided by learners that were stepping when the round opened, over all commits."""
         return self.syncer.rounds.counts.participation or 0.0
 
     # ------------------------------------------------------------------------------------------------------ machinery
@@ -159,7 +159,7 @@ class Fleet:
         heapq.heappush(self._queue, (self.now_s + delay_s, next(self._order), call))
 
     def _deliver(self, call: Callable[[], None]) -> None:
-        """Carry one control message, or lose it, or bring it twice."""
+        """Deliver one control message, or lose it, or deliver it twice."""
         for _ in range(2 if self.random.random() < self.network.repeats else 1):
             if self.random.random() >= self.network.loss:
                 self._after(self.network.latency_s * (1 + self.network.jitter * self.random.random()), call)
@@ -246,7 +246,7 @@ class Fleet:
 
     @contextmanager
     def _mortal(self) -> Iterator[None]:
-        """Around what the syncer does: killed, it is started again."""
+        """Context for actions of the syncer that restarts it if it is killed."""
         try:
             yield
         except Killed:
@@ -277,7 +277,7 @@ class Fleet:
         )
         for action in learner.state.handle(on.Reconnected(learner.connection, known), self.now_s):
             assert isinstance(action, do.Say)
-            # It is said again until it arrives, and before anything else.
+            # A real learner repeats this message until it arrives, before any other.
             event = on.FromALearner(learner.session, _over_the_wire(action.message, messages.FromLearner))  # type: ignore[arg-type]
             self._after(0.0, partial(self._tell_syncer, learner, event, self._boot))
 
@@ -307,7 +307,7 @@ class Fleet:
             self._after(CONFIRM_AGAIN_S, partial(self._confirm, learner, confirm))
 
     def _adopt_all(self, learner: SimulatedLearner, welcome: messages.Welcome) -> None:
-        """Take over the anchors as they are now, which may be newer than those of the welcome."""
+        """Adopt the current anchors, which may be newer than those of the welcome."""
         run = self.config
         num_fragments = run.fragments_wanted
         learner.params = [values[-1] for values in self.disk.anchors]

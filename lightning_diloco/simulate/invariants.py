@@ -1,14 +1,14 @@
-"""What must hold in every history, recomputed from the log and from what learners really trained.
+"""Invariants of every history, recomputed from the log and from what learners really trained.
 
-1. Versions only grow (until the disk is rolled back).
+1. Versions only grow, unless the disk is rolled back.
 2. No round closes below the effective quorum.
-3. Under "carry", parameters minus anchor are the pending tokens; every anchor is the published one, to the digit.
+3. Under "carry", parameters minus anchor equal the pending tokens. Every learner's anchor equals the published one.
 4. An anchor is the sum of the tokens merged into it, and no token is merged twice.
-5. The books agree: the syncer's with each learner's, seen = merged + discarded + pending, and all with the log.
-6. What a restart finds on disk is the durable part of the live machine.
+5. The syncer's accounts agree with each learner and with the log, and seen = merged + discarded + pending.
+6. A restart from disk restores the durable part of the live state machine.
 7. Every range of the data is merged once per epoch (`exactly_once.py`).
 
-Nothing here uses the ledger's own arithmetic.
+The checks do not use the arithmetic of the ledger.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Merges = dict[tuple[str, int, int], list[tuple[int, int]]]
 
 
 class Invariants:
-    """Watches one fleet; a violation is an AssertionError with the last events before it."""
+    """The checks of one fleet; a violation raises AssertionError with the last events before it."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -42,7 +42,7 @@ class Invariants:
         raise AssertionError(f"{text}\n{self._fleet.story()}")
 
     def rolled_back(self) -> None:
-        """The disk was rolled back: versions may be lower once."""
+        """Allow lower versions once, after the disk was rolled back."""
         self._versions = []
 
     # ------------------------------------------------------------------------------------------------ after every event
@@ -85,7 +85,7 @@ class Invariants:
     # ---------------------------------------------------------------------------------------------------- on demand
 
     def audit(self) -> None:
-        """Everything that takes longer: the whole log, the books and a restart."""
+        """Run the slow checks: the whole log, the accounts and a restart."""
         merges = self._merges()
         self._check_anchors(merges)
         self._check_books(merges)
@@ -98,7 +98,7 @@ class Invariants:
                 self._fail(f"a restart (snapshot: {use_snapshot}) finds (live, restarted): {differing}")
 
     def _merges(self) -> Merges:
-        """Merged ranges per (learner, incarnation, fragment), from commit records alone."""
+        """Return the merged token ranges per (learner, incarnation, fragment), from commit records alone."""
         who: dict[str, tuple[str, int]] = {}
         merges: Merges = defaultdict(list)
         for entry in self._fleet.disk.log:
@@ -148,13 +148,13 @@ class Invariants:
 
 
 def _ownership(holdings: tuple[Holding, ...]) -> tuple[Holding, ...]:
-    """Without how far holders are, which they say again."""
+    """Return the holdings without the holders' progress, which learners report again after a restart."""
     bare = (replace(holding, span=Span(holding.lease.number, 0, 0, 0)) for holding in holdings)
     return tuple(sorted(bare, key=lambda holding: holding.lease.number))
 
 
 def durable(state: SyncerState) -> dict[str, object]:
-    """What a restart must find again, as comparable values."""
+    """Return the state that a restart must restore, as comparable values."""
     saved = state.saved()
     ended = {(s.learner, s.incarnation) for s in saved.sessions if s.state in ("left", "fenced")}
     books = {(a.learner, a.incarnation): a for a in saved.accounts}

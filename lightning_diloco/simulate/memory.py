@@ -1,12 +1,12 @@
-"""Where the bytes are: a learner's device and host, the syncer, and its disk.
+"""Memory of a learner's devices and host, of the syncer, and of the syncer's disk.
 
-Counted is what the code really allocates, item by item, plus two estimates that say so: what autograd keeps, and the
-optimizer's state. Everything else (allocator, kernels, the data loader, Python) is left out; keep some room.
+The items are what the code really allocates, plus two estimates: activations kept by autograd, and optimizer state.
+Everything else (allocator, kernels, data loader, Python) is left out; allow for it.
 
-1. A learner's anchors are float32, one buffer of the largest fragment's length for each fragment, and a few spares.
-2. A learner of N devices shards parameters, gradients, optimizer state and anchors evenly over them.
-3. The syncer keeps 12 bytes per parameter, the last three updates, and for each open round what a commit needs.
-   While a snapshot is written, the state it holds stays in memory next to that of later commits.
+1. A learner's anchors are float32. Each fragment has a buffer as long as the largest fragment; a few more are spare.
+2. A learner with N devices shards parameters, gradients, optimizer state and anchors evenly over them.
+3. The syncer holds 12 bytes per parameter, the last three updates, and the data of each open round. While a snapshot is
+   being written, its state stays in memory next to the state of later commits.
 
 Source: devices/dense.py, runtime/anchors.py and runtime/durable.py; activations after arXiv 2205.05198.
 """
@@ -25,30 +25,30 @@ SPARE_BUFFERS = 4
 CHAIN_LENGTH = 3
 ROUNDS_IN_FLIGHT = 2
 MIN_LOG_BYTES = 8 << 20
-_ACTIVATION_BYTES = 17  # per value of the compute dtype's width, batch x sequence x hidden size and layer
+_ACTIVATION_BYTES = 17  # per layer and element of batch x sequence x hidden size, in units of compute_bytes
 _FLOAT32_BYTES = 4
 _STATE_BYTES = 3 * _FLOAT32_BYTES  # master, published, momentum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What one learner trains, and on what.
+    """The training job of one learner.
 
     Args:
-        num_parameters: of the model, tied ones once.
-        num_trainable: those that are exchanged.
-        param_bytes: of one parameter, and of its gradient.
-        compute_bytes: of one value of an activation.
-        moments: optimizer values kept per trainable parameter.
-        devices: in one learner, on one host.
-        spreads: whether each process builds the whole model in host memory, before it keeps its part.
-        batch_size: sequences per device and micro-batch; None: unknown.
-        seq_len: tokens per sequence; None: unknown.
+        num_parameters: parameters of the model; tied ones count once.
+        num_trainable: parameters that are exchanged.
+        param_bytes: bytes per parameter, and per gradient value.
+        compute_bytes: bytes per activation value.
+        moments: optimizer values per trainable parameter.
+        devices: devices of one learner, on one host.
+        spreads: whether each process builds the whole model in host memory before it keeps its shard.
+        batch_size: sequences per device and micro-batch; None if unknown.
+        seq_len: tokens per sequence; None if unknown.
         accumulate: micro-batches per step.
-        num_layers: None: not a decoder whose activations can be estimated.
-        hidden_size: likewise.
-        vocab_size: likewise.
-        align: how updates land; all but "carry" keep a residual per parameter.
+        num_layers: decoder layers; None if activations cannot be estimated.
+        hidden_size: hidden size; None as above.
+        vocab_size: vocabulary size; None as above.
+        align: landing rule; all but "carry" keep a residual per parameter.
         anchor_device: where a learner keeps its anchors.
     """
 
@@ -70,7 +70,7 @@ class Training:
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Tokens of one inner step of one learner; None if the batch is unknown."""
+        """Return the tokens of one inner step of one learner; None if the batch is unknown."""
         if self.batch_size is None or self.seq_len is None:
             return None
         return self.batch_size * self.seq_len * self.accumulate * self.devices
@@ -83,8 +83,8 @@ class FragmentSizes:
     Args:
         numel: largest padded length.
         total_numel: sum of padded lengths.
-        nbytes: of the largest fragment on the wire.
-        total_nbytes: of all fragments on the wire.
+        nbytes: bytes of the largest fragment on the wire.
+        total_nbytes: bytes of all fragments on the wire.
         count: P.
     """
 
@@ -96,14 +96,14 @@ class FragmentSizes:
 
     @classmethod
     def of(cls, plan: FragmentPlan, config: RunConfig) -> FragmentSizes:
-        """Sizes under this wire and block size."""
+        """Compute the sizes for the config's wire precision and block size."""
         numels = [plan.layout(p, config.block_size).padded_numel for p in range(plan.num_fragments)]
         wired = [wire_nbytes(numel, config.wire, config.block_size) for numel in numels]
         return cls(max(numels), sum(numels), max(wired), sum(wired), len(numels))
 
 
 def device_bytes(sizes: FragmentSizes, training: Training) -> Items:
-    """On each device of a learner."""
+    """Return the bytes on each device of a learner, by item."""
     shared: Items = {
         "parameters": training.num_parameters * training.param_bytes,
         "gradients": training.num_trainable * training.param_bytes,
@@ -122,19 +122,19 @@ def _anchor_bytes(sizes: FragmentSizes) -> int:
 
 
 def _activations(training: Training) -> Items:
-    """An estimate for decoders with fused attention and without recomputation: what backward needs, and the logits."""
+    """Estimate activations and logits of a decoder with fused attention and without recomputation."""
     t = training
     if None in (t.batch_size, t.seq_len, t.num_layers, t.hidden_size, t.vocab_size):
         return {}
     assert t.batch_size and t.seq_len and t.num_layers and t.hidden_size and t.vocab_size
     tokens = t.batch_size * t.seq_len
     layers = _ACTIVATION_BYTES * t.compute_bytes * tokens * t.hidden_size * t.num_layers
-    logits = (t.compute_bytes + 2 * _FLOAT32_BYTES) * tokens * t.vocab_size  # themselves, as float32, and its gradient
+    logits = (t.compute_bytes + 2 * _FLOAT32_BYTES) * tokens * t.vocab_size  # plus a float32 copy and its gradient
     return {"activations": layers, "logits": logits}
 
 
 def host_bytes(sizes: FragmentSizes, training: Training, overlap: int) -> Items:
-    """On a learner's host, beside what its devices hold."""
+    """Return the bytes on a learner's host, by item, without device memory."""
     return {
         "anchors": _anchor_bytes(sizes) if training.anchor_device == "host" else 0,
         "on the wire": (overlap + 1) * 2 * sizes.nbytes,
@@ -145,12 +145,12 @@ def host_bytes(sizes: FragmentSizes, training: Training, overlap: int) -> Items:
 
 
 def syncer_bytes(sizes: FragmentSizes, *, num_learners: int, replaced: float) -> Items:
-    """At the syncer.
+    """Return the bytes in the syncer's memory, by item.
 
     Args:
-        sizes: of the fragments.
+        sizes: sizes of the fragments.
         num_learners: M.
-        replaced: share of the fragments that commits replace while a snapshot is written, 0..1.
+        replaced: share of the fragments that commits replace while a snapshot is being written, 0..1.
     """
     per_round = (2 + _STATE_BYTES) * sizes.numel + num_learners * sizes.nbytes
     return {
@@ -162,14 +162,15 @@ def syncer_bytes(sizes: FragmentSizes, *, num_learners: int, replaced: float) ->
 
 
 def snapshot_bytes(sizes: FragmentSizes) -> int:
-    """Size of one snapshot on disk."""
+    """Return the size of one snapshot on disk."""
     return _STATE_BYTES * sizes.total_numel + CHAIN_LENGTH * sizes.total_nbytes
 
 
 def disk_bytes(sizes: FragmentSizes, *, replaced: float) -> Items:
-    """At the syncer: a snapshot is due when the log has grown as large as the state, and replaces those before it.
+    """Return the bytes on the syncer's disk, by item.
 
-    These are the last one, and what a clean stop had written since.
+    A snapshot is due when the log is as large as the state. There can be three: the one that the log continues, one
+    from a clean stop, and the next one while it is being written.
     """
     state = max(MIN_LOG_BYTES, _STATE_BYTES * sizes.total_numel)
     return {"redo log": state + int(replaced * 2 * sizes.total_numel), "three snapshots": 3 * snapshot_bytes(sizes)}

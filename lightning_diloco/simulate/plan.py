@@ -1,8 +1,8 @@
-"""Whether a run fits its machines, before it is started: every resource, and the tightest one.
+"""Forecast of whether a run fits its machines: all resources, and the tightest one.
 
-1. A rate fits if what is needed of it takes at most its time: links, merge thread, disk, and the overlap. The overlap
-   is one because updates that land later are merged with greater staleness, round after round.
-2. A capacity fits if its bytes do. One that nobody named is shown and not judged.
+1. Rates are links, merge thread, disk and overlap. A rate fits if its load is at most 1. The overlap counts as a rate
+   because updates that land too late increase the staleness of later rounds.
+2. A capacity fits if the needed bytes do not exceed it. An unknown capacity is shown but not judged.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ OVERLAP = "overlap"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A model, its options, and the machines it is to run on.
+    """A model, its options, and the machines of the run.
 
     Args:
-        shapes: of the trainable parameters, tied ones once.
-        mean_names: of embeddings among them.
+        shapes: shapes of the trainable parameters; tied parameters appear once.
+        mean_names: names of the embeddings among them.
         config: options of the run.
-        training: one learner.
-        fleet: all of them.
-        on_cpu: learners train on CPUs.
-        mtbf_s: mean time between failures of one learner; None: none.
-        restart_s: from a failure to the first step of the new process, the download of the anchors left out.
-        pauses: share of the time without failures that is not steps of the usual length, 0..1: validation, slow steps.
-        max_steps: of a learner; None: not fixed.
-        device_capacity: bytes of one device; None: not judged. Likewise the others.
-        host_capacity: of a learner's host.
-        syncer_capacity: of the syncer's host.
-        disk_capacity: of the syncer's disk.
+        training: the training job of one learner.
+        fleet: the machines of all learners and the syncer.
+        on_cpu: whether learners train on CPUs.
+        mtbf_s: mean time between failures of one learner; None: no failures.
+        restart_s: time from a failure to the first step of the new process, without the download of the anchors.
+        pauses: share of time that a run without failures loses to validation and slow steps, 0..1.
+        max_steps: steps of a learner; None if not fixed.
+        device_capacity: bytes of one device; None: not judged, as for the other capacities.
+        host_capacity: bytes of a learner's host.
+        syncer_capacity: bytes of the syncer's host.
+        disk_capacity: bytes of the syncer's disk.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -58,7 +58,7 @@ class Scenario:
     disk_capacity: int | None = None
 
     def fragments(self) -> FragmentPlan:
-        """The run's own plan for these options."""
+        """Return the plan that a run has with these options."""
         return FragmentPlan.balanced(
             self.shapes,
             num_fragments=self.config.fragments_wanted,
@@ -69,14 +69,14 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """Something that may be too small.
+    """A resource that may be too small.
 
     Args:
-        kind: "rate" if options of the run can change it.
-        name: what it is.
-        load: what is needed over what there is; None: nobody said what there is.
-        needed: in words.
-        more: what to ask for if it is too small and no option helps.
+        kind: "rate" if options of the run can change its load.
+        name: name of the resource.
+        load: needed amount divided by available amount; None if the latter is unknown.
+        needed: description of the need.
+        more: hardware to ask for if the resource is too small and no option helps.
     """
 
     kind: Literal["rate", "capacity"]
@@ -87,27 +87,27 @@ class Resource:
 
     @property
     def is_enough(self) -> bool:
-        """Whether it fits, or is not judged."""
+        """Return whether the resource fits or is not judged."""
         return self.load is None or self.load <= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is to be expected of a scenario; bytes and seconds as their names say.
+    """The forecast of a scenario.
 
     Args:
-        scenario: it is the forecast of.
-        plan: the fragments.
-        sizes: of the fragments.
-        exchange: timing of one fragment.
-        device: bytes on each device of a learner, by item; likewise the others.
-        host: of a learner's host.
-        syncer: of the syncer's host.
-        disk: of the syncer.
-        resources: all that may be too small.
+        scenario: the scenario, with the plan's number of fragments.
+        plan: the fragment plan.
+        sizes: sizes of the fragments.
+        exchange: timing of one exchange.
+        device: bytes on each device of a learner, by item.
+        host: bytes on a learner's host, by item.
+        syncer: bytes in the syncer's memory, by item.
+        disk: bytes on the syncer's disk, by item.
+        resources: all resources that may be too small.
         goodput: expected share of the planned tokens that is merged.
-        data_parallel_goodput: the same of one job over all learners.
-        totals: of the whole run; None if its length is not fixed.
+        data_parallel_goodput: the same for one data parallel job over all learners.
+        totals: totals of the whole run; None if its length is not fixed.
     """
 
     scenario: Scenario
@@ -125,24 +125,24 @@ class Forecast:
 
     @property
     def is_feasible(self) -> bool:
-        """Whether every resource is enough."""
+        """Return whether every resource is enough."""
         return all(resource.is_enough for resource in self.resources)
 
     @property
     def tightest(self) -> Resource:
-        """The resource with the highest load."""
+        """Return the resource with the highest load."""
         return max(self.resources, key=lambda resource: resource.load or 0.0)
 
 
 def forecast(scenario: Scenario) -> Forecast:
-    """Work out everything; pure arithmetic.
+    """Compute the forecast of a scenario.
 
     Raises:
         ConfigError: the model has no parameters, or options contradict each other.
     """
     scenario.config.validate()
     plan = scenario.fragments()
-    # As in a run's manifest: fewer fragments where the model has fewer slices.
+    # As in a run's manifest: fewer fragments if the model has fewer slices.
     overlap = min(scenario.config.overlap, plan.num_fragments)
     config = dataclasses.replace(scenario.config, num_fragments=plan.num_fragments, overlap=overlap)
     scenario = dataclasses.replace(scenario, config=config)
@@ -231,7 +231,7 @@ def _capacities(scenario: Scenario, items: dict[str, Items]) -> Iterator[Resourc
 
 
 def gib(nbytes: float) -> str:
-    """Bytes for people."""
+    """Format bytes for display."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""One simulated learner process: its machine once it has joined, and the numbers its threads would hold.
+"""One simulated learner process: its state machine after the join, and the values that its threads would hold.
 
-Parameters and anchors are integers. Training n tokens adds n to the parameters of every fragment, so that under "carry"
-`param - anchor` must always equal the tokens that are pending: what is lost or counted twice shows at once.
+Parameters and anchors are integers. Training n tokens adds n to the parameters of every fragment. Under "carry",
+`param - anchor` must therefore always equal the pending tokens, which reveals lost or repeated tokens immediately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_diloco.simulate.settings import Pace
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a fetch brought: a full value, or what to add to the anchor; and what was sent of it by this learner."""
+    """A fetched update: a full value or an increment of the anchor, and this learner's own merged contribution."""
 
     full: int | None
     increment: int
@@ -25,15 +25,15 @@ class Update:
 
 @dataclass(slots=True)
 class SimulatedLearner:
-    """One process.
+    """One learner process.
 
     Args:
-        boot: which start of the syncer it last spoke to.
-        params, anchors: per fragment.
+        boot: number of the syncer start to which it last connected.
+        params, anchors: values per fragment.
         kept: sent values by (fragment, seq).
-        staged: per fragment; the last one that was fetched.
+        staged: the last fetched update, per fragment.
         landings: (fragment, version) in order.
-        is_last: what its leave was answered with; None before.
+        is_last: answer to its leave; None before.
     """
 
     name: str
@@ -60,7 +60,7 @@ class SimulatedLearner:
 
     @property
     def is_gone(self) -> bool:
-        """Dead, left, or stopped with an error."""
+        """Return whether the process was killed, has left, or has stopped with an error."""
         return self.is_dead or self.is_last is not None or self.error is not None
 
     def train(self, tokens: int) -> tuple[Piece, ...]:
@@ -79,7 +79,7 @@ class SimulatedLearner:
         self.digests[p] = digest
 
     def land(self, p: int) -> None:
-        """As devices do it: carry keeps what was not sent, everything else drops it."""
+        """Land the staged update as devices do: carry keeps unsent progress, other rules drop it."""
         update, digest = self.staged.pop(p)
         anchor = update.full if update.full is not None else self.anchors[p] + update.increment
         progress = self.params[p] - self.anchors[p] - update.sent

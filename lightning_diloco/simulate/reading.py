@@ -1,7 +1,6 @@
-"""The data of a simulated fleet, and how its learners read them: one sample is one token.
+"""The data of a simulated fleet and its readers; one sample is one token.
 
-Which sample every token of a counter was is kept, so that what is merged, and how often, can be counted without the
-lease table.
+A reader records the sample of every token, so that merged samples can be counted without the lease table.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ Sample = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """What there is to read.
+    """A data set.
 
     Args:
         sizes: samples of each source.
-        range_size: samples of a range.
-        is_stream: sizes are known only by reading to the end.
+        range_size: samples per range.
+        is_stream: whether a learner finds the sizes only by reading to the end.
     """
 
     sizes: tuple[int, ...]
@@ -31,23 +30,23 @@ class Data:
 
     @property
     def catalogue(self) -> Catalogue:
-        """As learners call it; a data set of known length has one source."""
+        """Return the catalogue of the data; a data set of known length has one source."""
         assert self.is_stream or len(self.sizes) == 1
         num_ranges = None if self.is_stream else -(-self.sizes[0] // self.range_size)
         return Catalogue(f"{self}", len(self.sizes), num_ranges)
 
     def samples(self, epoch: int, source: int, index: int) -> list[Sample]:
-        """What is in a range; nothing beyond the end of the source."""
+        """Return the samples of a range; none beyond the end of the source."""
         first = index * self.range_size
         return [(epoch, source, k) for k in range(first, min(first + self.range_size, self.sizes[source]))]
 
 
 @dataclass(slots=True)
 class Reader:
-    """One process reads.
+    """The reader of one process.
 
     Args:
-        trained: by token of the counter, the sample; None: one that was read again for want of a lease.
+        trained: the sample of each token that was trained; None for a token read without a lease.
     """
 
     data: Data
@@ -56,7 +55,7 @@ class Reader:
     left: list[Sample] = field(default_factory=list)
 
     def read(self, lessee: Lessee, num_samples: int) -> tuple[Piece, ...]:
-        """One batch, in pieces."""
+        """Read one batch, in pieces."""
         lessee.catalogue = self.data.catalogue
         pieces, missing = [], num_samples
         while missing:

@@ -1,4 +1,4 @@
-"""What a simulated fleet is made of: how its network behaves, and how fast a learner goes."""
+"""Settings of a simulated fleet: its network, and the pace of its learners."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_diloco.simulate.reading import Data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """How messages and payloads travel.
+    """The network between learners and syncer.
 
     Args:
-        latency_s: one way, for control messages.
-        upload_s, download_s: for one fragment.
-        loss, repeats: probability that a control message vanishes, or arrives twice.
-        jitter: messages are delayed by up to this many latencies more, so they may overtake each other.
+        latency_s: one-way latency of control messages.
+        upload_s, download_s: transfer time of one fragment.
+        loss, repeats: probability that a control message is lost, or arrives twice.
+        jitter: maximum extra delay of a message, in latencies; messages may overtake each other.
     """
 
     latency_s: float = 0.001
@@ -30,18 +30,18 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast one learner goes.
+    """The pace of one learner.
 
     Args:
         step_s: seconds per inner step.
         jitter: steps vary uniformly by this fraction of step_s.
-        tokens: per step.
-        starts_s: when the process starts.
-        num_steps: it finishes after these; None: it goes on.
-        align: its landing rule.
-        drain_s: how long it waits at its end.
-        upload_factor: its uploads take this many times as long as others'.
-        data: what it leases and reads, a sample for each token; None: it has data of its own.
+        tokens: tokens per step.
+        starts_s: start time of the process.
+        num_steps: number of steps before it finishes; None: no limit.
+        align: landing rule.
+        drain_s: longest wait in its drain.
+        upload_factor: factor of its upload times.
+        data: data that it leases and reads, one sample per token; None: it has its own data.
     """
 
     step_s: float = 1.0
@@ -56,7 +56,7 @@ class Pace:
 
 
 def manifest(config: RunConfig) -> Json:
-    """What a seeder would say of its model."""
+    """Return the manifest that a seeder sends."""
     return {
         "config": config.to_dict(),
         "num_fragments": config.fragments_wanted,

@@ -1,6 +1,6 @@
-"""Weights & Biases: one run per learner and one for the syncer, in one group, over the fleet's tokens.
+"""Logging to Weights & Biases: one run per learner and one for the syncer, in one group, over the fleet's tokens.
 
-Lazy: the syncer's part needs no Lightning.
+`Wandb` is imported lazily, because the syncer's part does not need Lightning.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A learner's W&B run: what its loggers get, under names that are the same for every model.
+"""A learner's W&B run, with the same metric names for every model.
 
-1. It logs what Lightning hands to loggers: the user's metrics as `train/*`, validation of the anchor as `eval/*`, ours
-   as `diloco/*`, `fleet/*` and `perf/*`.
-2. A process has one W&B run. A user's own WandbLogger, or a run that is open already, gets all metrics from Lightning
-   anyway; then this callback does nothing, and says so.
-3. The W&B run begins when the learner has joined: before, neither the run nor the learner need have a name.
+1. It logs the metrics that Lightning passes to loggers: the user's metrics as `train/*`, validation of the anchor as
+   `eval/*`, and this package's metrics as `diloco/*`, `fleet/*` and `perf/*`.
+2. A process has one W&B run. If the user has a WandbLogger or an open W&B run, this callback logs a warning and does
+   nothing else, because the user's run gets all metrics from Lightning.
+3. The W&B run starts after the learner has joined, because run and learner may have no name before.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Wandb(pl.Callback):
         self._logger: _SessionLogger | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Open the W&B run; of several processes inside a learner, the first does."""
+        """Open the W&B run; if a learner has several processes, only the first one does."""
         if not trainer.is_global_zero:
             return
         strategy = trainer.strategy
         if not isinstance(strategy, DiLoCoHooks) or strategy.membership is None:
             raise ConfigError(
-                f"callback Wandb with strategy {type(strategy).__name__}: it logs a learner of a run; use "
-                'Trainer(strategy="decoupled_diloco"), or Lightning\'s WandbLogger without it'
+                f"callback Wandb with strategy {type(strategy).__name__}: it logs only learners of a run; use "
+                'Trainer(strategy="decoupled_diloco"), or Lightning\'s WandbLogger with other strategies'
             )
         if wandb.run is not None or any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
-            log.warning("this process logs to W&B already: that run gets all metrics, and no other one is opened")
+            log.warning("this process already logs to W&B: its run gets all metrics, and no other run is opened")
             return
         run, learner = strategy.membership
         session = Session(
@@ -63,11 +63,11 @@ class Wandb(pl.Callback):
         trainer.loggers = [*trainer.loggers, self._logger]
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Close it as failed."""
+        """Close the W&B run as failed."""
         self._close(trainer, failed=True)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Close it, after the final anchor was validated."""
+        """Close the W&B run, after the final anchor was validated."""
         self._close(trainer, failed=False)
 
     def _close(self, trainer: pl.Trainer, *, failed: bool) -> None:
@@ -78,7 +78,7 @@ class Wandb(pl.Callback):
 
 
 class _SessionLogger(Logger):
-    """Lightning's way to a session."""
+    """A Lightning logger that logs to a session."""
 
     def __init__(self, session: Session, speed: _Speed, *, anchor: bool) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _SessionLogger(Logger):
 
 
 class _Speed:
-    """Model FLOP/s from tokens per second, and their share of what the device can do, where that is known."""
+    """Model FLOP/s from tokens per second, and their share of the device's peak if it is known."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._flops_per_token = _FLOPS_PER_PARAMETER_AND_TOKEN * sum(p.numel() for p in module.parameters())
@@ -116,7 +116,7 @@ class _Speed:
         self._peak = None if device.type == "cpu" else get_available_flops(device, half)
 
     def of(self, metrics: Mapping[str, float]) -> dict[str, float | None]:
-        """`perf/tflops` and, where the device's peak is known, `perf/mfu`."""
+        """Return `perf/tflops` and `perf/mfu`, the latter None if the device's peak is unknown."""
         if not (rate := metrics.get("perf/tokens_per_s")):
             return {}
         flops = rate * self._flops_per_token

@@ -1,9 +1,9 @@
-"""Where a script's own WandbLogger finds its place in a run: W&B's environment variables.
+"""W&B environment variables that assign a script's own WandbLogger to a run.
 
-1. Project, group, id, name and resumption are those that `session.py` gives to learners of recipes, so that the
-   syncer's run is in the same group, and a script that is started again goes on in its W&B run.
-2. Nothing is forced: W&B prefers what the script itself says, and a script without a logger logs nothing.
-3. Without a login it is recorded offline, unless a mode was chosen.
+1. Project, group, id, name and resumption are the same as those that `session.py` gives to learners of recipes. The
+   syncer's run is therefore in the same group, and a restarted script continues its W&B run.
+2. The script's own settings take precedence in W&B. A script without a logger logs nothing.
+3. Without a login W&B records offline, unless the user has chosen a mode.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 
-# It ends at once: without a network, W&B's service may miss that it should, and its client waits for ten minutes.
+# os._exit, because without a network W&B's service may not stop, and its client would wait for it for ten minutes.
 _ASK = """
 import os
 from lightning_diloco.tracking.session import offline_reason
@@ -23,12 +23,12 @@ os._exit(0)
 
 
 def environment(project: str, run: str, learner: str) -> Mapping[str, str]:
-    """Variables for the process of a learner.
+    """Return the environment variables of a learner's process.
 
     Args:
-        project: of W&B.
+        project: W&B project.
         run: id of the run.
-        learner: its id.
+        learner: id of the learner.
     """
     return {
         "WANDB_PROJECT": project,
@@ -43,6 +43,6 @@ def environment(project: str, run: str, learner: str) -> Mapping[str, str]:
 
 @cache
 def _is_logged_out() -> bool:
-    """Asked in a process of its own: where it is asked, W&B starts a service and sets variables."""
+    """Check in a separate process, because the check starts W&B's service and sets environment variables."""
     asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=True)
     return bool(asked.stdout.strip())

@@ -1,11 +1,11 @@
-"""One W&B run of a process.
+"""The W&B run of one process.
 
-1. The group is the run's id, the W&B id is made of it and of who logs: started again, a process goes on in the same W&B
-   run.
-2. Every curve is over `fleet_tokens`, the tokens seen by all learners: what learners of different speed can be compared
-   by. Each row has the latest value.
-3. Without a login nothing is asked and nothing fails: the run is recorded offline, and said how to upload it. A mode
-   that was chosen (WANDB_MODE, `wandb offline`) is left alone.
+1. The W&B group is the run's id, and the W&B id consists of the run's id and the learner's id or "syncer". A restarted
+   process therefore continues its W&B run.
+2. The x-axis of every curve is `fleet_tokens`, the tokens seen by all learners, so that learners of different speed can
+   be compared. Each row has the latest value.
+3. Without a login there is no prompt and no error. The run is recorded offline, and a warning says how to upload it. A
+   mode that the user has chosen (WANDB_MODE, `wandb offline`) is kept.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ AXIS = "fleet_tokens"
 
 
 class Session:
-    """A W&B run that is open.
+    """An open W&B run.
 
     Args:
-        project: of W&B.
+        project: W&B project.
         run: id of the run.
         who: "syncer", or the learner's id.
-        folder: where `wandb/` is made.
-        config: shown beside the run.
+        folder: folder in which `wandb/` is created.
+        config: config of the W&B run.
     """
 
     def __init__(self, project: str, *, run: str, who: str, folder: Path, config: Mapping[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Session:
             resume="allow",
             mode="offline" if why_offline else None,
             config=dict(config),
-            settings=wandb.Settings(console="off"),  # what is printed is in the process's own log
+            settings=wandb.Settings(console="off"),  # the process has its own log
         )
         self._run.define_metric(AXIS)
         self._run.define_metric("*", step_metric=AXIS)
@@ -55,13 +55,13 @@ class Session:
             log.warning("%s; upload it later with: wandb sync --append %s", why_offline, Path(self._run.dir).parent)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log one row; what is None is left out."""
+        """Log one row, without values that are None."""
         self._tokens = metrics.get(AXIS) or self._tokens
         told = {name: value for name, value in metrics.items() if value is not None}
         self._run.log({**told, AXIS: self._tokens})
 
     def configure(self, values: Mapping[str, Any]) -> None:
-        """Show these beside the run."""
+        """Add values to the config of the W&B run."""
         self._run.config.update(dict(values), allow_val_change=True)
 
     def finish(self, *, summary: Mapping[str, Any] | None = None, failed: bool = False) -> None:
@@ -71,7 +71,7 @@ class Session:
 
 
 def offline_reason() -> str | None:
-    """Why runs are recorded offline although nobody chose that; None: there is a login, or another mode was chosen."""
+    """Return why runs are recorded offline; None if there is a login or the user has chosen a mode."""
     if wandb.setup().settings.mode != "online" or wandb.login(prompt=False, verify=False):
         return None
     return "W&B: found no login (WANDB_API_KEY, or `wandb login`), so runs are recorded offline"

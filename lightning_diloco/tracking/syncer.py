@@ -1,8 +1,7 @@
-"""The syncer's W&B run, made from the tape as it grows: the fleet, the rounds, the outer steps, the anchor.
+"""The syncer's W&B run, written from the tape as it grows: fleet, rounds, outer steps and anchor.
 
-1. It only reads: a W&B that is slow or down holds up no round.
-2. A syncer that is started again goes on in the same W&B run with what happens from then on; what its tape had before
-   is there already.
+1. It only reads the tape, so a slow or unreachable W&B delays no round.
+2. A restarted syncer continues the same W&B run with new events only, because earlier ones have already been logged.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PERIOD_S = 1.0
 
 @contextmanager
 def tracked(run_dir: Path, project: str) -> Iterator[None]:
-    """Log the run of this directory while the block, which serves it, lasts."""
+    """Context that logs the run of this directory while the block serves it."""
     join, tape = run_dir / "join", run_dir / "tape" / "events.jsonl"
     began, over = time.time(), threading.Event()
 
@@ -52,7 +51,7 @@ def tracked(run_dir: Path, project: str) -> Iterator[None]:
         try:
             work()
         except Exception:
-            log.exception("the run goes on, but is not logged to W&B any more")
+            log.exception("the run continues, but is no longer logged to W&B")
 
     thread = threading.Thread(target=guarded, name="diloco-wandb", daemon=True)
     thread.start()
@@ -64,13 +63,13 @@ def tracked(run_dir: Path, project: str) -> Iterator[None]:
 
 
 class Rows:
-    """Turns lines of a tape into rows."""
+    """Converter of tape lines to W&B rows."""
 
     def __init__(self) -> None:
         self._num: Counter[str] = Counter()
 
     def of(self, lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The row of each line that has one."""
+        """Yield the row of each line that has one."""
         for line in lines:
             self._num[line["event"]] += 1
             if make := _ROWS.get(line["event"]):
@@ -127,7 +126,7 @@ _ROWS = {PROGRESS: _progress, "commit": _commit, "outer": _outer, "evaluated": _
 
 
 def _new_lines(tape: Path, position: int) -> tuple[list[dict[str, Any]], int]:
-    """Whole lines after this position; a tape that was cut is read from its new end."""
+    """Return the whole lines after a position, and the next position; a truncated tape is read from its new end."""
     if not tape.exists() or tape.stat().st_size < position:
         return [], tape.stat().st_size if tape.exists() else 0
     with tape.open("rb") as file:

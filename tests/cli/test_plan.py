@@ -127,7 +127,7 @@ def test_an_unknown_vocabulary_is_asked_for(tmp_path: Path, capsys: pytest.Captu
     tokenizer = "max_bytes: 4000000\n    tokenizer: some/where"
     path.write_text(Path(TINY).read_text().replace("max_bytes: 4000000", tokenizer))
     assert main(["plan", str(path)]) == 2
-    assert "write vocab_size" in capsys.readouterr().err
+    assert "set vocab_size" in capsys.readouterr().err
 
 
 def test_a_script_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,7 @@ def test_curves_are_drawn_of_what_was_seen(rendered: Callable[..., str]) -> None
 def test_a_silent_syncer_is_shown_as_such(rendered: Callable[..., str]) -> None:
     watch = Answering(lambda watch: watch.saw(status(10)), lambda watch: watch.saw(None, "connection refused"))
     html = rendered(watch)
-    assert "no answer The syncer has not answered for 0.0 s; learners train on" in text_of(html)
+    assert "no answer The syncer has not answered for 0.0 s; learners continue training" in text_of(html)
     assert "connection refused" in html
     assert 'class="stale"' in html
 
@@ -106,7 +106,7 @@ def test_an_interrupted_run_is_told_how_it_goes_on(rendered: Callable[..., str])
     figures = {"bytes_up": 8_690_000, "bytes_down": 900, "rounds": 12}
     html = rendered(Answering(lambda watch: watch.saw(status(10)), lambda watch: watch.ended({**summary, **figures})))
     text = text_of(html)
-    assert "was interrupted after 1 min 40 s; the same command with the same --run-dir goes on." in text
+    assert "was interrupted after 1 min 40 s; the same command with the same --run-dir continues it." in text
     for part in ("8.69 MB received", "900 B sent", "25k tokens/s", "before the end"):
         assert part in text
 

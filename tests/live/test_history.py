@@ -44,7 +44,7 @@ def test_events_are_told_once_and_in_order() -> None:
     events.add([lapse])
     events.add([lapse, {"t": START + 1, "event": "progress"}, back])
     assert [(event["level"], event["text"]) for event in events.latest] == [
-        ("bad", "l1 lapsed after 15.0 s of silence; the others train on"),
+        ("bad", "l1 lapsed after 15.0 s of silence; the others continue"),
         ("good", "l1 is back"),
     ]
     for number in range(2 * MAX_EVENTS):
