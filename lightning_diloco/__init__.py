@@ -15,7 +15,7 @@ from lightning_diloco.strategy.registration import register
 if TYPE_CHECKING:
     from lightning_diloco.strategy.anchor import load_anchor
     from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
-    from lightning_diloco.strategy.schedules import FleetTokenLR
+    from lightning_diloco.strategy.trainer.lr_schedules import FleetTokenLR
 
 __version__ = "0.1.0"
 __all__ = ["DecoupledDiLoCoStrategy", "FleetTokenLR", "__version__", "load_anchor"]

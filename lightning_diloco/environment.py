@@ -24,31 +24,33 @@ class Variable:
 
 
 VARIABLES = {
-    "DILOCO_HOST": Variable("name under which learners reach this machine", ("runtime/front.py",)),
+    "DILOCO_HOST": Variable("name under which learners reach this machine", ("syncer/front.py",)),
     "DILOCO_JOIN": Variable(
         "join string of the run to take part in",
-        ("cli/status.py", "runtime/link.py", "strategy/identity.py"),
+        ("cli/status.py", "learner/link.py", "strategy/identity.py"),
     ),
     "DILOCO_LEARNER": Variable(
         "id of this learner; default: one is made up",
-        ("runtime/link.py", "strategy/identity.py", "strategy/launchers.py", "strategy/ranks.py"),
+        ("learner/link.py", "strategy/identity.py", "strategy/backends/launchers.py", "strategy/backends/ranks.py"),
     ),
     "DILOCO_RUN_DIR": Variable(
-        "run directory, in which this learner has a folder", ("runtime/link.py", "strategy/paths.py")
+        "run directory, in which this learner has a folder", ("learner/link.py", "strategy/trainer/paths.py")
     ),
-    "GRPC_VERBOSITY": Variable("what gRPC logs; default for a syncer: ERROR", ("runtime/grpc_log.py",)),
-    "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local_run.py",)),
-    "PJRT_DEVICE": Variable("platform of XLA devices, TPU or CPU", ("strategy/xla_accelerator.py",)),
-    "XDG_CACHE_HOME": Variable("where texts and graphs lie; default: ~/.cache", ("devices/xla.py", "hf/text_data.py")),
-    "XLA_PERSISTENT_CACHE_PATH": Variable("where compiled XLA graphs are kept", ("devices/xla.py",)),
+    "GRPC_VERBOSITY": Variable("what gRPC logs; default for a syncer: ERROR", ("process/grpc_log.py",)),
+    "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local/run.py",)),
+    "PJRT_DEVICE": Variable("platform of XLA devices, TPU or CPU", ("strategy/backends/xla_accelerator.py",)),
+    "XDG_CACHE_HOME": Variable(
+        "where texts and graphs lie; default: ~/.cache", ("devices/xla/ops.py", "hf/text_data.py")
+    ),
+    "XLA_PERSISTENT_CACHE_PATH": Variable("where compiled XLA graphs are kept", ("devices/xla/ops.py",)),
 }
 """Every variable by name."""
 
 WHOLE_IN = (
     "cli/fit.py",
-    "cli/fleet.py",
-    "runtime/embedded.py",
-    "runtime/grpc_log.py",
-    "strategy/launchers.py",
+    "cli/local/fleet.py",
+    "learner/embedded_syncer.py",
+    "process/grpc_log.py",
+    "strategy/backends/launchers.py",
 )
 """Modules that take all of it: for the arguments of a learner, and for child processes."""

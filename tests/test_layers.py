@@ -25,11 +25,14 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 
 LAYERS = (
-    "cli > __init__ > live | tracking | hf | plots | simulate > strategy > runtime > devices | transport"
-    " > protocol | core > config | environment > errors | pytorch_lightning"
+    "cli > __init__ > live | tracking | hf | plots | simulate | planner > strategy > learner | syncer > manifest | storage"
+    " > devices | transport > protocol | core | process > config | environment > errors | pytorch_lightning"
 )
 NARROWER = {
     "simulate": "core protocol config errors",
+    "planner": "core config errors",
+    "storage": "transport protocol core process config environment errors",
+    "process": "config errors",
     "devices": "core config errors",
     "transport": "protocol config errors",
     "protocol": "config errors",
@@ -37,16 +40,22 @@ NARROWER = {
 }
 LIBRARIES = {
     "cli": "lightning rich yaml packaging torch",
-    "cli/chaos_picture.py": "matplotlib",
+    "cli/faults/picture.py": "matplotlib",
     "live": "prometheus_client",
     "tracking": "torch lightning wandb",
     "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock peft safetensors",
     "plots": "matplotlib",
     "strategy": "torch lightning numpy",
-    "runtime": "torch safetensors fsspec",
+    "learner": "torch",
+    "syncer": "torch",
+    "syncer/contribution_archive.py": "torch safetensors",
+    "manifest": "torch",
+    "storage": "torch safetensors fsspec",
+    "process": "torch",
     "devices": "torch",
-    "devices/xla.py": "torch torch_xla",
+    "devices/xla/ops.py": "torch torch_xla",
     "transport": "pyarrow cryptography",
+    "transport/portions.py": "torch",
     "core": "torch",
 }
 WHOLE = "the whole environment"
@@ -144,8 +153,8 @@ def test_imports_point_down(where: str) -> None:
 @pytest.mark.parametrize(
     ("where", "source", "offender"),
     [
-        ("protocol/learner.py", "import torch", "torch"),
-        ("protocol/learner.py", "from lightning_diloco.core import merge", "core"),
+        ("protocol/learner/machine.py", "import torch", "torch"),
+        ("protocol/learner/machine.py", "from lightning_diloco.core import merge", "core"),
         ("core/merge.py", "from lightning_diloco.protocol.events import Ready", "protocol"),
         ("core/merge.py", "import numpy", "numpy"),
         ("config.py", "import yaml", "yaml"),
@@ -153,11 +162,11 @@ def test_imports_point_down(where: str) -> None:
         ("errors.py", "from lightning_diloco import config", "config"),
         ("transport/flight.py", "from lightning_diloco.core.merge import merge_fragment", "core"),
         ("transport/flight.py", "from lightning_diloco.devices import device_for", "devices"),
-        ("devices/dense.py", "from lightning_diloco.runtime.link import Link", "runtime"),
+        ("devices/dense.py", "from lightning_diloco.learner.link import Link", "learner"),
         ("devices/dense.py", "def f():\n    import torch_xla.core as xla", "torch_xla"),
-        ("runtime/link.py", "if TYPE_CHECKING:\n    from lightning_diloco.strategy.hooks import Hooks", "strategy"),
-        ("runtime/link.py", "import lightning_diloco.cli.main", "cli"),
-        ("runtime/link.py", "from lightning_diloco import __version__", "__init__"),
+        ("learner/link.py", "if TYPE_CHECKING:\n    from lightning_diloco.strategy.hooks import Hooks", "strategy"),
+        ("learner/link.py", "import lightning_diloco.cli.main", "cli"),
+        ("learner/link.py", "from lightning_diloco import __version__", "__init__"),
         ("simulate/fleet.py", "from lightning_diloco.transport.memory import MemoryTransport", "transport"),
         ("strategy/hooks.py", "import transformers.utils", "transformers"),
         ("strategy/hooks.py", "from . import data", "relative"),
@@ -172,11 +181,11 @@ def test_an_import_that_points_up_or_outside_is_found(where: str, source: str, o
 @pytest.mark.parametrize(
     ("where", "source"),
     [
-        ("cli/run.py", "from lightning_diloco.runtime.syncer import serve\nimport rich.table"),
+        ("cli/run.py", "from lightning_diloco.syncer.process import serve\nimport rich.table"),
         ("cli/run.py", "from lightning_diloco import __version__, errors"),
         ("__init__.py", "from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy"),
-        ("runtime/link.py", "from lightning_diloco import errors, protocol"),
-        ("devices/xla.py", "import torch_xla"),
+        ("learner/link.py", "from lightning_diloco import errors, protocol"),
+        ("devices/xla/ops.py", "import torch_xla"),
     ],
 )
 def test_an_import_that_points_down_is_allowed(where: str, source: str) -> None:
@@ -195,7 +204,7 @@ def test_only_the_command_line_prints() -> None:
 
 def test_a_print_outside_the_command_line_is_found() -> None:
     source = "def f(console):\n    console.print(1)\n    print(2)"
-    assert print_offences("runtime/link.py", source) == ["runtime/link.py:3 prints"]
+    assert print_offences("learner/link.py", source) == ["learner/link.py:3 prints"]
     assert print_offences("cli/run.py", source) == []
 
 

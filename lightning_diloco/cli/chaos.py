@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes, run
-from lightning_diloco.cli.fault_schedule import KINDS, Kind, draw
+from lightning_diloco.cli.faults.schedule import KINDS, Kind, draw
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lightning_diloco.cli.local_run import Ended, Plan, Via
-    from lightning_diloco.cli.meddler import Meddler
+    from lightning_diloco.cli.faults.injector import Meddler
+    from lightning_diloco.cli.local.run import Ended, Plan, Via
 
 _EXAMPLE = """examples:
   diloco chaos recipes/tiny/gpt.yaml --local 4 --faults-per-hour 85 --duration 20m
@@ -35,7 +35,7 @@ _VALUED = (*run.VALUED, "--faults-per-hour", "--kinds", "--seed", "--duration")
 _FLAGS = ("--compare", "--no-table", "-h", "--help")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_CLOCK = "lightning_diloco.cli.step_clock.StepClock"
+_CLOCK = "lightning_diloco.cli.faults.step_log.StepClock"
 
 split = partial(run.split, valued=_VALUED, flags=_FLAGS)
 
@@ -69,8 +69,9 @@ def call(arguments: argparse.Namespace) -> int:
     """Run to the end, report, and judge; returns the exit code."""
     from rich.console import Console
 
-    from lightning_diloco.cli import chaos_report, chaos_story
-    from lightning_diloco.cli.meddler import Meddler
+    from lightning_diloco.cli.faults import report as chaos_report
+    from lightning_diloco.cli.faults import story as chaos_story
+    from lightning_diloco.cli.faults.injector import Meddler
 
     asked = _check(arguments)
     target = recipes.resolve(arguments.target)
@@ -141,7 +142,7 @@ def _names(arguments: argparse.Namespace) -> list[str]:
 
 
 def _plan(arguments: argparse.Namespace, run_dir: Path, learner_argv: tuple[str, ...], via: Via | None = None) -> Plan:
-    from lightning_diloco.cli.local_run import Plan
+    from lightning_diloco.cli.local.run import Plan
 
     return Plan(
         run_dir=run_dir,
@@ -155,9 +156,9 @@ def _plan(arguments: argparse.Namespace, run_dir: Path, learner_argv: tuple[str,
 
 
 def _execute(plan: Plan, console: Console, arguments: argparse.Namespace, meddler: Meddler | None = None) -> Ended:
-    from lightning_diloco.cli.display import Screen
-    from lightning_diloco.cli.interruption import Interruption
-    from lightning_diloco.cli.local_run import execute
+    from lightning_diloco.cli.local.display import Screen
+    from lightning_diloco.cli.local.interruption import Interruption
+    from lightning_diloco.cli.local.run import execute
 
     with Interruption() as interruption, Screen(console, live=console.is_terminal and not arguments.no_table) as screen:
         screen.say(f"run directory: {plan.run_dir}  (each process logs to log.txt in its folder there)")
@@ -166,7 +167,7 @@ def _execute(plan: Plan, console: Console, arguments: argparse.Namespace, meddle
 
 def _replayed(run_dir: Path) -> dict[str, str | None]:
     """How deep the run comes out again from its disk, and why not, if so."""
-    from lightning_diloco.runtime.replay import replay
+    from lightning_diloco.syncer.replay import replay
 
     try:
         return {"replayed": replay(run_dir).level, "replay_error": None}
@@ -176,9 +177,9 @@ def _replayed(run_dir: Path) -> dict[str, str | None]:
 
 def _draw(story: Any, run_dir: Path, console: Console) -> None:
     """A run is not judged by its picture."""
-    from lightning_diloco.cli import chaos_picture
+    from lightning_diloco.cli.faults import picture
 
     try:
-        chaos_picture.draw(story, run_dir / "chaos.png", title=f"{run_dir.name}: {len(story.faults)} faults")
+        picture.draw(story, run_dir / "chaos.png", title=f"{run_dir.name}: {len(story.faults)} faults")
     except ConfigError as error:
         console.print(str(error))

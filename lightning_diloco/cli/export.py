@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_diloco.cli.collector import kept
+from lightning_diloco.cli.local.collector import kept
 from lightning_diloco.cli.verbs import add_verb
 
 _EXAMPLE = """example:

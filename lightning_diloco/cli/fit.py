@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_diloco.cli.collector import kept
-from lightning_diloco.cli.printable import printable
+from lightning_diloco.cli.local.collector import kept
+from lightning_diloco.cli.text.printable import printable
 from lightning_diloco.errors import AuthError, ConfigError, FencedError, PlanMismatchError
 
 _HERE = "--local"

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning.pytorch.cli import SaveConfigCallback
 
-from lightning_diloco.cli.room import check_room
+from lightning_diloco.cli.local.memory_check import check_room
 from lightning_diloco.hf.recipe import RecipeCLI
 from lightning_diloco.transport.address import redact
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from lightning_diloco import __version__
 from lightning_diloco.cli import chaos, cp, export, ls, plan, plot, replay, rotate, run, snapshot, status, syncer
-from lightning_diloco.cli.printable import printable
-from lightning_diloco.cli.spelling import did_you_mean
+from lightning_diloco.cli.text.printable import printable
+from lightning_diloco.cli.text.spelling import did_you_mean
 from lightning_diloco.errors import DiLoCoError, StorageError
 
 _EXAMPLE = "example:\n  diloco run recipes/tiny/gpt.yaml --local 2"

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_diloco.cli.feed import StatusFeed
+    from lightning_diloco.cli.local.feed import StatusFeed
     from lightning_diloco.live.watch import Watch
 
 LISTEN = "127.0.0.1:0"

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes
-from lightning_diloco.cli.collector import kept
-from lightning_diloco.cli.quantities import bits, nbytes, seconds, share
+from lightning_diloco.cli.local.collector import kept
+from lightning_diloco.cli.text.quantities import bits, nbytes, seconds, share
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_diloco.hf.blueprint import Blueprint
-    from lightning_diloco.simulate.fixes import Fix
-    from lightning_diloco.simulate.plan import Forecast, Scenario
+    from lightning_diloco.planner.fixes import Fix
+    from lightning_diloco.planner.plan import Forecast, Scenario
 
 _EXAMPLE = """examples:
   diloco plan recipes/tiny/gpt.yaml --learners 2 --link 1Gbit --step 200ms
@@ -79,8 +79,8 @@ def call(arguments: argparse.Namespace) -> int:
     with kept():
         from lightning_diloco.hf.blueprint import blueprint
         from lightning_diloco.hf.recipe import parse
-        from lightning_diloco.simulate.fixes import cheapest_fix
-        from lightning_diloco.simulate.plan import forecast
+        from lightning_diloco.planner.fixes import cheapest_fix
+        from lightning_diloco.planner.plan import forecast
     drawn = blueprint(parse(path))
     found = forecast(scenario_of(drawn, machines))
     fix = cheapest_fix(found)
@@ -108,9 +108,9 @@ def _machines(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:
     """A recipe on these machines, which are options by name."""
-    from lightning_diloco.simulate.bandwidth import Machines
-    from lightning_diloco.simulate.memory import Training
-    from lightning_diloco.simulate.plan import Scenario
+    from lightning_diloco.planner.bandwidth import Machines
+    from lightning_diloco.planner.memory import Training
+    from lightning_diloco.planner.plan import Scenario
 
     machines = {**_DEFAULTS, **machines}
     wanted = {name: machines[name] for name in _RUN_OPTIONS if name in machines}
@@ -155,7 +155,7 @@ def _batch_per_device(drawn: Blueprint, devices: int) -> int | None:
 
 def _figures(found: Forecast, fix: Fix | None, drawn: Blueprint) -> dict[str, Any]:
     """What `--json` prints; sizes in bytes, times in seconds, rates in bits per second."""
-    from lightning_diloco.simulate import bandwidth
+    from lightning_diloco.planner import bandwidth
 
     scenario, sizes, exchange = found.scenario, found.sizes, found.exchange
     config, fleet = scenario.config, scenario.fleet
@@ -195,7 +195,7 @@ def _figures(found: Forecast, fix: Fix | None, drawn: Blueprint) -> dict[str, An
 
 def _notes(found: Forecast, drawn: Blueprint) -> list[str]:
     """What was assumed."""
-    from lightning_diloco.simulate.bandwidth import LINK_SHARE
+    from lightning_diloco.planner.bandwidth import LINK_SHARE
 
     scenario = found.scenario
     devices = scenario.training.devices

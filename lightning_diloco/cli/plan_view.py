@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_diloco.simulate import bandwidth
-from lightning_diloco.simulate.fixes import Fix
-from lightning_diloco.simulate.memory import Items
-from lightning_diloco.simulate.plan import Forecast, Resource, gib
+from lightning_diloco.planner import bandwidth
+from lightning_diloco.planner.fixes import Fix
+from lightning_diloco.planner.memory import Items
+from lightning_diloco.planner.plan import Forecast, Resource, gib
 
 _TIGHT = 0.8
 

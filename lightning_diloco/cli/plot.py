@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from lightning_diloco.cli.quantities import bits
+from lightning_diloco.cli.text.quantities import bits
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
 

@@ -24,7 +24,7 @@ def add_parser(verbs: Any) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Print what was verified; a difference is an error."""
-    from lightning_diloco.runtime.replay import replay
+    from lightning_diloco.syncer.replay import replay
 
     found = replay(arguments.run_dir)
     if arguments.json:

@@ -32,7 +32,7 @@ def add_parser(verbs: Any) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Replace it, and wait for a syncer that is running to take it."""
-    from lightning_diloco.runtime.rotation import rotate
+    from lightning_diloco.learner.rotation import rotate
     from lightning_diloco.transport.address import read_join_file
 
     join = arguments.run_dir / "join"

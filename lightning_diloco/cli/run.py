@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import page, recipes
-from lightning_diloco.cli.claim import claimed
-from lightning_diloco.cli.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
-from lightning_diloco.cli.spelling import of_recipe, of_script
+from lightning_diloco.cli.local.claim import claimed
+from lightning_diloco.cli.local.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.cli.syncer import NO_WANDB
+from lightning_diloco.cli.text.spelling import of_recipe, of_script
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_diloco.cli.local_run import Tell
+    from lightning_diloco.cli.local.run import Tell
 
 _EXAMPLE = """examples:
   diloco run recipes/tiny/gpt.yaml --local 2 --trainer.max_steps 60
@@ -114,13 +114,13 @@ def call(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, target: Path, run_dir: Path) -> int:
     from rich.console import Console
 
-    from lightning_diloco.cli.display import Screen, summary_view
-    from lightning_diloco.cli.local_run import Plan, execute
+    from lightning_diloco.cli.local.display import Screen, summary_view
+    from lightning_diloco.cli.local.run import Plan, execute
 
     tracking, tell = _tracking(arguments.wandb, target)
     num_learners = arguments.local
     if arguments.origin is not None:
-        from lightning_diloco.runtime.run_snapshot import begin_from
+        from lightning_diloco.syncer.run_snapshot import begin_from
 
         begin_from(arguments.origin, run_dir)
     plan = Plan(

@@ -31,9 +31,9 @@ def add_parser(verbs: Any) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Take it and say what it holds."""
-    from lightning_diloco.cli.feed import asking
-    from lightning_diloco.runtime.checkpoints import CheckpointStore
-    from lightning_diloco.runtime.run_snapshot import take
+    from lightning_diloco.cli.local.feed import asking
+    from lightning_diloco.storage.checkpoint_store import CheckpointStore
+    from lightning_diloco.syncer.run_snapshot import take
     from lightning_diloco.transport.address import read_join_file
 
     run_dir, to = arguments.run_dir.resolve(), arguments.to.resolve()

@@ -47,8 +47,8 @@ def call(arguments: argparse.Namespace) -> int:
     """Print the state or, of a finished run, the summary."""
     from rich.console import Console
 
-    from lightning_diloco.cli.display import status_view, summary_view
-    from lightning_diloco.cli.feed import asking
+    from lightning_diloco.cli.local.display import status_view, summary_view
+    from lightning_diloco.cli.local.feed import asking
 
     console, run_dir = Console(), Path(arguments.target)
     if arguments.serve is not None:
@@ -75,7 +75,7 @@ def call(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace, run_dir: Path) -> int:
     """Serve the live page until Ctrl-C, of a finished run, too."""
-    from lightning_diloco.cli.feed import StatusFeed, asking
+    from lightning_diloco.cli.local.feed import StatusFeed, asking
 
     with page.served(run_dir, arguments.serve, partial(print, flush=True)) as watch:
         if (summary := finished(run_dir)) is not None:

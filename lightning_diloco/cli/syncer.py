@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from lightning_diloco.cli.collector import kept
+from lightning_diloco.cli.local.collector import kept
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
@@ -55,7 +55,7 @@ def add_parser(verbs: Any) -> None:
 def call(arguments: argparse.Namespace) -> int:
     """Serve until the run is finished; returns the exit code."""
     with kept():
-        from lightning_diloco.runtime.syncer import SyncerOptions, serve
+        from lightning_diloco.syncer.process import SyncerOptions, serve
 
     given = vars(arguments)
     options = SyncerOptions(

@@ -2,7 +2,7 @@
 
 1. Lengths are taken per chunk and added up in float64, in the fixed order of the chunks: a float32 norm of 10^8
    elements is 1 % off.
-2. Cosines are for judging only (`runtime/judging.py`); no bit of an anchor depends on them.
+2. Cosines are for judging only (`syncer/judging.py`); no bit of an anchor depends on them.
 
 Shapes: _MC (contributors, chunk), _EM (entries, contributors), _MM (contributors, contributors).
 Source: our choice.

@@ -1,7 +1,7 @@
 """Merge of one round's contributions into one outer gradient.
 
 Each learner m has a share a_m of the fleet's work; the shares sum to 1 if all learners contribute
-(`protocol/shares.py`). Every slice v is merged separately:
+(`protocol/syncer/shares.py`). Every slice v is merged separately:
 
     mean:          sum(a_m v_m)
     RDA:           sum(a_m |v_m|) * phi(u),   u = sum(a_m phi(v_m)) / sum(a_m),   phi(x) = x / |x|,  phi(0) = 0

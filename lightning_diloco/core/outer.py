@@ -69,7 +69,7 @@ def momentum_by_work(mu: float, work: float) -> Momentum:
 
     Args:
         mu: coefficient of a full round, 0 <= mu < 1.
-        work: work in the round, > 0; it is 1 if all learners contribute H inner steps (`protocol/shares.py`).
+        work: work in the round, > 0; it is 1 if all learners contribute H inner steps (`protocol/syncer/shares.py`).
 
     Raises:
         ConfigError: work is not positive.
@@ -124,3 +124,6 @@ def _chunks(x_P: Tensor, block_size: int) -> Iterator[slice]:
     step = chunk_numel(x_P, block_size)
     for start in range(0, x_P.numel(), step):
         yield slice(start, min(start + step, x_P.numel()))
+
+
+CHAIN_LENGTH = 3

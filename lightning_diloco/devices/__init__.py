@@ -30,7 +30,7 @@ def device_for(device: torch.device) -> Callable[..., FragmentDevice[Any, Any]]:
 
         return CudaFragments
     if device.type == "xla":
-        from lightning_diloco.devices.xla_fragments import XlaFragments
+        from lightning_diloco.devices.xla.fragments import XlaFragments
 
         return XlaFragments
     raise ConfigError(f"device {device}: must be of type cpu, cuda or xla; pass Trainer(accelerator=...) accordingly")

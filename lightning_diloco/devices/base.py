@@ -11,7 +11,7 @@
    or counted twice.
 4. Per fragment, `encode` follows `snapshot`, and `land` follows `stage`. No `land` comes between a `snapshot` and the
    end of its `encode`, because the pseudo-gradient is measured against the anchor at the time of the snapshot. The
-   learner state machine (protocol/learner.py) guarantees this order; a device may rely on it.
+   learner state machine (protocol/learner/machine.py) guarantees this order; a device may rely on it.
 5. An anchor is one padded flat float32 vector per fragment (`core.fragments.FragmentLayout`). It is the published start
    value plus the published updates, added in float32, and therefore bit-identical on every device.
 """

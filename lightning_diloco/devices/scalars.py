@@ -12,7 +12,7 @@ def to_be_read(number: Tensor) -> Callable[[], float]:
     """Start the copy of a scalar to the host; never waits. Training thread.
 
     Args:
-        number: tensor of one element. On XLA, a sync must already have materialized it (rule 2 of xla.py).
+        number: tensor of one element. On XLA, a sync must already have materialized it (rule 2 of devices/xla/ops.py).
 
     Returns:
         A function, callable from any thread, that waits for the value and returns it.

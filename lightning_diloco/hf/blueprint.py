@@ -25,7 +25,7 @@ from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.causal_lm import CausalLM
 from lightning_diloco.hf.recipe import class_of
 from lightning_diloco.strategy.decoupled import _final_class
-from lightning_diloco.strategy.model import embedding_names, trainable_parameters
+from lightning_diloco.strategy.trainer.parameters import embedding_names, trainable_parameters
 
 _RUN_OPTIONS = tuple(field.name for field in dataclasses.fields(RunConfig))
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64, "64": torch.float64}

@@ -34,7 +34,7 @@ from transformers import (
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf import adapters
 from lightning_diloco.hf.hub import fetched
-from lightning_diloco.strategy.schedules import FleetTokenLR, warmup_cosine
+from lightning_diloco.strategy.trainer.lr_schedules import FleetTokenLR, warmup_cosine
 
 Schedule = Literal["cosine", "constant"]
 Batch = dict[str, Tensor]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_diloco.protocol.ranges import Catalogue, Lease
+from lightning_diloco.protocol.data_ranges import Catalogue, Lease
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_diloco.hf.corpus import TEXT, Corpus
 from lightning_diloco.hf.packing import HeldOut, pack
-from lightning_diloco.protocol.ranges import Catalogue, Lease
+from lightning_diloco.protocol.data_ranges import Catalogue, Lease
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lightning_diloco.runtime.report import EVAL_LOSS, LOSS, STALL
+from lightning_diloco.protocol.metric_names import EVAL_LOSS, LOSS, STALL
 
 Status = Mapping[str, Any]
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.live.history import Curves, Events
-from lightning_diloco.runtime.progress import EVENT as PROGRESS
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.transport.base import Json
 
 _SILENT = "the syncer does not answer"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.tape import read_tape
 
 Points = list[tuple[float, float]]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.messages import FromLearner, FromSyncer, Ready
-from lightning_diloco.protocol.records import CommitRecord, encode
+from lightning_diloco.protocol.syncer.records import CommitRecord, encode
 
 # ------------------------------------------------------------------------------------------------------- by a learner
 
@@ -131,7 +131,7 @@ class Merge:
     """Compute the outer gradient of these payloads; answer with `Merged`.
 
     Args:
-        shares: of each contribution in the work of the fleet (`shares.py`).
+        shares: of each contribution in the work of the fleet (`protocol/syncer/shares.py`).
         on_trial: contributions of learners in quarantine, which are only compared with the others.
     """
 

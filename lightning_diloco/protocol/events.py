@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_diloco.protocol.data_ranges import Piece
 from lightning_diloco.protocol.messages import FromLearner, FromSyncer, Mark, Ready, Reason
-from lightning_diloco.protocol.ranges import Piece
 
 # ------------------------------------------------------------------------------------------------------- to a learner
 

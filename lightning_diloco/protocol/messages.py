@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_diloco.errors import CorruptMessageError
-from lightning_diloco.protocol import codec, plausible
+from lightning_diloco.protocol import codec, limits
 from lightning_diloco.protocol.codec import Json
-from lightning_diloco.protocol.ranges import Catalogue, Lease, Span
+from lightning_diloco.protocol.data_ranges import Catalogue, Lease, Span
 
 Scalar = str | int | float | bool | None
 Unmerged = Literal["refused", "quarantined", "superseded"]
@@ -27,7 +27,7 @@ Reason = Literal["finished", "preempted", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What one party holds of one fragment, with the proof that it was published (`proofs.py`)."""
+    """What one party holds of one fragment, with the proof that it was published (`protocol/syncer/proofs.py`)."""
 
     generation: int
     version: int
@@ -274,7 +274,7 @@ class RunIs:
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """You take part, of which this is the proof (`proofs.py`); step on."""
+    """You take part, of which this is the proof (`protocol/syncer/proofs.py`); step on."""
 
     announcements: tuple[Announce, ...]
     run: RunIs = RunIs(0)
@@ -375,6 +375,21 @@ def decode(values: object, allowed: object) -> FromLearner | FromSyncer:
             f"{', '.join(k.__name__ for k in typing.get_args(allowed))}; check that both sides run the same version"
         )
     message: object = codec.load(kind, fields)
-    if problem := plausible.objection(message):
+    if problem := limits.objection(message):
         raise CorruptMessageError(f"{kind.__name__}: {problem}; nothing was used; do both sides run the same version?")
     return typing.cast("FromLearner | FromSyncer", message)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a learner hears of the run with every answer of the syncer.
+
+    Args:
+        num_learners: that take part now.
+        fleet_tokens: seen by all learners so far; the x-axis of every curve.
+        cosine: between this learner's last merged contribution and the outer gradient it became part of.
+    """
+
+    num_learners: int | None = None
+    fleet_tokens: float | None = None
+    cosine: float | None = None

@@ -7,7 +7,7 @@ other, and a Trainer takes a strategy of its own package only. So `lightning_dil
 1. `Trainer(strategy="decoupled_diloco")` finds the one that fits by itself. `lightning_diloco.DecoupledDiLoCoStrategy`
    is that of pytorch_lightning where `lightning.pytorch` is not imported; where both are,
    `lightning_diloco.pytorch_lightning.DecoupledDiLoCoStrategy` says which one is meant.
-2. What lies below the strategy (runtime, protocol, ...) knows neither package and is shared: learners of both kinds
+2. What lies below the strategy (learner, protocol, ...) knows neither package and is shared: learners of both kinds
    can take part in one run. Modules and data of `lightning_diloco.hf`, and recipes, are for `lightning`.
 3. Nothing is compiled before it is asked for, and nothing is written to disk.
 
@@ -32,7 +32,7 @@ _OTHER_NAMES = {
 _MIRRORED = re.compile(rf"{re.escape(__name__)}\.((?:strategy|tracking)(?:\.\w+)*)")
 MADE_IN = {
     "DecoupledDiLoCoStrategy": "strategy.decoupled",
-    "FleetTokenLR": "strategy.schedules",
+    "FleetTokenLR": "strategy.trainer.lr_schedules",
     "load_anchor": "strategy.anchor",
 }
 __all__ = ["DecoupledDiLoCoStrategy", "FleetTokenLR", "load_anchor"]

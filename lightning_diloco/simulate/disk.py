@@ -11,8 +11,10 @@ import json
 import zlib
 from dataclasses import dataclass, field
 
-from lightning_diloco.protocol import SyncerState, codec, records
+from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.syncer import records
+from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate.process import Update
 
 MAX_CHAIN = 3

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from lightning_diloco.protocol import records
-from lightning_diloco.protocol.ranges import Lease
+from lightning_diloco.protocol.data_ranges import Lease
+from lightning_diloco.protocol.syncer import records
 from lightning_diloco.simulate.reading import Data, Sample
 
 if TYPE_CHECKING:

@@ -17,9 +17,11 @@ from functools import partial
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.core.schedule import fragment_due
-from lightning_diloco.protocol import LearnerState, SyncerState, messages
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
+from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.learner.machine import LearnerState
+from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate.crashes import CrashPoints, Killed
 from lightning_diloco.simulate.disk import Disk
 from lightning_diloco.simulate.invariants import Invariants

@@ -18,8 +18,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn
 
-from lightning_diloco.protocol import SyncerState, records
-from lightning_diloco.protocol.ranges import Holding, Span
+from lightning_diloco.protocol.data_ranges import Holding, Span
+from lightning_diloco.protocol.syncer import records
+from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate import exactly_once
 from lightning_diloco.simulate.process import SimulatedLearner
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_diloco.protocol import LearnerState
-from lightning_diloco.protocol.ranges import Piece
+from lightning_diloco.protocol.data_ranges import Piece
+from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.simulate.reading import Reader
 from lightning_diloco.simulate.settings import Pace
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_diloco.protocol.lessee import Lessee
-from lightning_diloco.protocol.ranges import Catalogue, Lease, Piece
+from lightning_diloco.protocol.data_ranges import Catalogue, Lease, Piece
+from lightning_diloco.protocol.learner.leases import Lessee
 
 Sample = tuple[int, int, int]
 """(epoch, source, number within the source)"""

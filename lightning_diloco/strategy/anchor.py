@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from lightning_diloco.core.fragments import scatter
 from lightning_diloco.errors import ConfigError, PlanMismatchError, StorageError
-from lightning_diloco.protocol import SyncerState
-from lightning_diloco.runtime.anchors import AnchorStore
-from lightning_diloco.runtime.durable import Durable
-from lightning_diloco.runtime.manifest import check_model, plan_of
-from lightning_diloco.strategy.model import describe, named_values, trainable_parameters
-from lightning_diloco.strategy.own_state import copies_of_trained
+from lightning_diloco.manifest import check_model, plan_of
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.strategy.recovery.own_state import copies_of_trained
+from lightning_diloco.strategy.trainer.parameters import describe, named_values, trainable_parameters
+from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.store import Durable
 from lightning_diloco.transport.base import Json
 
 

@@ -25,7 +25,7 @@ from lightning_diloco.strategy.hooks import DiLoCoHooks
 from lightning_diloco.strategy.inner import become, check_devices
 from lightning_diloco.strategy.inner import problems as inner_problems
 from lightning_diloco.strategy.options import resolve
-from lightning_diloco.strategy.paths import OwnPathsFirst
+from lightning_diloco.strategy.trainer.paths import OwnPathsFirst
 
 
 class DecoupledDiLoCoStrategy(DiLoCoHooks):
@@ -193,7 +193,7 @@ def _final_class(devices: list[torch.device], num_nodes: int) -> type[DecoupledD
             "process per device, each a learner of its own"
         )
     if isinstance(final, str):
-        from lightning_diloco.strategy import ddp, xla
+        from lightning_diloco.strategy.backends import ddp, xla
 
         final = getattr(xla if types == ["xla"] else ddp, final)
         assert isinstance(final, type)

@@ -5,18 +5,18 @@
    validate, test, predict and fast_dev_run start none; nor do the trial fits of a tuner, which call the fit loop.
 2. An inner step ends after `optimizer_step`, once per real step. With manual optimization it ends after a
    `training_step` in which any optimizer stepped: before, gradients may still be computed with the parameters. Steps
-   that do not pass through Lightning count, too (raw_steps.py).
+   that do not pass through Lightning count, too (strategy/trainer/raw_steps.py).
 3. We change parameters only at the end of an inner step, around validation, and when the run is left: as soon as it is
    known that no step follows, before the last validation and the last checkpoints, and in any case before the
-   callbacks' `on_train_end` (last_step.py). From there on the module is an ordinary one.
+   callbacks' `on_train_end` (strategy/trainer/last_step.py). From there on the module is an ordinary one.
 4. What is snapshotted at the end of an inner step may be copied while the next forward and backward compute. It is
    settled when these are done, before gradients are clipped and any optimizer changes parameters; also before
    validation. Who changes parameters elsewhere (clamping at a batch's start or end, `max_norm` of an embedding, an
    optimizer that steps within the backward) may have some values sent as they were before, and some as they became.
    Both are right: what is sent counts, and the rest stays progress, for the next time.
-5. Validation and the end of training begin before any callback's hook (outermost.py), validation ends after all.
-6. What is in Lightning's checkpoints is decided in checkpoints.py, which data this learner reads in splitting.py and
-   leasing.py.
+5. Validation and the end of training begin before any callback's hook (strategy/trainer/outermost.py), validation ends after all.
+6. What is in Lightning's checkpoints is decided in strategy/trainer/lightning_checkpoints.py, which data this learner reads in strategy/data/hooks.py and
+   strategy/data/leasing.py.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices import device_for
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import DiLoCoError, RunOverError
-from lightning_diloco.runtime.checkpoints import CheckpointStore
-from lightning_diloco.runtime.model import ModelDescription
-from lightning_diloco.strategy.checkpoints import AnchorInCheckpoints
-from lightning_diloco.strategy.copies import ParameterCopies
-from lightning_diloco.strategy.data import fork_random_state
-from lightning_diloco.strategy.healing import Healing, Owner
+from lightning_diloco.manifest import ModelDescription
+from lightning_diloco.storage.checkpoint_store import CheckpointStore
+from lightning_diloco.strategy.data.hooks import SplitsData, wants_link
+from lightning_diloco.strategy.data.split import fork_random_state
+from lightning_diloco.strategy.data.token_counter import TokenCounter, TokenCountFn, check_training_step
 from lightning_diloco.strategy.identity import check_first_fit, given_join, learner_id, note_last_step
-from lightning_diloco.strategy.last_step import LastStep
-from lightning_diloco.strategy.losses import (
+from lightning_diloco.strategy.recovery.checkpointer import Healing, Owner
+from lightning_diloco.strategy.recovery.own_state import OwnState, copies_of_trained, follow
+from lightning_diloco.strategy.trainer.last_step import LastStep
+from lightning_diloco.strategy.trainer.lightning_checkpoints import AnchorInCheckpoints
+from lightning_diloco.strategy.trainer.losses import (
     NOT_DRAINED,
     NOT_VALIDATED,
     Verdict,
@@ -56,24 +58,22 @@ from lightning_diloco.strategy.losses import (
     validate_final,
     verdict,
 )
-from lightning_diloco.strategy.model import aliases, describe, named_parameters, trainable_parameters
-from lightning_diloco.strategy.outermost import Outermost
-from lightning_diloco.strategy.own_state import OwnState, copies_of_trained, follow
-from lightning_diloco.strategy.paths import checkpoint_url, mark_finished, run_root, separate_paths
-from lightning_diloco.strategy.preemption import EXIT_CODE, Preemption
-from lightning_diloco.strategy.progress import ProgressFields
-from lightning_diloco.strategy.raw_steps import RawSteps
-from lightning_diloco.strategy.schedules import hold_schedules, refresh_schedules
-from lightning_diloco.strategy.splitting import SplitsData, wants_link
-from lightning_diloco.strategy.stopping import Stopping
-from lightning_diloco.strategy.tokens import TokenCounter, TokenCountFn, check_training_step
-from lightning_diloco.strategy.unfreezing import check_frozen, may_be_unfrozen
+from lightning_diloco.strategy.trainer.lr_schedules import hold_schedules, refresh_schedules
+from lightning_diloco.strategy.trainer.optimizer_copies import ParameterCopies
+from lightning_diloco.strategy.trainer.outermost import Outermost
+from lightning_diloco.strategy.trainer.parameters import aliases, describe, named_parameters, trainable_parameters
+from lightning_diloco.strategy.trainer.paths import checkpoint_url, mark_finished, run_root, separate_paths
+from lightning_diloco.strategy.trainer.preemption import EXIT_CODE, Preemption
+from lightning_diloco.strategy.trainer.progress_bar import ProgressFields
+from lightning_diloco.strategy.trainer.raw_steps import RawSteps
+from lightning_diloco.strategy.trainer.stopping import Stopping
+from lightning_diloco.strategy.trainer.unfreezing import check_frozen, may_be_unfrozen
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_diloco.runtime.link import Link
-    from lightning_diloco.runtime.standing import Standing
+    from lightning_diloco.learner.link import Link
+    from lightning_diloco.learner.status import Standing
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         return Healing(self._trainer, owner, store, every_steps=self._learner.checkpoint_every)
 
     def _make_link(self) -> Link:
-        from lightning_diloco.runtime.link import Link  # the wire and its libraries, needed only here
+        from lightning_diloco.learner.link import Link  # the wire and its libraries, needed only here
 
         return Link(self._run_options, self._learner, self._run_root)
 

@@ -1,7 +1,7 @@
 """Which learner this process is.
 
 1. `learner=` wins over DILOCO_LEARNER. Who joins a run without either is `<host>-<slot>`
-   (`runtime/naming.py`), so that one started again is the same learner.
+   (`learner/name.py`), so that one started again is the same learner.
 2. A process trains in a run that others have started once: the run is one fit, of one model. A second fit of the
    script would train another model in it, or find it over.
 3. Who starts a run of its own shares no path with anybody, and needs no name yet: the link gives it one.
@@ -13,7 +13,7 @@ import os
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.errors import JoinError
-from lightning_diloco.runtime.naming import own_name
+from lightning_diloco.learner.name import own_name
 from lightning_diloco.transport.address import JoinAddress
 
 _done: set[str] = set()  # runs in which a fit of this process has made its last step

@@ -51,7 +51,7 @@ def problems(inner: object) -> list[str]:
         if getattr(inner, attribute, None) is not None
     ]
     if isinstance(inner, FSDPStrategy):
-        from lightning_diloco.strategy import fsdp
+        from lightning_diloco.strategy.backends import fsdp
 
         found += fsdp.problems(inner)
     return found
@@ -101,6 +101,6 @@ def check_devices(inner: DecoupledDiLoCoStrategy, devices: list[torch.device], n
             "would have to be sharded, too; leave align out, or use inner=DDPStrategy()"
         )
     if isinstance(inner, ModelParallelStrategy):
-        from lightning_diloco.strategy.model_parallel import check_mesh
+        from lightning_diloco.strategy.backends.model_parallel import check_mesh
 
         check_mesh(inner, len(devices), num_nodes)

@@ -41,7 +41,9 @@ def _add_strategy(strategies: ModuleType, package: str = "lightning_diloco") -> 
 
 def _add_accelerator(accelerators: ModuleType) -> None:
     if ACCELERATOR not in accelerators.AcceleratorRegistry:
-        from lightning_diloco.strategy.xla_accelerator import PjrtAccelerator  # the registry wants the class itself
+        from lightning_diloco.strategy.backends.xla_accelerator import (
+            PjrtAccelerator,  # the registry wants the class itself
+        )
 
         accelerators.AcceleratorRegistry.register(ACCELERATOR, PjrtAccelerator, description="PJRT devices")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lightning_diloco.runtime.progress import EVENT as PROGRESS
+from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.tracking.session import AXIS, Session
 from lightning_diloco.transport.address import read_join_file
 

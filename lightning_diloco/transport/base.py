@@ -78,3 +78,6 @@ class Handler(Protocol):
     def on_get(self, header: Json) -> Bulk: ...
 
     def on_status(self) -> Json: ...
+
+
+RESET: Json = {"kind": "Reset"}

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.quantize import encode
+from lightning_diloco.manifest import plan_of
 from lightning_diloco.protocol import messages
-from lightning_diloco.runtime.anchors import bytes_of
-from lightning_diloco.runtime.manifest import plan_of
 from lightning_diloco.transport.base import Bulk, Connection
 from tests.fuzz.target import Peer, message_fields
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_diloco.runtime.replay import replay
+from lightning_diloco.syncer.replay import replay
 from tests.attacks import contributions
 from tests.attacks.contributions import ATTACKS, Contributor
-from tests.runtime.fleet import Fleet, assert_exact
+from tests.learner.fleet import Fleet, assert_exact
 
 
 @pytest.fixture

@@ -14,17 +14,18 @@ import yaml
 from lightning_diloco.cli import run as cli_run
 from lightning_diloco.cli.fitting import Fit
 from lightning_diloco.cli.main import main
-from lightning_diloco.cli.printable import printable
+from lightning_diloco.cli.text.printable import printable
 from lightning_diloco.errors import StorageError
-from lightning_diloco.protocol import SyncerState, codec
-from lightning_diloco.runtime.board import Board
-from lightning_diloco.runtime.bulk import BulkDesk
-from lightning_diloco.runtime.files import AppendFile, write_file, write_whole
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.storage.files import AppendFile, write_file, write_whole
+from lightning_diloco.syncer.payloads import BulkDesk
+from lightning_diloco.syncer.status.publisher import Board
 from lightning_diloco.transport.address import new_token
 from lightning_diloco.transport.frames import dumps
 from tests.attacks.files import ESCAPES, plant_link, speak_in_control_characters
+from tests.cli.local.test_fleet import Harness
 from tests.cli.test_fit import RECIPE
-from tests.cli.test_fleet import Harness
 from tests.fuzz.target import Target
 
 PRECIOUS = "what is there stays"

@@ -11,17 +11,18 @@ import psutil
 import pytest
 
 from lightning_diloco.errors import TransportError
-from lightning_diloco.protocol import SyncerState, events, messages
-from lightning_diloco.runtime import inbox, service
-from lightning_diloco.runtime.durable import Durable
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.protocol import events, messages
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.syncer import inbox, service
+from lightning_diloco.syncer.store import Durable
 from tests.attacks.liveness import StuckDisk, freeze
 from tests.e2e.conftest import Processes
 from tests.e2e.conftest import until as eventually
 from tests.e2e.test_processes import embedded_syncers
 from tests.fuzz.target import Target
+from tests.learner.fleet import until
 from tests.protocol.harness import Syncer
-from tests.runtime.fleet import until
 
 LEASE_S = SyncerState(run="any").config.lease_s
 

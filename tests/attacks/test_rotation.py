@@ -10,15 +10,15 @@ import pytest
 
 from lightning_diloco.cli.main import main
 from lightning_diloco.errors import AuthError, ConfigError, RemoteError, TransportError
-from lightning_diloco.runtime.doorway import Doorway
-from lightning_diloco.runtime.front import Front
-from lightning_diloco.runtime.rotation import Followed, rotate
+from lightning_diloco.learner.rotation import Followed, rotate
+from lightning_diloco.syncer.front import Front
+from lightning_diloco.syncer.restoring import Doorway
 from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
 from lightning_diloco.transport.flight import FlightConnection
 from tests.e2e.conftest import HERE, Processes
 from tests.e2e.conftest import until as eventually
 from tests.fuzz.target import Target
-from tests.runtime.fleet import until
+from tests.learner.fleet import until
 
 OLD = JoinAddress("127.0.0.1", 1, "run", "old-token", "0" * 64)
 

@@ -17,8 +17,8 @@ import pytest
 import lightning_diloco
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import messages
-from lightning_diloco.runtime import outbox, quota
-from lightning_diloco.runtime.syncer import SyncerOptions, SyncerService
+from lightning_diloco.syncer import outbox, quota
+from lightning_diloco.syncer.process import SyncerOptions, SyncerService
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.doorkeeper import Doorkeeper
 from lightning_diloco.transport.flight import FlightConnection, FlightServer

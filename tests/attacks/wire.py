@@ -13,10 +13,10 @@ import torch
 from pyarrow import flight
 
 from lightning_diloco.config import PROTOCOL_VERSION
+from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.manifest import make_manifest
 from lightning_diloco.protocol import messages
-from lightning_diloco.runtime.anchors import bytes_of
-from lightning_diloco.runtime.manifest import make_manifest
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk
 from lightning_diloco.transport.frames import SCHEMA, Envelope

@@ -184,9 +184,9 @@ def outcome(
 @contextlib.contextmanager
 def _unguarded() -> Iterator[None]:
     with (
-        mock.patch("lightning_diloco.protocol.shares.MAX_RATE", float("inf")),
-        mock.patch("lightning_diloco.protocol.shares.MAD", float("inf")),
-        mock.patch("lightning_diloco.protocol.claims.MAX_TOKENS", float("inf")),
+        mock.patch("lightning_diloco.protocol.syncer.shares.MAX_RATE", float("inf")),
+        mock.patch("lightning_diloco.protocol.syncer.shares.MAD", float("inf")),
+        mock.patch("lightning_diloco.protocol.syncer.claims.MAX_TOKENS", float("inf")),
     ):
         yield
 

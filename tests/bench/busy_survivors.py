@@ -32,13 +32,14 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_diloco.cli import chaos_story, step_clock
 from lightning_diloco.cli import run as cli_run
-from lightning_diloco.cli.display import Screen
-from lightning_diloco.cli.feed import Status
-from lightning_diloco.cli.fleet import Command, Fleet
-from lightning_diloco.cli.interruption import Interruption
-from lightning_diloco.cli.local_run import Plan, execute
+from lightning_diloco.cli.faults import step_log as step_clock
+from lightning_diloco.cli.faults import story as chaos_story
+from lightning_diloco.cli.local.display import Screen
+from lightning_diloco.cli.local.feed import Status
+from lightning_diloco.cli.local.fleet import Command, Fleet
+from lightning_diloco.cli.local.interruption import Interruption
+from lightning_diloco.cli.local.run import Plan, execute
 from tests.bench import report, timed_recipe
 from tests.bench.tiny import RECIPE
 
@@ -56,7 +57,7 @@ SHORT_LEASE_S = 2.0  # of the control: else who was killed is back before anybod
 OVERRIDES = (
     "--trainer.max_steps=1000000",
     "--trainer.limit_val_batches=0",
-    "--trainer.callbacks+=lightning_diloco.cli.step_clock.StepClock",
+    "--trainer.callbacks+=lightning_diloco.cli.faults.step_log.StepClock",
     "--trainer.callbacks+=tests.bench.idle_learner.EndWith",  # its path follows
 )
 

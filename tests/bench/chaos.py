@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_diloco.cli import chaos_story
-from lightning_diloco.cli.fault_schedule import KINDS
+from lightning_diloco.cli.faults import story as chaos_story
+from lightning_diloco.cli.faults.schedule import KINDS
 from lightning_diloco.cli.main import main as diloco
 from tests.bench import report
 

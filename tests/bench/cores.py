@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from lightning_diloco.devices import xla
+from lightning_diloco.devices.xla import ops as xla
 
 
 class Cores:

@@ -24,12 +24,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_diloco.cli import chaos_report, chaos_story
+from lightning_diloco.cli.faults import report as chaos_report
+from lightning_diloco.cli.faults import story as chaos_story
 from lightning_diloco.cli.main import main as diloco
 from lightning_diloco.cli.plan import scenario_of
 from lightning_diloco.hf.blueprint import blueprint
 from lightning_diloco.hf.recipe import parse
-from lightning_diloco.simulate.plan import forecast
+from lightning_diloco.planner.plan import forecast
 from tests.bench import report
 from tests.bench.tiny import RECIPE
 

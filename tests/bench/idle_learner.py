@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_diloco import DecoupledDiLoCoStrategy
-from lightning_diloco.cli.step_clock import StepClock
+from lightning_diloco.cli.faults.step_log import StepClock
 from tests.bench.sleeper import Sleeping
 
 WIDTH = 64

@@ -26,10 +26,10 @@ from typing import Any
 from lightning_diloco.config import RunConfig
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
-from lightning_diloco.runtime.inbox import TICK_S
-from lightning_diloco.runtime.service import SyncerOptions, SyncerService
 from lightning_diloco.simulate.fleet import Fleet, Network, Pace
 from lightning_diloco.simulate.reading import Data
+from lightning_diloco.syncer.inbox import TICK_S
+from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from tests.bench import report
 
 NUM_FRAGMENTS = 96

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.protocol.shares import shares_of_work
+from lightning_diloco.protocol.syncer.shares import shares_of_work
 from lightning_diloco.simulate.fleet import Pace
 from tests.bench import report
 from tests.bench.tasks import BATCH, TASKS, Task
@@ -112,7 +112,7 @@ def anchor_loss(task: Task, arm: Arm, *, learners: int, steps: int, **options: A
         latency_s=arm.latency_steps,
     )
     shares = _of_the_round if arm.normalized else shares_of_work
-    with mock.patch("lightning_diloco.protocol.rounds.shares_of_work", shares):
+    with mock.patch("lightning_diloco.protocol.syncer.rounds.shares_of_work", shares):
         fleet.run_to_the_end(limit_s=3.0 * steps + 500)
     errors = [learner.error for learner in fleet.learners.values() if learner.error]
     assert not errors, errors

@@ -24,15 +24,15 @@ from typing import Any
 from rich.console import Console
 
 from lightning_diloco.cli import run as cli_run
-from lightning_diloco.cli.display import Screen
-from lightning_diloco.cli.feed import Status
-from lightning_diloco.cli.fleet import Fleet
-from lightning_diloco.cli.interruption import Interruption
-from lightning_diloco.cli.local_run import Plan, execute
+from lightning_diloco.cli.local.display import Screen
+from lightning_diloco.cli.local.feed import Status
+from lightning_diloco.cli.local.fleet import Fleet
+from lightning_diloco.cli.local.interruption import Interruption
+from lightning_diloco.cli.local.run import Plan, execute
 from lightning_diloco.cli.plan import scenario_of
 from lightning_diloco.hf.blueprint import blueprint
 from lightning_diloco.hf.recipe import parse
-from lightning_diloco.simulate.plan import Forecast, forecast
+from lightning_diloco.planner.plan import Forecast, forecast
 from tests.bench import report
 from tests.bench.tiny import RECIPE
 from tests.resident import resident_at_most, resident_now

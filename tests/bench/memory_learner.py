@@ -18,7 +18,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_diloco.cli import fit, fitting
-from lightning_diloco.runtime import link  # noqa: F401
 from tests.resident import forget_peak, resident_now
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_diloco.runtime.threads import yield_cores
+from lightning_diloco.process.threads import yield_cores
 from lightning_diloco.transport.address import JoinAddress, read_join_file, split_host_port
 from lightning_diloco.transport.faults import FaultProxy
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_diloco import DecoupledDiLoCoStrategy
-from lightning_diloco.cli.step_clock import StepClock
+from lightning_diloco.cli.faults.step_log import StepClock
 from tests.bench.landing_clock import LandingClock
 from tests.bench.sleeper import Sleeping
 

@@ -31,13 +31,13 @@ from typing import Any
 from rich.console import Console
 
 from lightning_diloco.cli import run as cli_run
-from lightning_diloco.cli.display import Screen
-from lightning_diloco.cli.feed import Status
-from lightning_diloco.cli.fleet import Fleet
-from lightning_diloco.cli.interruption import Interruption
-from lightning_diloco.cli.local_run import Plan, execute
+from lightning_diloco.cli.local.display import Screen
+from lightning_diloco.cli.local.feed import Status
+from lightning_diloco.cli.local.fleet import Fleet
+from lightning_diloco.cli.local.interruption import Interruption
+from lightning_diloco.cli.local.run import Plan, execute
 from lightning_diloco.errors import StorageError
-from lightning_diloco.runtime.replay import replay
+from lightning_diloco.syncer.replay import replay
 from tests.bench import report
 
 ROOT = Path(__file__).parents[2]

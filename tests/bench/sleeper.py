@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 
 import lightning_diloco  # noqa: F401  makes "decoupled_diloco" known to the Trainer
 from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.learner import link
+from lightning_diloco.learner.exchange import Freight
 from lightning_diloco.protocol import messages
-from lightning_diloco.runtime import link
-from lightning_diloco.runtime.freight import Freight
 from tests.bench.processes import MEASURED, STEPPING
 
 

@@ -34,11 +34,11 @@ import numpy as np
 from rich.console import Console
 
 from lightning_diloco.cli import run as cli_run
-from lightning_diloco.cli.display import Screen
-from lightning_diloco.cli.feed import Status
-from lightning_diloco.cli.fleet import Fleet
-from lightning_diloco.cli.interruption import Interruption
-from lightning_diloco.cli.local_run import Plan, execute
+from lightning_diloco.cli.local.display import Screen
+from lightning_diloco.cli.local.feed import Status
+from lightning_diloco.cli.local.fleet import Fleet
+from lightning_diloco.cli.local.interruption import Interruption
+from lightning_diloco.cli.local.run import Plan, execute
 from tests.bench import report
 
 SAMPLE_S = 2.0

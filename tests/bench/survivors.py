@@ -24,13 +24,13 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_diloco.cli import chaos_story
 from lightning_diloco.cli import run as cli_run
-from lightning_diloco.cli.display import Screen
-from lightning_diloco.cli.fault_schedule import KINDS, draw
-from lightning_diloco.cli.interruption import Interruption
-from lightning_diloco.cli.local_run import Plan, execute
-from lightning_diloco.cli.meddler import Meddler
+from lightning_diloco.cli.faults import story as chaos_story
+from lightning_diloco.cli.faults.injector import Meddler
+from lightning_diloco.cli.faults.schedule import KINDS, draw
+from lightning_diloco.cli.local.display import Screen
+from lightning_diloco.cli.local.interruption import Interruption
+from lightning_diloco.cli.local.run import Plan, execute
 from tests.bench import report
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.protocol.conduct import Conduct
 from lightning_diloco.protocol.events import Verdict
-from lightning_diloco.protocol.roster import Member
+from lightning_diloco.protocol.syncer.conduct import Conduct
+from lightning_diloco.protocol.syncer.roster import Member
 from tests.bench import (
     broken_learner,
     busy_survivors,

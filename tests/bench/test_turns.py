@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_diloco.cli.step_clock import read_steps
+from lightning_diloco.cli.faults.step_log import read_steps
 from tests.alive import is_running
 from tests.bench import turns
 

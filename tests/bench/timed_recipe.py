@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli import fit
-from lightning_diloco.cli.step_clock import read_steps
-from lightning_diloco.runtime import link
-from lightning_diloco.runtime.leased import LeaseDesk
-from lightning_diloco.strategy.healing import Healing
+from lightning_diloco.cli.faults.step_log import read_steps
+from lightning_diloco.learner import link
+from lightning_diloco.learner.lease_client import LeaseDesk
 from lightning_diloco.strategy.hooks import DiLoCoHooks
+from lightning_diloco.strategy.recovery.checkpointer import Healing
 
 PATTERN = "hooks-*.f64"
 CALLS: tuple[tuple[type, str], ...] = (

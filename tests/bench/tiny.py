@@ -21,7 +21,7 @@ import yaml
 from torch import Tensor
 
 from lightning_diloco.hf import CausalLM, TextData
-from lightning_diloco.strategy.data import split
+from lightning_diloco.strategy.data.split import split
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "gpt.yaml"
 Batch = dict[str, Tensor]

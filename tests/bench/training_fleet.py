@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.buffers import tensor_of
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.merge import MergeReport
 from lightning_diloco.core.quantize import scaled
@@ -25,11 +26,11 @@ from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages
-from lightning_diloco.runtime.anchors import AnchorStore, tensor_of
-from lightning_diloco.runtime.judging import Judge, Judgement
-from lightning_diloco.runtime.usual_norms import UsualNorms
 from lightning_diloco.simulate.fleet import Fleet, Network, Pace, SimulatedLearner
-from lightning_diloco.strategy.model import describe, trainable_parameters
+from lightning_diloco.strategy.trainer.parameters import describe, trainable_parameters
+from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.judging import Judge, Judgement
+from lightning_diloco.syncer.norm_guard import UsualNorms
 
 
 @dataclass(slots=True)
@@ -197,7 +198,7 @@ class TrainingFleet(Fleet):
         super()._do_for_syncer(action)
 
     def _merge(self, action: do.Merge) -> on.Merged:
-        """As `runtime/merging.py` does it."""
+        """As `syncer/merge_worker.py` does it."""
         p, members = action.fragment, action.contributions
         payloads = [self._crews[c.session].sent[p, c.ready.seq] for c in (*members, *action.on_trial)]
         measured = self.store.measure(p, payloads)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from lightning_diloco.cli import step_clock
+from lightning_diloco.cli.faults import step_log as step_clock
 from tests.alive import is_running
 from tests.bench import landing_clock
 

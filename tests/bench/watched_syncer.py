@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli.main import main as diloco
-from lightning_diloco.protocol import SyncerState, codec
-from lightning_diloco.protocol.ledger import Account
-from lightning_diloco.runtime import durable as durable_module
-from lightning_diloco.runtime import syncer as syncer_module
-from lightning_diloco.runtime.anchors import Anchor, AnchorStore, bytes_of
-from lightning_diloco.runtime.durable import Durable
-from lightning_diloco.runtime.outbox import Outbox
+from lightning_diloco.core.buffers import bytes_of
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.syncer.ledger import Account
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.syncer import process as syncer_module
+from lightning_diloco.syncer import store as durable_module
+from lightning_diloco.syncer.anchors import Anchor, AnchorStore
+from lightning_diloco.syncer.outbox import Outbox
+from lightning_diloco.syncer.store import Durable
 
 POINTS = (
     *("append:before", "append:after_header", "append:after_payload", "sync:before", "sync:after"),

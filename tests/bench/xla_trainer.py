@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_diloco import DecoupledDiLoCoStrategy
-from lightning_diloco.cli.step_clock import StepClock
-from lightning_diloco.devices import xla
+from lightning_diloco.cli.faults.step_log import StepClock
+from lightning_diloco.devices.xla import ops as xla
 from tests.bench.cores import Cores
 from tests.bench.idle_learner import EndWith
 from tests.bench.landing_clock import LandingClock

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_diloco.cli.fault_schedule import KINDS
+from lightning_diloco.cli.faults.schedule import KINDS
 from lightning_diloco.cli.main import main
 
 FAULTS = ["--faults-per-hour", "360", "--seed", "54", "--duration", "200s"]  # 20 s of it until the first step

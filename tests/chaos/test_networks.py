@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.transport.faults import FaultProxy
 from tests.e2e.conftest import Processes, processes, until  # noqa: F401  a fixture
 from tests.e2e.learner import TOKENS

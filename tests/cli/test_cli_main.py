@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 from lightning_diloco import __version__
-from lightning_diloco.cli import local_run, recipes
-from lightning_diloco.cli.display import Screen
-from lightning_diloco.cli.interruption import Interruption
-from lightning_diloco.cli.local_run import Ended, Plan
+from lightning_diloco.cli import recipes
+from lightning_diloco.cli.local import run as local_run
+from lightning_diloco.cli.local.display import Screen
+from lightning_diloco.cli.local.interruption import Interruption
+from lightning_diloco.cli.local.run import Ended, Plan
 from lightning_diloco.cli.main import main
 from lightning_diloco.cli.run import split
-from lightning_diloco.cli.spelling import SECTIONS
 from lightning_diloco.cli.status import address
+from lightning_diloco.cli.text.spelling import SECTIONS
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, StorageError, TransportError
 
@@ -279,12 +280,12 @@ def test_cp_overwrites_nothing(project: Path, capsys: pytest.CaptureFixture[str]
 
 
 class _Syncer:
-    """Stands in for runtime/syncer.py."""
+    """Stands in for syncer/process.py."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: int | Exception = 0) -> None:
         self.options: dict[str, Any] = {}
         self._answer = answer
-        module = ModuleType("lightning_diloco.runtime.syncer")
+        module = ModuleType("lightning_diloco.syncer.process")
         module.SyncerOptions = dict  # type: ignore[attr-defined]
         module.serve = self.serve  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -15,15 +15,18 @@ from transformers import AutoModelForCausalLM
 
 import lightning_diloco
 from lightning_diloco.cli.main import main
+from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.fragments import gather
 from lightning_diloco.errors import ConfigError, PlanMismatchError, StorageError
 from lightning_diloco.hf import CausalLM
 from lightning_diloco.hf.export import CHECKPOINT, PARAMETERS
-from lightning_diloco.protocol import SyncerState, codec, records
-from lightning_diloco.runtime.anchors import AnchorStore, bytes_of
-from lightning_diloco.runtime.durable import Durable
-from lightning_diloco.runtime.manifest import make_manifest, plan_of
-from lightning_diloco.strategy.model import describe, named_values, trainable_parameters
+from lightning_diloco.manifest import make_manifest, plan_of
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.syncer import records
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.strategy.trainer.parameters import describe, named_values, trainable_parameters
+from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.store import Durable
 
 MODEL = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,

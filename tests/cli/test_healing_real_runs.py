@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.tape import read_tape
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.tape import read_tape
 from tests.cli.line_model import MODEL
 
 pytestmark = pytest.mark.slow

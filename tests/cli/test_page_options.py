@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from lightning_diloco.cli import page, run
-from lightning_diloco.cli.display import Screen
+from lightning_diloco.cli.local.display import Screen
 from lightning_diloco.errors import ConfigError
 from tests.live.told import status
 

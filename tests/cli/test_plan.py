@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_diloco.cli.main import main
-from lightning_diloco.cli.quantities import bits, nbytes, seconds, share
+from lightning_diloco.cli.text.quantities import bits, nbytes, seconds, share
 
 TINY = str(Path(__file__).parents[2] / "recipes" / "tiny" / "gpt.yaml")
 KEYS = {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_diloco.cli.main import main
-from lightning_diloco.runtime.replay import replay
+from lightning_diloco.syncer.replay import replay
 from lightning_diloco.transport.address import read_join_file
 from tests.cli.line_model import MODEL
 

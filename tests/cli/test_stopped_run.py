@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.tape import read_tape
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "diffusion" / "video.yaml"
 MAX_STEPS, CHECK_EVERY = 5000, 20

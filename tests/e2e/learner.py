@@ -16,8 +16,8 @@ import torch
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.errors import DiLoCoError
-from lightning_diloco.runtime.link import Link
-from lightning_diloco.runtime.model import ModelDescription
+from lightning_diloco.learner.link import Link
+from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.transport.flight import FlightConnection
 
 SHAPES = {"embedding": (64, 16), "hidden": (48, 32), "bias": (48,)}

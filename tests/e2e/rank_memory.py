@@ -15,9 +15,9 @@ from typing import Any
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.part import PartFragments
-from lightning_diloco.runtime.follower import FollowerLink
-from lightning_diloco.runtime.footprint import FURTHER_BUFFERS, SPARE_BUFFERS, footprint
-from lightning_diloco.runtime.leader import LeaderLink
+from lightning_diloco.learner.ranks.follower import FollowerLink
+from lightning_diloco.learner.ranks.leader import LeaderLink
+from lightning_diloco.learner.ranks.memory import FURTHER_BUFFERS, SPARE_BUFFERS, footprint
 from tests.e2e import two_ranks
 from tests.resident import forget_peak, resident_at_most, resident_now
 

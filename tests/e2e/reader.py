@@ -12,10 +12,10 @@ import torch
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.cpu import CpuFragments
-from lightning_diloco.protocol.ranges import Catalogue, Lease
-from lightning_diloco.runtime.link import Link
-from lightning_diloco.runtime.model import ModelDescription
-from lightning_diloco.strategy.ranges import RangeBatches, RangeLoader
+from lightning_diloco.learner.link import Link
+from lightning_diloco.manifest import ModelDescription
+from lightning_diloco.protocol.data_ranges import Catalogue, Lease
+from lightning_diloco.strategy.data.range_batches import RangeBatches, RangeLoader
 
 SHAPES = {"hidden": (48, 32), "bias": (48,)}
 SIZES, RANGE_SIZE, BATCH_SIZE = (500, 130), 24, 5

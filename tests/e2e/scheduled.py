@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import lightning_diloco  # noqa: F401  makes "decoupled_diloco" known to the Trainer
-from tests.strategy.test_strategy_schedules import Scheduled
+from tests.strategy.trainer.test_lr_schedules import Scheduled
 
 MAX_STEPS = 100_000  # of the schedule; nobody comes that far
 

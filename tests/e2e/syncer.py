@@ -7,8 +7,8 @@ import logging
 import sys
 from pathlib import Path
 
-from lightning_diloco.protocol import roster, rounds
-from lightning_diloco.runtime import syncer
+from lightning_diloco.protocol.syncer import roster, rounds
+from lightning_diloco.syncer import process as syncer
 
 
 def main() -> int:

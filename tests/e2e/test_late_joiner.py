@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.tape import read_tape
 from tests.e2e.conftest import HERE, Processes, until
 
 SYNC_EVERY, OWN_STEPS, HAS_COME_TO = 4, 40, 3

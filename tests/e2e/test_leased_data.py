@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_diloco.protocol import records
-from lightning_diloco.runtime.redo_log import RedoLog
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.protocol.syncer import records
+from lightning_diloco.storage.redo_log import RedoLog
+from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.transport.address import read_join_file
 from tests.e2e.conftest import HERE, Processes, until
 from tests.e2e.reader import RANGE_SIZE, SIZES

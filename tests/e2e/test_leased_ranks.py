@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.protocol import records
-from lightning_diloco.protocol.ranges import Lease
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.protocol.data_ranges import Lease
+from lightning_diloco.protocol.syncer import records
+from lightning_diloco.storage.tape import read_tape
 from tests.e2e.conftest import HERE, Processes, until
 from tests.e2e.test_leased_data import contributors, done, history, leased, merged
 from tests.e2e.text_learner import RANGE_SIZE, SEQ_LEN, text_data

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.tape import read_tape
 from tests.e2e.conftest import Processes, until
 from tests.e2e.learner import TOKENS
 from tests.e2e.test_processes import NUM_FRAGMENTS, assert_exact, restored

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from lightning_diloco.errors import AuthError
-from lightning_diloco.protocol import SyncerState
-from lightning_diloco.runtime.durable import Durable
-from lightning_diloco.runtime.tape import read_tape
-from lightning_diloco.runtime.threads import NICENESS
+from lightning_diloco.process.threads import NICENESS
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.syncer.store import Durable
 from lightning_diloco.transport.flight import FlightConnection
 from tests.e2e.conftest import Processes, until
 from tests.e2e.learner import TOKENS

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.runtime.checkpoints import CheckpointStore
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.checkpoint_store import CheckpointStore
+from lightning_diloco.storage.tape import read_tape
 from tests.alive import is_running
 from tests.e2e.conftest import HERE, Processes, until
 

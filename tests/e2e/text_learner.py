@@ -21,8 +21,8 @@ from torch import nn
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.hf import TextData
-from lightning_diloco.protocol.ranges import Lease
-from lightning_diloco.strategy.ranges import Ranges
+from lightning_diloco.protocol.data_ranges import Lease
+from lightning_diloco.strategy.data.range_batches import Ranges
 from tests.e2e.spread import spread
 
 SEQ_LEN, RANGE_SIZE, VOCAB_SIZE, HIDDEN = 16, 10, 300, 34

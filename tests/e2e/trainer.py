@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_diloco import DecoupledDiLoCoStrategy
-from lightning_diloco.strategy.schedules import FleetTokenLR
+from lightning_diloco.strategy.trainer.lr_schedules import FleetTokenLR
 from tests.e2e.in_step import InStep
 from tests.e2e.spread import spread
 

@@ -23,10 +23,10 @@ from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.part import Box, CpuPart
 from lightning_diloco.errors import TransportError
-from lightning_diloco.runtime.follower import FollowerLink
-from lightning_diloco.runtime.leader import LeaderLink
-from lightning_diloco.runtime.model import ModelDescription
-from lightning_diloco.runtime.ranks import Ranks
+from lightning_diloco.learner.ranks.follower import FollowerLink
+from lightning_diloco.learner.ranks.group import Ranks
+from lightning_diloco.learner.ranks.leader import LeaderLink
+from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.transport.address import JoinAddress, split_host_port
 from lightning_diloco.transport.flight import FlightConnection
 

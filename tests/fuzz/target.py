@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import PROTOCOL_VERSION, is_learner_id
+from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.quantize import encode, wire_nbytes
+from lightning_diloco.manifest import ModelDescription, make_manifest, plan_of
 from lightning_diloco.protocol import messages
-from lightning_diloco.runtime.anchors import bytes_of
-from lightning_diloco.runtime.durable import Durable
-from lightning_diloco.runtime.manifest import make_manifest, plan_of
-from lightning_diloco.runtime.model import ModelDescription
-from lightning_diloco.runtime.syncer import SyncerOptions, SyncerService
+from lightning_diloco.syncer.process import SyncerOptions, SyncerService
+from lightning_diloco.syncer.store import Durable
 from lightning_diloco.transport.base import Bulk, Connection, Handler, Json
 from lightning_diloco.transport.failures import handling
 from lightning_diloco.transport.frames import dumps, loads

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_diloco.config import PROTOCOL_VERSION
+from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.quantize import encode
 from lightning_diloco.errors import CorruptMessageError, DiLoCoError, TransportError
 from lightning_diloco.protocol import messages
-from lightning_diloco.runtime import outbox, service
-from lightning_diloco.runtime.anchors import bytes_of
-from lightning_diloco.runtime.syncer import SyncerOptions, SyncerService
+from lightning_diloco.syncer import outbox, service
+from lightning_diloco.syncer.process import SyncerOptions, SyncerService
 from lightning_diloco.transport.base import Bulk
 from lightning_diloco.transport.memory import MemoryTransport
 from tests.fuzz.strategies import (

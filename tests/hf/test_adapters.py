@@ -19,9 +19,9 @@ from lightning_diloco.cli.main import main
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf import CausalLM
 from lightning_diloco.hf.export import ADAPTER, CHECKPOINT
-from lightning_diloco.runtime.manifest import plan_of
+from lightning_diloco.manifest import plan_of
 from lightning_diloco.strategy.anchor import read_anchor
-from lightning_diloco.strategy.model import describe, named_values, trainable_parameters
+from lightning_diloco.strategy.trainer.parameters import describe, named_values, trainable_parameters
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),

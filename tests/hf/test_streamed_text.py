@@ -14,7 +14,7 @@ import torch
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf import TextData
-from lightning_diloco.protocol.ranges import Lease
+from lightning_diloco.protocol.data_ranges import Lease
 
 MARKERS = ["marker" + chr(ord("a") + index) for index in range(12)]
 

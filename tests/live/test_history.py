@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_diloco.live.history import MAX_EVENTS, MAX_ROWS, Curves, Events, sentence
 from lightning_diloco.live.watch import Watch
-from lightning_diloco.runtime.progress import progress
+from lightning_diloco.syncer.status.progress import progress
 from tests.live.told import START, learner, status
 
 

@@ -8,10 +8,13 @@ from typing import Any, TypeVar
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.core.schedule import fragment_due
-from lightning_diloco.protocol import LearnerState, SyncerState, messages, records
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
-from lightning_diloco.protocol.ranges import Catalogue, Span
+from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.data_ranges import Catalogue, Span
+from lightning_diloco.protocol.learner.machine import LearnerState
+from lightning_diloco.protocol.syncer import records
+from lightning_diloco.protocol.syncer.machine import SyncerState
 
 T = TypeVar("T")
 

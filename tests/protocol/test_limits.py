@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_diloco.protocol import messages, plausible
+from lightning_diloco.protocol import limits, messages
 
-LONG = "x" * (plausible.MAX_CHARS + 1)
-MANY = plausible.MAX_NAMES + 1
+LONG = "x" * (limits.MAX_CHARS + 1)
+MANY = limits.MAX_NAMES + 1
 CHECKED_ELSEWHERE = {"manifest"}  # `manifests.defect`
 
 
@@ -55,6 +55,6 @@ def excesses(hint: object) -> Iterator[object]:
 
 @pytest.mark.parametrize("kind", typing.get_args(messages.FromLearner), ids=lambda kind: kind.__name__)
 def test_nothing_in_a_message_is_without_a_limit(kind: type) -> None:
-    assert plausible.objection(example(kind)) is None
-    accepted = [excess for excess in excesses(kind) if plausible.objection(excess) is None]
+    assert limits.objection(example(kind)) is None
+    accepted = [excess for excess in excesses(kind) if limits.objection(excess) is None]
     assert not accepted, f"{len(accepted)} are accepted, such as {accepted[0]!r:.200}"

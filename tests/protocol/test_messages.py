@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_diloco.errors import CorruptLogError, CorruptMessageError
-from lightning_diloco.protocol import messages, records
-from lightning_diloco.protocol.ranges import Catalogue, Span
+from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.data_ranges import Catalogue, Span
+from lightning_diloco.protocol.syncer import records
 
 SECONDS = st.floats(0.0, 3600.0)
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.runtime.tape import read_tape
-from lightning_diloco.simulate import bandwidth
-from lightning_diloco.simulate.bandwidth import LINK_SHARE, Machines
-from lightning_diloco.simulate.memory import Training
-from lightning_diloco.simulate.plan import Forecast, Scenario, forecast
+from lightning_diloco.planner import bandwidth
+from lightning_diloco.planner.bandwidth import LINK_SHARE, Machines
+from lightning_diloco.planner.memory import Training
+from lightning_diloco.planner.plan import Forecast, Scenario, forecast
+from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.transport.faults import FaultProxy
 from tests.bench.processes import MEASURED, START_S, STEPPING, Sleeper, _join_address, _process, _start_of, _through
 from tests.bench.processes import ROOT as REPOSITORY

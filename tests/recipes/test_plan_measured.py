@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.tape import read_tape
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "gpt.yaml"
 NUM_LEARNERS, NUM_STEPS = 2, 480  # long enough that the drain, which depends on who ends first, weighs little

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.protocol import SyncerState
 from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate import CrashPoints, Fleet, Network, Pace
 
 Patch = pytest.MonkeyPatch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.protocol import leases, records
-from lightning_diloco.protocol.holdings import Holdings, Unfinished
-from lightning_diloco.protocol.leases import LeaseTable
+from lightning_diloco.protocol.syncer import lease_table, records
+from lightning_diloco.protocol.syncer.holdings import Holdings, Unfinished
+from lightning_diloco.protocol.syncer.lease_table import LeaseTable
 from lightning_diloco.simulate import Data, Fleet, Pace, exactly_once
 
 CONFIG = RunConfig(sync_every=4, num_fragments=2, overlap=1, lease_s=5.0)
@@ -175,7 +175,7 @@ def returns_never_happen(patch: pytest.MonkeyPatch) -> None:
 def all_that_was_trained_counts_as_merged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Unfinished, "is_done", lambda self, holding: holding.span.is_whole)
     patch.setattr(Unfinished, "is_stuck", lambda self, holding: False)
-    patch.setattr(leases, "merged_prefix", lambda holding, books: (holding.span.samples, holding.span.stop))
+    patch.setattr(lease_table, "merged_prefix", lambda holding, books: (holding.span.samples, holding.span.stop))
 
 
 def repeats_are_not_counted(patch: pytest.MonkeyPatch) -> None:

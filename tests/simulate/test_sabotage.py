@@ -10,13 +10,13 @@ import pytest
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.protocol import messages
-from lightning_diloco.protocol.contributions import Contributions
-from lightning_diloco.protocol.durable import DurableState
 from lightning_diloco.protocol.events import Staged
-from lightning_diloco.protocol.fragment import Fragment
-from lightning_diloco.protocol.learner import LearnerState
-from lightning_diloco.protocol.ledger import Account
-from lightning_diloco.protocol.rounds import Rounds
+from lightning_diloco.protocol.learner.fragment import Fragment
+from lightning_diloco.protocol.learner.machine import LearnerState
+from lightning_diloco.protocol.syncer.contributions import Contributions
+from lightning_diloco.protocol.syncer.durable_state import DurableState
+from lightning_diloco.protocol.syncer.ledger import Account
+from lightning_diloco.protocol.syncer.rounds import Rounds
 from lightning_diloco.simulate import Fleet, Network, Pace
 
 Patch = pytest.MonkeyPatch
@@ -83,7 +83,7 @@ def undrained_tokens_are_forgotten(patch: Patch) -> None:
 
 
 def old_processes_are_not_fenced(patch: Patch) -> None:
-    patch.setattr("lightning_diloco.protocol.roster.Roster.older", lambda *_: [])
+    patch.setattr("lightning_diloco.protocol.syncer.roster.Roster.older", lambda *_: [])
 
 
 def a_quorum_of_one_is_enough(patch: Patch) -> None:
@@ -122,11 +122,11 @@ def a_refusal_is_not_booked(patch: Patch) -> None:
 
 
 def a_restart_forgets_the_fates(patch: Patch) -> None:
-    patch.setattr("lightning_diloco.protocol.durable._member", _member_without_fates())
+    patch.setattr("lightning_diloco.protocol.syncer.durable_state._member", _member_without_fates())
 
 
 def _member_without_fates() -> Callable[..., Any]:
-    from lightning_diloco.protocol import durable
+    from lightning_diloco.protocol.syncer import durable_state as durable
 
     real = durable._member
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice, Update
-from lightning_diloco.runtime.model import ModelDescription
-from lightning_diloco.runtime.standing import Standing
+from lightning_diloco.learner.status import Standing
+from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.strategy import identity
 
 STANDING = Standing((3, 4), 1, (2,), 2, None)
@@ -199,7 +199,7 @@ class RecordingLink:
 @pytest.fixture
 def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     """Puts RecordingLink where the strategy looks for its link."""
-    module = ModuleType("lightning_diloco.runtime.link")
+    module = ModuleType("lightning_diloco.learner.link")
     made = Scenario()
     module.Link = type("Link", (RecordingLink,), {"scenario": made})  # type: ignore[attr-defined]
     module.agreed_parts = lambda learner: made.data_part and made.data_part[1]  # type: ignore[attr-defined]

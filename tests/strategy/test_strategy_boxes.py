@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.strategy.model_parallel import box
+from lightning_diloco.strategy.backends.model_parallel import box
 
 NUM_DATA, NUM_TENSOR = 2, 3
 SHAPE = (35, 7)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
-from lightning_diloco.strategy.checkpoints import CHECKPOINT_KEY
+from lightning_diloco.strategy.trainer.lightning_checkpoints import CHECKPOINT_KEY
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_diloco.config import LearnerConfig, is_learner_id
 from lightning_diloco.errors import ConfigError, JoinError
-from lightning_diloco.runtime import naming
+from lightning_diloco.learner import name as naming
 from lightning_diloco.strategy.identity import learner_id
 
 JOIN = "diloco://127.0.0.1:1/{run}#secret"
@@ -44,7 +44,7 @@ def test_slot_is_kept_within_a_process_and_counted_per_run(monkeypatch):
 def test_processes_get_different_slots_and_a_free_one_is_taken_again(tmp_path):
     code = (
         f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from lightning_diloco.runtime.naming import own_name; print(own_name('r'), flush=True); input()"
+        "from lightning_diloco.learner.name import own_name; print(own_name('r'), flush=True); input()"
     )
 
     def start():

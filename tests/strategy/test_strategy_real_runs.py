@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from lightning_diloco import DecoupledDiLoCoStrategy
-from lightning_diloco.strategy.checkpoints import CHECKPOINT_KEY
+from lightning_diloco.strategy.trainer.lightning_checkpoints import CHECKPOINT_KEY
 from tests.strategy.conftest import LENGTH
 
 pytestmark = pytest.mark.slow

@@ -46,7 +46,7 @@ def test_importing_loads_nothing_heavy(name: str) -> None:
 
 
 def test_the_syncer_needs_torch_and_the_wire_only() -> None:
-    code = f"import lightning_diloco.runtime.syncer; print(sorted({set(HEAVY)!r} & set(sys.modules)))"
+    code = f"import lightning_diloco.syncer.process; print(sorted({set(HEAVY)!r} & set(sys.modules)))"
     assert python(code) == "['numpy', 'pyarrow', 'torch']"
 
 
@@ -88,8 +88,8 @@ def test_unknown_names_of_the_package_are_attribute_errors() -> None:
 
 
 def test_the_accelerator_goes_by_its_own_name() -> None:
+    from lightning_diloco.strategy.backends.xla_accelerator import PjrtAccelerator
     from lightning_diloco.strategy.registration import ACCELERATOR
-    from lightning_diloco.strategy.xla_accelerator import PjrtAccelerator
 
     assert PjrtAccelerator.name() == ACCELERATOR
 

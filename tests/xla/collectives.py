@@ -16,9 +16,9 @@ import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
-from lightning_diloco.devices import xla
 from lightning_diloco.devices.base import Update
-from lightning_diloco.devices.xla_fragments import XlaFragments
+from lightning_diloco.devices.xla import ops as xla
+from lightning_diloco.devices.xla.fragments import XlaFragments
 
 BLOCK_SIZE = 64
 MADE = "*after_optimizations.txt"

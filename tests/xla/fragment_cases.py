@@ -17,9 +17,9 @@ from torch_xla.debug import metrics
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import encode
-from lightning_diloco.devices import xla
 from lightning_diloco.devices.base import Update
-from lightning_diloco.devices.xla_fragments import XlaFragments
+from lightning_diloco.devices.xla import ops as xla
+from lightning_diloco.devices.xla.fragments import XlaFragments
 from lightning_diloco.errors import CorruptMessageError, NonFiniteError
 from tests.devices.rig import BLOCK, Rig
 

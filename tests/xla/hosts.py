@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch_xla.runtime as xr
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_diloco.devices import xla
-from lightning_diloco.devices.xla_hosts import XlaHostFragments
+from lightning_diloco.devices.xla import ops as xla
+from lightning_diloco.devices.xla.hosts import XlaHostFragments
 from tests.xla.test_xla_trainer import Line, loader, trainer_for
 
 NUM_HOSTS, NUM_DEVICES = 2, 4

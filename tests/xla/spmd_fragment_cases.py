@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_diloco.devices import xla, xla_layout
+from lightning_diloco.devices.xla import layout
+from lightning_diloco.devices.xla import ops as xla
 from tests.devices.rig import Rig
 from tests.xla.fragment_cases import FragmentCases, OnXla, memory
 
@@ -32,8 +33,8 @@ def _mesh():
 @pytest.fixture(autouse=True)
 def _small_units(monkeypatch):
     """Small slices are treated as large ones are."""
-    monkeypatch.setattr(xla_layout, "_FEW_ELEMENTS", 100)
-    monkeypatch.setattr(xla_layout, "_SMALLEST_UNIT", 4)
+    monkeypatch.setattr(layout, "_FEW_ELEMENTS", 100)
+    monkeypatch.setattr(layout, "_SMALLEST_UNIT", 4)
 
 
 class Whole(Rig):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.devices import xla
 from lightning_diloco.devices.base import Update
-from lightning_diloco.devices.xla_hosts import XlaHostFragments
+from lightning_diloco.devices.xla import ops as xla
+from lightning_diloco.devices.xla.hosts import XlaHostFragments
 from lightning_diloco.errors import ConfigError
 from tests.devices.rig import BLOCK
 from tests.xla.spmd_fragment_cases import NUM_DEVICES, Sharded, _small_units  # noqa: F401

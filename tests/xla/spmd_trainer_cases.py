@@ -11,10 +11,10 @@ from lightning.fabric.accelerators import XLAAccelerator
 from lightning.pytorch import accelerators
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_diloco.devices import xla
+from lightning_diloco.devices.xla import ops as xla
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.strategy.paths import OwnPathsFirst
-from lightning_diloco.strategy.xla import SpmdXLADiLoCo
+from lightning_diloco.strategy.backends.xla import SpmdXLADiLoCo
+from lightning_diloco.strategy.trainer.paths import OwnPathsFirst
 from tests.xla.stress import train_through_adversity
 from tests.xla.test_xla_trainer import Line, loader, trainer_for
 

@@ -20,8 +20,8 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import decode, encode
 from lightning_diloco.devices.base import Encoded, Update
-from lightning_diloco.devices.xla_fragments import Snapshot, Staged, XlaFragments
-from lightning_diloco.runtime.embedded import EmbeddedSyncer
+from lightning_diloco.devices.xla.fragments import Snapshot, Staged, XlaFragments
+from lightning_diloco.learner.embedded_syncer import EmbeddedSyncer
 from lightning_diloco.transport.address import split_host_port
 from lightning_diloco.transport.faults import FaultProxy
 from tests.xla.test_xla_trainer import Line, loader, trainer_for

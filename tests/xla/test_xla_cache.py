@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_diloco.devices import xla
+from lightning_diloco.devices.xla import ops as xla
 
 pytestmark = pytest.mark.xla
 

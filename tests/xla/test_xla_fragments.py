@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_diloco.devices import xla
 from lightning_diloco.devices.base import Update
+from lightning_diloco.devices.xla import ops as xla
 from lightning_diloco.errors import CorruptMessageError
 from tests.devices.rig import BLOCK, Rig
 from tests.xla.fragment_cases import DTYPES, PLACES, FragmentCases, OnXla, memory

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.runtime.tape import read_tape
+from lightning_diloco.storage.tape import read_tape
 from tests.e2e.conftest import Processes, until
 from tests.e2e.test_ranks import furthest
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_diloco.runtime.embedded import EmbeddedSyncer
+from lightning_diloco.learner.embedded_syncer import EmbeddedSyncer
 from tests.xla.learner import NUM_JOINT_COMMITS, joint_commits
 
 pytestmark = [pytest.mark.xla, pytest.mark.slow]

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch_xla.debug import metrics
 
-from lightning_diloco.devices import xla
+from lightning_diloco.devices.xla import ops as xla
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.strategy.xla import SingleDeviceXLADiLoCo
+from lightning_diloco.strategy.backends.xla import SingleDeviceXLADiLoCo
 
 pytestmark = [
     pytest.mark.xla,

@@ -1,0 +1,121 @@
+"""What a chaos run wrote down, read back: step clocks, faults, commits and leaves.
+
+Steps come from the learners' step clocks, faults from the log of what was done, commits and leaves from the tape. A
+script has no step clock; its learners are missing here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.cli.faults.step_log import PATTERN, read_steps
+from lightning_diloco.storage.tape import read_tape
+
+Json = dict[str, Any]
+Span = tuple[float, float]
+
+FAULTS = Path("chaos") / "faults.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """What one learner did.
+
+    Args:
+        name: its id.
+        lives: of each process in order, when its steps ended; NaN where a validation came between.
+        stops: when it was stopped.
+        left_s: when it left, finished; None: it did not.
+    """
+
+    name: str
+    lives: tuple[Sequence[float], ...]
+    stops: tuple[Span, ...]
+    left_s: float | None
+
+    @property
+    def num_steps(self) -> int:
+        return sum(not math.isnan(t) for life in self.lives for t in life)
+
+    @property
+    def first_s(self) -> float:
+        return span(self.lives[0])[0]
+
+    @property
+    def last_s(self) -> float:
+        return max(span(life)[1] for life in self.lives)
+
+    def gaps(self) -> list[float]:
+        """Between consecutive steps of the same process, stops taken off, validation left out."""
+        pairs = (pair for life in self.lives for pair in pairwise(life) if not math.isnan(sum(pair)))
+        return [max(0.0, stop - start - self._stopped_s(start, stop)) for start, stop in pairs]
+
+    def stepping_s(self) -> float:
+        """Time in which there was a process that made steps."""
+        return sum(stop - start - self._stopped_s(start, stop) for start, stop in map(span, self.lives))
+
+    def planned_s(self, end_s: float) -> float:
+        """Time in which it should have; end_s is the end of the run."""
+        return (end_s if self.left_s is None else self.left_s) - self.first_s
+
+    def _stopped_s(self, start: float, stop: float) -> float:
+        return sum(max(0.0, min(stop, b) - max(start, a)) for a, b in self.stops)
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """All that was written down in a run directory.
+
+    Args:
+        learners: those that made a step, by id.
+        faults: lines of faults.jsonl of what was "begin", each with `until_s`.
+        num_skipped: faults that found nothing to hit.
+        commits: (unix seconds, ids of the contributors), in order.
+        summary: summary.json; None if there is none.
+    """
+
+    learners: Mapping[str, Learner]
+    faults: Sequence[Json]
+    num_skipped: int
+    commits: Sequence[tuple[float, Sequence[str]]]
+    summary: Json | None
+
+
+def read(run_dir: Path) -> Story:
+    """Collect what a run left behind."""
+    tape = list(read_tape(path)) if (path := run_dir / "tape" / "events.jsonl").exists() else []
+    done = (run_dir / FAULTS).read_text(encoding="utf-8") if (run_dir / FAULTS).exists() else ""
+    lines = [json.loads(line) for line in done.splitlines()]
+    ends = {line["number"]: line["t"] for line in lines if line["what"] == "end"}
+    faults = [{**line, "until_s": ends.get(line["number"], line["t"])} for line in lines if line["what"] == "begin"]
+    left = {line["learner"]: line["t"] for line in tape if line["event"] == "leave" and line["reason"] == "finished"}
+    summary = run_dir / "summary.json"
+    learners = {}
+    for folder in sorted((run_dir / "learners").glob("*/")):
+        stops = tuple((f["t"], f["until_s"]) for f in faults if (f["target"], f["kind"]) == (folder.name, "stop"))
+        if lives := _lives(folder.glob(PATTERN)):
+            learners[folder.name] = Learner(folder.name, lives, stops, left.get(folder.name))
+    return Story(
+        learners=learners,
+        faults=faults,
+        num_skipped=sum(line["what"] == "skip" for line in lines),
+        commits=[(line["t"], line["learners"]) for line in tape if line["event"] == "commit"],
+        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,
+    )
+
+
+def _lives(files: Iterable[Path]) -> tuple[Sequence[float], ...]:
+    lives = [times for times in map(read_steps, files) if not all(map(math.isnan, times))]
+    return tuple(sorted(lives, key=span))
+
+
+def span(times: Sequence[float]) -> Span:
+    """First and last step of a process."""
+    steps = [t for t in times if not math.isnan(t)]
+    return steps[0], steps[-1]

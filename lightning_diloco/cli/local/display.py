@@ -1,0 +1,251 @@
+"""Draws the state of a run: a live table at a terminal, plain lines elsewhere, and the summary at the end.
+
+Input is the syncer's status and `summary.json`; a value that is not known yet is shown as "-". Texts in them may be
+learners' own, so that each passes through `printable` on its way.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lightning_diloco.cli.local.feed import Status
+from lightning_diloco.cli.text.printable import printable
+
+if TYPE_CHECKING:
+    from lightning_diloco.live.watch import Watch
+
+_BEFORE = {
+    "waiting": "waiting for learners",
+    "seeding": "the first learner's parameters become the anchors",
+}
+_WORDS = {"open": "training", "idle": "waiting for learners"}  # as the live page says it
+_STYLES = {
+    "stepping": "green",
+    "evaluating": "cyan",
+    "draining": "cyan",
+    "joining": "cyan",
+    "stalled": "yellow",
+    "lapsed": "red",
+    "left": "dim",
+}
+_NUM_WAITS_LIVE = 4
+_REDRAW_S = 0.25
+_LARGE_NATS = 20.0
+_UNITS = (("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+class Screen:
+    """Where a run is shown while it lasts.
+
+    Args:
+        console: where to write.
+        live: redraw one table; else print lines.
+        period_s: pause between two sets of lines.
+        clock: seconds, monotonic.
+        watch: of the live page; is told all that is shown here. None: there is no page.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        live: bool,
+        period_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+        watch: Watch | None = None,
+    ) -> None:
+        self._console = console
+        self._watch = watch
+        self._live = Live(console=console, auto_refresh=False) if live else None
+        self._period_s = _REDRAW_S if live else period_s
+        self._clock = clock
+        self._began_s = self._next_s = clock()
+
+    def __enter__(self) -> Screen:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Print lines that stay."""
+        if self._watch is not None:
+            self._watch.said(text)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(printable(text)), soft_wrap=True)
+
+    def show(self, status: Status | None, problem: str | None = None) -> None:
+        """Show the state, unless it was shown a moment ago; without one, say what the problem is."""
+        if self._watch is not None:
+            self._watch.saw(status, problem)
+        if self._clock() < self._next_s or (status is None and problem is None):
+            return
+        self._next_s = self._clock() + self._period_s
+        silence = f"no answer from the syncer: {problem}"
+        if self._live:
+            view = status_view(status, num_waits=_NUM_WAITS_LIVE) if status else Text(silence)
+            self._live.update(view, refresh=True)
+        else:
+            self._print("\n".join(status_lines(status, self._clock() - self._began_s)) if status else silence)
+
+
+def status_view(status: Status, *, num_waits: int | None = None) -> Group:
+    """The state as a table of learners, a line on the run, and one line per wait (at most num_waits)."""
+    status = printable(status)
+    table = Table("learner", "phase", title=Text(f"run {status['run']}"), title_justify="left")
+    for heading in ("step", "loss", "tokens/s", "staleness", "last contribution"):
+        table.add_column(heading, justify="right")
+    for learner in status["learners"]:
+        table.add_row(
+            Text(learner["id"]),
+            _phase(learner),
+            str(learner["trainer_step"]),
+            _number(learner["metrics"].get("loss"), ".4f"),
+            _count(learner["tokens_per_s"]),
+            str(learner["staleness_versions"]),
+            _ago(learner["last_contribution_s_ago"]),
+        )
+    waits = list(wait_lines(status))
+    left_out = [] if num_waits is None or len(waits) <= num_waits else [f"and {len(waits) - num_waits} more waits"]
+    below = Table.grid(padding=(0, 2))
+    below.add_column(style="bold")
+    below.add_column(overflow="fold")
+    for name, lines in {**_parts(status), "waits": [*waits[:num_waits], *left_out]}.items():
+        for k, line in enumerate(lines):
+            below.add_row("" if k else name, Text(line))
+    return Group(table, below)
+
+
+def _phase(learner: Mapping[str, Any]) -> Text:
+    phase = Text(learner["phase"], style=_STYLES.get(learner["phase"], ""))
+    return phase.append(", in quarantine", style="red") if learner["quarantined"] else phase
+
+
+def status_lines(status: Status, age_s: float) -> list[str]:
+    """The state as plain lines: the run, then each learner; age_s goes on when the syncer is started again."""
+    stamp = f"{age_s:7.1f} s  "
+    return [stamp + run_line(status)] + [
+        f"{stamp}{learner['id']} {_phase(learner)}: step {learner['trainer_step']}, "
+        f"loss {_number(learner['metrics'].get('loss'), '.4f')}, {_count(learner['tokens_per_s'])} tokens/s, "
+        f"staleness {learner['staleness_versions']}, last contribution {_ago(learner['last_contribution_s_ago'])}"
+        for learner in status["learners"]
+    ]
+
+
+def run_line(status: Status) -> str:
+    """The run as a whole, in one line."""
+    return ", ".join(line for lines in _parts(status).values() for line in lines)
+
+
+def _parts(status: Status) -> dict[str, list[str]]:
+    """What there is to say of the run as a whole, by what it is about."""
+    if status["state"] in _BEFORE:
+        return {"run": [_BEFORE[status["state"]]]}
+    versions: Sequence[int] = status["versions"]
+    span = f"versions {min(versions)}..{max(versions)} of {len(versions)} fragments" if versions else "no versions"
+    why = f" ({status['reason']})" if status["reason"] else ""
+    word = _WORDS.get(status["state"], status["state"])
+    fleet = (
+        f"{_count(status['fleet_tokens'])} tokens, participation {_percent(status['participation'])}, "
+        f"goodput {_goodput(status)}"
+    )
+    return {
+        "run": [f"{word}{why}: {status['num_commits']} commits, {span}, quorum {status['effective_quorum']}"],
+        "fleet": [fleet],
+        "syncer": [f"{_bytes(status['bytes_up'])} received, {_bytes(status['bytes_down'])} sent"],
+    }
+
+
+def wait_lines(status: Status) -> Iterator[str]:
+    """Whom the run waits for, since when, until when, and what happens then; one line for each wait."""
+    if not status["waits"]:
+        yield "waiting for nobody"
+    for wait in status["waits"]:
+        since = "" if wait["since_s"] is None else f" for {wait['since_s']:.1f} s"
+        until = "" if wait["until_s"] is None else f", at most {wait['until_s']:.1f} s more"
+        yield f"{wait['what']}: waiting for {', '.join(wait['for']) or 'nobody'}{since}{until}; then: {wait['then']}"
+
+
+def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
+    """What `summary.json` says, and where the files are."""
+    summary = printable(summary)
+    merged, seen, paused_s = summary["tokens_merged"], summary["tokens_seen"], summary.get("paused_s")
+    discarded = ", ".join(
+        f"{cause} {_count(tokens)}" for cause, tokens in summary["tokens_discarded"].items() if tokens
+    )
+    table = Table(title="summary", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    rows = {
+        "status": str(summary["status"]),
+        "wall time": f"{summary['wall_s']:.1f} s" + (f", of which {paused_s:.1f} s stopped" if paused_s else ""),
+        "tokens": f"{_count(summary['fleet_tokens'])} seen by the fleet",
+        "merged / seen": f"{merged:,} / {seen:,} token-fragments ({_percent(merged / seen if seen else None)})",
+        "discarded": discarded or "nothing",
+        "pending": f"{summary['tokens_pending']:,}",
+        "participation": _percent(summary["participation"]),
+        "goodput": _goodput(summary),
+        "received / sent": f"{_bytes(summary['bytes_up'])} / {_bytes(summary['bytes_down'])}",
+        "joins / lapses": f"{summary['joins']} / {summary['lapses']}",
+        **{f"stall of {name}": _number(stall_s, ".3f", " s") for name, stall_s in (summary["stall_s"] or {}).items()},
+        **_evaluated(summary),
+        "files": str(run_dir),
+    }
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:
+    loss = summary["eval_loss"]
+    if loss is None:
+        return {"eval_loss of the anchor": f"- ({summary.get('eval_reason') or 'nobody validated it'})"}
+    # Where samples are counted the model is no language model; a loss that large is not nats per token.
+    is_per_token = summary.get("token_unit") == "tokens" and loss < _LARGE_NATS
+    perplexity = {"perplexity, if per token": f"{math.exp(loss):.2f}"} if is_per_token else {}
+    return {"eval_loss of the anchor": f"{loss:.4f}", **perplexity}
+
+
+def _goodput(told: Mapping[str, Any]) -> str:
+    """Of a run that was stopped for a while, with that time and without."""
+    whole, unpaused = told["goodput"], told.get("goodput_unpaused", told["goodput"])
+    return _percent(whole) + (f" ({_percent(unpaused)} without the time it was stopped)" if unpaused != whole else "")
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "-"
+    unit, size = next(((unit, size) for unit, size in _UNITS if abs(value) >= size), ("", 1.0))
+    return f"{value / size:.4g}{unit}"
+
+
+def _bytes(value: float) -> str:
+    number = _count(value)
+    return f"{number[:-1]} {number[-1]}B" if number[-1].isalpha() else f"{number} B"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _ago(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f} s ago"

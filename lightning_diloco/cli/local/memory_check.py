@@ -1,0 +1,70 @@
+"""Whether a recipe's language model fits this machine: asked before anything is loaded, in the words of `diloco plan`.
+
+1. Learners on CPUs, and a syncer, share the machine's memory, or what the container may have of it. A learner on GPUs
+   needs its share of the model on each.
+2. Only models of `lightning_diloco.hf` are looked at: any other is not built twice, for building it may do anything.
+   One whose vocabulary is that of a tokenizer which has to be fetched first is not looked at, either.
+3. What is counted is what the plan counts. A model just below the limit may still fail.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_diloco.cli.plan import scenario_of
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.hf.blueprint import Blueprint, blueprint, can_be_built, is_language_model
+from lightning_diloco.planner.memory import Items
+from lightning_diloco.planner.plan import Forecast, forecast, gib
+from lightning_diloco.process.machine import memory_here
+
+
+def check_room(recipe: Path, config: Any, num_here: int) -> None:
+    """Refuse what cannot fit.
+
+    Args:
+        recipe: named in messages.
+        config: it, parsed.
+        num_here: learners on this machine.
+
+    Raises:
+        ConfigError: it needs more than there is.
+    """
+    if not is_language_model(config) or not can_be_built(config):
+        return
+    drawn = blueprint(config)
+    found = forecast(scenario_of(drawn, {"learners": num_here}))
+    on_gpu = _trains_on_gpu(drawn)
+    if on_gpu:
+        needed, there = sum(found.device.values()), torch.cuda.get_device_properties(0).total_memory
+        what = f"each device of a learner needs {_said(found.device)}"
+    else:
+        needed, there = _needed_together(found, num_here), memory_here()
+        what = f"{num_here} learner(s) and a syncer need {gib(needed)}: {_parts(found)}"
+    if needed > there:
+        raise ConfigError(
+            f"{recipe} does not fit this machine: {what}; there are {gib(there)} "
+            f"{'on the device' if on_gpu else 'of memory'}; take a smaller model or a larger machine, "
+            f"`diloco plan {recipe}` says what it needs"
+        )
+
+
+def _trains_on_gpu(drawn: Blueprint) -> bool:
+    return drawn.accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
+
+
+def _needed_together(found: Forecast, num_here: int) -> int:
+    each = found.scenario.training.devices * sum(found.device.values()) + sum(found.host.values())
+    return num_here * each + sum(found.syncer.values())
+
+
+def _parts(found: Forecast) -> str:
+    return f"each learner {_said(found.device)} and {_said(found.host)} for its host, the syncer {_said(found.syncer)}"
+
+
+def _said(items: Items) -> str:
+    largest = sorted(items, key=lambda name: -items[name])[:3]
+    return f"{gib(sum(items.values()))} ({', '.join(f'{name} {gib(items[name])}' for name in largest)} ...)"

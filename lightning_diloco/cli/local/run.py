@@ -1,0 +1,275 @@
+"""A run on this machine: one syncer and N learners, until all of them have finished.
+
+1. Learners start once the syncer has written RUN_DIR/join.
+2. A learner that gives up leaves the others training; a syncer that gives up ends the run. Its end is the run's: a
+   learner that dies after it, on its way out, is not started again, nor is one whose script fails after its training.
+3. After the last learner the syncer has a while to write the summary; learners from elsewhere keep it going.
+4. An interrupted run ends in good order: learners are asked first (SIGTERM), so that the syncer still hears them leave
+   and merges their last contributions; each writes a checkpoint. A second signal ends all of it at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.cli.local import standby
+from lightning_diloco.cli.local.display import Screen
+from lightning_diloco.cli.local.echo import Echo
+from lightning_diloco.cli.local.feed import Fetch, Status, StatusFeed, asking
+from lightning_diloco.cli.local.fleet import Command, Fleet
+from lightning_diloco.cli.local.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
+from lightning_diloco.learner.name import FINISHED
+from lightning_diloco.transport.address import JoinAddress, read_join_file
+
+Ask = Callable[[JoinAddress, Path], AbstractContextManager[Fetch]]
+Meddle = Callable[[Fleet, Status | None], None]
+Via = Callable[[str, JoinAddress], JoinAddress]
+Tell = Callable[[str, str], Mapping[str, str]]
+
+_SYNCER = "syncer"
+_GONE = ("left", "lapsed")
+_TICK_S = 0.1
+_STOP_SYNCER_S, _SNAPSHOT_BPS = 10.0, 100e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to start, and how patient to be.
+
+    Args:
+        run_dir: absolute path of the run directory.
+        syncer_argv: command of the syncer.
+        learner_argv: command of every learner.
+        num_learners: N.
+        threads: OMP_NUM_THREADS of a learner; None: what the environment says, else the cores divided by N.
+        max_restarts: how often each process may be started again.
+        open_s: how long the syncer may take to write its join file.
+        linger_s: how long the syncer may take to end after the last learner did.
+        grace_s: how long learners may take to leave a run that is to end; None: CTRL_C_GRACE_S after Ctrl-C, else
+            GRACE_S.
+        via: where a learner dials instead of the syncer's address; None: that address.
+        tell: more variables of a learner's environment, from the run's id and the learner's; None: no more.
+    """
+
+    run_dir: Path
+    syncer_argv: tuple[str, ...]
+    learner_argv: tuple[str, ...]
+    num_learners: int
+    threads: int | None = None
+    max_restarts: int = 3
+    open_s: float = 180.0
+    linger_s: float = 30.0
+    grace_s: float | None = None
+    via: Via | None = None
+    tell: Tell | None = None
+
+    @property
+    def learners(self) -> list[str]:
+        """The ids l0..lN-1."""
+        return [f"l{index}" for index in range(self.num_learners)]
+
+    def syncer(self) -> Command:
+        """The syncer's command."""
+        log_path = self.run_dir / "syncer" / "log.txt"
+        return Command(name=_SYNCER, argv=self.syncer_argv, log_path=log_path, standby=standby.argv(self.syncer_argv))
+
+    def learner(self, name: str, address: JoinAddress) -> Command:
+        """A learner's command; the secret travels in the environment, where other users cannot read it."""
+        folder = self.run_dir / "learners" / name
+        dialled = self.via(name, address) if self.via else address
+        env = {
+            "DILOCO_JOIN": dialled.join_string(),
+            "DILOCO_LEARNER": name,
+            "DILOCO_RUN_DIR": str(self.run_dir),
+            "PL_TRAINER_DEFAULT_ROOT_DIR": str(folder),  # read by Lightning where a script gives no other
+            **(self.tell(address.run, name) if self.tell else {}),
+        }
+        if self.threads is not None or "OMP_NUM_THREADS" not in os.environ:
+            env["OMP_NUM_THREADS"] = str(self.threads or max(1, _num_cores() // self.num_learners))
+        return Command(
+            name=name,
+            argv=self.learner_argv,
+            log_path=self.log_of(name),
+            env=env,
+            until=_SYNCER,
+            done_path=folder / FINISHED,
+        )
+
+    def log_of(self, learner: str) -> Path:
+        """Where a learner's output goes."""
+        return self.run_dir / "learners" / learner / "log.txt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a run ended.
+
+    Args:
+        exit_code: 0: every learner finished and so did the run; 128 + signal: interrupted; 1: anything else.
+        summary: what the syncer wrote at the end; None if it did not.
+    """
+
+    exit_code: int
+    summary: dict[str, Any] | None
+
+
+def execute(
+    plan: Plan, screen: Screen, interruption: Interruption, ask: Ask = asking, meddle: Meddle | None = None
+) -> Ended:
+    """Run to the end; main thread only.
+
+    Args:
+        plan: what to run.
+        screen: where it is shown.
+        interruption: ends it.
+        ask: how its state is asked for.
+        meddle: called ten times a second while learners train, with the processes and the latest state.
+    """
+    summary_path = plan.run_dir / "summary.json"
+    before = _stamp(summary_path)
+    with Fleet(max_restarts=plan.max_restarts, say=screen.say) as fleet:
+        run = _Run(plan, fleet, screen, interruption, meddle)
+        if address := run.open():
+            for name in plan.learners:
+                fleet.start(plan.learner(name, address))
+            with ask(address, plan.run_dir / "join") as fetch, StatusFeed(fetch) as feed:
+                run.train(feed)
+                run.drain(feed)
+                run.stop(feed)
+    summary = json.loads(summary_path.read_text(encoding="utf-8")) if _stamp(summary_path) != before else None
+    if interruption:
+        return Ended(exit_code=interruption.exit_code, summary=summary)
+    all_finished = address is not None and all(fleet.outcome(name) == "finished" for name in plan.learners)
+    is_done = all_finished and summary is not None and summary["status"] == "finished"
+    return Ended(exit_code=0 if is_done else 1, summary=summary)
+
+
+class _Run:
+    """The stages of one run."""
+
+    def __init__(
+        self, plan: Plan, fleet: Fleet, screen: Screen, interruption: Interruption, meddle: Meddle | None
+    ) -> None:
+        self._plan = plan
+        self._fleet = fleet
+        self._screen = screen
+        self._interruption = interruption
+        self._meddle = meddle
+        self._echo = Echo({name: plan.log_of(name) for name in plan.learners}, screen.say)
+
+    def open(self) -> JoinAddress | None:
+        """Start the syncer; its address, or None if it did not come up."""
+        join = self._plan.run_dir / "join"
+        before = _stamp(join)
+        self._fleet.start(self._plan.syncer())
+        deadline_s = time.monotonic() + self._plan.open_s
+        self._wait(lambda: _stamp(join) != before or not self._is_served() or time.monotonic() > deadline_s)
+        if self._interruption or not self._is_served():
+            return None
+        if _stamp(join) == before:
+            log = self._plan.syncer().log_path
+            self._screen.say(f"the syncer did not write {join} within {self._plan.open_s:g} s; see {log}")
+            return None
+        return read_join_file(join)
+
+    def train(self, feed: StatusFeed) -> None:
+        """Wait for the learners, or for a syncer that gave up."""
+        self._wait(lambda: not self._are_training() or self._fleet.outcome(_SYNCER) == "gave up", feed)
+
+    def drain(self, feed: StatusFeed) -> None:
+        """Wait for the syncer to end by itself, as long as there is reason to."""
+        if self._are_training() or self._interruption:
+            return
+        finished = [name for name in self._plan.learners if self._fleet.outcome(name) == "finished"]
+        if len(finished) == self._plan.num_learners and self._is_unused(feed):
+            self._screen.say(
+                "no learner took part in the run, so it cannot finish; "
+                'a script takes part by Trainer(strategy="decoupled_diloco"), after `import lightning_diloco`'
+            )
+            return
+        deadline_s = time.monotonic() + (self._plan.linger_s if finished else 0.0)
+        self._wait(lambda: not self._is_served() or (time.monotonic() > deadline_s and not self._is_used(feed)), feed)
+
+    def stop(self, feed: StatusFeed) -> None:
+        """End what still runs."""
+        grace_s = self._grace_s
+        if self._interruption.signal:
+            self._screen.say(
+                f"{self._interruption.signal.name}: ending the run; learners have {grace_s:g} s to send what they have "
+                "and to write a checkpoint; a second signal ends it at once"
+            )
+        for names, within_s in ((self._plan.learners, grace_s), ([_SYNCER], self._stop_syncer_s)):
+            self._fleet.stop(
+                names,
+                within_s=within_s,
+                is_urgent=lambda: self._interruption.is_urgent,
+                is_done=partial(_has_left, feed),
+            )
+
+    @property
+    def _stop_syncer_s(self) -> float:
+        """It writes a last snapshot, as large as the one that is there."""
+        files = (self._plan.run_dir / "syncer" / "snapshot").rglob("*")
+        return _STOP_SYNCER_S + sum(file.stat().st_size for file in files if file.is_file()) / _SNAPSHOT_BPS
+
+    @property
+    def _grace_s(self) -> float:
+        if self._plan.grace_s is not None:
+            return self._plan.grace_s
+        return CTRL_C_GRACE_S if self._interruption.signal == signal.SIGINT else GRACE_S
+
+    def _wait(self, done: Callable[[], bool], feed: StatusFeed | None = None) -> None:
+        self._fleet.watch()
+        while not self._interruption and not done():
+            self._echo.look()
+            if feed is not None:
+                self._screen.show(feed.latest, feed.problem if self._is_served() else None)
+                if self._meddle is not None and self._are_training():
+                    self._meddle(self._fleet, feed.latest)
+            time.sleep(_TICK_S)
+            self._fleet.watch()
+
+    def _is_served(self) -> bool:
+        return self._fleet.outcome(_SYNCER) == "running"
+
+    def _are_training(self) -> bool:
+        return any(self._fleet.outcome(name) == "running" for name in self._plan.learners)
+
+    def _is_unused(self, feed: StatusFeed) -> bool:
+        """Whether nobody ever took part; in a short run they may have come and gone since the syncer was asked."""
+        if any(self._fleet.is_done(name) for name in self._plan.learners):
+            return False
+        return feed.latest is not None and not (feed.latest["learners"] or feed.latest.get("versions"))
+
+    def _is_used(self, feed: StatusFeed) -> bool:
+        """Whether learners from elsewhere take part; ours have ended."""
+        present = [] if feed.latest is None else feed.latest["learners"]
+        return any(it["phase"] not in _GONE and it["id"] not in self._plan.learners for it in present)
+
+
+def _has_left(feed: StatusFeed, learner: str) -> bool:
+    """Whether the syncer has heard this learner leave, with all it had."""
+    learners = [] if feed.latest is None else feed.latest["learners"]
+    return any(it["id"] == learner and it["phase"] == "left" for it in learners)
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Changes whenever the file is written: one left by an earlier syncer of the run must not be taken for the new."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

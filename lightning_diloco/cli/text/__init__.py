@@ -1,0 +1,1 @@
+"""Text for people: quantities, nearest spellings, and what is safe for a terminal."""

@@ -1,0 +1,1 @@
+"""Fragments on XLA devices."""

@@ -1,0 +1,178 @@
+"""A learner's control line to its syncer: what is said and heard, and whether anybody is there.
+
+1. One thread sends, in order, and lets time pass; one listens. Neither touches tensors.
+2. While the syncer cannot be reached, what is said is dropped: all of it is said again after the hello.
+3. Any failure of a call means offline, a certificate or token that stopped being right included: whoever answers there
+   now, training goes on. It is tried again for as long as the learner lives.
+4. The line is back when a poll is answered. A RESET says that the syncer forgot what it had for us: a hello follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+from lightning_diloco.errors import RemoteError
+from lightning_diloco.learner.retry import insist
+from lightning_diloco.process.threads import Crew
+from lightning_diloco.protocol import codec, messages
+from lightning_diloco.protocol.messages import News
+from lightning_diloco.transport.base import RESET, Connection
+
+log = logging.getLogger(__name__)
+
+POLL_S = 2.0
+LAST_POLLS_S = 0.2
+TICK_S = 0.1
+RECONNECT_S = (0.1, 0.5)
+MAX_BATCH = 64
+
+
+class Line:
+    """One session's control messages.
+
+    Args:
+        connection: to the syncer.
+        session: this process's nonce.
+        cursor: where polls go on.
+        crew: runs the two threads.
+        hear: called with each message, in order.
+        reconnect: called with the number of the new connection; says hello.
+        tick: called about every TICK_S.
+
+    Attributes:
+        news: what the syncer told last of the run.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        session: str,
+        cursor: int,
+        crew: Crew,
+        *,
+        hear: Callable[[messages.FromSyncer], object],
+        reconnect: Callable[[int], object],
+        tick: Callable[[], object],
+    ) -> None:
+        self._connection = connection
+        self._session = session
+        self._cursor = cursor
+        self._crew = crew
+        self._hear, self._reconnect, self._tick = hear, reconnect, tick
+        self._outgoing: queue.SimpleQueue[messages.FromLearner] = queue.SimpleQueue()
+        self._switching = threading.Lock()
+        self._offline_since_s: float | None = None
+        self._offline_s = 0.0
+        self._num_connections = 1
+        self._poll_s = POLL_S
+        self.news = News()
+        crew.start("sender", self._send_loop)
+        crew.start("listener", self._listen_loop)
+
+    @property
+    def is_online(self) -> bool:
+        return self._offline_since_s is None
+
+    @property
+    def outage_s(self) -> float | None:
+        """For how long the syncer has been out of reach; None: it answers."""
+        since_s = self._offline_since_s
+        return None if since_s is None else time.monotonic() - since_s
+
+    @property
+    def offline_s(self) -> float:
+        """Time without a syncer, up to now."""
+        return self._offline_s + (self.outage_s or 0.0)
+
+    def say(self, message: messages.FromLearner) -> None:
+        """Send this in its turn; never waits."""
+        self._outgoing.put(message)
+
+    def say_now(self, message: messages.FromLearner, *, within_s: float) -> None:
+        """Send this at once, and wait for it to arrive, again for so long: nobody will say it later."""
+        try:
+            insist(partial(self._send, [message]), within_s=within_s)
+        except RemoteError as error:
+            log.warning("the syncer did not hear %s: %s", type(message).__name__, error)
+
+    def hurry(self) -> None:
+        """Nothing much will come any more: let `_listen_loop` end soon after the crew stops.
+
+        In its own thread, if it has just heard so: the next poll would wait otherwise.
+        """
+        self._poll_s = LAST_POLLS_S
+
+    # --------------------------------------------------------------------------------------------------------- sender
+
+    def _send_loop(self) -> None:
+        next_tick_s = 0.0
+        while not self._crew.stopping.is_set():
+            batch = self._take_batch()
+            if batch and self.is_online:
+                try:
+                    self._send(batch)
+                except RemoteError as error:
+                    self._went_offline(error)
+            if time.monotonic() >= next_tick_s:
+                next_tick_s = time.monotonic() + TICK_S
+                self._tick()
+
+    def _take_batch(self) -> list[messages.FromLearner]:
+        batch: list[messages.FromLearner] = []
+        try:
+            batch.append(self._outgoing.get(timeout=TICK_S))
+            while len(batch) < MAX_BATCH:
+                batch.append(self._outgoing.get_nowait())
+        except queue.Empty:
+            pass
+        return batch
+
+    def _send(self, batch: list[messages.FromLearner]) -> None:
+        answer = self._connection.send(self._session, [messages.encode(message) for message in batch])
+        self.news = codec.load(News, answer)
+
+    # ------------------------------------------------------------------------------------------------------- listener
+
+    def _listen_loop(self) -> None:
+        pause_s = RECONNECT_S[0]
+        while not self._crew.stopping.is_set():
+            try:
+                heard, was_reset = self._poll()
+            except RemoteError as error:
+                self._went_offline(error)
+                self._crew.stopping.wait(pause_s)
+                pause_s = min(2 * pause_s, RECONNECT_S[1])
+                continue
+            pause_s = RECONNECT_S[0]
+            if was_reset or not self.is_online:
+                self._came_back()
+            for message in heard:
+                self._hear(message)
+
+    def _poll(self) -> tuple[list[messages.FromSyncer], bool]:
+        polled = self._connection.poll(self._session, self._cursor, self._poll_s if self.is_online else 0.0)
+        self._cursor = polled.cursor
+        heard = [messages.decode(said, messages.FromSyncer) for said in polled.messages if said != RESET]
+        return cast("list[messages.FromSyncer]", heard), len(heard) < len(polled.messages)
+
+    def _went_offline(self, error: RemoteError) -> None:
+        with self._switching:
+            if self.is_online and not self._crew.stopping.is_set():
+                self._offline_since_s = time.monotonic()
+                if self._poll_s == POLL_S:  # else this learner has left, and the syncer may have ended
+                    log.warning("the syncer cannot be reached, training on: %s", error)
+
+    def _came_back(self) -> None:
+        with self._switching:
+            since_s, self._offline_since_s = self._offline_since_s, None
+            if since_s is not None:
+                self._offline_s += time.monotonic() - since_s
+                log.warning("the syncer is back after %.1f s", time.monotonic() - since_s)
+        self._num_connections += 1
+        self._reconnect(self._num_connections)

@@ -1,0 +1,103 @@
+"""What exchanging takes of one rank's memory, by formula: stated when a learner of several ranks has joined.
+
+1. Held as long as the learner trains: anchors and spare buffers, each as long as the largest part of a fragment that
+   this rank holds; residuals, where landing loses what was not sent; and contributions whose fate is not known. Of
+   these rank 0 keeps all bytes, every other rank its own part.
+2. So it is while one fragment after another is exchanged. What is on its way at the same time, because exchanging takes
+   longer than the steps between two fragments, takes buffers of its own: a snapshot, and what a landing needs.
+3. For moments: what the largest fragment needs while it is encoded, while updates of it arrive, or while it is adopted
+   in full; never two of these at once on one rank.
+4. Left out: parameters, gradients and optimizer; sockets and threads; a copy of the own parameters while the anchor is
+   validated.
+
+Source: devices/dense.py, devices/part.py and learner/ranks/reshard.py; a test compares it with what real ranks take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.core.outer import CHAIN_LENGTH
+from lightning_diloco.core.quantize import wire_nbytes
+from lightning_diloco.devices.part import PartPlan
+
+SPARE_BUFFERS = 4
+FURTHER_BUFFERS = 4  # a snapshot, a new anchor, and the values before and after
+_FLOAT_BYTES = 4
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of one rank.
+
+    Args:
+        anchors: of all fragments.
+        buffers: for snapshots and landings.
+        residuals: what encodings lost.
+        sent: contributions of all fragments, encoded.
+        passing: at most, for moments.
+        further: at most, for each fragment that is on its way beside another one.
+    """
+
+    anchors: int
+    buffers: int
+    residuals: int
+    sent: int
+    passing: int
+    further: int
+
+    @property
+    def peak(self) -> int:
+        """At most, with one fragment at a time."""
+        return self.anchors + self.buffers + self.residuals + self.sent + self.passing
+
+    def __str__(self) -> str:
+        named = {"anchors": self.anchors, "buffers": self.buffers, "residuals": self.residuals, "sent": self.sent}
+        held = ", ".join(f"{name} {nbytes / _MIB:.1f}" for name, nbytes in named.items() if nbytes)
+        passing, further = self.passing / _MIB, self.further / _MIB
+        return (
+            f"exchanging takes up to {self.peak / _MIB:.1f} MiB of this rank: {held}, and {passing:.1f} while a "
+            f"fragment passes; {further:.1f} MiB more for each further one that is on its way at the same time"
+        )
+
+
+def footprint(
+    plan: FragmentPlan, config: RunConfig, learner: LearnerConfig, *, rank: int, size: int, part: PartPlan | None
+) -> Footprint:
+    """What one rank needs.
+
+    Args:
+        plan: of the run.
+        config: of the run.
+        learner: of this learner.
+        rank, size: in this learner.
+        part: what this rank holds; None: all of it.
+    """
+    fragments, block_size = range(plan.num_fragments), config.block_size
+    wholes = [plan.layout(p, block_size).padded_numel for p in fragments]
+    owns = wholes if part is None else [part.layout(p, block_size).padded_numel for p in fragments]
+    wired = [wire_nbytes(numel, config.wire, config.block_size) for numel in wholes]
+    whole, own = max(wholes) * _FLOAT_BYTES, max(owns) * _FLOAT_BYTES
+    feeds_back = learner.align != "carry" and learner.error_feedback
+    return Footprint(
+        anchors=len(owns) * own,
+        buffers=SPARE_BUFFERS * own,
+        residuals=2 * len(owns) * own if feeds_back else 0,
+        sent=sum(wired) // (size if rank else 1),
+        further=FURTHER_BUFFERS * own,
+        passing=_passing(whole, own, max(wired), is_first=rank == 0, size=size, is_part=part is not None),
+    )
+
+
+def _passing(whole: int, own: int, wired: int, *, is_first: bool, size: int, is_part: bool) -> int:
+    """Bytes for moments; `whole` and `own` as float32."""
+    chain = CHAIN_LENGTH * wired * (3 if is_first else 1)  # rank 0: as it came, as a tensor, and for the others
+    full = whole * (2 if is_first else 1)
+    if not is_part:
+        return max(2 * wired, chain, full)
+    share = whole // size
+    dealt = own + max(own + share, 2 * share) + 2 * wired // size + (2 * wired if is_first else 0)
+    return max(dealt, chain + (CHAIN_LENGTH + 1) * own, full + own)

@@ -1,0 +1,216 @@
+"""A contribution on the lines of all ranks of a learner: each uploads its own part of the encoded fragment.
+
+1. Rank 0 alone speaks with the syncer about rounds and fates. When it uploads, it sends the first part, and has every
+   other rank send that rank's part, with the same description; the syncer puts them together.
+2. Rank 0 says the checksum of each part. A rank whose part is another one sends nothing.
+3. If any rank could not send, the upload has failed, as that of one device does. Rank 0, which holds all of the encoded
+   fragment anyway, then uploads alone for ALONE_S: what was lost is sent again whole, and a rank that is cut off for
+   long does not cut off its learner. It says so.
+4. The join string does not cross between ranks, whose groups do not encrypt: each was given it, or reads it from the
+   run directory of a syncer that rank 0 started. A rank that cannot reach the syncer from the start (another host, a
+   syncer on loopback) makes rank 0 upload alone for good; both say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.buffers import bytes_of, tensor_of
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.core.parts import part_of
+from lightning_diloco.errors import DiLoCoError, TransportError
+from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.base import Bulk, Connection, Json
+from lightning_diloco.transport.portions import LargeConnection
+
+log = logging.getLogger(__name__)
+
+ALONE_S = 60.0
+PART_S = 60.0
+GOODBYE_S = 1.0
+
+
+class Giver(Protocol):
+    """What rank 0 needs of `Orders`."""
+
+    size: int
+
+    def give(self, order: Json, meanwhile: Callable[[], object], *, within_s: float = -1.0) -> bool: ...
+
+
+class Taker(Protocol):
+    """What another rank needs of `Orders`."""
+
+    rank: int
+    size: int
+
+    def take(self) -> Json: ...
+
+    def answer(self, could: bool) -> None: ...
+
+
+class PartedConnection:
+    """Rank 0's `Connection`, whose contributions go by several lines.
+
+    Args:
+        connection: of rank 0, which takes a part of any size.
+        orders: to the other ranks.
+    """
+
+    def __init__(self, connection: LargeConnection, orders: Giver) -> None:
+        self._connection = connection
+        self.send, self.poll, self.get = connection.send, connection.poll, connection.get
+        self.status, self.close = connection.status, connection.close
+        self._put, self._orders = connection.put, orders
+        self._alone_until_s = float("-inf")
+
+    @property
+    def heard_s(self) -> float:
+        """See `LargeConnection`."""
+        return self._connection.heard_s
+
+    @staticmethod
+    def is_possible(reached: Sequence[bool]) -> bool:
+        """Whether all other ranks, which say so of themselves in order, reach the syncer."""
+        if unreached := [rank for rank, reaches in enumerate(reached, start=1) if not reaches]:
+            log.warning("ranks %s cannot reach the syncer; rank 0 uploads the contributions of all ranks", unreached)
+        return not unreached
+
+    def prepare(self, plan: FragmentPlan, config: RunConfig, dealt: Container[int]) -> None:
+        """The run is known.
+
+        Args:
+            plan: of the run.
+            config: of the run.
+            dealt: fragments that each rank has encoded its part of.
+        """
+        self._dealt = dealt
+        self._numels = [plan.layout(p, config.block_size).padded_numel for p in range(plan.num_fragments)]
+        self._config = config
+
+    def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
+        """See `Connection.put`."""
+        is_contribution = bulk.header.get("what") == "contribution" and bulk.header.get("error") is None
+        if not is_contribution or bulk.header["ready"]["fragment"] not in self._dealt or self._is_alone:
+            return self._put(bulk, deadline_s=deadline_s)
+        try:
+            self._put_together(bulk, deadline_s)
+        except DiLoCoError:
+            self._alone_until_s = time.monotonic() + ALONE_S
+            log.warning("not all ranks could upload their parts; for %.0f s rank 0 uploads all of them", ALONE_S)
+            raise
+        return {}
+
+    def end(self) -> None:
+        """Let go of the other ranks, unless one of them still uploads."""
+        self._orders.give({"do": "end"}, lambda: None, within_s=GOODBYE_S)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._orders.size == 1 or time.monotonic() < self._alone_until_s
+
+    def _put_together(self, bulk: Bulk, deadline_s: float) -> None:
+        n, config, payload = self._orders.size, self._config, tensor_of(bulk.payload, torch.uint8)
+        numel = self._numels[bulk.header["ready"]["fragment"]]
+
+        def part(k: int) -> memoryview:
+            return bytes_of(part_of(payload, k, n, numel=numel, wire=config.wire, block_size=config.block_size))
+
+        checksums = [zlib.crc32(part(k)) for k in range(n)]
+        order = {"do": "upload", "header": bulk.header, "checksums": checksums, "deadline_s": deadline_s}
+        own = Bulk(_part_header(bulk.header, 0, n), part(0))
+        if not self._orders.give(order, partial(self._put, own, deadline_s=deadline_s)):
+            raise TransportError(
+                "a rank of this learner did not upload its part, and says why; all parts must arrive; rank 0 sends them"
+            )
+
+
+class PartSender:
+    """Another rank's end: keeps its part of what was encoded last, and uploads it when rank 0 says so.
+
+    Args:
+        orders: from rank 0.
+        connect: makes the connection, which takes a part of any size.
+    """
+
+    def __init__(self, orders: Taker, connect: Callable[[JoinAddress], Connection]) -> None:
+        self._orders, self._connect = orders, connect
+        self._connection: Connection | None = None
+        self._kept: dict[int, Tensor] = {}
+        self._has_come = threading.Condition()
+
+    def reach(self, address: Callable[[], JoinAddress]) -> bool:
+        """Whether the syncer can be found and reached from here; connects."""
+        try:
+            self._connection = self._connect(address())
+            self._connection.status()
+        except DiLoCoError as error:
+            log.warning("this rank cannot reach the syncer, so rank 0 uploads its parts: %s", error)
+            return False
+        return True
+
+    def keep(self, fragment: int, payload: Tensor, numel: int, config: RunConfig) -> None:
+        """Of a whole encoded fragment, keep this rank's part until it is sent or replaced."""
+        k, n = self._orders.rank, self._orders.size
+        self.keep_part(fragment, part_of(payload, k, n, numel=numel, wire=config.wire, block_size=config.block_size))
+
+    def keep_part(self, fragment: int, part: Tensor) -> None:
+        """Keep this part until it is sent or replaced."""
+        with self._has_come:
+            self._kept[fragment] = part
+            self._has_come.notify_all()
+
+    def run(self) -> None:
+        """Do what rank 0 says until it ends, or is gone."""
+        order: Json = {}
+        with suppress(RuntimeError):  # rank 0 is gone; the pulse tells
+            while order.get("do") != "end":
+                order = self._orders.take()
+                self._orders.answer(order["do"] == "end" or self._send(order))
+
+    def close(self) -> None:
+        """Let go of the connection; idempotent."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _send(self, order: Json) -> bool:
+        header, k = order["header"], self._orders.rank
+        p = header["ready"]["fragment"]
+        try:
+            part = self._part(p, order["checksums"][k])
+            assert self._connection is not None, "reach() comes first"
+            bulk = Bulk(_part_header(header, k, self._orders.size), bytes_of(part))
+            self._connection.put(bulk, deadline_s=order["deadline_s"])
+        except DiLoCoError as error:
+            log.warning("this rank's part of fragment %d was not uploaded: %s", p, error)
+            return False
+        return True
+
+    def _part(self, p: int, checksum: int) -> Tensor:
+        """Its bytes; they may be on their way."""
+        with self._has_come:
+            self._has_come.wait_for(lambda: self._checksum(p) == checksum, PART_S)
+            if (found := self._checksum(p)) != checksum:
+                raise TransportError(
+                    f"the part of fragment {p} that was encoded here has the checksum {found}, that of rank 0 has "
+                    f"{checksum}; ranks must hold equal parameters; rank 0 sends its own, this one sends nothing"
+                )
+            return self._kept.pop(p)
+
+    def _checksum(self, p: int) -> int | None:
+        return zlib.crc32(bytes_of(self._kept[p])) if p in self._kept else None
+
+
+def _part_header(header: Json, k: int, n: int) -> Json:
+    return {**header, "part": k, "num_parts": n}

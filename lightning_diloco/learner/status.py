@@ -1,0 +1,63 @@
+"""Where a learner stands in its run at this moment: for its progress bar, and in figures for its loggers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_diloco.learner.control_channel import Line
+from lightning_diloco.learner.exchange import Freight
+from lightning_diloco.learner.step_timer import Stopwatch
+from lightning_diloco.protocol.learner.machine import LearnerState
+from lightning_diloco.protocol.metric_names import EXCHANGE_P95, STALL
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A learner's place in its run.
+
+    Args:
+        versions: oldest and newest anchor version it holds.
+        staleness_versions: how far its stalest fragment is behind what was offered.
+        in_flight: fragments whose contribution is on its way.
+        num_learners: that take part, itself included; None: not heard yet.
+        offline_s: for how long the syncer has been out of reach; None: it answers.
+    """
+
+    versions: tuple[int, int]
+    staleness_versions: int
+    in_flight: tuple[int, ...]
+    num_learners: int | None
+    offline_s: float | None
+
+
+def standing(machine: LearnerState, line: Line) -> Standing:
+    """Read it off; the machine is locked by the caller."""
+    landed = [f.landed for f in machine.fragments]
+    return Standing(
+        versions=(min(landed), max(landed)),
+        staleness_versions=machine.staleness_versions,
+        in_flight=tuple(p for p, f in enumerate(machine.fragments) if f.outstanding is not None),
+        num_learners=line.news.num_learners,
+        offline_s=line.outage_s,
+    )
+
+
+def metrics(machine: LearnerState, watch: Stopwatch, freight: Freight, line: Line) -> dict[str, float]:
+    """What goes to loggers, by name; what has not been heard of yet is left out. The caller locks the machine."""
+    news = line.news
+    told = {"fleet_tokens": news.fleet_tokens, "fleet/learners": news.num_learners, "diloco/cosine": news.cosine}
+    return {
+        STALL: watch.stall_s,
+        EXCHANGE_P95: watch.exchange_p95_s,
+        "diloco/num_exchanges": float(watch.num_exchanges),
+        "diloco/staleness_versions": float(machine.staleness_versions),
+        "diloco/pseudo_gradient_norm": freight.norm,
+        "diloco/quantization_error": freight.relative_error,
+        "diloco/offline_s": line.offline_s,
+        "diloco/bytes_up": float(freight.bytes_up),
+        "diloco/bytes_down": float(freight.bytes_down),
+        "diloco/tokens_repeated": float(machine.lessee.num_repeated),
+        "perf/tokens_per_s": watch.tokens_per_s,
+        "perf/step_s": watch.step_s,
+        **{name: float(value) for name, value in told.items() if value is not None},
+    }

@@ -1,0 +1,1 @@
+"""What a run needs and whether it fits: memory, links, goodput, by formula."""

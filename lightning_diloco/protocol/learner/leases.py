@@ -1,0 +1,164 @@
+"""What one learner has leased, and which of its tokens were trained on what.
+
+1. Leases are asked for ahead of need, so that training never waits: enough for AHEAD_S at the present pace, and for
+   two batches.
+2. The training thread takes what is there. With nothing there it reads without a lease; those tokens count as repeated
+   wherever they are merged.
+3. A contribution names the leases its tokens are of. What the syncer no longer knows as this learner's becomes a
+   repeat: if it is done, no token of it will be sent again.
+4. Leases come in the order of their numbers; a number that was seen is not taken twice. Older epochs are read first.
+
+Source: our choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from lightning_diloco.protocol.data_ranges import Catalogue, Lease, Piece, Span
+from lightning_diloco.protocol.messages import AskRanges, Leases
+
+AHEAD_S = 30.0
+MIN_AHEAD, MAX_AHEAD = 4, 128
+ASK_AGAIN_S = 1.0
+REPORT_S = 5.0
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Lessee:
+    """The leases of one process.
+
+    Args:
+        drops: its landing rule drops tokens.
+    """
+
+    def __init__(self, *, drops: bool) -> None:
+        self.catalogue: Catalogue | None = None
+        self.num_repeated = 0
+        self._drops = drops
+        self._unread: deque[Lease] = deque()
+        self._spans: dict[int, Span] = {}
+        self._repeats: deque[tuple[int, int]] = deque(maxlen=1000)
+        self._highest = 0
+        self._range_tokens = 0
+        self._least = MIN_AHEAD
+        self._asked_s = float("-inf")
+        self._waits_for_answer = False
+
+    # ---------------------------------------------------------------------------------------------- training thread
+
+    def take(self) -> Lease | None:
+        """The next range to read, if one is there."""
+        if not self._unread:
+            return None
+        lease = self._unread.popleft()
+        self._spans[lease.number] = Span(lease.number, 0, 0, 0)
+        return lease
+
+    def need(self, num_ranges: int) -> None:
+        """So many ranges are in one batch."""
+        self._least = max(self._least, min(MAX_AHEAD, 2 * num_ranges))
+
+    def holds(self, number: int) -> bool:
+        """Whether a lease that was taken is still this learner's."""
+        return number in self._spans
+
+    def ended(self, lease: Lease) -> None:
+        """The source ends with this range, or before it: nothing is in those after it."""
+        beyond = [it for it in self._unread if (it.epoch, it.source) == (lease.epoch, lease.source)]
+        beyond = [it for it in beyond if it.index > lease.index]
+        self._unread = deque(it for it in self._unread if it not in beyond)
+        self._spans |= {it.number: Span(it.number, 0, 0, 0, is_whole=True, is_last=True) for it in beyond}
+        if (span := self._spans.get(lease.number)) is not None:
+            self._spans[span.number] = replace(span, is_last=True)
+        self._asked_s = float("-inf")
+
+    def trained(self, pieces: Iterable[Piece], at: int) -> None:
+        """A step is done.
+
+        Args:
+            pieces: of its batches, in order.
+            at: the token counter before it.
+        """
+        for piece in pieces:
+            start, at = at, at + piece.tokens
+            span = None if piece.number is None else self._spans.get(piece.number)
+            if span is None:
+                self._repeat(start, at)
+                self.num_repeated += piece.tokens
+                continue
+            self._spans[span.number] = Span(
+                number=span.number,
+                samples=span.samples + piece.samples,
+                start=span.start if span.samples else start,
+                stop=at,
+                is_whole=piece.is_whole,
+                is_last=span.is_last or piece.is_last,
+            )
+            if piece.is_whole:
+                self._range_tokens = max(self._range_tokens, at - self._spans[span.number].start)
+
+    def between(self, start: int, stop: int) -> tuple[tuple[Span, ...], Ranges]:
+        """What these tokens of the counter were trained on: spans of leases, and repeats."""
+        spans = tuple(span for span in self._spans.values() if span.start < stop and start < span.stop)
+        return spans, tuple((a, b) for a, b in self._repeats if a < stop and start < b)
+
+    # ------------------------------------------------------------------------------------------------ what is said
+
+    @property
+    def begun(self) -> tuple[Span, ...]:
+        """How far it is with all that it took."""
+        return tuple(self._spans.values())
+
+    def ask(self, now_s: float, generation: int, tokens_per_s: float, *, wants: bool) -> list[AskRanges]:
+        """What there is to ask, if anything; whether it wants more is the caller's to say."""
+        if self.catalogue is None:
+            return []
+        ahead = self._ahead(tokens_per_s)
+        wanted = ahead - len(self._unread) if wants else 0
+        is_low = 4 * wanted >= ahead and not self._waits_for_answer
+        if not is_low and now_s - self._asked_s < self._pause_s(wanted, ahead):
+            return []
+        self._asked_s, self._waits_for_answer = now_s, True
+        unread = tuple(lease.number for lease in self._unread)
+        return [AskRanges(generation, self.catalogue, max(0, wanted), self._drops, self.begun, unread)]
+
+    def _pause_s(self, wanted: int, ahead: int) -> float:
+        if 4 * wanted >= ahead:
+            return ASK_AGAIN_S
+        return REPORT_S if wanted > 0 or any(span.is_whole for span in self._spans.values()) else math.inf
+
+    def _ahead(self, tokens_per_s: float) -> int:
+        if not self._range_tokens:
+            return self._least
+        return min(MAX_AHEAD, max(self._least, math.ceil(AHEAD_S * tokens_per_s / self._range_tokens)))
+
+    def hear(self, message: Leases) -> None:
+        """The syncer's answer."""
+        self._waits_for_answer = False
+        gone = set(message.gone)
+        self._unread = deque(lease for lease in self._unread if lease.number not in gone)
+        for number in gone & self._spans.keys():
+            span = self._spans.pop(number)
+            self._repeat(span.start, span.stop)
+        fresh = sorted((lease for lease in message.leases if lease.number > self._highest), key=lambda it: it.number)
+        self._unread = deque(sorted([*self._unread, *fresh], key=lambda lease: lease.epoch))
+        if fresh:
+            self._highest = fresh[-1].number
+
+    def welcomed(self, *, is_anew: bool) -> None:
+        """The syncer is back. In a new generation everything was given back; else ask what is still there."""
+        if is_anew:
+            self.hear(Leases((), (*self._spans, *(lease.number for lease in self._unread))))
+        self._asked_s = float("-inf")
+
+    def _repeat(self, start: int, stop: int) -> None:
+        if start == stop:
+            return
+        if self._repeats and self._repeats[-1][1] == start:
+            start = self._repeats.pop()[0]
+        self._repeats.append((start, stop))

@@ -1,0 +1,117 @@
+"""Who may join, and what is said to whom until it takes part.
+
+1. An empty run grants one seed lease; it passes on if the seeder falls silent. Everyone else waits for the seed.
+2. A contradiction between what a joiner insists on and what the run has is refused, naming both values.
+3. A learner id in use is refused; one whose owner fell silent is granted: after three heartbeats, or a lease if the
+   owner was still joining, and so had no heartbeats to send.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from lightning_diloco.config import PROTOCOL_VERSION
+from lightning_diloco.protocol import messages as msg
+from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.syncer.roster import Roster
+
+
+def contradictions(
+    asked: Mapping[str, object], fixed: Mapping[str, object], reduced: Mapping[str, object] | None = None
+) -> list[str]:
+    """One sentence for each option a joiner insists on and the run has otherwise.
+
+    Args:
+        asked: options the joiner insists on.
+        fixed: options of the run.
+        reduced: what had been asked for before the model had its say; to ask for it again is no contradiction.
+    """
+    reduced = reduced or {}
+    return [
+        f"{name}={value!r} was asked for, the run has {name}={fixed[name]!r}"
+        for name, value in sorted(asked.items())
+        if name in fixed and value not in (fixed[name], reduced.get(name, fixed[name]))
+    ]
+
+
+def objection(
+    hello: msg.Hello, run: str, fixed: Mapping[str, object], reduced: Mapping[str, object]
+) -> msg.Rejected | None:
+    """Why a process with this hello can never join, if so."""
+    if hello.protocol != PROTOCOL_VERSION:
+        text = f"protocol version {hello.protocol}, the syncer speaks {PROTOCOL_VERSION}; install the same version"
+        return msg.Rejected("join", text)
+    if hello.run is not None and hello.run != run:
+        return msg.Rejected("join", f"run {hello.run!r} was asked for, this syncer has run {run!r}")
+    if found := contradictions(hello.options, fixed, reduced):
+        text = "; ".join(found) + ". Leave these options out to adopt the run's, or start another run"
+        return msg.Rejected("config", text)
+    return None
+
+
+def mismatch(confirm: msg.Confirm, manifest: Json) -> msg.Rejected | None:
+    """Why a process that adopted cannot take part after all, if so."""
+    if confirm.plan_digest != manifest["plan_digest"]:
+        text = f"plan digest {confirm.plan_digest[:12]}, the run has {str(manifest['plan_digest'])[:12]}"
+        return msg.Rejected("plan", text + "; the models' parameter names or shapes differ")
+    frozen = manifest["frozen"]
+    assert isinstance(frozen, dict)
+    differing = sorted(n for n in frozen.keys() | confirm.frozen.keys() if frozen.get(n) != confirm.frozen.get(n))
+    if differing:
+        shown = ", ".join(differing[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
+        text = f"frozen parameters differ from the run's: {shown}; load the same base model, or seed alike, everywhere"
+        return msg.Rejected("plan", text)
+    if None not in (confirm.token_unit, manifest["token_unit"]) and confirm.token_unit != manifest["token_unit"]:
+        text = f"token unit {confirm.token_unit!r}, the run counts {manifest['token_unit']!r}; pass token_count_fn"
+        return msg.Rejected("plan", text)
+    return None
+
+
+def lost(
+    known: tuple[msg.Mark, ...], generation: int, versions: list[int], digests: list[dict[int, str]]
+) -> list[tuple[int, msg.Mark]]:
+    """What a returning process holds, by fragment, that this syncer does not know."""
+    if len(known) != len(versions):
+        return []
+    return [
+        (p, mark)
+        for p, mark in enumerate(known)
+        if mark.generation > generation
+        or (
+            mark.generation == generation
+            and (mark.version > versions[p] or digests[p].get(mark.version, mark.digest) != mark.digest)
+        )
+    ]
+
+
+MAX_CONTENDERS = 256
+
+
+class Contenders:
+    """Newcomers under a learner id whose owner may still be there; the latest MAX_CONTENDERS of them."""
+
+    def __init__(self) -> None:
+        self._since_s: OrderedDict[str, float] = OrderedDict()
+
+    def verdict(
+        self, session: str, learner: str, roster: Roster, now_s: float, *, heartbeat_s: float, lease_s: float
+    ) -> str | None:
+        """None: granted. "wait": too early to say. Otherwise the text of a refusal."""
+        owner = roster.owner(learner, session)
+        if owner is None or owner.is_lapsed:
+            return None
+        since_s = self._since_s.setdefault(session, now_s)
+        if len(self._since_s) > MAX_CONTENDERS:
+            self._since_s.popitem(last=False)
+        if owner.heard_s > since_s + 0.5 * heartbeat_s:
+            return (
+                f"learner id {learner!r} is in use by {owner.where or 'another process'}, heard "
+                f"{now_s - owner.heard_s:.1f} s ago; "
+                "every learner needs an id of its own: set DILOCO_LEARNER or learner="
+            )
+        if owner.state != "active":
+            return "wait" if now_s - owner.heard_s <= lease_s else None
+        if now_s - max(owner.heard_s, since_s - 2 * heartbeat_s) < 3 * heartbeat_s:
+            return "wait"
+        return None

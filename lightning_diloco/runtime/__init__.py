@@ -1,1 +1,0 @@
-"""Drives protocol and core with a transport, a clock and a disk."""

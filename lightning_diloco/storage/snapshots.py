@@ -1,0 +1,226 @@
+"""Snapshots: the syncer's whole durable state as of one log sequence number.
+
+    <directory>/<lsn>/state.json                  the protocol machine's state, JSON
+    <directory>/<lsn>/tensors-<stem>.safetensors  the tensors, one file per stem (a fragment)
+    <directory>/<lsn>/B2SUMS                      checksums of all the others; `b2sum -c B2SUMS` checks them too
+
+1. A snapshot is written under another name, fsynced file by file, then renamed: under its own name it is complete.
+2. The old one is removed after the new one is durable, unless a log is to be replayed from it. What a crash left behind
+   is removed at the next `latest`.
+3. A file is verified before its content is used. Nothing is pickled.
+4. Tensors are written and read file by file, so that one fragment at a time is in memory.
+
+Source: our choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_diloco.errors import CorruptLogError
+from lightning_diloco.storage import tensor_file
+from lightning_diloco.storage.files import (
+    Buffer,
+    Faults,
+    make_directory,
+    no_faults,
+    remove_tree,
+    storage,
+    sync_directory,
+    write_file,
+)
+from lightning_diloco.transport.base import Json
+
+_PARTIAL = ".partial"
+_STATE, _SUMS = "state.json", "B2SUMS"
+
+
+class SnapshotStore:
+    """The directory of snapshots of one syncer; one writer at a time.
+
+    Args:
+        directory: created by the first `write`.
+        faults: called at "snapshot:before", "snapshot:after_file", "snapshot:before_rename", "snapshot:after_rename"
+            and "snapshot:after_remove", for tests that fail or crash there.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, faults: Faults = no_faults) -> None:
+        self.directory = Path(directory)
+        self._faults = faults
+
+    def write(
+        self,
+        lsn: int,
+        state: Mapping[str, object],
+        tensors: Iterable[tuple[str, Mapping[str, Tensor]]],
+        *,
+        keeps_oldest: bool = False,
+    ) -> None:
+        """Write a snapshot, then remove the older ones; there is nothing to do if this lsn has one.
+
+        Args:
+            lsn: the last log record this state contains; never lower than that of a snapshot already there.
+            state: a JSON object with finite numbers.
+            tensors: (stem, tensors by name), taken one by one; CPU tensors that share no memory.
+            keeps_oldest: all but the oldest one, from which a log is replayed.
+
+        Raises:
+            StorageError: the disk did not take it; the previous snapshot stays.
+        """
+        make_directory(self.directory)
+        older = self._lsns()
+        assert not older or older[-1] <= lsn, f"a snapshot of lsn {older[-1]} is there, {lsn} was to be written"
+        if lsn in older:
+            return
+        final = self._path(lsn)
+        partial = final.with_name(final.name + _PARTIAL)
+        remove_tree(partial)
+        with storage("write the snapshot", final):
+            self._faults("snapshot:before")
+            partial.mkdir(mode=0o700)
+            self._fill(partial, state, tensors)
+            self._faults("snapshot:before_rename")
+            partial.rename(final)
+            sync_directory(self.directory)
+            self._faults("snapshot:after_rename")
+            for old in older[keeps_oldest:]:
+                remove_tree(self._path(old))
+            self._faults("snapshot:after_remove")
+
+    def oldest(self) -> Snapshot | None:
+        """Like `latest`, but the oldest that is kept."""
+        return self._open(0)
+
+    def latest(self) -> Snapshot | None:
+        """Open the newest snapshot, and remove what a crash left unfinished.
+
+        Returns:
+            The snapshot, its state verified and its tensors verified as they are read; None if there is none.
+
+        Raises:
+            CorruptLogError: it had been complete and is damaged.
+        """
+        return self._open(-1)
+
+    def _open(self, which: int) -> Snapshot | None:
+        for partial in self.directory.glob("*" + _PARTIAL):
+            remove_tree(partial)
+        lsns = self._lsns()
+        if not lsns:
+            return None
+        path = self._path(lsns[which])
+        sums = _read_sums(path)
+        state = json.loads(_read_verified(path / _STATE, sums))
+        return Snapshot(lsn=lsns[which], state=state, tensors=_TensorFiles(path, sums))
+
+    def _path(self, lsn: int) -> Path:
+        return self.directory / f"{lsn:020d}"
+
+    def _lsns(self) -> list[int]:
+        return sorted(int(path.name) for path in self.directory.glob("[0-9]*") if path.name.isdigit())
+
+    def _fill(
+        self, folder: Path, state: Mapping[str, object], tensors: Iterable[tuple[str, Mapping[str, Tensor]]]
+    ) -> None:
+        sums: dict[str, str] = {}
+
+        def put(name: str, *pieces: Buffer) -> None:
+            assert name not in sums, f"two files of a snapshot are called {name}"
+            write_file(folder / name, *pieces)
+            sums[name] = _checksum(*pieces)
+            self._faults("snapshot:after_file")
+
+        for stem, by_name in tensors:
+            put(_tensor_file(stem), *tensor_file.pieces(by_name))
+        put(_STATE, json.dumps(state, allow_nan=False).encode())
+        write_file(folder / _SUMS, "".join(f"{sums[name]}  {name}\n" for name in sums).encode())
+        sync_directory(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A durable state.
+
+    Args:
+        lsn: the last log record it contains.
+        state: the JSON object it was written with.
+        tensors: stem -> tensors by name; each access reads and verifies one file.
+    """
+
+    lsn: int
+    state: Json
+    tensors: Mapping[str, dict[str, Tensor]]
+
+
+class _TensorFiles(Mapping[str, dict[str, Tensor]]):
+    def __init__(self, folder: Path, sums: Mapping[str, str]) -> None:
+        self._folder, self._sums = folder, sums
+        prefix, suffix = _tensor_file("|").split("|")
+        self._stems = [name[len(prefix) : -len(suffix)] for name in sums if name.endswith(suffix)]
+
+    def __getitem__(self, stem: str) -> dict[str, Tensor]:
+        if stem not in self._stems:
+            raise KeyError(stem)
+        path = self._folder / _tensor_file(stem)
+        with storage("read", path):
+            _verify(path, tensor_file.checksum(path), self._sums)
+            return tensor_file.read(path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stems)
+
+    def __len__(self) -> int:
+        return len(self._stems)
+
+
+def _tensor_file(stem: str) -> str:
+    return f"tensors-{stem}.safetensors"
+
+
+def _checksum(*pieces: Buffer) -> str:
+    found = hashlib.blake2b()
+    for piece in pieces:
+        found.update(piece)
+    return found.hexdigest()
+
+
+def _read_sums(folder: Path) -> dict[str, str]:
+    lines = _read(folder / _SUMS).decode(errors="replace").splitlines()
+    sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+    present = {_STATE, *(path.name for path in folder.glob(_tensor_file("*")))}
+    if sums.keys() != present:
+        raise _damaged(folder / _SUMS, f"and the directory differ in {sorted(sums.keys() ^ present)}")
+    return sums
+
+
+def _read_verified(path: Path, sums: Mapping[str, str]) -> bytes:
+    data = _read(path)
+    _verify(path, _checksum(data), sums)
+    return data
+
+
+def _verify(path: Path, found: str, sums: Mapping[str, str]) -> None:
+    if found != (expected := sums.get(path.name)):
+        raise _damaged(path, f"has the BLAKE2b checksum {found[:16]}..., expected {expected and expected[:16] + '...'}")
+
+
+def _read(path: Path) -> bytes:
+    with storage("read", path):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError as error:
+            raise _damaged(path, "is missing") from error
+
+
+def _damaged(path: Path, found: str) -> CorruptLogError:
+    return CorruptLogError(
+        f"{path} {found}; a complete snapshot must be as it was written; restore its directory from a backup, or begin "
+        f"anew from the learners with `diloco syncer --reseed`"
+    )

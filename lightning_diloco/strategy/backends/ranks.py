@@ -1,0 +1,333 @@
+"""A learner with several processes: what its hooks do besides; `launchers.py` starts and ends them.
+
+1. Rank 0 talks to the syncer (`LeaderLink`), the others follow it (`FollowerLink`); both have the methods of a link.
+2. A step begins for them when its last batch is known, and ends where the hooks say. What they tell each other travels
+   while the step computes; so do the fleet's tokens, and that it is to be the last step.
+3. Training data is split over ranks and learners by the same rule as over learners: learners of any layout read
+   different samples. What is leased, rank 0 leases and reads for all (`strategy/data/rank_batches.py`).
+4. All ranks of a learner have one id, hence one folder. Who starts them hands it on; who is started otherwise
+   (torchrun, SLURM) is told it by DILOCO_LEARNER.
+5. All ranks write and read checkpoints together (`strategy/recovery/rank_checkpointer.py`), and heed SIGTERM together: which of them got the
+   signal is known to all when a step ends, and all leave there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_diloco.devices.part import PartFragments
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.storage.checkpoint_store import CheckpointStore
+from lightning_diloco.strategy.backends.launchers import Processes, Scripts
+from lightning_diloco.strategy.data.hooks import wants_link
+from lightning_diloco.strategy.data.range_batches import Batches, RangeBatches, Ranges
+from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
+from lightning_diloco.strategy.recovery import optimizer_state
+from lightning_diloco.strategy.recovery.checkpointer import Healing, Owner
+from lightning_diloco.strategy.recovery.rank_checkpointer import RanksHealing, layout_of
+from lightning_diloco.strategy.trainer.stopping import StoppingTogether
+
+if TYPE_CHECKING:
+    from lightning_diloco.learner.ranks.follower import FollowerLink
+    from lightning_diloco.learner.ranks.group import Ranks
+    from lightning_diloco.learner.ranks.leader import LeaderLink
+    from lightning_diloco.learner.ranks.memory import Footprint
+
+log = logging.getLogger(__name__)
+
+
+class RanksHooks(DecoupledDiLoCoStrategy):
+    """Mixin: put it before one of Lightning's strategies with several processes."""
+
+    _link: LeaderLink | FollowerLink | None
+    _together: StoppingTogether | None = None
+    _ranks_ahead: Ranks | None = None  # from the first question to the syncer until the link has them
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    def _own_launcher(self) -> _Launcher:
+        if isinstance(self._launcher, _MultiProcessingLauncher):
+            return Processes(self, self._launcher._start_method)
+        return Scripts(self)
+
+    def _separate_paths(self, trainer: pl.Trainer) -> None:
+        is_named = self._learner.learner or os.environ.get("DILOCO_LEARNER")
+        if self._given_join and not is_named and self._is_started_by_others:
+            raise ConfigError(
+                f"{self.world_size} processes, started by {type(self.cluster_environment).__name__}, join a run as one "
+                "learner without a name: all of them must know the same; set DILOCO_LEARNER for all, or learner="
+            )
+        super()._separate_paths(trainer)
+
+    @property
+    def _is_started_by_others(self) -> bool:
+        assert self.cluster_environment is not None
+        return self.cluster_environment.creates_processes_externally and self.world_size > 1
+
+    def _ask_parts(self) -> None:
+        """Settings that differ between ranks are found before anybody waits for a syncer."""
+        if wants_link(self._trainer) and self._ranks_ahead is None:
+            self._ranks_ahead = self._alike()
+        super()._ask_parts()
+
+    def _alike(self) -> Ranks:
+        """All ranks, with the same settings."""
+        from lightning_diloco.learner.ranks.group import Ranks
+
+        ranks = Ranks()
+        ranks.compare(self._settings())
+        return ranks
+
+    def _close(self) -> None:
+        super()._close()
+        ahead, self._ranks_ahead = self._ranks_ahead, None
+        if ahead is not None:
+            ahead.close()
+
+    def _make_link(self) -> LeaderLink | FollowerLink:
+        from lightning_diloco.learner.ranks.follower import FollowerLink
+        from lightning_diloco.learner.ranks.leader import LeaderLink
+
+        ranks, self._ranks_ahead = self._ranks_ahead or self._alike(), None
+        self._heed_sigterm_together()
+        own_boxes = self._part_boxes()
+        boxes = None if own_boxes is None else ranks.share(own_boxes)
+        self._ranks, self._layout = ranks, layout_of(ranks.size, boxes)
+        self._shares = ranks.share(super().distributed_sampler_kwargs["rank"])
+        if ranks.rank == 0:
+            return LeaderLink(self._run_options, self._learner, self._run_root, ranks=ranks, boxes=boxes)
+        return FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes, join=self._given_join)
+
+    def _settings(self) -> dict[str, Any]:
+        """What must be the same on all ranks; values that JSON knows."""
+        own = {name: value for name, value in asdict(self._learner).items() if name not in ("join", "learner")}
+        own |= {"token_count_fn": self._token_count_fn is not None, "join": _told_apart(self._given_join)}
+        of_trainer = ("precision", "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
+        return {**self._run_options, **own, **{name: getattr(self._trainer, name) for name in of_trainer}}
+
+    def _join(self) -> None:
+        super()._join()
+        self._together = StoppingTogether(self._trainer, self._ranks)
+        if (found := self._footprint()) is None:
+            return
+        log.info("rank %d of %d: %s", self._ranks.rank, self._ranks.size, found)
+        largest = max(self._ranks.share(found.peak))
+        if self._ranks.rank == 0:
+            cast("LeaderLink", self._link).rank_bytes = largest
+
+    def _footprint(self) -> Footprint | None:
+        """What exchanging takes of this rank's memory; None: its device says so."""
+        from lightning_diloco.learner.ranks.memory import footprint
+
+        assert self._link is not None
+        part = self._device.part if isinstance(self._device, PartFragments) else None
+        where: dict[str, Any] = {"rank": self._ranks.rank, "size": self._ranks.size, "part": part}
+        return footprint(self._link.plan, self._link.config, self._learner, **where)
+
+    def _make_healing(self, owner: Owner, url: str | None) -> Healing:
+        url = self._ranks.share(url)[0]  # rank 0 knows whether the run is its own
+        store, every_steps = None if url is None else CheckpointStore(url), self._learner.checkpoint_every
+        options: dict[str, Any] = {"every_steps": every_steps, "ranks": self._ranks, "layout": self._layout}
+        return RanksHealing(self._trainer, owner, store, **options)
+
+    def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See `DiLoCoHooks.held_optimizer_state`: of this rank."""
+        return self._copies.relative(optimizer, optimizer_state.held(optimizer))
+
+    def give_optimizer_states(self, state: Mapping[str, Any]) -> None:
+        """See `DiLoCoHooks.give_optimizer_states`."""
+        for optimizer, held in zip(self.optimizers, state["optimizer_states"], strict=True):
+            optimizer_state.give(optimizer, held, self.root_device)
+            self._copies.restore(optimizer, held)
+
+    def _part_boxes(self) -> dict[str, Any] | None:
+        """What this rank holds of each parameter; None: all of it."""
+        return None
+
+    # --- data ----------------------------------------------------------------------------------------------------
+
+    @property
+    def data_part(self) -> tuple[int, int] | None:
+        """(part, parts) of the training data that this rank reads; None: Lightning splits it over the ranks."""
+        if (of_learner := super().data_part) is None:
+            return None
+        (part, parts), within = of_learner, super().distributed_sampler_kwargs
+        return part + parts * within["rank"], parts * within["num_replicas"]
+
+    def barrier(self, name: str | None = None) -> None:
+        """See `DiLoCoHooks.barrier`; where the data is split here, Lightning must not split it before."""
+        super().barrier(name)
+        if self._splits_here:
+            self._use_distributed_sampler = self._connector.use_distributed_sampler
+            self._connector.use_distributed_sampler = False
+        elif hasattr(self, "_use_distributed_sampler"):
+            self._connector.use_distributed_sampler = self.__dict__.pop("_use_distributed_sampler")
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """See `DiLoCoHooks.process_dataloader`."""
+        if not self._splits_here:
+            return super().process_dataloader(dataloader)
+        self._connector.use_distributed_sampler = self._use_distributed_sampler
+        try:
+            return super().process_dataloader(dataloader)
+        finally:
+            self._connector.use_distributed_sampler = False
+
+    def _leased_batches(self, ranges: Ranges, batch_size: int) -> Batches:
+        """See `LeasesData._leased_batches`."""
+        from lightning_diloco.strategy.data.rank_batches import FollowersBatches, LeadersBatches
+
+        handout = self._ranks.hand_out(self._shares)
+        if self._ranks.rank > 0:
+            return FollowersBatches(handout)
+        desk = cast("LeaderLink", self._link).lease(ranges.catalogue)
+        size = batch_size * self._num_readers
+        return LeadersBatches(RangeBatches(ranges, desk, batch_size=size, seed=self._own_seed), handout)
+
+    @property
+    def _num_readers(self) -> int:
+        return len(set(self._shares))
+
+    @property
+    def _may_change_data(self) -> bool:
+        """See `LeasesData._may_change_data`; also while Lightning is kept from it."""
+        return bool(getattr(self, "_use_distributed_sampler", super()._may_change_data))
+
+    @property
+    def _splits_here(self) -> bool:
+        return self._preparing_train_loader and self.data_part is not None
+
+    @property
+    def _connector(self) -> Any:
+        return self._trainer._accelerator_connector
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See `DiLoCoHooks.optimizer_step`."""
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._begin_inner_step()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See `DiLoCoHooks.training_step`; whether it steps is known at its end."""
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        self._begin_inner_step()
+        begun, self._ended = self._exchanging, False
+        output = super().training_step(*args, **kwargs)
+        if begun and not self._ended:
+            assert self._link is not None
+            self._link.skip_step()
+        return output
+
+    def _begin_inner_step(self) -> None:
+        if self._exchanging:
+            assert self._link is not None
+            assert self._preemption is not None
+            assert self._healing is not None
+            tokens, _ = self._counter.take()
+            self._link.begin_step(
+                tokens if self._counts_tokens else 0,
+                is_asked=self._preemption.is_noticed,
+                saves=self._healing.is_due_after(1),
+                stops=self._wants_to_stop,
+            )
+
+    @property
+    def _wants_to_stop(self) -> bool:
+        """Whether this rank would stop after this step; of the run knows rank 0 alone."""
+        assert self._stopping is not None
+        assert self._together is not None
+        if self._together.is_put_off:
+            return True
+        return self.is_global_zero and self._stopping.verdict(cast("LeaderLink", self._link)) is not None
+
+    @property
+    def fleet_tokens(self) -> int:
+        """See `DiLoCoHooks.fleet_tokens`; what all ranks know, as of the beginning of the last step."""
+        return self._link.agreed.fleet_tokens if self._link is not None else 0
+
+    @property
+    def _counts_tokens(self) -> bool:
+        """Whether the samples of this rank are not those of another one."""
+        return True
+
+    def _end_inner_step(self, output: Any = None) -> None:
+        super()._end_inner_step(output)
+        self._ended = True
+        if not self._exchanging:
+            return
+        assert self._link is not None
+        assert isinstance(self._healing, RanksHealing)
+        assert self._stopping is not None
+        self._healing.is_agreed = self._link.agreed.saves
+        if self._link.agreed.stops:
+            assert self._together is not None
+            self._together.is_agreed = True
+            self._stopping.stop("a rank of this learner said so")
+        if self._link.agreed.num_asked:
+            self._sigterm_came()
+            self._trainer._signal_connector.received_sigterm = True
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def on_validation_end(self) -> None:
+        """See `DiLoCoHooks.on_validation_end`; who stops because of the anchor stops all ranks."""
+        if self._together is not None and self._exchanging and not self._trainer.sanity_checking:
+            self._together.agree_now()
+        super().on_validation_end()
+
+    def _let_go(self) -> None:
+        if self._together is not None:
+            self._together.close()
+            self._together = None
+        super()._let_go()
+
+    # --- the signal that asks to end -----------------------------------------------------------------------------
+
+    def _heed_sigterm_together(self) -> None:
+        """Lightning's handler has ranks meet in the midst of what they compute, and hangs; ours notes the signal."""
+        handlers = signal.getsignal(signal.SIGTERM)
+        if isinstance(handlers, _HandlersCompose):
+            theirs = self._trainer._signal_connector._sigterm_notifier_fn
+            handlers.signal_handlers = [self._pass_on if it == theirs else it for it in handlers.signal_handlers]
+
+    def _pass_on(self, signum: int, _: FrameType | None) -> None:
+        self._sigterm_came()
+        assert self._launcher is not None
+        self._launcher.kill(signum)
+
+    @property
+    def _exit_code(self) -> int:
+        """Who started the others would kill all at the first of them that ends with a code."""
+        is_watched = isinstance(self.cluster_environment, LightningEnvironment) and self.local_rank > 0
+        return 0 if is_watched and isinstance(self._launcher, Scripts) else super()._exit_code
+
+
+def _told_apart(join: str | None) -> str | None:
+    """Something in place of a join string, which is secret: equal where these are."""
+    return join and f"(SHA-256 {hashlib.sha256(join.encode()).hexdigest()[:12]})"

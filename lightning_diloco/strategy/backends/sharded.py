@@ -1,0 +1,93 @@
+"""Learners whose devices share the model: what FSDP, FSDP2 and tensor parallel have in common.
+
+1. Each rank exchanges what it holds of a parameter. Nothing gathers the model.
+2. Checkpoints hold the anchor, sharded or full as the inner strategy does it. Local parameters are not saved: whoever
+   resumes alone goes on from the anchor.
+3. A forward without a backward may leave parameters gathered, and the next one would use them again. They are dropped
+   before the anchor and the local parameters change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.devices.part import Box, CpuPart, CudaPart
+from lightning_diloco.strategy.backends.ranks import RanksHooks
+
+
+class ShardedHooks(RanksHooks):
+    """Mixin: put it before one of Lightning's strategies that shard the model."""
+
+    _inner: type[Strategy]
+    _anchor_is_shown = False
+    _holds_all = False
+
+    def _held(self) -> dict[str, tuple[Tensor, Box]]:
+        """This rank's part of each parameter, and where it lies in it."""
+        raise NotImplementedError
+
+    def _live_parts(self) -> Mapping[str, Tensor]:
+        """This rank's part of each parameter, as it is whenever it is asked for."""
+        return {name: part.detach() for name, (part, _) in self._held().items()}
+
+    def _drop_gathered(self) -> None:
+        """Have the next forward gather parameters anew."""
+        raise NotImplementedError
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        self._drop_gathered()
+        super()._join()
+
+    def _part_boxes(self) -> dict[str, Box]:
+        return {name: box for name, (_, box) in self._held().items()}
+
+    def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
+        params = self._live_parts()
+        on_cuda = any(part.is_cuda for part in params.values())
+        self._device = (CudaPart if on_cuda else CpuPart)(plan, params, config, self._learner, self._part_boxes())
+        return self._device
+
+    # --- anchors for validation and checkpoints ------------------------------------------------------------------
+
+    def _set_evaluating(self, evaluating: bool) -> None:
+        self._drop_gathered()
+        super()._set_evaluating(evaluating)
+        self._anchor_is_shown = evaluating and self._learner.evaluate == "anchor"
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state with the anchor in place of the local parameters."""
+        if self._device is None or self._anchor_is_shown:
+            return self._inner_state_dict()
+        self._drop_gathered()
+        self._device.show_anchor()
+        try:
+            state = self._inner_state_dict()
+            # On a CPU these were the parameters themselves.
+            return {name: tree_map_only(Tensor, _copied, value) for name, value in state.items()}
+        finally:
+            self._device.show_local()
+
+    def _inner_state_dict(self) -> dict[str, Any]:
+        return self._inner.lightning_module_state_dict(self)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """As the inner strategy does it; there are no local parameters to go on from."""
+        self._inner.load_model_state_dict(self, checkpoint, strict=strict)
+
+    def _local_parameters(self) -> dict[str, Tensor]:
+        return {}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """By its method: that is what sharded tensors of FSDP know."""
+    return tensor.clone()

@@ -1,0 +1,213 @@
+"""A learner on one XLA device, or on all devices of a host as one program (SPMD); of several hosts: xla_hosts.py.
+
+1. A graph ends where an inner step, a micro-batch or a validation batch ends. Otherwise it would grow from one to the
+   next, and be compiled anew for every number of them.
+2. Lightning leaves half precision to a switch that torch_xla no longer has: training would quietly stay in float32. The
+   module is converted here, as Lightning does on other devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.pytorch.plugins import HalfPrecision, Precision, XLAPrecision
+from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy.backends.xla_accelerator import check_environment
+from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
+
+if TYPE_CHECKING:
+    from lightning_diloco.devices.xla.fragments import XlaFragments
+
+
+class XLAHalfPrecision(HalfPrecision, XLAPrecision):
+    """Parameters, inputs and new tensors in half precision; steps as on XLA."""
+
+    def __init__(self, precision: Any) -> None:
+        HalfPrecision.__init__(self, precision)
+
+
+def xla_precision(plugin: Precision | None) -> XLAPrecision:
+    """What Lightning chose before it knew of XLA, as its counterpart for XLA.
+
+    Raises:
+        ConfigError: XLA has no such precision.
+    """
+    precision = "32-true" if plugin is None else plugin.precision
+    if type(plugin) in (type(None), Precision, HalfPrecision, XLAPrecision, XLAHalfPrecision):
+        if type(plugin) is XLAPrecision:
+            plugin.teardown()  # takes back the switches it set
+        return XLAPrecision("32-true") if precision == "32-true" else XLAHalfPrecision(precision)
+    raise ConfigError(
+        f"precision={precision!r} ({type(plugin).__name__}) on XLA: must be '32-true', 'bf16-true' or '16-true'; "
+        "pass Trainer(precision='bf16-true'), and keep in float32 what needs it by casting inside the module"
+    )
+
+
+class XLAHooks(DecoupledDiLoCoStrategy):
+    """Mixin: ends graphs (rule 1), and says what anchors take."""
+
+    def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
+        device = super()._make_device(plan, config)
+        rank_zero_info(cast("XlaFragments", device).memory())
+        return device
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """End the graph of a micro-batch that does not step."""
+        super().post_backward(closure_loss)
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization and self._trainer.fit_loop._should_accumulate():
+            self._end_graph()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """With manual optimization, end the graph whether it stepped or not."""
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._end_graph()
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """End the graph of each batch."""
+        return self._with_ended_graph(super().validation_step(*args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """End the graph of each batch."""
+        return self._with_ended_graph(super().test_step(*args, **kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """End the graph of each batch."""
+        return self._with_ended_graph(super().predict_step(*args, **kwargs))
+
+    def _with_ended_graph(self, output: Any) -> Any:
+        self._end_graph()
+        return output
+
+    def _end_graph(self) -> None:
+        from lightning_diloco.devices.xla import ops as xla
+
+        xla.sync()
+
+
+class SingleDeviceXLADiLoCo(XLAHooks, SingleDeviceXLAStrategy):
+    """A learner with one XLA device."""
+
+    def _bind(self) -> None:
+        assert self.parallel_devices
+        check_environment(needs_platform=False)
+        precision = xla_precision(self._precision_plugin)
+        from lightning_diloco.devices.xla import ops as xla
+
+        xla.keep_compilations()
+        SingleDeviceXLAStrategy.__init__(
+            self, self.parallel_devices[0], self._accelerator, self._checkpoint_io, precision
+        )
+        xla.use_device(self.root_device.index)
+
+
+class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
+    """A learner with all XLA devices of one host, as one program: parameters and batches are laid out over them.
+
+    Where several hosts make up the mesh, it becomes a `SpmdXLAHostsDiLoCo`.
+
+    Attributes:
+        sharding_rules: (regular expression, dimension) pairs; the first that is found in a parameter's name counts. A
+            parameter that no rule names is laid out along the largest dimension that the number of devices divides; the
+            first only if no other can be: parameters are exchanged in slices of rows, and each device then has its part
+            of every slice. Where no dimension can be divided, it is whole on every device.
+    """
+
+    # A token's row is then found on all devices at once.
+    sharding_rules: tuple[tuple[str, int], ...] = ((r"(embed_tokens|wte|embedding|lm_head)\b.*weight$", 1),)
+
+    def _bind(self) -> None:
+        check_environment(needs_platform=False)
+        from lightning_diloco.devices.xla import ops as xla
+
+        self._num_devices = xla.use_mesh()
+        if xla.host()[1] > 1 and type(self) is SpmdXLADiLoCo:
+            from lightning_diloco.strategy.backends.xla_hosts import SpmdXLAHostsDiLoCo
+
+            self.__class__ = SpmdXLAHostsDiLoCo
+            return self._bind()
+        super()._bind()
+        self.global_rank, self.world_size = xla.host()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        from lightning_diloco.devices.xla import ops as xla
+
+        model = super()._setup_model(model)
+        for name, param in model.named_parameters():
+            xla.shard(param, self._dim(name, tuple(param.shape)))
+        xla.sync()
+        return model
+
+    def _dim(self, name: str, shape: tuple[int, ...]) -> int | None:
+        """The dimension along which a parameter is laid out.
+
+        Raises:
+            ConfigError: a rule names a dimension that does not exist, or that cannot be divided.
+        """
+        count = self._num_devices
+        for pattern, dim in self.sharding_rules:
+            if re.search(pattern, name):
+                if dim < len(shape) and shape[dim] % count == 0:
+                    return dim
+                raise ConfigError(
+                    f"{name} of shape {shape} is to be laid out along dimension {dim} by the rule {pattern!r}: that "
+                    f"dimension must exist and be a multiple of the {count} devices; change sharding_rules"
+                )
+        divided = [(dim > 0, size, -dim) for dim, size in enumerate(shape) if size % count == 0]
+        return -max(divided)[2] if divided else None
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Each device gets its part of the samples; where they do not divide, the last parts are padded."""
+        from lightning_diloco.devices.xla import ops as xla
+
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        for tensor in tree_leaves(batch):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.device.type == "xla":
+                xla.shard(tensor, 0)
+        return batch
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On the host: what checkpoints are made of must not gather shards on a device, by a new graph each time."""
+        return self._fetched(super().optimizer_state(optimizer))
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """On the host, see `optimizer_state`."""
+        return self._fetched(super().lightning_module_state_dict())
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """State that lies along with its parameter is laid out like it."""
+        from lightning_diloco.devices.xla import ops as xla
+
+        super().load_optimizer_state_dict(checkpoint)
+        for optimizer in self.optimizers:
+            for param, state in optimizer.state.items():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.shape == param.shape and value.device.type == "xla":
+                        xla.shard(value, xla.sharded_dim(param))
+
+    def _fetched(self, state: dict[str, Any]) -> dict[str, Any]:
+        def fetched(leaf: Any) -> Any:
+            is_there = isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"
+            return self._fetch(leaf.detach()) if is_there else leaf
+
+        return tree_map(fetched, state)  # type: ignore[no-any-return]
+
+    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        from lightning_diloco.devices.xla import ops as xla
+
+        return xla.fetch(tensor)[0]

@@ -1,0 +1,1 @@
+"""Which training data a learner reads, and how many tokens are in it."""

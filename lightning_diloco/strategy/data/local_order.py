@@ -1,0 +1,75 @@
+"""Ranges in an order of one's own, for a stream without a lease table: source after source, epoch after epoch.
+
+1. Several readers of one stream share each source: reader `part` of `parts` takes every `parts`-th range.
+2. A source ends where a reader meets its end.
+3. The position is that of the next sample to be trained; a reader that begins there goes on with it. Readers that save
+   one position for all of them go on with the same range each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_diloco.protocol.data_ranges import Lease, Piece
+
+Position = dict[str, int]
+START: Position = {"epoch": 0, "source": 0, "round": 0, "skip": 0}
+
+
+class OwnOrder:
+    """A desk that nobody else uses.
+
+    Args:
+        num_sources: of what is read.
+        part, parts: which reader this is, and of how many.
+        position: where to begin.
+    """
+
+    def __init__(self, num_sources: int, *, part: int = 0, parts: int = 1, position: Position = START) -> None:
+        self._num_sources, self._part, self._parts = num_sources, part, parts
+        self.position = dict(position)
+        self._next = dict(position)
+        self._num_taken = 0
+        self._taken: dict[int, tuple[Position, int]] = {}
+        self._ended: set[tuple[int, int]] = set()
+
+    def take(self) -> Lease:
+        """The next range; there always is one."""
+        at = self._next
+        if (at["epoch"], at["source"]) in self._ended:
+            source = (at["source"] + 1) % self._num_sources
+            at = {"epoch": at["epoch"] + (source == 0), "source": source, "round": 0, "skip": 0}
+        self._num_taken += 1
+        self._taken[self._num_taken] = (at, 0)
+        self._next = {**at, "round": at["round"] + 1, "skip": 0}
+        index = at["round"] * self._parts + self._part
+        return Lease(self._num_taken, at["epoch"], at["source"], index, at["skip"])
+
+    first = take
+
+    def within(self, for_s: float) -> Lease:
+        """See `take`."""
+        return self.take()
+
+    def need(self, num_ranges: int) -> None:
+        """There always are more."""
+
+    def holds(self, number: int) -> bool:
+        """Whether it was taken and is not read through."""
+        return number in self._taken
+
+    def ended(self, lease: Lease) -> None:
+        """The source ends with this range, or before it."""
+        self._ended.add((lease.epoch, lease.source))
+
+    def trained(self, pieces: Iterable[Piece]) -> None:
+        """Training has come so far."""
+        for piece in pieces:
+            assert piece.number is not None
+            at, samples = self._taken[piece.number]
+            samples += piece.samples
+            self._taken[piece.number] = (at, samples)
+            self.position = {**at, "skip": at["skip"] + samples}
+            if piece.is_whole:
+                del self._taken[piece.number]
+                self.position = {**at, "round": at["round"] + 1, "skip": 0}

@@ -1,0 +1,136 @@
+"""How many tokens a training step saw.
+
+1. Counted on the host batch, before it is moved: asking an accelerator would wait for it.
+2. A mapping counts tokens: the sum of its attention mask if that is on the host, else the size of input_ids. Anything
+   else counts samples, the batch size, which is found much as Lightning finds it for `self.log`: any batch is accepted.
+   One without a size counts as one sample, and that is said. `token_count_fn` overrides all this and counts tokens.
+3. Micro-batches of one accumulated step add up. One learner counts one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.manifest import TokenUnit
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_TAKES_ITERATOR = (
+    "training_step(self, dataloader_iter) takes its batches itself, and nobody can count them; use "
+    "training_step(self, batch, batch_idx)"
+)
+
+TokenCountFn = Callable[[Any], int]
+
+
+def check_training_step(module: pl.LightningModule) -> None:
+    """Before anything is changed.
+
+    Raises:
+        ConfigError: batches would not pass through the Trainer.
+    """
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigError(_TAKES_ITERATOR)
+
+
+class TokenCounter:
+    """Adds up the batches of one inner step.
+
+    Args:
+        count_fn: number of tokens of a host batch; None: rule 2.
+    """
+
+    def __init__(self, count_fn: TokenCountFn | None = None) -> None:
+        self._count_fn = count_fn
+        self._tokens = 0
+        self._has_warned = False
+        self.unit: TokenUnit | None = "tokens" if count_fn else None
+
+    def add(self, batch: Any) -> int:
+        """Count one host batch; returns its tokens. None is no batch: Lightning passes it over.
+
+        Raises:
+            ConfigError: it counts in another unit than the batches before.
+        """
+        if batch is None:
+            return 0
+        unit: TokenUnit
+        tokens, unit = (int(self._count_fn(batch)), "tokens") if self._count_fn else self._count(batch)
+        if self.unit not in (None, unit):
+            raise ConfigError(
+                f"this batch counts {unit}, earlier ones counted {self.unit}: one run counts one unit; "
+                "pass token_count_fn to the strategy"
+            )
+        self.unit = unit
+        self._tokens += tokens
+        return tokens
+
+    @property
+    def has_counted(self) -> bool:
+        """Whether anything was counted since `take`."""
+        return self._tokens > 0
+
+    def _count(self, batch: Any) -> tuple[int, TokenUnit]:
+        if isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), Tensor):
+            mask = batch.get("attention_mask")
+            on_host = isinstance(mask, Tensor) and mask.device.type == "cpu" and mask.shape == ids.shape
+            return int(mask.sum()) if on_host else ids.numel(), "tokens"
+        if (size := _batch_size(batch)) is None:
+            size = 1
+            if not self._has_warned:
+                rank_zero_warn(
+                    f"A batch of type {type(batch).__name__} does not tell its size: each counts as one sample when "
+                    "learners are weighed against each other. Pass token_count_fn to the strategy to count otherwise."
+                )
+            self._has_warned = True
+        return size, "samples"
+
+    def take(self) -> tuple[int, TokenUnit]:
+        """What was counted since the last call, and its unit.
+
+        Raises:
+            ConfigError: no batch has ever been counted.
+        """
+        if self.unit is None:
+            raise ConfigError(
+                "an optimizer step without a counted batch: at least one must have passed through the Trainer; "
+                "use training_step(self, batch, batch_idx)"
+            )
+        tokens, self._tokens = self._tokens, 0
+        return tokens, self.unit
+
+
+def _batch_size(batch: Any) -> int | None:
+    """Length along dimension 0 of the first tensor or array found; without any, of the first innermost sequence."""
+    size = _first_size(batch)
+    return _first_length(batch) if size is None else size
+
+
+def _first_size(batch: Any) -> int | None:
+    if isinstance(batch, Tensor) or isinstance(getattr(batch, "shape", None), tuple):
+        return int(batch.shape[0]) if batch.shape else 1
+    return next((size for part in _parts(batch) if (size := _first_size(part)) is not None), None)
+
+
+def _first_length(batch: Any) -> int | None:
+    within = next((size for part in _parts(batch) if (size := _first_length(part)) is not None), None)
+    is_sequence = isinstance(batch, Sequence) and not isinstance(batch, (str, bytes))
+    return len(batch) if within is None and is_sequence else within
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, (str, bytes, Iterator)):
+        return ()
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if is_dataclass(batch):
+        return [getattr(batch, field.name) for field in fields(batch)]
+    return batch if isinstance(batch, Iterable) else ()

@@ -1,0 +1,1 @@
+"""How a learner that is started again goes on where it was."""

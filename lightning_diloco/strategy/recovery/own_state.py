@@ -1,0 +1,118 @@
+"""State of the module that is not exchanged: each learner has its own.
+
+1. It is persistent buffers (statistics of BatchNorm, queues, codebooks), and frozen parameters that training changes
+   all the same (teachers that follow a student). A sample of each is looked at: a pretrained base is large.
+2. It is in a learner's own checkpoints, and comes back with them; who joins a run takes over a peer's.
+3. A frozen parameter that training changes begins, as a rule, as a copy of a trained one. Who adopts a run's values
+   has another one than the run's learners had; then it becomes a copy of the adopted values (`follow`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_diloco.strategy.trainer.parameters import named_parameters, plain_name
+
+NUM_SAMPLED = 4096
+
+
+class OwnState:
+    """What one learner has of it, in one fit.
+
+    Args:
+        module: of the learner.
+        frozen: its parameters that are not exchanged, by name, as they are before the first step.
+    """
+
+    def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
+        self._module = module
+        self._frozen = frozen
+        self._begun = {name: _sample(p).clone() for name, p in frozen.items()}
+
+    def take(self) -> dict[str, Tensor]:
+        """The live tensors, by name."""
+        return dict(_persistent_buffers(self._module)) | {name: local(self._frozen[name]) for name in self._changed()}
+
+    def objection(self, state: Mapping[str, Tensor]) -> str | None:
+        """Why this state is not one of this module, or None."""
+        here = self._all()
+        for name, value in state.items():
+            if name not in here or here[name].shape != value.shape:
+                found = f"shape {tuple(here[name].shape)}" if name in here else "no such value"
+                return f"it has {name} of shape {tuple(value.shape)}, this learner has {found}"
+        return None
+
+    def give(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a state to which there is no objection."""
+        here = self._all()
+        with torch.no_grad():
+            for name, value in state.items():
+                here[name].copy_(value)
+
+    def _all(self) -> dict[str, Tensor]:
+        return dict(_persistent_buffers(self._module)) | {name: local(p) for name, p in self._frozen.items()}
+
+    def _changed(self) -> list[str]:
+        names = [name for name in self._begun if self._begun[name].numel()]
+        differ = [(_sample(self._frozen[name]) != self._begun[name]).any() for name in names]
+        told = torch.stack(differ).tolist() if differ else []  # the host waits for the device once
+        return [name for name, is_changed in zip(names, told, strict=True) if is_changed]
+
+
+def copies_of_trained(module: nn.Module, trained: Collection[str]) -> dict[str, str]:
+    """Frozen parameters that equal a trained one bit for bit, and that one.
+
+    Args:
+        module: with whole parameters.
+        trained: names of what is exchanged.
+    """
+    params = named_parameters(module)
+    alike = defaultdict[tuple[str, torch.Size], list[str]](list)
+    for name in params:
+        if name in trained:
+            alike[name.rpartition(".")[2], params[name].shape].append(name)
+    found = {}
+    for name, p in params.items():
+        if name not in trained and p.numel() > 1 and not isinstance(p, DTensor):
+            others = alike[name.rpartition(".")[2], p.shape]
+            twin = next((other for other in others if torch.equal(params[other], p)), None)
+            if twin is not None:
+                found[name] = twin
+    return found
+
+
+def follow(module: nn.Module, copies: Mapping[str, str], names: Collection[str]) -> None:
+    """Have these copies become copies again, of the values that were adopted.
+
+    Args:
+        module: that adopted them.
+        copies: see `copies_of_trained`, from before.
+        names: which.
+    """
+    params = named_parameters(module)
+    with torch.no_grad():
+        for name in names:
+            if name in copies:
+                params[name].copy_(params[copies[name]])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds, as the live tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                yield plain_name(f"{path}.{name}" if path else name), local(buffer)
+
+
+def _sample(param: Tensor) -> Tensor:
+    flat = local(param).reshape(-1)
+    return flat[:: max(1, flat.numel() // NUM_SAMPLED)]

@@ -1,0 +1,191 @@
+"""What a Trainer knows besides the exchanged parameters: taken between two batches, and given back to another process.
+
+1. Taking it copies tensors to the host and calls `state_dict` methods; it neither waits for anything nor writes.
+2. It is taken where a batch begins, when the one before is complete in every respect, and its random numbers are given
+   back in the same place: what a data loader draws while it starts does not count.
+3. A peer's is taken over without what is a learner's own: random numbers, callbacks, and what a datamodule and data
+   loaders keep. Step, epoch and batch are taken over, because schedules and limits go by them: a newcomer ends when the
+   others do. What it reads there are samples of its own part and order (`strategy/data/hooks.py`).
+4. Optimizers and schedulers must be those it was taken from, by class and by names of parameters. An optimizer may have
+   been given more groups meanwhile, as finetuning callbacks do when they unfreeze a part of the module: they are added,
+   and what was trained then is trainable again. Such a callback's state goes by the epoch: a peer's is taken over.
+
+Random numbers are those of torch, CUDA, numpy and Python; an XLA device's own are not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_diloco.storage.tree import UnstorableError, pack
+from lightning_diloco.strategy.trainer.parameters import named_parameters
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_diloco.strategy.hooks import DiLoCoHooks
+
+State = dict[str, Any]
+Groups = list[list[list[str | None]]]
+
+DATA = "datamodule"
+
+
+def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
+    """The state as it is now.
+
+    Args:
+        trainer: between two batches.
+        warned: receives the names of callbacks, or DATA, whose state cannot be kept.
+
+    Returns:
+        The state, sharing no memory with the live one, and one sentence for each name that is newly in `warned`.
+    """
+    data = call._call_lightning_datamodule_hook(trainer, "state_dict") if trainer.datamodule else {}
+    own, sentences = _storable({**call._call_callbacks_state_dict(trainer), DATA: data}, warned)
+    strategy = cast("DiLoCoHooks", trainer.strategy)
+    state = {
+        "kinds": _kinds(trainer),
+        "groups": _groups(trainer),
+        "trainable": [name for name, p in strategy.exchanged.items() if p.requires_grad],
+        "module": strategy.own_state.take(),
+        "loops": trainer.fit_loop.state_dict(),
+        "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        "optimizer_states": [strategy.held_optimizer_state(optimizer) for optimizer in trainer.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "precision": trainer.precision_plugin.state_dict(),
+        "datamodule": own.pop(DATA, {}),
+        "callbacks": own,
+        "random": _random_state(),
+    }
+    copied: State = tree_map(_copy, state)
+    return copied, sentences
+
+
+def objection(trainer: pl.Trainer, state: State, *, is_own: bool) -> str | None:
+    """Why this Trainer cannot go on from this state, or None."""
+    if state["kinds"] != (kinds := _kinds(trainer)):
+        return f"it is of {state['kinds']}, this learner has {kinds}"
+    if problem := _objection_to_groups(trainer, state["groups"]):
+        return problem
+    if problem := cast("DiLoCoHooks", trainer.strategy).own_state.objection(state["module"]):
+        return problem
+    numbers = [t for t in tree_leaves(state["optimizer_states"]) if isinstance(t, Tensor) and t.is_floating_point()]
+    if not is_own and not all(bool(torch.isfinite(t).all()) for t in numbers):
+        return "its optimizer holds NaN or Inf"
+    return None
+
+
+def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
+    """Take over everything but what `begin` gives back.
+
+    Args:
+        trainer: about to train; Lightning has restored nothing.
+        state: to which there is no objection.
+        is_own: this learner's own, rather than a peer's.
+    """
+    loops = state["loops"]
+    if not is_own:
+        loops = {**loops, "state_dict": {k: v for k, v in loops["state_dict"].items() if k != "combined_loader"}}
+    trainer.fit_loop.load_state_dict(loops)
+    strategy = cast("DiLoCoHooks", trainer.strategy)
+    strategy.own_state.give(state["module"])
+    _unfreeze(trainer, state)
+    strategy.give_optimizer_states(state)
+    for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
+        config.scheduler.load_state_dict(saved)
+    if state["precision"]:
+        trainer.precision_plugin.load_state_dict(state["precision"])
+    finetuning = [each for each in trainer.callbacks if isinstance(each, BaseFinetuning)]  # type: ignore[attr-defined]
+    taken = {each.state_key for each in finetuning}
+    callbacks = {key: each for key, each in state["callbacks"].items() if is_own or key in taken}
+    call._call_callbacks_load_state_dict(trainer, {"callbacks": callbacks})
+    for each in finetuning:
+        each._restarting = False  # the groups are made already; at its next fit it would make them of this one's
+    if is_own and state["datamodule"]:
+        call._call_lightning_datamodule_hook(trainer, "load_state_dict", state["datamodule"])
+
+
+def begin(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
+    """Where the first batch begins: loggers count on from the same step, random numbers go on."""
+    loop = trainer.fit_loop.epoch_loop
+    loop._batches_that_stepped = state["batches_that_stepped"]
+    total = loop.batch_progress.total
+    total.ready = total.completed + 1  # this batch, which had begun when the state was taken, is not counted twice
+    if is_own:
+        _set_rng_states(state["random"])
+
+
+def position(state: State) -> tuple[int, int]:
+    """Epoch, and batches of it that were trained with."""
+    loops = state["loops"]
+    return (
+        loops["epoch_progress"]["current"]["processed"],
+        loops["epoch_loop.batch_progress"]["current"]["completed"],
+    )
+
+
+def _kinds(trainer: pl.Trainer) -> list[str]:
+    kinds = [*trainer.optimizers, *(config.scheduler for config in trainer.lr_scheduler_configs)]
+    return [_name(each) for each in kinds]
+
+
+def _groups(trainer: pl.Trainer) -> Groups:
+    """Names of parameters, by optimizer and group; None where the module does not hold it."""
+    names = {id(p): name for name, p in named_parameters(trainer.lightning_module).items()}
+    return [[[names.get(id(p)) for p in group["params"]] for group in each.param_groups] for each in trainer.optimizers]
+
+
+def _objection_to_groups(trainer: pl.Trainer, stored: Groups) -> str | None:
+    """Why these are not the optimizers' groups as they are now, or the same with more of them."""
+    known = named_parameters(trainer.lightning_module)
+    for number, (mine, theirs) in enumerate(zip(_groups(trainer), stored, strict=True)):
+        added = [name for group in theirs[len(mine) :] for name in group]
+        if theirs[: len(mine)] != mine or not all(name in known for name in added):
+            sizes = [[len(group) for group in each] for each in (theirs, mine)]
+            return f"groups of its optimizer {number} hold other parameters: {sizes[0]} of them, here {sizes[1]}"
+    return None
+
+
+def _unfreeze(trainer: pl.Trainer, state: State) -> None:
+    """Rule 4, for a state to which there is no objection."""
+    params = named_parameters(trainer.lightning_module)
+    for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
+        for names in groups[len(optimizer.param_groups) :]:
+            optimizer.add_param_group({"params": [params[name] for name in names]})
+    for name, p in cast("DiLoCoHooks", trainer.strategy).exchanged.items():
+        p.requires_grad_(name in state["trainable"])
+
+
+def _name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _copy(leaf: object) -> object:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
+
+def _random_state() -> State:
+    state = _collect_rng_states()
+    name, keys, *rest = state["numpy"]
+    return {**state, "numpy": (name, keys.tolist(), *rest)}
+
+
+def _storable(callbacks: Mapping[str, Any], warned: set[str]) -> tuple[State, list[str]]:
+    kept, sentences = {}, []
+    for name, state in callbacks.items():
+        try:
+            pack(state, {}, name)
+            kept[name] = state
+        except UnstorableError as error:
+            sentences += [] if name in warned else [str(error)]
+            warned.add(name)
+    return kept, sentences

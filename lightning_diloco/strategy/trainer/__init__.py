@@ -1,0 +1,1 @@
+"""One file for each part of Lightning's Trainer that the outer loop touches."""

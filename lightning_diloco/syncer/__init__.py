@@ -1,0 +1,1 @@
+"""The syncer's process: the protocol machine behind a server, the arithmetic of a merge, and the disk."""

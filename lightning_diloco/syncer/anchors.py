@@ -1,0 +1,353 @@
+"""The syncer's tensors: anchors, outer optimizer state, and the last published updates.
+
+1. The state of a fragment is one immutable value. A commit builds the next one beside it and swaps it in, so transport
+   threads read without waiting and never see half an update, and a snapshot is written while commits go on.
+2. A commit is a pure function of that state, the bfloat16 outer gradient and the work of the round: the same log
+   records after the same snapshot give the same bits, and thus the same digests.
+3. What can fail on bad numbers (`merge`, `next_state`) comes before the log record; what comes after it cannot.
+4. Learners up to CHAIN_LENGTH versions behind get the updates they miss, others the published values in full. A new
+   generation begins without a chain: everybody adopts in full.
+
+12 bytes per parameter: master, published, momentum, each float32; a commit needs as much again for its one fragment.
+
+Shapes: _P flat padded fragment.
+Source: our choice; the outer step is the paper's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.blocks import all_finite
+from lightning_diloco.core.buffers import bytes_of, tensor_of
+from lightning_diloco.core.digest import digest
+from lightning_diloco.core.encoded import Encoded, Measured
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.core.merge import MergeReport, merge_fragment
+from lightning_diloco.core.outer import CHAIN_LENGTH, momentum_by_work, nesterov_step, publish
+from lightning_diloco.core.quantize import wire_nbytes
+from lightning_diloco.errors import CorruptLogError, NonFiniteError, PlanMismatchError
+from lightning_diloco.storage.files import Buffer
+
+_TENSORS = ("master", "published", "momentum")
+
+
+@dataclass(frozen=True, eq=False)
+class Anchor:
+    """One fragment at one version; nothing in it is ever changed.
+
+    Args:
+        generation: counts restores that went back in time.
+        version: counts commits.
+        master: (P,) float32, what the outer optimizer works on.
+        published: (P,) float32, the anchor as every learner has it.
+        momentum: (P,) float32.
+        chain: the last published updates, uint8 [wire_nbytes] each, the newest last.
+    """
+
+    generation: int
+    version: int
+    master: Tensor = field(repr=False)
+    published: Tensor = field(repr=False)
+    momentum: Tensor = field(repr=False)
+    chain: tuple[Tensor, ...] = field(repr=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of `published`, as devices compute it of their anchors."""
+        return digest(self.published)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything but the numbers, for a snapshot; they share memory with this."""
+        return {**{name: getattr(self, name) for name in _TENSORS}, "chain": _joined(self.chain)}
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What brings a learner to a version.
+
+    Args:
+        kind: "chain", encoded updates one after another, or "full", float32 values.
+        generation: of the fragment.
+        from_version: what the chain starts from; of a "full" update, the version it carries.
+        version, digest: what the learner has afterwards.
+        payload: uint8, read-only; shares memory with the store, which never changes it.
+    """
+
+    kind: Literal["chain", "full"]
+    generation: int
+    from_version: int
+    version: int
+    digest: str
+    payload: memoryview
+
+
+class AnchorStore:
+    """Anchors and outer optimizer state of all fragments of a run; one thread changes them, any may read.
+
+    Args:
+        plan: how the model is cut.
+        config: its wire, block_size, merge, outer_lr and outer_momentum apply.
+    """
+
+    def __init__(self, plan: FragmentPlan, config: RunConfig) -> None:
+        self.layouts = tuple(plan.layout(p, config.block_size) for p in range(plan.num_fragments))
+        self._config = config
+        self._anchors: list[Anchor | None] = [None] * plan.num_fragments
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether every fragment has values."""
+        return None not in self._anchors
+
+    def anchor(self, p: int) -> Anchor:
+        """The present state of a seeded fragment."""
+        anchor = self._anchors[p]
+        assert anchor is not None, f"fragment {p} has no values yet"
+        return anchor
+
+    def seed(self, p: int, values: Tensor, *, generation: int = 0) -> None:
+        """Start values of a fragment, at version 0.
+
+        Args:
+            p: the fragment.
+            values: float32 [P], on the host; kept, and not to be changed any more.
+            generation: 0 in a new run.
+
+        Raises:
+            PlanMismatchError: wrong length or dtype.
+            NonFiniteError: NaN or Inf among them.
+        """
+        wanted = self.layouts[p].padded_numel
+        if values.dtype != torch.float32 or values.shape != (wanted,):
+            raise PlanMismatchError(
+                f"start values of fragment {p} are {values.dtype} {list(values.shape)}; its plan wants "
+                f"torch.float32 [{wanted}]; send them as core.layout.gather gives them"
+            )
+        _check_finite(values, f"the start values of fragment {p}", "start from a sound checkpoint")
+        self._anchors[p] = Anchor(generation, 0, values, values.clone(), torch.zeros_like(values), ())
+
+    def measure(self, p: int, contributions: Sequence[Tensor]) -> Measured:
+        """What encoded contributions look like side by side; changes nothing."""
+        config = self._config
+        return Encoded(contributions, self.layouts[p].padded_numel, config.wire, config.block_size).measured(
+            self.layouts[p]
+        )
+
+    def merge(
+        self,
+        p: int,
+        contributions: Sequence[Tensor],
+        shares: Sequence[float],
+        max_norms: Sequence[float] | None = None,
+        measured: Measured | None = None,
+    ) -> tuple[Tensor, MergeReport]:
+        """Merge encoded contributions to an outer gradient; changes nothing.
+
+        Args:
+            p: the fragment.
+            contributions: uint8 [wire_nbytes] each, in an order that is the same on every replay.
+            shares: of each learner in the work of the fleet, see `core.merge.merge_fragment`.
+            max_norms: a longer contribution is scaled down to its limit; None: no limits.
+            measured: what `measure` found of them.
+
+        Returns:
+            The outer gradient, bfloat16 [P], whose bytes go into the log, and what the contributions looked like.
+
+        Raises:
+            CorruptMessageError: a contribution has the wrong length or values that are not finite.
+        """
+        config = self._config
+        return merge_fragment(
+            self.layouts[p],
+            contributions,
+            shares,
+            wire=config.wire,
+            block_size=config.block_size,
+            merge=config.merge,
+            max_norms=max_norms,
+            measured=measured,
+        )
+
+    def next_state(self, p: int, outer_gradient: Tensor, *, work: float, in_place: bool = False) -> Anchor:
+        """The fragment after one outer step; changes nothing, unless in place.
+
+        Args:
+            p: the fragment.
+            outer_gradient: bfloat16 [P], from `merge` or a log record.
+            work: of the round, > 0, see `momentum_by_work`.
+            in_place: the present state's memory becomes the next one's; where nobody else reads it.
+
+        Raises:
+            NonFiniteError: the outer gradient, or what it leads to, is not finite.
+        """
+        now, config = self.anchor(p), self._config
+        assert outer_gradient.dtype == torch.bfloat16, f"outer gradient is {outer_gradient.dtype}"
+        assert outer_gradient.shape == now.master.shape, f"{outer_gradient.shape} for {now.master.shape}"
+        coefficients = momentum_by_work(config.outer_momentum, work)
+        master, momentum, published = now.master, now.momentum, now.published
+        if not in_place:
+            master, momentum, published = master.clone(), momentum.clone(), published.clone()
+        nesterov_step(master, momentum, outer_gradient, lr=config.outer_lr, momentum_coef=coefficients)
+        _check_finite(momentum, f"the momentum of fragment {p}", "refuse this round's contributions")
+        update = publish(master, published, wire=config.wire, block_size=config.block_size)
+        chain = (*now.chain, update)[-CHAIN_LENGTH:]
+        return Anchor(now.generation, now.version + 1, master, published, momentum, chain)
+
+    def install(self, p: int, state: Anchor) -> None:
+        """Make the result of `next_state` the present state, once its log record is durable."""
+        now = self.anchor(p)
+        assert (state.generation, state.version) == (now.generation, now.version + 1), f"{state} after {now}"
+        self._anchors[p] = state
+
+    def commit(
+        self,
+        p: int,
+        outer_gradient: Tensor | Buffer,
+        *,
+        work: float,
+        version: int | None = None,
+        in_place: bool = False,
+    ) -> int:
+        """`next_state` and `install` at once: what a restart does with each log record.
+
+        Args:
+            p: the fragment.
+            outer_gradient: bfloat16 [P], or its bytes.
+            work: of the round.
+            version: what the log record says will come out.
+            in_place: see `next_state`.
+
+        Returns:
+            The new version.
+
+        Raises:
+            CorruptLogError: the record does not follow on the present state.
+        """
+        present, wanted = self.anchor(p), self.layouts[p].padded_numel
+        gradient = outer_gradient
+        if not isinstance(gradient, Tensor):
+            gradient = tensor_of(gradient, torch.bfloat16)
+        if (version is not None and version != present.version + 1) or gradient.shape != (wanted,):
+            raise CorruptLogError(
+                f"found a commit of fragment {p} to version {version} with {gradient.numel()} values; after "
+                f"{present.version} comes {present.version + 1} with {wanted}; restore log and snapshot of one moment"
+            )
+        self.install(p, self.next_state(p, gradient, work=work, in_place=in_place))
+        return present.version + 1
+
+    def regenerate(self, generation: int) -> None:
+        """Begin a new generation: versions go on, but everybody adopts in full."""
+        for p in range(len(self._anchors)):
+            self._anchors[p] = replace(self.anchor(p), generation=generation, chain=())
+
+    def update_for(self, p: int, have_version: int | None, *, generation: int | None = None) -> Update:
+        """What a learner needs to come up to date.
+
+        Args:
+            p: the fragment.
+            have_version: what it has; None: nothing.
+            generation: of what it has, if that may not be the present one.
+
+        Returns:
+            A chain, empty if nothing is missing, or the full values.
+        """
+        anchor = self.anchor(p)
+        behind = math.inf if have_version is None else anchor.version - have_version
+        if generation not in (None, anchor.generation) or not 0 <= behind <= len(anchor.chain):
+            now = (anchor.version, anchor.version, anchor.digest)
+            return Update("full", anchor.generation, *now, bytes_of(anchor.published))
+        missing = anchor.chain[len(anchor.chain) - int(behind) :]
+        start = anchor.version - len(missing)
+        return Update("chain", anchor.generation, start, anchor.version, anchor.digest, bytes_of(_joined(missing)))
+
+    def digest(self, p: int) -> str:
+        """Digest of the published values; computed once per version."""
+        return self.anchor(p).digest
+
+    def digests(self) -> tuple[str, ...]:
+        """Digests of all fragments."""
+        return tuple(self.digest(p) for p in range(len(self._anchors)))
+
+    def freeze(self) -> tuple[list[dict[str, int]], Iterator[tuple[str, dict[str, Tensor]]]]:
+        """The state of this moment, for `SnapshotStore.write`; commits may go on while it is written.
+
+        Returns:
+            Generation and version per fragment, for the snapshot's JSON, and (stem, tensors) per fragment.
+        """
+        anchors = [self.anchor(p) for p in range(len(self._anchors))]
+        numbers = [{"generation": anchor.generation, "version": anchor.version} for anchor in anchors]
+        return numbers, ((_stem(p), anchor.tensors()) for p, anchor in enumerate(anchors))
+
+    def restore(
+        self,
+        numbers: Sequence[Mapping[str, int]],
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        *,
+        do: Callable[..., object] = lambda p, call, *args, **kwargs: call(*args, **kwargs),
+    ) -> None:
+        """The inverse of `freeze`.
+
+        Args:
+            numbers: generation and version per fragment.
+            tensors: by stem; each is asked for once.
+            do: has a call that concerns a fragment done: `do(p, call, *args, **kwargs)`.
+
+        Raises:
+            CorruptLogError: the snapshot is of another plan or wire.
+        """
+        if len(numbers) != len(self._anchors):
+            raise _not_ours(f"{len(numbers)} fragments", f"{len(self._anchors)}")
+        for p, fragment in enumerate(numbers):
+            do(p, lambda p, fragment: self.load_tensors(p, tensors[_stem(p)], **fragment), p, fragment)
+
+    def state_tensors(self, p: int) -> dict[str, Tensor]:
+        """master, published, momentum and the chain of one fragment; not to be changed."""
+        return self.anchor(p).tensors()
+
+    def load_tensors(self, p: int, tensors: Mapping[str, Tensor], *, generation: int, version: int) -> None:
+        """The inverse of `state_tensors`.
+
+        Raises:
+            CorruptLogError: they are of another plan or wire.
+        """
+        numel = self.layouts[p].padded_numel
+        found = {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items() if name != "chain"}
+        if found != (wanted := dict.fromkeys(_TENSORS, ("torch.float32", (numel,)))):
+            raise _not_ours(f"fragment {p} as {found}", f"{wanted}")
+        size, chain = wire_nbytes(numel, self._config.wire, self._config.block_size), tensors["chain"]
+        if chain.numel() % size or chain.numel() > size * CHAIN_LENGTH:
+            raise _not_ours(f"a chain of {chain.numel()} bytes for fragment {p}", f"up to {CHAIN_LENGTH} times {size}")
+        values = {name: tensors[name] for name in _TENSORS}
+        updates = torch.split(chain, size) if chain.numel() else ()
+        self._anchors[p] = Anchor(generation, version, **values, chain=updates)
+
+
+def _joined(chain: Sequence[Tensor]) -> Tensor:
+    if len(chain) == 1:
+        return chain[0]
+    return torch.cat(tuple(chain)) if chain else torch.empty(0, dtype=torch.uint8)
+
+
+def _stem(p: int) -> str:
+    return f"fragment-{p:04d}"
+
+
+def _check_finite(x: Tensor, what: str, advice: str) -> None:
+    if not all_finite(x):
+        raise NonFiniteError(f"found NaN or Inf in {what}; only finite values are kept; {advice}")
+
+
+def _not_ours(found: str, allowed: str) -> CorruptLogError:
+    return CorruptLogError(
+        f"the snapshot holds {found}; the plan of this run wants {allowed}; use the run directory of this model, or "
+        f"begin a new one"
+    )

@@ -1,0 +1,141 @@
+"""Contributions that come in parts, one from each rank of a learner, or in portions of these, until they are whole.
+
+1. All parts are of the same session and the same contribution; the protocol hears of it when the last one is there.
+   Ranks have no incarnation, no fate and no refusal of their own: what is wrong with a part is told to its sender only.
+2. One contribution per session and fragment is put together at a time: a higher seq replaces a lower one, and a part
+   that comes twice changes nothing. Bytes are put where they belong in the whole, whose memory is there from the first
+   of them: never more than whole contributions would take.
+3. A part that is long comes in portions, in order (see `transport/portions.py`); what does not follow on what is here is not
+   used, and its sender is told how much is.
+4. Parts are dropped with the contribution: decided, of a process that was fenced off or has left, of a generation that
+   is over.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.parts import part_range
+from lightning_diloco.core.quantize import integers_nbytes, wire_nbytes
+from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.transport.base import Bulk, Json
+from lightning_diloco.transport.portions import place
+
+MAX_PARTS = 1 << 16
+
+
+@dataclass(slots=True)
+class _Assembly:
+    """One contribution, as far as it is here."""
+
+    ready: messages.Ready
+    num_parts: int
+    whole: Tensor
+    have: dict[int, int] = field(default_factory=dict)  # bytes by part
+    num_whole: int = 0  # parts
+    filling: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Assemblies:
+    """What is here of contributions that are not whole."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int], _Assembly] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all contributions that are not whole."""
+        with self._lock:
+            return sum(each.whole.nbytes for each in self._open.values())
+
+    def add(
+        self, session: str, ready: messages.Ready, bulk: Bulk, *, numel: int, config: RunConfig
+    ) -> tuple[int, Tensor | None]:
+        """Keep a part, or a portion of it.
+
+        Args:
+            session: whose it is.
+            ready: which contribution it belongs to.
+            bulk: header {"part": k, "num_parts": n}, without which it is the only part; its bytes.
+            numel: values of the fragment.
+            config: of the run.
+
+        Returns:
+            Bytes of this part that are here; and the whole contribution, if this was all that was missing.
+
+        Raises:
+            CorruptMessageError: it is no part of this contribution.
+        """
+        (k, n), (at, of) = _numbers(bulk.header), place(bulk)
+        start, stop = part_range(k, n, numel, config.block_size)
+        if of != (wanted := wire_nbytes(stop - start, config.wire, config.block_size)):
+            raise CorruptMessageError(
+                f"{of} bytes as part {k} of {n} of fragment {ready.fragment}; it takes {wanted} as "
+                f"{config.wire}; nothing of it was used; do all ranks run the same version?"
+            )
+        with self._lock:
+            found = self._open.get((session, ready.fragment))
+            if found is None or ready.seq > found.ready.seq:
+                whole = torch.empty(wire_nbytes(numel, config.wire, config.block_size), dtype=torch.uint8)
+                found = self._open[session, ready.fragment] = _Assembly(ready, n, whole)
+            if (found.ready, found.num_parts) != (ready, n):
+                raise CorruptMessageError(
+                    f"part {k} of {n} of {ready}; parts of {found.ready} in {found.num_parts} are awaited; nothing of "
+                    "it was used; all ranks must send parts of the newest contribution"
+                )
+        with found.filling:
+            have = found.have.get(k)
+            if have == of or (have or 0) != at:  # once more, or out of order
+                return have or 0, None
+            _put(found.whole, bulk.payload, at, part=(start, stop), numel=numel, config=config)
+            found.have[k] = have = at + bulk.payload.nbytes
+            found.num_whole += have == of
+            if found.num_whole < n:
+                return have, None
+        self.drop(session, ready.fragment, ready.seq)
+        return have, found.whole
+
+    def drop(self, session: str, fragment: int, seq: int) -> None:
+        """Parts up to this contribution are not needed any more."""
+        with self._lock:
+            found = self._open.get((session, fragment))
+            if found is not None and found.ready.seq <= seq:
+                del self._open[session, fragment]
+
+    def prune(self, state: SyncerState) -> None:
+        """Drop what cannot be merged any more, whoever decided so."""
+        if self._open:
+            with self._lock:
+                kept = {key: each for key, each in self._open.items() if state.may_merge(key[0], each.ready)}
+                self._open = kept
+
+
+def _put(whole: Tensor, payload: memoryview, at: int, *, part: tuple[int, int], numel: int, config: RunConfig) -> None:
+    """Bytes of a part, of which `at` come before them: integers go among the integers, scales among the scales."""
+    start, stop = part
+    first, last, end = (integers_nbytes(value, config.wire, config.block_size) for value in (start, stop, numel))
+    num_integers = min(max(last - first - at, 0), payload.nbytes)
+    into = whole.numpy()
+    into[first + at : first + at + num_integers] = payload[:num_integers]
+    scales = payload[num_integers:]
+    if scales.nbytes:
+        begin = end + 2 * (start // config.block_size) + at + num_integers - (last - first)
+        into[begin : begin + scales.nbytes] = scales
+
+
+def _numbers(header: Json) -> tuple[int, int]:
+    k, n = header.get("part", 0), header.get("num_parts", 1)
+    if type(k) is not int or type(n) is not int or not 0 <= k < n <= MAX_PARTS:
+        raise CorruptMessageError(
+            f"part={k!r:.40} of num_parts={n!r:.40}; must be integers with 0 <= part < num_parts <= {MAX_PARTS}; "
+            "nothing of it was used; do all ranks run the same version?"
+        )
+    return k, n

@@ -1,0 +1,300 @@
+"""Tensors at the syncer's door: what comes in is checked and kept until it is used, what goes out is accounted for.
+
+1. Transport threads call this. A payload that is not what it should be becomes an event with an error, not an
+   exception: the machine refuses it, and tells.
+2. At most one payload per session and fragment is kept, from its arrival to the machine's word that it is not needed;
+   what comes again after it was decided is not kept. Of start values, those of the one lease that was granted.
+   What comes in parts or portions is such a payload when all of it is here (`assembly.py`, `transport/portions.py`).
+3. An update that goes out in portions stays as it is until all of it went, or for GIVING_S; one for each session.
+4. A reply says which contribution of the asker is part of it, as of the version it carries.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.core.buffers import tensor_of
+from lightning_diloco.core.quantize import Decoder, check_fragment, wire_nbytes
+from lightning_diloco.errors import CorruptMessageError, JoinError
+from lightning_diloco.process.machine import memory_here
+from lightning_diloco.protocol import actions, events, limits, messages
+from lightning_diloco.protocol.syncer import manifests
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.protocol.syncer.records import CommitRecord
+from lightning_diloco.protocol.syncer.roster import Roster
+from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.assembly import Assemblies
+from lightning_diloco.transport import portions
+from lightning_diloco.transport.base import Bulk, Json
+
+GIVING_S = 600.0
+_TOO_LATE = "decided before, or not of a process that takes part now"
+
+
+@dataclass(slots=True)
+class _Seed:
+    """Start values of one fragment, float32 as bytes, of which the first num_bytes are here."""
+
+    values: Tensor
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _Given:
+    """An update on its way to a session."""
+
+    mark: str
+    answer: Json
+    payload: memoryview
+    asked_s: float
+
+
+class BulkDesk:
+    """Payloads of contributions and of the seed.
+
+    Attributes:
+        bytes_up, bytes_down: payload bytes so far.
+    """
+
+    def __init__(self) -> None:
+        self._payloads: dict[tuple[str, int], tuple[int, Tensor]] = {}
+        self._seed: dict[tuple[str, int, int], _Seed] = {}
+        self._given: dict[str, _Given] = {}
+        self._keeping = threading.Lock()
+        self._assemblies = Assemblies()
+        self._merged: dict[tuple[str, int], tuple[int, int, float]] = {}
+        self._counting = threading.Lock()
+        self.bytes_up = self.bytes_down = 0
+
+    # -------------------------------------------------------------------------------------------- called by transport
+
+    def take_contribution(
+        self, session: str, bulk: Bulk, store: AnchorStore | None, state: SyncerState
+    ) -> tuple[events.PayloadReceived | None, int]:
+        """Keep a contribution's payload, if it may be merged.
+
+        Returns:
+            What the machine is to be told, if anything, and how many bytes of what the sender sends need not be sent.
+        """
+        self._count_up(bulk)
+        config, ready = state.config, _described(bulk.header)
+        if store is None or not 0 <= ready.fragment < len(store.layouts):
+            raise CorruptMessageError(f"a contribution to fragment {ready.fragment}; the run has no such fragment yet")
+        layout, (_, have) = store.layouts[ready.fragment], portions.place(bulk)
+        if (error := bulk.header.get("error")) is not None:  # the learner itself says what is wrong, and sends nothing
+            if not isinstance(error, str) or len(error) > limits.MAX_CHARS:
+                raise CorruptMessageError(
+                    f"error={error!r:.80}; must be a text of at most {limits.MAX_CHARS} characters"
+                )
+            return events.PayloadReceived(session, ready, error), have
+        if bulk.header.get("num_parts") is None and have == bulk.payload.nbytes:
+            payload = tensor_of(bulk.payload, torch.uint8)
+        else:
+            if not state.may_merge(session, ready):
+                return events.PayloadReceived(session, ready, _TOO_LATE), have
+            if self._has(session, ready):
+                return None, have  # whole already
+            have, whole = self._assemblies.add(session, ready, bulk, numel=layout.padded_numel, config=config)
+            if whole is None:
+                return None, have
+            payload = whole
+        try:
+            if payload.numel() != (wanted := wire_nbytes(layout.padded_numel, config.wire, config.block_size)):
+                raise CorruptMessageError(
+                    f"{payload.numel()} bytes, fragment {ready.fragment} takes {wanted} as {config.wire}"
+                )
+            check_fragment(layout, payload, config.wire, config.block_size)
+            Decoder(payload, layout.padded_numel, config.wire, config.block_size)  # all that a merge will insist on
+        except (ValueError, CorruptMessageError) as error:
+            return events.PayloadReceived(session, ready, str(error)), have
+        if not state.may_merge(session, ready):
+            return events.PayloadReceived(session, ready, _TOO_LATE), have
+        self._keep(session, ready, payload)
+        return events.PayloadReceived(session, ready), have
+
+    def _keep(self, session: str, ready: messages.Ready, payload: Tensor) -> None:
+        with self._keeping:
+            seq, _ = self._payloads.get((session, ready.fragment), (ready.seq, payload))
+            if seq != ready.seq:
+                raise CorruptMessageError(
+                    f"seq {ready.seq} of fragment {ready.fragment} came while seq {seq} is undecided; one is taken at "
+                    "a time; nothing of it was used; ask for the fate of the other one first"
+                )
+            self._payloads[session, ready.fragment] = (ready.seq, payload)
+        self._assemblies.drop(session, ready.fragment, ready.seq)
+
+    def _has(self, session: str, ready: messages.Ready) -> bool:
+        with self._keeping:
+            return self._payloads.get((session, ready.fragment), (None,))[0] == ready.seq
+
+    def take_seed(self, session: str, bulk: Bulk, granted: tuple[str, int] | None) -> int:
+        """Keep start values of one fragment.
+
+        Args:
+            session: whose they are.
+            bulk: header {"fragment", "lease"}, float32 values, or a portion of them.
+            granted: session and lease that may seed the run; the values of any other are dropped.
+
+        Returns:
+            How many bytes of them need not be sent.
+
+        Raises:
+            CorruptMessageError: not what the header must say.
+            JoinError: more than the memory of this machine.
+        """
+        self._count_up(bulk)
+        p, lease, (at, of) = bulk.header.get("fragment"), bulk.header.get("lease"), portions.place(bulk)
+        if type(p) is not int or type(lease) is not int or of % 4:
+            raise CorruptMessageError(
+                f"start values with fragment={p!r}, lease={lease!r} in {of} bytes; fragment and lease must "
+                "be integers, the values whole float32 numbers; do both sides run the same version?"
+            )
+        if granted != (session, lease) or not 0 <= p < manifests.MAX_FRAGMENTS:
+            return of
+        if of > (there := memory_here()):
+            raise JoinError(
+                f"the start values of fragment {p} take {of} bytes; the syncer's machine has {there} bytes of memory; "
+                "run the syncer on a larger one: it takes 12 bytes for each parameter of the model"
+            )
+        with self._keeping:
+            self._seed = {key: kept for key, kept in self._seed.items() if key[:2] == granted}
+            seed = self._seed.get((session, lease, p))
+            if at == 0 and (seed is None or seed.num_bytes == of or seed.values.nbytes != of):
+                seed = self._seed[session, lease, p] = _Seed(torch.empty(of, dtype=torch.uint8), 0)
+            if seed is None or seed.values.nbytes != of or seed.num_bytes != at:
+                return 0 if seed is None else min(seed.num_bytes, of)
+            stop = at + bulk.payload.nbytes
+            seed.values.numpy()[at:stop] = bulk.payload
+            seed.num_bytes = stop
+        return stop
+
+    def give(
+        self,
+        session: str,
+        header: Json,
+        store: AnchorStore | None,
+        *,
+        is_known: bool = False,
+        proof: Callable[[int, int, int, str], str] = lambda *_: "",
+    ) -> Bulk:
+        """What brings a learner up to date.
+
+        Args:
+            session: who asks.
+            header: {"fragment", "generation", "have"}, and {"at", "mark"} if it continues what came in portions.
+            store: the anchors, if there are any.
+            is_known: whether an update may be kept for this session until all of it went.
+            proof: that a version was published, see `SyncerState.proof`.
+        """
+        at, mark = header.get("at", 0), header.get("mark")
+        given = self._given.pop(session, None)
+        if given is None or at == 0 or given.mark != mark:
+            given = self._new(session, header, store, proof)
+        num_bytes = given.payload.nbytes
+        if type(at) is not int or not 0 <= at < num_bytes or given.mark != mark:
+            at = 0
+        payload = given.payload[at : at + portions.PORTION_BYTES]
+        with self._counting:
+            self.bytes_down += payload.nbytes
+        if payload.nbytes == num_bytes:
+            return Bulk(given.answer, payload)
+        if is_known and at + payload.nbytes < num_bytes:
+            given.asked_s = time.monotonic()
+            self._given[session] = given
+        return Bulk({**given.answer, "at": at, "of": num_bytes, "mark": given.mark}, payload)
+
+    def _new(
+        self, session: str, header: Json, store: AnchorStore | None, proof: Callable[[int, int, int, str], str]
+    ) -> _Given:
+        p = header.get("fragment")
+        if store is None or type(p) is not int or not 0 <= p < len(store.layouts):
+            raise CorruptMessageError(
+                f"fragment {p!r} was asked for; the run has none of that number, or no values yet"
+            )
+        have, generation = header.get("have"), header.get("generation")
+        if not all(number is None or type(number) is int for number in (have, generation)):
+            raise CorruptMessageError(
+                f"have={have!r:.40}, generation={generation!r:.40}; both must be integers or null"
+            )
+        update = store.update_for(p, have, generation=generation)
+        # Read after the update: a merge noted meanwhile has a higher version and is not part of it.
+        seq, version, kept = self._merged.get((session, p), (None, 0, 1.0))
+        answer = {
+            "kind": update.kind,
+            "generation": update.generation,
+            "from_version": update.from_version,
+            "version": update.version,
+            "merged_seq": seq if version <= update.version else None,
+            "kept": kept,
+            "digest": update.digest if update.kind == "full" else None,
+            "proof": proof(p, update.generation, update.version, update.digest),
+        }
+        mark = f"{p} {update.kind} {update.generation} {update.from_version} {update.version}"
+        return _Given(mark, answer, update.payload, time.monotonic())
+
+    def _count_up(self, bulk: Bulk) -> None:
+        with self._counting:
+            self.bytes_up += bulk.payload.nbytes
+
+    # ------------------------------------------------------------------------------------------- called by the service
+
+    def payloads(self, action: actions.Merge) -> tuple[Tensor, ...]:
+        """Of all contributions to a round, and then of those on trial."""
+        wanted = (*action.contributions, *action.on_trial)
+        kept = [(self._payloads[c.session, action.fragment], c.ready.seq) for c in wanted]
+        assert all(seq == wanted for (seq, _), wanted in kept)
+        return tuple(payload for (_, payload), _ in kept)
+
+    def drop(self, action: actions.DropPayload) -> None:
+        """It is not needed any more."""
+        with self._keeping:
+            seq, _ = self._payloads.get((action.session, action.fragment), (None, None))
+            if seq == action.seq:
+                del self._payloads[action.session, action.fragment]
+        self._assemblies.drop(action.session, action.fragment, action.seq)
+
+    def prune(self, state: SyncerState) -> None:
+        """Drop parts whose contribution will never be whole, and updates whose rest nobody asks for."""
+        self._assemblies.prune(state)
+        for session, given in self._given.copy().items():
+            if time.monotonic() - given.asked_s > GIVING_S:
+                self._given.pop(session, None)
+
+    def seed(self, action: actions.StoreSeed) -> list[Tensor] | None:
+        """The start values of all fragments; None until all are here."""
+        num_fragments = action.manifest["num_fragments"]
+        assert isinstance(num_fragments, int)
+        found = [self._seed.get((action.session, action.lease, p)) for p in range(num_fragments)]
+        seeds = [seed for seed in found if seed is not None and seed.num_bytes == seed.values.nbytes]
+        return [seed.values.view(torch.float32) for seed in seeds] if len(seeds) == num_fragments else None
+
+    def drop_seed(self) -> None:
+        """The run has its start values."""
+        self._seed.clear()
+
+    def note_merged(self, commit: CommitRecord) -> None:
+        """Before a commit is installed: its updates will say what is in them."""
+        for merge in commit.merges:
+            self._merged[merge.session, commit.fragment] = (merge.ready.seq, commit.version, merge.kept)
+
+    def remember_merged(self, roster: Roster) -> None:
+        """After a restart, from the fates on record."""
+        for member in roster.members.values():
+            for p, (seq, fate, version, _, kept) in member.fates.items():
+                if fate == "merged" and version is not None:
+                    self._merged[member.session, p] = (seq, version, kept)
+
+
+def _described(header: Json) -> messages.Ready:
+    """The description of a contribution in its header."""
+    fields = header.get("ready")
+    if not isinstance(fields, dict):
+        raise CorruptMessageError(f"ready={fields!r:.80}; must be an object; do both sides run the same version?")
+    return cast("messages.Ready", messages.decode({**fields, "kind": messages.Ready.__name__}, messages.FromLearner))

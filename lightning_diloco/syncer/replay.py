@@ -1,0 +1,282 @@
+"""A run computed again from what lies on its disk, and compared bit for bit with what it said it did.
+
+1. "outer steps": from the oldest snapshot, every outer step in the log gives the anchors whose digests are on the tape.
+2. "merges", where contributions were recorded from the start: from the start values, every outer gradient is merged
+   again from the received bytes and equals the one in the log; the anchors equal those of snapshot and log in master,
+   published values, momentum and chain.
+3. The ledger's merged ranges are those of the commits, none twice; its totals are those of the summary.
+4. Nothing is changed on the disk, and a run that is being served is left alone. A damaged byte anywhere in what is
+   replayed is an error; so is a log that ends before the tape does.
+
+Source: our choice; the paper (Sec. 5) has an event tape for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from torch import Tensor
+
+from lightning_diloco.core.buffers import bytes_of
+from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.manifest import plan_of
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.intervals import IntervalSet
+from lightning_diloco.protocol.syncer import records
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.storage.log_reader import held, log_records
+from lightning_diloco.storage.snapshots import Snapshot, SnapshotStore
+from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.contribution_archive import Recorded, read_commit, read_seed
+from lightning_diloco.transport.base import Json
+
+Level = Literal["merges", "outer steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What was computed again and found equal.
+
+    Args:
+        level: how deep it went; see the module.
+        num_merges: outer gradients merged again.
+        num_outer_steps: outer steps done again from the log.
+        num_digests: anchors whose digest was on the tape.
+        versions: of the fragments at the end.
+        tokens_merged: token x fragment.
+        is_summarized: whether there was a summary of this state to compare with.
+    """
+
+    level: Level
+    num_merges: int
+    num_outer_steps: int
+    num_digests: int
+    versions: tuple[int, ...]
+    tokens_merged: int
+    is_summarized: bool
+
+
+def replay(run_dir: Path) -> Replayed:
+    """Compute a run again.
+
+    Args:
+        run_dir: RUN_DIR of a run that nobody serves.
+
+    Raises:
+        CorruptLogError: something is damaged, or comes out differently.
+        StorageError: there is nothing to replay, or the run is being served.
+    """
+    with held(run_dir / "syncer" / "log"):
+        return _Replay(run_dir).run()
+
+
+class _Replay:
+    """One pass over a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._recorded = run_dir / "syncer" / "contributions"
+        self._logged: dict[tuple[int, int], tuple[Json, str]] = {}
+        self._merged: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
+        self._told: dict[tuple[int, int], str] = {}
+        self._digests: set[tuple[int, int]] = set()
+        self._num_outer_steps = 0
+
+    def run(self) -> Replayed:
+        snapshot = SnapshotStore(self._run_dir / "syncer" / "snapshot").oldest()
+        if snapshot is None:
+            raise StorageError(
+                f"{self._run_dir} has no start values yet; a run must have begun; there is nothing to do"
+            )
+        tape_lsn = self._read_tape()
+        self._state = SyncerState(run="")
+        self._state.restore(codec.load(records.SavedState, snapshot.state["machine"]), 0.0)
+        self._plan, self._config = plan_of(cast("Json", snapshot.state["manifest"]))
+        self._store = AnchorStore(self._plan, self._config)
+        self._store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors)
+        last_lsn = self._redo(snapshot.lsn, SnapshotStore(self._run_dir / "syncer" / "snapshot").latest())
+        if tape_lsn > last_lsn:
+            raise _differs("the log", f"ends at lsn {last_lsn}", f"lsn {tape_lsn}, which the tape tells of")
+        is_recorded = (self._recorded / "seed-0000.safetensors").exists()
+        num_merges = sum(self._merge_again(p, snapshot) for p in range(self._plan.num_fragments)) if is_recorded else 0
+        if is_recorded:
+            self._check_ranges()
+        return Replayed(
+            level="merges" if is_recorded else "outer steps",
+            num_merges=num_merges,
+            num_outer_steps=self._num_outer_steps,
+            num_digests=len(self._digests),
+            versions=self._versions,
+            tokens_merged=self._state.ledger.totals().merged,
+            is_summarized=self._check_summary(),
+        )
+
+    @property
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(self._store.anchor(p).version for p in range(self._plan.num_fragments))
+
+    # ------------------------------------------------------------------------------------------------ the outer steps
+
+    def _read_tape(self) -> int:
+        """Remember the digests it tells of; returns its last lsn."""
+        path, last_lsn = self._run_dir / "tape" / "events.jsonl", 0
+        for line in read_tape(path) if path.exists() else ():
+            last_lsn = max(last_lsn, line["lsn"] or 0)
+            if line["event"] == "commit" and "digest" in line:
+                self._told[line["fragment"], line["version"]] = line["digest"]
+        return last_lsn
+
+    def _redo(self, snapshot_lsn: int, newest: Snapshot | None) -> int:
+        """Do what the log says, as a restart does; returns its last lsn. A newer snapshot must be what comes out."""
+        last_lsn = snapshot_lsn
+        for record in log_records(self._run_dir / "syncer" / "log", snapshot_lsn + 1):
+            last_lsn = max(last_lsn, record.lsn)
+            change = records.decode(record.header)
+            if isinstance(change, records.CommitRecord):
+                key = (change.fragment, change.version)
+                self._logged[key] = (record.header, hashlib.sha256(record.payload).hexdigest())
+            if record.lsn <= snapshot_lsn:
+                continue
+            self._state.apply(change)
+            if isinstance(change, records.CommitRecord):
+                self._store.commit(change.fragment, record.payload, work=change.work, version=change.version)
+                self._num_outer_steps += 1
+                self._check_digest(self._store, change.fragment)
+            elif isinstance(change, records.Regenerated):
+                self._store.regenerate(change.generation)
+            if newest is not None and record.lsn == newest.lsn:
+                for p in range(self._plan.num_fragments):
+                    found, wanted = self._store.state_tensors(p), newest.tensors[f"fragment-{p:04d}"]
+                    _compare(p, self._store.anchor(p).version, found, wanted, "the newest snapshot")
+        return last_lsn
+
+    def _check_digest(self, store: AnchorStore, p: int) -> None:
+        key = (p, store.anchor(p).version)
+        told = self._told.get(key)
+        if told is None:
+            return
+        if told != store.digest(p):
+            raise _differs(_named(*key), f"has the digest {store.digest(p)[:16]}...", f"{told[:16]}... as on the tape")
+        self._digests.add(key)
+
+    # ----------------------------------------------------------------------------------------------------- the merges
+
+    def _merge_again(self, p: int, snapshot: Snapshot) -> int:
+        """Compute a fragment from its start values and the received bytes; returns how many merges there were."""
+        store = AnchorStore(self._plan, self._config)
+        store.seed(p, read_seed(self._recorded / f"seed-{p:04d}.safetensors"))
+        kept = cast("list[dict[str, int]]", snapshot.state["anchors"])[p]
+        final = self._store.anchor(p)
+        for version in range(final.version + 1):
+            if version > 0:
+                self._commit_again(store, p, version)
+            if version == kept["version"]:
+                _advance(store, p, kept["generation"])
+                _compare(p, version, store.state_tensors(p), snapshot.tensors[f"fragment-{p:04d}"], "snapshot")
+        _advance(store, p, final.generation)
+        _compare(p, final.version, store.state_tensors(p), self._store.state_tensors(p), "snapshot and log")
+        return final.version
+
+    def _commit_again(self, store: AnchorStore, p: int, version: int) -> None:
+        path = self._recorded / f"commit-{p:04d}-{version:08d}.safetensors"
+        if not path.exists():
+            raise _differs(f"{path}", "is missing", "a file for every commit since the start")
+        recorded = read_commit(path)
+        record = records.decode(recorded.record)
+        assert isinstance(record, records.CommitRecord)
+        if (record.fragment, record.version) != (p, version):
+            raise _differs(f"{path}", f"holds {_named(record.fragment, record.version)}", _named(p, version))
+        shares = _shares(path, recorded, record)
+        gradient, found = store.merge(p, recorded.payloads, shares, recorded.max_norms)
+        _check_kept(p, record, recorded, found.kept)
+        logged = self._logged.get((p, version))
+        if logged is not None:
+            found = (recorded.record, hashlib.sha256(bytes_of(gradient)).hexdigest())
+            if found != logged:
+                raise _differs(_named(p, version), "was merged to other bits", "the outer gradient in the log")
+        _advance(store, p, record.generation)
+        store.commit(p, gradient, work=record.work, version=version)
+        self._check_digest(store, p)
+        for merge in record.merges:
+            self._merged[merge.session, p].append((merge.ready.start, merge.stop))
+
+    # ----------------------------------------------------------------------------------------------------- the ledger
+
+    def _check_ranges(self) -> None:
+        """The ledger's merged ranges are those of the commits, none twice."""
+        for member in self._state.roster.members.values():
+            account = self._state.account(member)
+            for p in range(self._plan.num_fragments):
+                try:
+                    wanted = IntervalSet(self._merged[member.session, p])
+                except ValueError as error:
+                    raise _differs(f"{member.learner}, fragment {p}", str(error), "each token merged once") from error
+                wanted.settle(account.merged[p].floor)
+                if wanted != account.merged[p]:
+                    what = f"the ledger of {member.learner} #{member.incarnation}, fragment {p},"
+                    raise _differs(what, f"has {account.merged[p]}", f"{wanted} as in the commits")
+
+    def _check_summary(self) -> bool:
+        """Compare with summary.json, if it is of this state; returns whether it is."""
+        path, join = self._run_dir / "summary.json", self._run_dir / "join"
+        if not path.exists() or (join.exists() and join.stat().st_mtime_ns > path.stat().st_mtime_ns):
+            return False
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        self._state.finish()
+        totals = self._state.ledger.totals()
+        found: Json = {"versions": list(self._versions), "tokens_merged": totals.merged}
+        if summary["status"] == "finished":  # else learners may have told more than the log had to know
+            found |= {"tokens_seen": totals.seen, "tokens_pending": totals.pending}
+            found |= {"tokens_discarded": {cause: n for cause, n in totals.discarded.items() if n}}
+            summary["tokens_discarded"] = {cause: n for cause, n in summary["tokens_discarded"].items() if n}
+        for name, value in found.items():
+            if summary[name] != value:
+                raise _differs(name, f"is {value}", f"{summary[name]} as in {path}")
+        return True
+
+
+def _shares(path: Path, recorded: Recorded, record: records.CommitRecord) -> list[float]:
+    """Of the contributors, in the order in which they were merged."""
+    shares = {merge.session: merge.share for merge in record.merges}
+    if sorted(shares) != sorted(recorded.sessions):
+        raise _differs(f"{path}", f"holds contributions of {sorted(recorded.sessions)}", f"{sorted(shares)}")
+    return [shares[session] for session in recorded.sessions]
+
+
+def _check_kept(p: int, record: records.CommitRecord, recorded: Recorded, found: Sequence[float]) -> None:
+    wanted = {merge.session: merge.kept for merge in record.merges}
+    kept = dict(zip(recorded.sessions, found, strict=True))
+    if kept != wanted:
+        raise _differs(_named(p, record.version), f"merges these parts of its contributions: {kept}", f"{wanted}")
+
+
+def _advance(store: AnchorStore, p: int, generation: int) -> None:
+    """A new generation begins without a chain."""
+    anchor = store.anchor(p)
+    if generation > anchor.generation:
+        tensors = store.state_tensors(p)
+        empty = {**tensors, "chain": tensors["chain"][:0]}
+        store.load_tensors(p, empty, generation=generation, version=anchor.version)
+
+
+def _compare(p: int, version: int, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
+    for name in found:
+        if bytes_of(found[name]) != bytes_of(wanted[name]):
+            raise _differs(f"{name} of {_named(p, version)}", "comes out with other bits", f"those of {where}")
+
+
+def _named(p: int, version: int) -> str:
+    return f"fragment {p} at version {version}"
+
+
+def _differs(what: str, found: str, allowed: str) -> CorruptLogError:
+    return CorruptLogError(
+        f"{what} {found}; must be {allowed}; this run directory is not as it was written: restore it from a backup"
+    )

@@ -1,0 +1,205 @@
+"""A consistent snapshot of a whole run, taken while it trains, and a run directory made from one.
+
+    DIR/syncer, DIR/tape, DIR/join     as in RUN_DIR
+    DIR/checkpoints/<learner>/         one checkpoint of each learner
+    DIR/snapshot.json                  what it holds; written last
+
+1. The syncer's part is cut first: its snapshot and log as they lie on disk, together a state it was in. Then a marker
+   goes to the learners, which answer with a checkpoint. So no learner is older than a contribution of its own that the
+   cut holds as merged, and nothing that it holds is trained with again.
+2. What was on its way at the cut is in neither part: pending in the cut's ledger. A run made from the snapshot gives
+   every learner a new incarnation, which adopts the anchors; what was pending is booked as lapsed then, as it is with
+   any process that does not come back. The ledger stays exact.
+3. The copy is opened, its checksums and its ledger checked, before it counts.
+4. Run id, token and certificate are those of the run: the directory is as secret as RUN_DIR is, and only its owner may
+   read it. The run made from it listens on a port of its own, so that both can be served at once.
+
+Source: Chandy and Lamport, "Distributed Snapshots" (1985).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_diloco.errors import ConfigError, CorruptLogError, StorageError
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.storage.checkpoint_store import CheckpointStore, Entry
+from lightning_diloco.storage.files import make_directory, storage, write_whole
+from lightning_diloco.syncer.store import Durable
+from lightning_diloco.transport.address import is_loopback, read_join_file, write_join_file
+from lightning_diloco.transport.base import Json
+
+log = logging.getLogger(__name__)
+
+ABOUT = "snapshot.json"
+NUM_ATTEMPTS = 5
+LOOK_S = 0.2
+_IDENTITY = "identity.pem"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """What a snapshot holds.
+
+    Args:
+        run: run id.
+        lsn: last log record of the syncer's part.
+        versions: of the anchors, by fragment.
+        steps: optimizer steps of each learner's checkpoint, by learner id.
+        tokens_merged, tokens_pending: of the cut's ledger, in token x fragment; pending is what was on its way.
+    """
+
+    run: str
+    lsn: int
+    versions: tuple[int, ...]
+    steps: dict[str, int]
+    tokens_merged: int
+    tokens_pending: int
+
+
+def take(
+    run_dir: Path, to: Path, store: CheckpointStore, stepping: Callable[[], Iterable[str]], *, within_s: float
+) -> RunSnapshot:
+    """Take a snapshot of a run.
+
+    Args:
+        run_dir: of a syncer that is running, or not.
+        to: a new or empty directory.
+        store: where the learners' checkpoints lie.
+        stepping: ids of the learners that are training now; asked again and again.
+        within_s: how long to wait for their checkpoints.
+
+    Raises:
+        ConfigError: `to` is not empty, or there is no run.
+        StorageError: a learner did not answer in time, the ledger is not exact, or a disk failed.
+    """
+    if to.exists() and any(to.iterdir()):
+        raise ConfigError(f"{to} is not empty; a snapshot needs a directory of its own; name another one with --to")
+    make_directory(to)
+    found = _cut(run_dir, to)
+    marker = secrets.token_hex(8)
+    store.ask(marker)
+    try:
+        answers = _answers(store, marker, stepping, within_s)
+    finally:
+        store.ask(None)
+    copies = CheckpointStore(str(to / "checkpoints"))
+    for entry in answers:
+        copies.copy(store, entry)
+    found = replace(found, steps={entry.learner: entry.step for entry in answers})
+    write_whole(to / ABOUT, json.dumps(_about(found), indent=2).encode() + b"\n")
+    return found
+
+
+def begin_from(snapshot: Path, run_dir: Path) -> Json:
+    """Make a new run directory from a snapshot; `diloco syncer --run-dir` and learners go on from it.
+
+    Returns:
+        What snapshot.json says.
+
+    Raises:
+        ConfigError: there is no whole snapshot, or the run directory holds a run already.
+    """
+    if not (snapshot / ABOUT).is_file():
+        raise ConfigError(f"{snapshot} has no {ABOUT}: it is not a whole snapshot; take one: diloco snapshot")
+    if taken := [name for name in ("join", "syncer", "checkpoints") if (run_dir / name).exists()]:
+        raise ConfigError(f"{run_dir} holds {', '.join(taken)}: a run from a snapshot needs a new directory")
+    address = read_join_file(snapshot / "join")
+    with storage("copy the snapshot to", run_dir):
+        for part in ("syncer", "tape", "checkpoints"):
+            shutil.copytree(snapshot / part, run_dir / part)
+    write_join_file(run_dir / "join", replace(address, port=_free_port(address.host)))
+    content: Json = json.loads((snapshot / ABOUT).read_text())
+    return content
+
+
+def _cut(run_dir: Path, to: Path) -> RunSnapshot:
+    """Copy the syncer's part; its disk goes on changing meanwhile, so that it may take more than one attempt."""
+    if not (run_dir / "join").exists():
+        raise ConfigError(f"{run_dir} holds no run: it has no join file; name the directory of a run that was started")
+    if not (run_dir / "syncer" / "snapshot").exists():
+        raise ConfigError(f"{run_dir} has no start values yet: there is nothing to keep; wait until a learner trains")
+    for attempt in range(1, NUM_ATTEMPTS + 1):
+        try:
+            _copy(run_dir, to)
+            return _opened(to)
+        except (FileNotFoundError, CorruptLogError, shutil.Error) as error:
+            log.info("the disk changed while it was copied, attempt %d of %d: %s", attempt, NUM_ATTEMPTS, error)
+            shutil.rmtree(to / "syncer", ignore_errors=True)
+            last = error
+    raise StorageError(f"{run_dir} could not be copied as a whole in {NUM_ATTEMPTS} attempts: {last}; try again")
+
+
+def _copy(run_dir: Path, to: Path) -> None:
+    shutil.copytree(run_dir / "tape", to / "tape", dirs_exist_ok=True)
+    shutil.copytree(run_dir / "syncer" / "snapshot", to / "syncer" / "snapshot")
+    # After the snapshot: a log that no longer reaches back to it shows when the copy is opened.
+    shutil.copytree(run_dir / "syncer" / "log", to / "syncer" / "log")
+    shutil.copy2(run_dir / "join", to / "join")
+    if (run_dir / "syncer" / _IDENTITY).exists():
+        shutil.copy2(run_dir / "syncer" / _IDENTITY, to / "syncer" / _IDENTITY)
+
+
+def _opened(to: Path) -> RunSnapshot:
+    """Restore the copy as a syncer would, which cuts the record that was being written."""
+    state, durable = SyncerState(run="any"), Durable(to)
+    try:
+        if durable.restore(state, time.monotonic()) is None:
+            raise CorruptLogError("the start values are there, but not yet the record that says so")
+        totals = state.ledger.totals()
+        if not totals.is_exact:
+            raise StorageError(f"the ledger of the copy does not add up: {totals}; nothing was kept")
+        versions = tuple(f.version for f in state.rounds.fragments)
+        return RunSnapshot(state.run, durable.log.last_lsn, versions, {}, totals.merged, totals.pending)
+    finally:
+        durable.close()
+
+
+def _answers(
+    store: CheckpointStore, marker: str, stepping: Callable[[], Iterable[str]], within_s: float
+) -> list[Entry]:
+    """A checkpoint of each learner: of those that train one that names the marker, of the others the newest."""
+    deadline_s, answers = time.monotonic() + within_s, dict[str, Entry]()
+    while missing := sorted(set(stepping()) - answers.keys()):
+        answers |= {name: entry for name in missing if (entry := _answer(store, name, marker)) is not None}
+        late = sorted(set(missing) - answers.keys())
+        if late and time.monotonic() > deadline_s:
+            raise StorageError(
+                f"no checkpoint of {', '.join(late)} came within {within_s:.0f} s; every learner that trains must "
+                f"write to {store.url}; give it more time, or set checkpoint_every and checkpoint_store there"
+            )
+        time.sleep(LOOK_S)
+    others = {name: entries[0] for name in store.learners() if name not in answers and (entries := store.entries(name))}
+    return [*answers.values(), *others.values()]
+
+
+def _answer(store: CheckpointStore, learner: str, marker: str) -> Entry | None:
+    newest = next(iter(store.entries(learner)), None)
+    return newest if newest is not None and store.read(newest).marker == marker else None
+
+
+def _about(found: RunSnapshot) -> Json:
+    return {
+        "run": found.run,
+        "taken_s": time.time(),
+        "lsn": found.lsn,
+        "versions": list(found.versions),
+        "steps": found.steps,
+        "tokens_merged": found.tokens_merged,
+        "tokens_pending": found.tokens_pending,
+    }
+
+
+def _free_port(host: str) -> int:
+    """Of this machine; an address elsewhere keeps none of its ports here."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host if is_loopback(host) else "", 0))
+        return int(probe.getsockname()[1])

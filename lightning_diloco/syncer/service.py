@@ -1,0 +1,443 @@
+"""The syncer at work: the protocol machine, the anchors and the disk, behind a transport.
+
+1. One loop thread drives the machine: transport threads only queue events (and look, under a lock, for `status`). The
+   machine goes by the time at which an event came, however late the loop gets to it (`inbox.py`). Actions are carried
+   out in order: a message is sent only after every record before it is on disk.
+2. One merge thread does the arithmetic (`merge_worker.py`). The loop thread installs and tells what it made durable.
+3. Payloads are checked where they arrive, before the machine hears of them.
+4. A disk that does not take a record holds back whatever comes after it, and is tried again; learners train on. Calls
+   are refused while more than MAX_WAITING events wait, or more of one session than `quota.py` grants: a flood, or a
+   disk that is gone for long, costs bounded memory.
+5. A snapshot is taken between two actions, when no commit is on its way to disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.errors import CorruptMessageError, NonFiniteError, PlanMismatchError, StorageError, TransportError
+from lightning_diloco.manifest import manifest_file
+from lightning_diloco.process.threads import compute_alone
+from lightning_diloco.protocol import actions, codec, events, messages
+from lightning_diloco.protocol.syncer import records
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.storage.files import write_whole
+from lightning_diloco.syncer.contribution_archive import Recorder
+from lightning_diloco.syncer.inbox import Inbox
+from lightning_diloco.syncer.merge_worker import Installable, MergeJob, Merger
+from lightning_diloco.syncer.outbox import Outbox
+from lightning_diloco.syncer.payloads import BulkDesk
+from lightning_diloco.syncer.quota import Place, Placed, Quota
+from lightning_diloco.syncer.run_end import Ending
+from lightning_diloco.syncer.status.history import CLOSED
+from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
+from lightning_diloco.syncer.status.progress import pause_s, progress
+from lightning_diloco.syncer.status.publisher import Board
+from lightning_diloco.syncer.store import Durable, seeded_store
+from lightning_diloco.transport import portions
+from lightning_diloco.transport.base import Bulk, Json, Polled
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+MAX_WAITING = 10_000
+MAX_SESSION_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncerOptions:
+    """What a syncer process is started with.
+
+    Args:
+        run_dir: RUN_DIR.
+        listen: host:port; port 0 for any.
+        expect: learners to hold the first step for; the run ends when as many have finished.
+        embedded_by: process id of the learner that started it; it ends when the last learner is gone.
+        run_options: explicit `RunConfig` options.
+        reseed: open an empty run directory although learners may know the run.
+        record_contributions: also keep the received bytes.
+    """
+
+    run_dir: Path
+    listen: str = "127.0.0.1:0"
+    expect: int | None = None
+    embedded_by: int | None = None
+    run_options: dict[str, Any] = field(default_factory=dict)
+    reseed: bool = False
+    record_contributions: bool = False
+
+
+class SyncerService:
+    """Implements the transport's `Handler`.
+
+    Args:
+        options: see `SyncerOptions`.
+        run: run id of a new run directory.
+        durable: the run directory's state on disk; None: opened here.
+    """
+
+    def __init__(self, options: SyncerOptions, *, run: str, durable: Durable | None = None) -> None:
+        RunConfig.from_dict(options.run_options)
+        self._options = options
+        self._ending = Ending(expect=options.expect, embedded_by=options.embedded_by)
+        self._durable = durable or Durable(options.run_dir)
+        self._recorder = None
+        if options.record_contributions:
+            self._recorder = Recorder(options.run_dir / "syncer" / "contributions")
+        about = {"options": dict(options.run_options), "expect": options.expect, "secret": secrets.token_hex(16)}
+        self.state = SyncerState(run=run, **about)
+        self._store = self._durable.restore(self.state, time.monotonic())
+        if self._durable.past.was_closed:
+            self._ending.reopened()
+        self._desk = BulkDesk()
+        self._desk.remember_merged(self.state.roster)
+        self._board = Board(self.state, self._desk, self._durable.past)
+        self._merger = Merger(self._durable, self._recorder, self._board.disk_failed)
+        self._outbox = Outbox(is_member=self._is_member)
+        self._inbox: Inbox[events.SyncerEvent | Placed | Installable] = Inbox()
+        self._quota = Quota()
+        self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
+        self._seed: actions.StoreSeed | None = None
+        self._todo: deque[actions.SyncerAction] = deque()
+        self._retry_s = self._next_progress_s = 0.0
+        self._said: tuple[messages.FromSyncer, Json] | None = None
+        self._num_applying = 0
+        self._held_back: list[actions.Apply] = []
+        self._ended = threading.Event()
+        self._is_stopping = False
+        self.error: BaseException | None = None
+        if self.state.manifest is not None:
+            self._write_manifest(self.state.manifest)
+        threads = {"loop": self._loop, "merge": self._merge_loop, "clock": self._inbox.run_clock}
+        self._loop_thread, self._merge_thread, self._clock_thread = (
+            threading.Thread(target=self._guarded, args=(run_thread,), name=f"diloco-{name}", daemon=True)
+            for name, run_thread in threads.items()
+        )
+
+    # ------------------------------------------------------------------------------------------------------- lifetime
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._loop_thread.start()
+        self._merge_thread.start()
+        self._clock_thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the run has ended by itself, or the syncer failed; returns whether it has."""
+        return self._ended.wait(timeout_s)
+
+    def stop(self) -> Json:
+        """Refuse calls, finish what is being committed, close the disk.
+
+        Returns:
+            The run's summary, also written to RUN_DIR/summary.json.
+        """
+        self._is_stopping = True
+        self._jobs.put(None)
+        _join(self._merge_thread)
+        self._inbox.close()  # after what the merge thread made durable
+        _join(self._loop_thread)
+        _join(self._clock_thread)
+        self._outbox.close()
+        may_rest = self.error is None and not self._todo  # else the machine knows what the disk does not
+        saved = codec.dump(self.state.saved()) if may_rest else {}
+        is_finished = self.state.is_finished and self.state.ended_by_finishing and self.error is None
+        self.state.finish()
+        status = "finished" if is_finished else "interrupted"
+        summary = self._board.summary(status)
+        if self.error is None:  # else it is started again
+            self._durable.note(CLOSED)
+        try:
+            write_whole(self._options.run_dir / "summary.json", _json(summary))
+            if may_rest:
+                self._rest(saved)
+            self._durable.close()
+        except StorageError as error:
+            log.error("the end of the run is not on disk: %s", error)
+        return summary
+
+    def _rest(self, saved: Json) -> None:
+        is_own = self._options.embedded_by is not None  # a script's, which nobody computes again
+        if self._store is not None and self.state.manifest is not None:
+            self._durable.rest(saved, self.state.manifest, self._store, keeps_log=not is_own)
+
+    def _guarded(self, run_thread: Any) -> None:
+        """A thread that fails ends the process with its error: nothing runs on half."""
+        try:
+            run_thread()
+        except BaseException as error:
+            log.exception("the syncer stops")
+            self.error = error
+            self._ended.set()
+
+    # -------------------------------------------------------------------------------------------- called by transport
+
+    def on_send(self, session: str, messages_: Sequence[Json]) -> Json:
+        """Queue control messages for the machine; the answer is the news."""
+        self._check_open(_checked(session), len(messages_))
+        with self._places(session, messages_) as places:
+            decoded = [messages.decode(message, messages.FromLearner) for message in messages_]
+        for message, place in zip(decoded, places, strict=True):
+            event = events.FromALearner(session, cast("messages.FromLearner", message))
+            self._inbox.put(Placed(event, place))
+        return codec.dump(self._board.news(session))
+
+    def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
+        """Hand out waiting messages."""
+        self._ending.contacted()
+        if self._is_member(_checked(session)):  # not one that somebody made up
+            self._ending.polled(session)
+        polled = self._outbox.poll(session, cursor, wait_s)
+        if not polled.messages and self._is_stopping:
+            raise _stopping()
+        return polled
+
+    def on_put(self, bulk: Bulk) -> Json:
+        """Take a contribution, or a part of the seed."""
+        session = self._enter(bulk.header)
+        if bulk.header.get("what") == "seed":
+            if self._store is not None:  # a run that has its start values needs no others
+                return {"have": portions.place(bulk)[1]}
+            return {"have": self._desk.take_seed(session, bulk, self.state.seed_grant)}
+        with self._places(session, [bulk.header]) as (place,):
+            event, have = self._desk.take_contribution(session, bulk, self._store, self.state)
+        if event is None:  # some of it is missing
+            self._quota.free(place)
+        else:
+            self._inbox.put(Placed(event, place))
+        return {"have": have}
+
+    def on_get(self, header: Json) -> Bulk:
+        """What brings a learner up to date: {"session", "fragment", "generation", "have"} -> update."""
+        session = self._enter(header)
+        is_known = self._is_member(session)
+        return self._desk.give(session, header, self._store, is_known=is_known, proof=self.state.proof)
+
+    def on_status(self) -> Json:
+        """The run as people see it."""
+        return self._board.status()
+
+    def _enter(self, header: Json) -> str:
+        """Bulk moves: its session is alive."""
+        session = _checked(header.get("session"))
+        self._check_open(session)
+        return session
+
+    def _is_member(self, session: str) -> bool:
+        return self.state.roster.get(session) is not None
+
+    def _places(self, session: str, messages_: Sequence[Json]) -> AbstractContextManager[list[Place]]:
+        return self._quota.places(_checked(session), messages_, is_member=self._is_member(session))
+
+    def _check_open(self, session: str, num_events: int = 1) -> None:
+        if self._is_member(session):
+            self._inbox.heard(session)  # it is alive, even if what it says cannot be taken now
+        if self._is_stopping:
+            raise _stopping()
+        if (waiting := num_events + self._inbox.num_waiting + len(self._todo)) > MAX_WAITING:
+            raise TransportError(
+                f"{waiting} events for the syncer; at most {MAX_WAITING} may wait; nothing of this was used; try again"
+            )
+        self._ending.contacted()
+
+    # ----------------------------------------------------------------------------------------------------- loop thread
+
+    def _loop(self) -> None:
+        while (taken := self._inbox.take()) is not None:
+            came_s, event = taken
+            if isinstance(event, Placed):
+                self._quota.free(event.place)
+                event = event.event
+            match event:
+                case Installable():
+                    self._install(event, came_s)
+                case events.Tick():
+                    self._tick(event, came_s)
+                case events.StoodStill():
+                    log.warning("this process stood still for %.1f s; everybody has a new lease", event.for_s)
+                    self._ending.stood_still()
+                    self._handle(event, came_s)
+                case _:
+                    self._num_applying -= isinstance(event, events.CommitFailed)
+                    self._handle(event, came_s)
+
+    def _tick(self, tick: events.Tick, now_s: float) -> None:
+        self._handle(tick, now_s)
+        self._desk.prune(self.state)
+        self._board.refresh()
+        self._note_progress(now_s)
+        self._store_seed(now_s)
+        if self._ending.has_come(self.state, now_s):
+            self._ended.set()
+
+    def _note_progress(self, now_s: float) -> None:
+        if self.state.manifest is not None and now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + pause_s(self._board.age_s())
+            self._durable.note(PROGRESS, **progress(self._board.status()))
+
+    def _handle(self, event: events.SyncerEvent, now_s: float) -> None:
+        with self._board.looking:
+            todo = self.state.handle(event, now_s)
+        self._do([replace(action, at_s=now_s) if isinstance(action, actions.Note) else action for action in todo])
+
+    def _do(self, todo: Sequence[actions.SyncerAction]) -> None:
+        """Carry out actions in order. A record that the disk does not take holds up all that come after it."""
+        is_blocked = bool(self._todo)
+        self._todo.extend(action for action in todo if not (is_blocked and self._comes_again(action)))
+        while self._todo and time.monotonic() >= self._retry_s:
+            try:
+                self._carry_out(self._todo[0])
+            except StorageError as error:
+                self._retry_s = time.monotonic() + RETRY_S
+                self._board.disk_failed(str(error))
+                return
+            self._todo.popleft()
+        if not self._todo:
+            self._snapshot_if_quiet()
+
+    def _comes_again(self, action: actions.SyncerAction) -> bool:
+        """Whether this need not wait for the disk: what is repeated until answered would pile up."""
+        match action:
+            case actions.Send():
+                return isinstance(action.message, (messages.Announce, messages.RunIs)) or action in self._todo
+            case actions.Note():
+                return action.event == "abort"
+        return False
+
+    def _carry_out(self, action: actions.SyncerAction) -> None:
+        match action:
+            case actions.Record():
+                self._durable.write(action.values)
+                self._board.disk_works()
+                if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
+                    self._store.regenerate(self.state.rounds.generation)
+            case actions.Send():
+                if self._said is None or self._said[0] is not action.message:  # a commit is told to everybody
+                    self._said = action.message, messages.encode(action.message)
+                self._outbox.put(action.session, self._said[1])
+            case actions.Merge():
+                self._jobs.put(MergeJob(action, self._desk.payloads(action)))
+            case actions.Apply():
+                self._held_back.append(action)  # until it is clear whether a snapshot comes first
+            case actions.DropPayload():
+                self._desk.drop(action)
+            case actions.StoreSeed():
+                self._seed = action
+            case actions.Note():
+                log.info("%s %s", action.event, action.fields)
+                self._durable.note(action.event, late_s=time.monotonic() - action.at_s, **action.fields)
+                self._board.noted(action.event, action.fields)
+
+    def _snapshot_if_quiet(self) -> None:
+        """Begin a snapshot if one is due, which needs a moment without commits; else let commits begin."""
+        store, manifest = self._store, self.state.manifest
+        if not self._held_back or store is None or manifest is None:
+            return
+        if self._durable.is_snapshot_due(store):
+            if self._num_applying:
+                return
+            self._durable.begin_snapshot(codec.dump(self.state.saved()), manifest, store)
+        held_back, self._held_back = self._held_back, []
+        for action in held_back:
+            self._num_applying += 1
+            self._jobs.put(action)
+
+    def _install(self, made: Installable, now_s: float) -> None:
+        assert self._store is not None
+        p, record, found = made.event.fragment, self.state.applying(made.event.fragment), made.report
+        self._desk.note_merged(record)
+        self._store.install(p, made.anchor)
+        steps = tuple(c.steps for c in made.contributions)
+        learners = tuple(c.learner for c in made.contributions)
+        self._durable.past.usual.learn(p, learners, found.norms, steps, found.kept)
+        self._board.merged(tuple(c.session for c in made.contributions), found.cosines)
+        lengths = {"merged_norm": found.merged_norm, "norms": found.norms, "kept": found.kept, "cosines": found.cosines}
+        whose = {"learners": learners, "steps": steps}
+        self._durable.note("outer", fragment=p, version=record.version, **whose, **lengths)
+        self._num_applying -= 1
+        self._board.disk_works()
+        self._handle(made.event, now_s)
+
+    # --------------------------------------------------------------------------------------------------------- start
+
+    def _store_seed(self, now_s: float) -> None:
+        """Once all parts of the seed are here, make them the anchors at version 0."""
+        if self._seed is None or self._todo or time.monotonic() < self._retry_s:
+            return
+        if self.state.seed_grant != (self._seed.session, self._seed.lease):
+            self._seed = None  # the lease has passed on while the disk took nothing
+            return
+        action, values = self._seed, self._desk.seed(self._seed)
+        if values is None:
+            return
+        self._seed, error, is_refused = None, None, False
+        digests: tuple[str, ...] = ()
+        try:
+            store = seeded_store(action.manifest, values)
+            if self._recorder is not None:
+                self._recorder.keep_seed(store)
+            self._durable.store_seed(codec.dump(self.state.saved()), action.manifest, store)
+            self._store, digests = store, store.digests()
+            self._desk.drop_seed()
+            self._board.disk_works()
+        except StorageError as problem:
+            self._retry_s = time.monotonic() + RETRY_S
+            self._board.disk_failed(str(problem))
+            error = str(problem)  # the values stay; the seeder asks again
+        except (NonFiniteError, PlanMismatchError) as problem:
+            error, is_refused = str(problem), True
+            self._desk.drop_seed()
+        self._handle(events.SeedStored(action.lease, digests, error, is_refused), now_s)
+        if error is None:
+            self._write_manifest(action.manifest)
+
+    def _write_manifest(self, manifest: Json) -> None:
+        try:
+            write_whole(self._options.run_dir / "manifest.json", _json(manifest_file(manifest)))
+        except StorageError as error:  # a copy for people: the log has what counts
+            log.warning("%s", error)
+
+    # ---------------------------------------------------------------------------------------------------- merge thread
+
+    def _merge_loop(self) -> None:
+        compute_alone()
+        while (job := self._jobs.get()) is not None:
+            assert self._store is not None
+            do = self._merger.merge if isinstance(job, MergeJob) else self._merger.commit
+            for made in do(self._store, job):  # type: ignore[arg-type]
+                self._inbox.put(made)
+
+
+def _checked(session: object) -> str:
+    """A session as it may be said."""
+    if not isinstance(session, str) or len(session) > MAX_SESSION_CHARS:
+        raise CorruptMessageError(
+            f"session={session!r:.80}; must be a text of at most {MAX_SESSION_CHARS} characters; nothing was used; do "
+            "both sides run the same version?"
+        )
+    return session
+
+
+def _stopping() -> TransportError:
+    return TransportError("the syncer is stopping; it must run; nothing of the call was used; try again")
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread.ident is not None:
+        thread.join()
+
+
+def _json(values: Json) -> bytes:
+    return json.dumps(values, indent=2, sort_keys=True).encode() + b"\n"

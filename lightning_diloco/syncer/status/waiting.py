@@ -1,0 +1,119 @@
+"""Whom a run waits for, since when, until when, and what happens then.
+
+1. A wait says what for (`what`), for whom (`for`), since when and until when, in seconds from now, and what happens
+   `then`. One that nothing ends by itself has no `until_s`, and `then` says what ends it.
+2. What comes first holds up what comes after it: the disk, the start, the rounds, the end.
+3. A learner that trains on is held up by none of this: these are waits of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_diloco.protocol.syncer.joins import START_HOLD_S
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.protocol.syncer.roster import SILENT_HEARTBEATS, Member
+from lightning_diloco.syncer.run_end import EVALUATE_WAIT_S
+from lightning_diloco.transport.base import Json
+
+_THEN = {
+    "transferring": "whoever is late is held for the next round",
+    "merging": "the outer gradient goes to disk",
+    "committing": "the new version is offered to everyone",
+    "suspended": "the commit is tried again",
+}
+
+
+def waits(state: SyncerState, rounds: list[Json], *, disk: tuple[str, float] | None, now_s: float) -> list[Json]:
+    """Everything that is waited for now.
+
+    Args:
+        state: the machine.
+        rounds: its open rounds, as `report.open_round` tells of them.
+        disk: what is wrong with it, and since when; None: nothing is.
+        now_s: on the machine's clock.
+    """
+    found = (
+        [] if disk is None else [_wait(f"the disk: {disk[0]}", ["the disk"], now_s - disk[1], None, "commits go on")]
+    )
+    found += _start(state, now_s)
+    found += [
+        _wait(f"fragment {r['fragment']}, round {r['round']}, {r['stage']}", r["waiting_for"], r["opened_s_ago"],
+              r["closes_in_s"], r["then"])
+        for r in rounds
+    ]  # fmt: skip
+    return [*found, *_silent(state, now_s), *_quarantined(state), *_end(state, now_s)]
+
+
+def end_of_stage(state: SyncerState, p: int, now_s: float) -> tuple[list[str], float | None, str]:
+    """Sessions and things that an open round waits for, seconds until its stage ends by itself, and what then."""
+    f = state.rounds.fragments[p]
+    r = f.round
+    assert r is not None
+    if r.stage == "collecting":
+        missing = r.electorate - f.held.keys()
+        quorum = state.rounds.effective_quorum(r)
+        if len(f.held) < quorum:
+            left_s = max(0.0, r.answers_until_s - now_s)
+            return sorted(missing), left_s, f"the round closes when {quorum} are ready, or nobody else has answered"
+        until_s = max(r.until_s, state.rounds.waits_for_owed_until_s(r, missing))
+        return sorted(missing), max(0.0, until_s - now_s), "the round closes with whoever is ready"
+    if r.stage == "transferring":
+        late = [s for s in r.members if s in f.held and not f.held[s].has_payload]
+        return late, max(0.0, r.until_s - now_s), _THEN[r.stage]
+    thing = "the merge" if r.stage == "merging" else "the disk"
+    return [thing], max(0.0, r.until_s - now_s) if r.stage == "suspended" else None, _THEN[r.stage]
+
+
+def _wait(what: str, whom: list[str], since_s: float | None, until_s: float | None, then: str) -> Json:
+    return {"what": what, "for": whom, "since_s": since_s, "until_s": until_s, "then": then}
+
+
+def _start(state: SyncerState, now_s: float) -> Iterator[Json]:
+    """An empty run waits for its start values, one with them for the learners it expects."""
+    seeder = state.seeder
+    if state.manifest is None and seeder is None:
+        yield _wait("the start", ["a first learner"], None, None, "its parameters become the anchors")
+    elif state.manifest is None and seeder is not None:
+        left_s = max(0.0, state.config.lease_s - (now_s - seeder.heard_s))
+        then = "its parameters become the anchors; if it falls silent, the next learner's do"
+        yield _wait("the start values", [seeder.learner], None, left_s, then)
+    elif state.num_awaited:
+        since_s = state.first_confirmed_s
+        waited_s = None if since_s is None else now_s - since_s
+        left_s = None if waited_s is None else max(0.0, START_HOLD_S - waited_s)
+        coming = [m.learner for m in state.roster.in_state("joining")]
+        whom = coming or [f"{state.num_awaited} more learners"]
+        yield _wait(f"the first step, with {state.expect} learners", whom, waited_s, left_s, "whoever is ready begins")
+
+
+def _silent(state: SyncerState, now_s: float) -> Iterator[Json]:
+    for member in sorted(state.roster.in_state("active"), key=lambda m: m.learner):
+        silent_s = now_s - member.heard_s
+        if member.is_lapsed:
+            then = "it goes on where it was, or a new process takes its place; rounds do not wait for it"
+            yield _wait("the return of a learner that lapsed", [member.learner], silent_s, None, then)
+        elif silent_s > SILENT_HEARTBEATS * state.heartbeat_s:
+            left_s = max(0.0, state.config.lease_s - silent_s)
+            yield _wait(
+                "word from a silent learner", [member.learner], silent_s, left_s, "it lapses: nobody waits for it"
+            )
+
+
+def _quarantined(state: SyncerState) -> Iterator[Json]:
+    for name in sorted({member.learner for member in state.roster.live()} & state.roster.quarantined.keys()):
+        what = f"contributions that look like the others' ({state.roster.quarantined[name]})"
+        then = "what it sends is merged again; rounds do not wait for it"
+        yield _wait(what, [name], None, None, then)
+
+
+def _end(state: SyncerState, now_s: float) -> Iterator[Json]:
+    """The last leaver evaluates the final anchor."""
+    if not (state.is_finished and state.ended_by_finishing) or state.has_verdict:
+        return
+    left = state.roster.in_state("left")
+    last: Member | None = max(left, key=lambda m: m.ended_s or 0.0, default=None)
+    if last is not None and last.ended_s is not None:
+        since_s = now_s - last.ended_s
+        left_s = max(0.0, EVALUATE_WAIT_S - since_s)
+        yield _wait("the loss of the final anchor", [last.learner], since_s, left_s, "the run ends without it")

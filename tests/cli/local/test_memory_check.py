@@ -1,0 +1,77 @@
+"""A model that is too large for this machine is refused before anything is loaded; one that fits is not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.cli import fit
+from lightning_diloco.cli.local import memory_check
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.hf.recipe import parse
+from lightning_diloco.process import machine
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+TINY = RECIPES / "tiny" / "gpt.yaml"
+
+
+def check(recipe: Path, num_here: int, *overrides: str) -> None:
+    memory_check.check_room(recipe, parse(recipe, overrides), num_here)
+
+
+def test_a_small_model_fits() -> None:
+    check(TINY, 2)
+
+
+def test_a_model_whose_tokenizer_has_to_be_fetched_first_is_not_looked_at() -> None:
+    check(TINY, 1, "--data.init_args.tokenizer", "nobody/nothing")
+
+
+def test_twelve_billion_parameters_are_refused_in_the_words_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "memory_here", lambda: 64 << 30)
+    with pytest.raises(ConfigError) as caught:
+        check(RECIPES / "gemma" / "12b-8gpu.yaml", 2, "--trainer.accelerator=cpu", "--trainer.devices=1")
+    for part in ("2 learner(s) and a syncer need", "anchors 4", "there are 64.0 GiB of memory", "`diloco plan"):
+        assert part in str(caught.value)
+
+
+def test_every_learner_on_the_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "memory_here", lambda: 0)
+    with pytest.raises(ConfigError) as caught:
+        check(TINY, 1)
+    for_one = float(str(caught.value).split(" MiB")[0].rpartition(" ")[2]) * 2**20
+    monkeypatch.setattr(memory_check, "memory_here", lambda: int(1.2 * for_one))
+    check(TINY, 1)
+    with pytest.raises(ConfigError, match="3 learner"):
+        check(TINY, 3)
+
+
+def test_a_container_has_what_it_may_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(machine, "_CGROUP_LIMIT", limit)
+    physical = memory_check.memory_here()
+    limit.write_text("max\n")
+    assert memory_check.memory_here() == physical
+    limit.write_text("1048576\n")
+    assert memory_check.memory_here() == 1 << 20
+
+
+def test_a_learner_asks_before_it_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(memory_check, "memory_here", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["fit", "--local", "2", str(TINY)])
+    assert fit.main() == 2
+    assert "2 learner(s) and a syncer need" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [("--trainer.max_stepz=3", "max_steps"), ("--modle.lr=3", "model"), ("--model.init_args.lrr=3", "lr")],
+)
+def test_a_misspelt_override_is_refused_with_the_nearest_name(
+    override: str, nearest: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fit", str(TINY), override])
+    assert fit.main() == 2
+    assert f"did you mean '{nearest}'?" in capsys.readouterr().err

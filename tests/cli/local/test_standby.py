@@ -1,0 +1,25 @@
+"""A syncer that is kept ready becomes one when it is told to, and goes when nobody needs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_diloco.cli.local import standby
+
+
+def test_only_a_module_can_be_imported_ahead_of_need() -> None:
+    words = (sys.executable, "-m", "a.module", "--option", "1")
+    assert standby.argv(words) == (sys.executable, "-m", "lightning_diloco.cli.local.standby", *words[2:])
+    assert standby.argv((sys.executable, "script.py")) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("told", "says"), [("\n", "usage: diloco syncer"), ("", "")])
+def test_it_goes_on_as_the_module_when_it_is_told_to(told: str, says: str) -> None:
+    argv = standby.argv((sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--help"))
+    ended = subprocess.run(argv, input=told, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout[: len(says) or None] == says

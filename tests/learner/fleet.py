@@ -1,0 +1,247 @@
+"""A syncer and learners in one process: the real service, links and devices, over the in-memory transport.
+
+The model is a dictionary of parameters, training is a pull towards a target that differs from learner to learner.
+Nothing is waited for but conditions, each with a deadline. A step takes PACE_S, so that rounds keep up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.config import LearnerConfig
+from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.errors import TransportError
+from lightning_diloco.learner.link import Link
+from lightning_diloco.manifest import ModelDescription
+from lightning_diloco.syncer.service import SyncerOptions, SyncerService
+from lightning_diloco.syncer.store import Durable
+from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.base import Bulk, Connection, Json
+from lightning_diloco.transport.memory import MemoryTransport
+
+RUN = "toy"
+JOIN = f"diloco://127.0.0.1:1/{RUN}#token"
+SHAPES = {"embedding": (24, 8), "hidden": (16, 12), "bias": (16,)}
+OPTIONS = {"sync_every": 6, "num_fragments": 3, "overlap": 2, "block_size": 16, "lease_s": 3.0}
+TOKENS = 7
+PACE_S = 0.002
+DEADLINE_S = 20.0
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """Wait for this to hold; fails after DEADLINE_S."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"still waiting for: {what}"
+        time.sleep(PACE_S)
+
+
+def assert_exact(summary: Json) -> None:
+    """The ledger comes out, with no term derived from the others."""
+    discarded = sum(summary["tokens_discarded"].values())
+    assert summary["tokens_seen"] == summary["tokens_merged"] + discarded + summary["tokens_pending"]
+    assert summary["ledger_exact"]
+
+
+class Learner:
+    """One learner; `train` runs in a thread of its own once `go` was called."""
+
+    def __init__(self, fleet: Fleet, name: str, *, seed: int = 0, shapes: Any = None, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.shapes = shapes or SHAPES
+        self.params = {n: torch.nn.Parameter(torch.randn(s, generator=generator)) for n, s in self.shapes.items()}
+        self.target = {n: torch.randn(s, generator=generator) for n, s in self.shapes.items()}
+        self.unit = options.pop("unit", "tokens")
+        self.frozen = options.pop("frozen", {})
+        own = {key: options.pop(key) for key in ("align", "drain_s") if key in options}
+        config = LearnerConfig(learner=name, join=JOIN, **{"drain_s": 10.0, **own})
+        self.wire = Wire(fleet.connect())
+        self.link = Link(options, config, fleet.run_dir, connect=self._connected)
+        self.name, self.steps, self.is_last = name, 0, None
+        self._enough = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self.result: Future[None] | None = None
+
+    def _connected(self, address: JoinAddress) -> Connection:
+        assert address.run == RUN
+        return self.wire
+
+    # ---------------------------------------------------------------------------------------- in the caller's thread
+
+    def join(self) -> Learner:
+        description = ModelDescription(dict(self.shapes), frozenset({"embedding"}), self.frozen, self.unit)
+        self.link.start(description, lambda plan, config: CpuFragments(plan, self.params, config, self.link._learner))
+        return self
+
+    def step(self) -> None:
+        time.sleep(PACE_S)
+        self.link.settle()
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.lerp_(self.target[name], 0.02)
+        self.link.step(TOKENS, self.unit)
+        self.steps += 1
+
+    def finish(self) -> None:
+        self.is_last = self.link.finish()
+        if self.is_last:
+            self.link.report(1.25)
+        self.link.close()
+
+    # ------------------------------------------------------------------------------------------- in a thread of its own
+
+    def go(self) -> Learner:
+        """Join and train until `enough`, then drain and leave."""
+        self.result = self.aside(self._run)
+        return self
+
+    def aside(self, call: Callable[[], None]) -> Future[None]:
+        return self._pool.submit(call)
+
+    def enough(self) -> Learner:
+        self._enough.set()
+        return self
+
+    def done(self) -> None:
+        """Wait for its end; raises what it raised."""
+        assert self.result is not None
+        self.result.result(timeout=DEADLINE_S)
+
+    def _run(self) -> None:
+        try:
+            self.join()
+            while not self._enough.is_set():
+                self.step()
+            self.finish()
+        finally:
+            self.link.close()
+
+    def digests(self) -> list[str]:
+        return [self.link.device.digest(p) for p in range(self.link.plan.num_fragments)]
+
+    @property
+    def landed(self) -> list[int]:
+        return [f.landed for f in self.link._machine.fragments]
+
+
+class Wire:
+    """A learner's connection: can be cut, and calls can be held up or made to fail."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.is_cut = False
+        self.before: dict[str, Callable[[], None]] = {}
+        self.num_failed = 0
+
+    def _enter(self, name: str) -> None:
+        if self.is_cut:
+            self.num_failed += 1
+            raise TransportError(f"{name}: the wire is cut")
+        self.before.get(name, lambda: None)()
+
+    def send(self, session: str, messages: Any) -> Json:
+        self._enter("send")
+        return self._connection.send(session, messages)
+
+    def poll(self, session: str, cursor: int, wait_s: float) -> Any:
+        self._enter("poll")
+        polled = self._connection.poll(session, cursor, min(wait_s, 0.1))
+        if self.is_cut:
+            raise TransportError("poll: the wire was cut")
+        return polled
+
+    def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
+        self._enter("put")
+        return self._connection.put(bulk, deadline_s=deadline_s)
+
+    def get(self, header: Json, *, deadline_s: float) -> Bulk:
+        self._enter("get")
+        return self._connection.get(header, deadline_s=deadline_s)
+
+    def status(self) -> Json:
+        return self._connection.status()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Fleet:
+    """A syncer on a run directory, and learners; a context that leaves nothing running."""
+
+    def __init__(self, run_dir: Path, *, faults: Callable[[str], None] | None = None, **options: Any) -> None:
+        self.run_dir = run_dir
+        run_options = options.pop("run_options", OPTIONS)
+        self.options = SyncerOptions(run_dir=run_dir, run_options=run_options, **options)
+        self.faults = faults
+        self.learners: list[Learner] = []
+        self.summary: Json | None = None
+        self.service = self._served()
+        self.transport = MemoryTransport(self.service)
+        self.connect: Callable[[], Connection] = self.transport.connect
+
+    def _served(self) -> SyncerService:
+        durable = Durable(self.run_dir, faults=self.faults) if self.faults else None
+        service = SyncerService(self.options, run=RUN, durable=durable)
+        service.start()
+        return service
+
+    def learner(self, name: str, **options: Any) -> Learner:
+        self.learners.append(Learner(self, name, seed=len(self.learners), **options))
+        return self.learners[-1]
+
+    def stop(self) -> Json:
+        self.summary = self.service.stop()
+        return self.summary
+
+    def crash(self) -> None:
+        """What a killed syncer leaves on its disk, with all that it was committing."""
+        self.service._rest = lambda saved: None  # type: ignore[method-assign]
+        self.stop()
+
+    def restart(self, *, cleanly: bool = False) -> None:
+        """Another process on the same run directory, at the same address."""
+        if self.summary is None:
+            self.stop() if cleanly else self.crash()
+        self.service = self.transport.handler = self._served()
+        self.summary = None
+
+    @property
+    def versions(self) -> list[int]:
+        return [f.version for f in self.service.state.rounds.fragments]
+
+    @property
+    def num_commits(self) -> int:
+        return self.service.state.rounds.counts.num_commits
+
+    def until_commits(self, more: int) -> None:
+        wanted = self.num_commits + more
+        until(lambda: self.num_commits >= wanted, f"{wanted} commits")
+
+    def status(self) -> Json:
+        return self.transport.connect().status()
+
+    def published(self) -> list[Tensor]:
+        store = self.service._store
+        return [store.anchor(p).published for p in range(len(store.layouts))]
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for learner in self.learners:
+            learner.enough()
+            learner.wire.is_cut = False
+            learner.wire.before.clear()
+            if learner.result is None:
+                learner.link.close()
+            learner._pool.shutdown()
+        if self.summary is None:
+            self.stop()

@@ -1,0 +1,36 @@
+"""Sums over ranks say all that one rank, or any, has to say."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_diloco.learner.ranks.agreement import Agreement
+
+NUM_FRAGMENTS = 3
+SAID = Agreement(
+    tokens=5,
+    num_failed=1,
+    num_asked=1,
+    fleet_tokens=1 << 52,
+    saves=True,
+    stops=True,
+    is_over=True,
+    is_last=True,
+    land=(0, 2),
+    snapshot=(1,),
+)
+
+
+def test_what_rank_0_says_all_know():
+    other = Agreement(tokens=7, num_failed=1, num_asked=1)
+    sums = [a + b for a, b in zip(SAID.numbers(NUM_FRAGMENTS), other.numbers(NUM_FRAGMENTS), strict=True)]
+    found = Agreement.of(sums)
+    assert (found.tokens, found.num_failed, found.num_asked) == (12, 2, 2)
+    rest = ("fleet_tokens", "saves", "stops", "is_over", "is_last", "land", "snapshot")
+    assert [getattr(found, name) for name in rest] == [getattr(SAID, name) for name in rest]
+
+
+@pytest.mark.parametrize("flag", ["saves", "stops", "is_over", "is_last"])
+def test_no_flag_is_taken_for_another(flag):
+    said = Agreement(**{flag: True})
+    assert Agreement.of(said.numbers(NUM_FRAGMENTS)) == said

@@ -1,0 +1,46 @@
+"""Rank 0 of a learner: while another rank is silent, the syncer must hear nothing of this learner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_diloco.learner.ranks.leader import SILENT_S, LeaderLink
+from lightning_diloco.process.threads import Crew
+from lightning_diloco.protocol import events, messages
+
+
+class SilentFor:
+    """Ranks of which one is not heard the first times one looks."""
+
+    def __init__(self, num_looks: int) -> None:
+        self.num_left = num_looks
+
+    @property
+    def silent_s(self) -> float:
+        self.num_left -= 1
+        return SILENT_S if self.num_left >= 0 else 0.0
+
+
+def leader(ranks: Any, handled: list[events.LearnerEvent]) -> LeaderLink:
+    link = LeaderLink.__new__(LeaderLink)
+    link._ranks, link._crew = ranks, Crew(pytest.fail)
+    link._handle = lambda event: handled.append(event) or 0  # type: ignore[method-assign, func-returns-value]
+    return link
+
+
+def test_what_would_be_answered_waits_until_all_ranks_are_heard() -> None:
+    handled: list[events.LearnerEvent] = []
+    ranks, said = SilentFor(3), messages.LeaveNoted(is_last=False)
+    leader(ranks, handled)._hear(said)
+    assert handled == [events.FromTheSyncer(said)]
+    assert ranks.num_left == -1, "it was heard at the first look at which no rank was silent"
+
+
+def test_nothing_is_thought_of_while_a_rank_is_silent() -> None:
+    handled: list[events.LearnerEvent] = []
+    leader(SilentFor(1), handled)._tick()
+    assert handled == []
+    leader(SilentFor(0), handled)._tick()
+    assert handled == [events.Tick()]

@@ -1,0 +1,168 @@
+"""Two ranks of a learner upload together: rank 1 sends its part itself, and rank 0 all of it when that fails."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_diloco.errors import TransportError
+from lightning_diloco.learner.ranks import partial_uploads
+from lightning_diloco.learner.ranks.partial_uploads import PartedConnection, PartSender
+from lightning_diloco.protocol.learner import fragment
+from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.base import Bulk, Json
+from tests.learner.fleet import JOIN, Fleet, Learner, Wire, until
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fates are asked again soon."""
+    monkeypatch.setattr(fragment, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(partial_uploads, "ALONE_S", 0.1)
+    monkeypatch.setattr(partial_uploads, "PART_S", 0.05)
+
+
+class Queues:
+    """`Orders` between two threads."""
+
+    rank, size = 1, 2
+
+    def __init__(self) -> None:
+        self._orders, self._answers = queue.SimpleQueue[Json](), queue.SimpleQueue[bool]()
+
+    def give(self, order: Json, meanwhile: Callable[[], object], *, within_s: float = -1.0) -> bool:
+        self._orders.put(order)
+        try:
+            meanwhile()
+        finally:
+            could = self._answers.get()
+        return could
+
+    def take(self) -> Json:
+        return self._orders.get()
+
+    def answer(self, could: bool) -> None:
+        self._answers.put(could)
+
+
+class CountingWire(Wire):
+    """A line, and what contributions took on it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(fleet.connect())
+        self.sizes = Counter[int]()
+
+    def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
+        answer = super().put(bulk, deadline_s=deadline_s)
+        if bulk.header["what"] == "contribution":
+            self.sizes[bulk.header.get("part", -1)] += bulk.payload.nbytes
+        return answer
+
+
+class Ranks:
+    """A learner with a second rank in a thread, which encodes what rank 0 does."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        orders = Queues()
+        self.learner, self.other = fleet.learner("l0"), CountingWire(fleet)
+        self.learner.wire = self.own = CountingWire(fleet)
+        self.connection = PartedConnection(self.own, orders)
+        self.sender = PartSender(orders, lambda address: self.other)
+        self.learner.link._connect = lambda address: self.connection
+        self.encoded: Callable[[Any], Any] = lambda payload: payload
+        self._thread = threading.Thread(target=self.sender.run, daemon=True)
+
+    def go(self) -> Learner:
+        assert self.sender.reach(lambda: JoinAddress.parse(JOIN))
+        self._thread.start()
+        join = self.learner.join
+
+        def joined() -> Learner:
+            join()
+            link = self.learner.link
+            self.connection.prepare(link.plan, link.config, range(link.plan.num_fragments))
+            encode = link.device.encode
+
+            def both(snapshot: Any) -> Any:
+                found, p = encode(snapshot), snapshot.fragment
+                numel = link.plan.layout(p, link.config.block_size).padded_numel
+                self.sender.keep(p, self.encoded(found.payload), numel, link.config)
+                return found
+
+            link.device.encode = both  # type: ignore[method-assign]
+            return self.learner
+
+        self.learner.join = joined  # type: ignore[method-assign]
+        return self.learner.go()
+
+    def end(self) -> None:
+        self.connection.end()
+        self._thread.join(10.0)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def ranks(tmp_path: Path) -> Iterator[tuple[Fleet, Ranks]]:
+    with Fleet(tmp_path) as fleet:
+        yield fleet, (both := Ranks(fleet))
+        both.learner.enough().done()
+        both.end()
+        summary = fleet.stop()
+    assert summary["ledger_exact"]
+    assert summary["tokens_merged"] == summary["tokens_seen"] > 0
+
+
+def test_each_rank_uploads_half_of_each_contribution(tmp_path: Path) -> None:
+    with ranks(tmp_path) as (fleet, both):
+        both.go()
+        fleet.until_commits(6)
+    assert both.own.sizes.keys() == {0}
+    assert both.other.sizes.keys() == {1}
+    assert both.own.sizes[0] == pytest.approx(both.other.sizes[1], rel=0.15)  # whole blocks, of few
+
+
+def test_a_rank_whose_line_is_cut_does_not_cut_off_its_learner(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ranks(tmp_path) as (fleet, both):
+        both.go()
+        fleet.until_commits(3)
+        both.other.is_cut = True
+        fleet.until_commits(3)
+        assert both.own.sizes[-1] > 0
+        assert "rank 0 uploads all of them" in caplog.text
+        both.other.is_cut, before = False, both.other.sizes[1]
+        until(lambda: both.other.sizes[1] > before, "its parts again")
+    assert "token" not in caplog.text.replace("tokens", "")
+
+
+def test_an_upload_that_rank_0_loses_is_repeated(tmp_path: Path) -> None:
+    with ranks(tmp_path) as (fleet, both):
+        failing = iter([True, True, False, True])
+
+        def fail() -> None:
+            if next(failing, False):
+                raise TransportError("put: lost")
+
+        both.go()
+        fleet.until_commits(2)
+        both.own.before["put"] = fail
+        fleet.until_commits(6)
+        assert next(failing, None) is None
+
+
+def test_a_rank_that_encoded_something_else_sends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ranks(tmp_path) as (fleet, both):
+        both.encoded = lambda payload: payload ^ 1
+        both.go()
+        fleet.until_commits(3)
+    assert not both.other.sizes
+    assert both.own.sizes[-1] > 0
+    assert "ranks must hold equal parameters" in caplog.text

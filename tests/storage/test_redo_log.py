@@ -1,0 +1,383 @@
+"""The redo log: what a crash, a full disk or a flipped bit does to it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.storage.redo_log import Record, RedoLog
+
+PAYLOADS = [b"", b"a" * 10, bytes(range(256)) * 40, b"z"]
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Failing:
+    """Raises `error` when a named point is reached for the nth time from now."""
+
+    def __init__(self) -> None:
+        self.arm("", 0, Crash())
+
+    def arm(self, point: str, skip: int, error: BaseException) -> None:
+        self.point, self.skip, self.error = point, skip, error
+
+    def __call__(self, point: str) -> None:
+        if point == self.point:
+            self.skip -= 1
+            if self.skip < 0:
+                self.point = ""
+                raise self.error
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "log"
+
+
+@pytest.fixture
+def log(folder: Path) -> Iterator[RedoLog]:
+    log = RedoLog(folder)
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def fast_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests with hundreds of logs that do not look at when they are synced."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def fill(log: RedoLog, num_records: int = 4) -> None:
+    for k in range(num_records):
+        log.append({"k": k}, PAYLOADS[k % len(PAYLOADS)])
+
+
+def expected(lsns: range) -> list[Record]:
+    return [Record(lsn, {"k": lsn - 1}, PAYLOADS[(lsn - 1) % len(PAYLOADS)]) for lsn in lsns]
+
+
+def only_segment(folder: Path) -> Path:
+    (path,) = folder.glob("*.log")
+    return path
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+def image(folder: Path, to: Path) -> Path:
+    """What a crash at this moment leaves, for a restart elsewhere."""
+    return Path(shutil.copytree(folder, to))
+
+
+def test_records_come_back_as_appended_after_reopening(folder: Path) -> None:
+    log = RedoLog(folder)
+    fill(log)
+    assert log.last_lsn == 4
+    assert log.durable_lsn == 0
+    assert log.sync() == 4
+    log.close()
+    reopened = RedoLog(folder)
+    assert list(reopened.records(1)) == expected(range(1, 5))
+    assert list(reopened.records(3)) == expected(range(3, 5))
+    assert list(reopened.records(5)) == []
+    assert (reopened.torn_bytes, reopened.last_lsn, reopened.durable_lsn) == (0, 4, 4)
+    assert reopened.append({"k": 4}) == 5
+    reopened.close()
+
+
+def test_opening_makes_durable_what_a_killed_process_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RedoLog(folder)
+    fill(log)
+    log.close(sync=False)
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    reopened = RedoLog(folder)
+    assert (reopened.durable_lsn, reopened.torn_bytes) == (4, 0)
+    assert {str(folder), str(only_segment(folder))} <= set(synced)
+    reopened.close()
+
+
+def test_files_are_private(log: RedoLog, folder: Path) -> None:
+    assert stat.S_IMODE(only_segment(folder).stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_directory_in_use_is_refused(log: RedoLog, folder: Path) -> None:
+    with pytest.raises(StorageError, match=r"in use by another syncer; .*; stop the other one"):
+        RedoLog(folder)
+    log.close()
+    RedoLog(folder).close()
+
+
+@pytest.mark.usefixtures("fast_fsync")
+def test_end_torn_at_every_byte_is_cut_and_reported(folder: Path, tmp_path: Path) -> None:
+    log = RedoLog(folder)
+    ends = []
+    for payload in (b"first", b"second", b"third"):
+        log.append({"what": "commit"}, payload)
+        log.sync()
+        ends.append(log.nbytes)
+    log.close()
+    whole = only_segment(folder).read_bytes()
+    for size in range(len(whole) + 1):
+        torn = tmp_path / str(size)
+        torn.mkdir()
+        (torn / only_segment(folder).name).write_bytes(whole[:size])
+        reopened = RedoLog(torn)
+        kept = sum(end <= size for end in ends)
+        assert [record.lsn for record in reopened.records(1)] == list(range(1, kept + 1))
+        assert reopened.torn_bytes == size - max([0, *(end for end in ends if end <= size)])
+        assert reopened.append({"what": "next"}) == kept + 1
+        reopened.close()
+
+
+@pytest.mark.usefixtures("fast_fsync")
+def test_flipped_bit_anywhere_in_an_older_record_is_named(folder: Path, tmp_path: Path) -> None:
+    log = RedoLog(folder)
+    starts = [0]
+    for payload in (b"first", b"second", b"third"):
+        log.append({"what": "commit"}, payload)
+        log.sync()
+        starts.append(log.nbytes)
+    log.close()
+    name = only_segment(folder).name
+    for offset in range(starts[2]):
+        damaged = image(folder, tmp_path / str(offset))
+        flip(damaged / name, offset)
+        lsn = 1 if offset < starts[1] else 2
+        with pytest.raises(
+            CorruptLogError, match=rf"{name}: the record of lsn {lsn} at byte {starts[lsn - 1]} .*backup"
+        ):
+            RedoLog(damaged)
+        assert (damaged / name).stat().st_size == starts[3]  # nothing was cut
+
+
+def test_hole_in_records_never_synced_is_a_torn_end(folder: Path) -> None:
+    # A power cut may keep later pages and lose earlier ones, as long as none of them had been synced.
+    log = RedoLog(folder)
+    fill(log, 2)
+    log.sync()
+    durable = log.nbytes
+    fill(log, 3)
+    log.close(sync=False)
+    flip(only_segment(folder), durable + 5)
+    reopened = RedoLog(folder)
+    assert reopened.last_lsn == 2
+    assert reopened.torn_bytes > 0
+    assert reopened.nbytes == durable
+    reopened.close()
+
+
+def test_damage_in_a_sealed_segment_is_corruption_even_at_its_end(folder: Path) -> None:
+    log = RedoLog(folder)
+    fill(log, 2)
+    log.rotate()
+    log.close()
+    first = sorted(folder.glob("*.log"))[0]
+    flip(first, first.stat().st_size - 1)
+    with pytest.raises(CorruptLogError, match="lsn 2"):
+        RedoLog(folder)
+
+
+def test_missing_segment_is_corruption(folder: Path) -> None:
+    log = RedoLog(folder)
+    for _ in range(3):
+        fill(log, 2)
+        log.rotate()
+    log.close()
+    sorted(folder.glob("*.log"))[1].unlink()
+    with pytest.raises(CorruptLogError, match=r"begins at lsn 5, expected 3; .*; restore"):
+        RedoLog(folder)
+
+
+def test_damage_after_opening_is_found_on_reading(log: RedoLog, folder: Path) -> None:
+    fill(log, 3)
+    flip(only_segment(folder), 30)
+    with pytest.raises(CorruptLogError, match="lsn 1 at byte 0"):
+        list(log.records(1))
+
+
+def test_unknown_format_is_refused_not_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr("lightning_diloco.storage.log_frames._VERSION", 2)
+        log = RedoLog(folder)
+        fill(log, 1)
+        log.close()
+    size = only_segment(folder).stat().st_size
+    with pytest.raises(StorageError, match="format 2; this package reads format 1; use"):
+        RedoLog(folder)
+    assert only_segment(folder).stat().st_size == size
+
+
+def test_rotation_and_dropping_keep_the_lsn(folder: Path) -> None:
+    log = RedoLog(folder)
+    fill(log, 4)
+    log.rotate()
+    assert log.durable_lsn == 4
+    log.rotate()  # the new segment is empty: nothing to rotate
+    assert len(list(folder.glob("*.log"))) == 2
+    log.append({"k": 4})
+    log.drop_before(4)
+    assert log.first_lsn == 1
+    log.drop_before(5)
+    assert log.first_lsn == 5
+    with pytest.raises(CorruptLogError, match=r"from lsn 4 on, the oldest kept is 5; .*; restore"):
+        next(log.records(4))
+    log.rotate()
+    log.drop_before(6)
+    assert (log.nbytes, log.first_lsn) == (0, 6)
+    log.close()
+    reopened = RedoLog(folder)
+    assert reopened.last_lsn == 5
+    assert list(reopened.records(6)) == []
+    assert reopened.append({}) == 6
+    reopened.close()
+
+
+def test_records_span_segments_and_stop_at_the_call(log: RedoLog) -> None:
+    fill(log, 2)
+    log.rotate()
+    for k in (2, 3):
+        log.append({"k": k}, PAYLOADS[k])
+    reading = log.records(2)
+    seen = [next(reading)]
+    log.append({"k": 4})
+    assert seen + list(reading) == expected(range(2, 5))
+
+
+@pytest.mark.parametrize("point", ["append:before", "append:after_header", "append:after_payload"])
+def test_full_disk_leaves_the_log_as_before_and_goes_on(folder: Path, point: str) -> None:
+    faults = Failing()
+    log = RedoLog(folder, faults=faults)
+    fill(log, 3)
+    before = only_segment(folder).read_bytes()
+    faults.arm(point, 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with pytest.raises(StorageError, match=r"could not append to .*No space left.*; .*; free some space") as caught:
+        log.append({"k": 3}, b"x" * 100_000)
+    assert caught.value.errno == errno.ENOSPC
+    assert only_segment(folder).read_bytes() == before
+    assert log.last_lsn == 3
+    assert log.append({"k": 3}, PAYLOADS[3]) == 4
+    assert list(log.records(1)) == expected(range(1, 5))
+    log.close()
+
+
+def test_short_and_failing_writes_leave_the_log_as_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RedoLog(folder)
+    fill(log, 2)
+    before = only_segment(folder).read_bytes()
+    pwrite, room_bytes = os.pwrite, [50]
+
+    def filling(fd: int, data: memoryview, offset: int) -> int:
+        if not room_bytes[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = pwrite(fd, data[: room_bytes[0]], offset)
+        room_bytes[0] -= written
+        return written
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", filling)
+        with pytest.raises(StorageError, match="No space left"):
+            log.append({"k": 2}, PAYLOADS[2])
+    assert only_segment(folder).read_bytes() == before
+    fill_up = [log.append({"k": k}, PAYLOADS[k]) for k in (2, 3)]
+    assert fill_up == [3, 4]
+    assert list(log.records(1)) == expected(range(1, 5))
+    log.close()
+
+
+def test_failed_sync_takes_back_what_was_not_durable(folder: Path) -> None:
+    faults = Failing()
+    log = RedoLog(folder, faults=faults)
+    fill(log, 2)
+    log.sync()
+    log.append({"k": 2}, PAYLOADS[2])
+    faults.arm("sync:before", 0, OSError(errno.EIO, os.strerror(errno.EIO)))
+    with pytest.raises(StorageError, match="could not fsync"):
+        log.sync()
+    assert log.last_lsn == 2
+    assert list(log.records(1)) == expected(range(1, 3))
+    assert log.append({"k": 2}, PAYLOADS[2]) == 3
+    assert log.sync() == 3
+    log.close()
+    reopened = RedoLog(folder)
+    assert list(reopened.records(1)) == expected(range(1, 4))
+    reopened.close()
+
+
+@pytest.mark.parametrize("point", ["append:after_header", "append:after_payload"])
+def test_append_after_an_interrupted_one_is_clean(folder: Path, point: str) -> None:
+    faults = Failing()
+    log = RedoLog(folder, faults=faults)
+    fill(log, 1)
+    faults.arm(point, 0, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        log.append({"lost": True}, b"y" * 5000)
+    assert log.append({"k": 1}, PAYLOADS[1]) == 2
+    assert list(log.records(1)) == expected(range(1, 3))
+    log.close()
+    reopened = RedoLog(folder)
+    assert (reopened.last_lsn, reopened.torn_bytes) == (2, 0)
+    reopened.close()
+
+
+@pytest.mark.parametrize("point", ["rotate:before", "rotate:after_create", "drop:before"])
+def test_crash_while_rotating_or_dropping_loses_nothing(folder: Path, tmp_path: Path, point: str) -> None:
+    faults = Failing()
+    log = RedoLog(folder, faults=faults)
+    fill(log, 4)
+    faults.arm(point, 0, Crash())
+
+    def rotate_and_drop() -> None:
+        log.rotate()
+        log.drop_before(3)
+
+    with pytest.raises(Crash):
+        rotate_and_drop()
+    restarted = RedoLog(image(folder, tmp_path / "restart"))
+    assert list(restarted.records(1)) == expected(range(1, 5))
+    assert restarted.append({}) == 5
+    restarted.close()
+    log.close()
+
+
+def test_failed_rotation_leaves_no_empty_segment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RedoLog(folder)
+    fill(log, 1)
+
+    def failing(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("lightning_diloco.storage.files.sync_directory", failing)
+        with pytest.raises(StorageError, match="Input/output error"):
+            log.rotate()
+    log.append({"k": 1}, PAYLOADS[1])
+    log.close()
+    reopened = RedoLog(folder)
+    assert list(reopened.records(1)) == expected(range(1, 3))
+    reopened.close()
+
+
+def test_sync_reaches_the_disk_once_per_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RedoLog(folder)
+    fsync, calls = os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(fd), fsync(fd)))
+    fill(log, 3)
+    assert calls == []
+    log.sync()
+    log.sync()
+    assert len(calls) == 1
+    log.close()

@@ -1,0 +1,161 @@
+"""The tape: whole lines, cut to the log."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.storage import tape as tape_module
+from lightning_diloco.storage.tape import Tape, read_tape
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tape" / "events.jsonl"
+
+
+@pytest.fixture
+def tape(path: Path) -> Iterator[Tape]:
+    tape = Tape(path, clock=count(1_700_000_000.5).__next__)
+    yield tape
+    tape.close()
+
+
+def events(path: Path) -> list[str]:
+    return [line["event"] for line in read_tape(path)]
+
+
+def test_lines_carry_time_event_lsn_and_fields(tape: Tape, path: Path) -> None:
+    tape.record("join", lsn=1, learner="l0")
+    tape.record("stall", lsn=None, stall_s=0.25)
+    assert list(read_tape(path)) == [
+        {"t": 1_700_000_000.5, "event": "join", "lsn": 1, "learner": "l0"},
+        {"t": 1_700_000_001.5, "event": "stall", "lsn": None, "stall_s": 0.25},
+    ]
+    assert tape.last_lsn == 1
+
+
+def test_torn_last_line_is_cut_and_reported(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # many tapes; none of them looks at when it is synced
+    tape = Tape(path)
+    tape.record("join", lsn=1)
+    tape.record("commit", lsn=2)
+    tape.close()
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for size in range(first, len(whole)):
+        path.write_bytes(whole[:size])
+        assert events(path) == ["join"]
+        reopened = Tape(path)
+        assert (reopened.torn_bytes, reopened.last_lsn) == (size - first, 1)
+        reopened.record("leave", lsn=2)
+        reopened.close()
+        assert events(path) == ["join", "leave"]
+
+
+def test_tape_ahead_of_the_log_is_cut_to_it(path: Path, tape: Tape) -> None:
+    for event, lsn in [("join", 1), ("commit", 2), ("stall", None), ("commit", 3), ("stall", None)]:
+        tape.record(event, lsn=lsn)
+    assert tape.truncate_after(3) == 0
+    assert tape.truncate_after(2) > 0
+    assert events(path) == ["join", "commit", "stall"]
+    assert tape.last_lsn == 2
+    tape.record("leave", lsn=3)
+    assert events(path) == ["join", "commit", "stall", "leave"]
+    tape.truncate_after(0)
+    assert (events(path), tape.last_lsn) == ([], 0)
+
+
+def test_damaged_line_is_named(path: Path) -> None:
+    tape = Tape(path)
+    tape.record("join", lsn=1)
+    tape.record("commit", lsn=2)
+    tape.close()
+    path.write_bytes(path.read_bytes().replace(b'"join"', b'"join', 1))
+    with pytest.raises(CorruptLogError, match=r"events.jsonl, line 1, is .*; a line must be .*; restore"):
+        list(read_tape(path))
+    with pytest.raises(CorruptLogError, match="line 1"):
+        Tape(path)
+
+
+def test_opening_reads_the_end_of_a_long_tape_only(path: Path, tape: Tape, monkeypatch: pytest.MonkeyPatch) -> None:
+    for lsn in range(1, 60):
+        tape.record("commit", lsn=lsn, text="x" * 50)
+    for _ in range(9):
+        tape.record("stall", lsn=None)
+    tape.close()
+    whole = path.read_bytes()
+    monkeypatch.setattr(tape_module, "_END_BYTES", 200)  # no line with a number among these, so that it looks again
+    monkeypatch.setattr(Tape, "_measure", lambda self: pytest.fail("all of it was read"))
+    for torn in (b"", b'{"t": 1'):
+        path.write_bytes(whole + torn)
+        opened = Tape(path)
+        assert (opened.last_lsn, opened.torn_bytes) == (59, len(torn))
+        opened.close()
+        assert path.read_bytes() == whole
+    monkeypatch.undo()
+    monkeypatch.setattr(tape_module, "_END_BYTES", 200)
+    path.write_bytes(whole + b"[]\n")
+    with pytest.raises(CorruptLogError, match="line 69"):
+        Tape(path)
+
+
+@pytest.mark.parametrize("line", ["[]", "3", '{"event": "join"}'])
+def test_line_that_is_not_an_event_is_named(path: Path, line: str) -> None:
+    path.parent.mkdir()
+    path.write_text(line + "\n")
+    with pytest.raises(CorruptLogError, match="line 1"):
+        Tape(path)
+
+
+def test_full_disk_leaves_the_tape_as_before(tape: Tape, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tape.record("join", lsn=1)
+    before = path.read_bytes()
+    pwrite = os.pwrite
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if len(data) > 10:
+            return pwrite(fd, data[:10], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "pwrite", full)
+        with pytest.raises(StorageError, match="No space left"):
+            tape.record("commit", lsn=2)
+    assert (path.read_bytes(), tape.last_lsn) == (before, 1)
+    tape.record("commit", lsn=2)
+    assert events(path) == ["join", "commit"]
+
+
+@pytest.mark.parametrize("failing_calls", [["fsync"], ["fsync", "ftruncate"]])
+def test_failed_sync_takes_back_the_lines_since_the_last(
+    tape: Tape, path: Path, monkeypatch: pytest.MonkeyPatch, failing_calls: list[str]
+) -> None:
+    tape.record("join", lsn=1)
+    tape.sync()
+    tape.record("commit", lsn=2)
+
+    def failing(fd: int, size: int = 0) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as disk:
+        for call in failing_calls:
+            disk.setattr(os, call, failing)
+        with pytest.raises(StorageError, match="could not fsync"):
+            tape.sync()
+    assert tape.last_lsn == 1
+    tape.record("leave", lsn=2)
+    assert events(path) == ["join", "leave"]
+
+
+def test_every_line_is_plain_json(tape: Tape, path: Path) -> None:
+    tape.record("commit", lsn=1, contributors=["l0", "ü"], norms={"w": 1e-30})
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["contributors"] == ["l0", "ü"]

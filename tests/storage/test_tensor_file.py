@@ -1,0 +1,40 @@
+"""Tensors written and read without a copy are what the safetensors library makes of them, and takes from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightning_diloco.storage import tensor_file
+from lightning_diloco.storage.files import write_file
+
+TENSORS = {
+    "master": torch.linspace(-1.0, 1.0, 35).view(5, 7),
+    "chain": torch.arange(13, dtype=torch.uint8),
+    "none": torch.empty(0, dtype=torch.uint8),
+    "halves": torch.linspace(-2.0, 2.0, 9).bfloat16(),
+    "number": torch.tensor(5),
+}
+
+
+def assert_same(found: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name], tensor)
+
+
+def test_the_library_reads_what_was_written_and_the_other_way_round(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    write_file(ours, *tensor_file.pieces(TENSORS))
+    assert_same(load_file(ours))
+    assert_same(tensor_file.read(ours))
+    save_file(TENSORS, theirs, metadata={"format": "pt"})
+    assert_same(tensor_file.read(theirs))
+
+
+def test_what_is_written_is_the_tensors_own_memory() -> None:
+    _, first, *_ = tensor_file.pieces(TENSORS)
+    assert torch.frombuffer(first, dtype=torch.uint8).data_ptr() == TENSORS["master"].data_ptr()

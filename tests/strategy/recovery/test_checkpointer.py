@@ -1,0 +1,400 @@
+"""A learner that is started again goes on where its checkpoint was: moments, rates, random numbers, data, progress."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback
+from torch.utils.data import DataLoader
+
+from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.storage.checkpoint_store import CheckpointStore
+from lightning_diloco.strategy.recovery import checkpointer
+from tests.strategy.conftest import Sequences
+from tests.strategy.models import OWN_STATE
+from tests.strategy.optimizers import ScheduleFree
+
+MAX_STEPS = 16
+
+
+class KilledError(Exception):
+    """Where a real process would be gone without a word."""
+
+
+class Watch(Callback):
+    """What a process began with, and what it did from there."""
+
+    def __init__(self, dies_at: int | None = None) -> None:
+        self.dies_at = dies_at
+        self.moments: dict[int, list[torch.Tensor]] = {}
+        self.rates: list[float] = []
+        self.noise: list[tuple[float, float]] = []
+        self.validated_at: list[int] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        state = trainer.optimizers[0].state_dict()["state"]
+        self.moments[trainer.global_step] = [values[k].clone() for values in state.values() for k in sorted(values)]
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        if trainer.global_step == self.dies_at:
+            raise KilledError
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.noise.append((random.random(), float(np.random.rand())))
+        trainer.strategy._healing.wait(10.0)  # a step takes a millisecond, and none is taken while one is written
+
+    def on_validation_end(self, trainer, pl_module):
+        self.validated_at += [] if trainer.sanity_checking else [trainer.global_step]
+
+    @property
+    def begins_at(self) -> int:
+        return min(self.moments)
+
+
+@pytest.fixture
+def process(scenario, model, trainer_for, tmp_path, monkeypatch):
+    """Runs a learner as one process after another: returns its model and what was watched."""
+    number = iter(range(100))
+
+    class Adam(type(model)):
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.1)
+            schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 9, 9, 13], gamma=0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def run(name="l0", *, dies_at=None, is_new=True, every=4, kind=Adam, ckpt_path=None, datamodule=None, **options):
+        if is_new:
+            monkeypatch.setattr(checkpointer, "PROCESS", f"process {next(number)}")
+        torch.manual_seed(7)
+        made, watch = kind(), Watch(dies_at)
+        scenario.learner_id = name
+        strategy = DecoupledDiLoCoStrategy(
+            sync_every=4, checkpoint_every=every, checkpoint_store=str(tmp_path / "store")
+        )
+        defaults = {"max_steps": MAX_STEPS, "limit_val_batches": 0, "callbacks": [watch]}
+        trainer = trainer_for(strategy=strategy, **{**defaults, **options})
+        if dies_at is None:
+            trainer.fit(made, ckpt_path=ckpt_path, datamodule=datamodule)
+        else:
+            with pytest.raises(KilledError):
+                trainer.fit(made, datamodule=datamodule)
+        return made, watch
+
+    run.kind = Adam
+    return run
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(str(tmp_path / "store" / "run"))
+
+
+@pytest.mark.parametrize(("part", "at"), [(None, 8), (None, 6), ((1, 2), 5), ((1, 2), 6)])
+def test_a_second_process_goes_on_exactly_where_the_checkpoint_was(scenario, process, part, at):
+    scenario.data_part = part  # an epoch has 6 batches, that of a part 3
+    whole, undisturbed = process(every=0)
+    _, first = process(every=at, dies_at=at + 1)
+    scenario.incarnation = 2
+    second, back = process()
+    assert back.begins_at == at
+    for theirs, ours in zip(first.moments[at], back.moments[at], strict=True):
+        assert torch.equal(theirs, ours)
+    assert any(moment.abs().max() > 0 for moment in back.moments[at])
+    batch_size = len(whole.seen) // MAX_STEPS
+    assert second.seen == whole.seen[at * batch_size :]
+    assert second.noise == whole.noise[at:]
+    assert back.noise == undisturbed.noise[at:]
+    assert back.rates == undisturbed.rates[at:]
+    assert second.trainer.global_step == MAX_STEPS
+    assert second.trainer.fit_loop.epoch_loop._batches_that_stepped == MAX_STEPS
+
+
+def test_without_its_checkpoint_a_learner_starts_at_the_beginning(process):
+    process(dies_at=9)
+    _, back = process(every=0)
+    assert back.begins_at == 0
+
+
+def test_accumulated_gradients_are_whole_at_a_checkpoint(process):
+    whole, _ = process("l0", every=0, accumulate_grad_batches=2)
+    process(every=3, dies_at=5, accumulate_grad_batches=2)
+    second, back = process(accumulate_grad_batches=2)
+    assert back.begins_at == 3
+    assert second.seen == whole.seen[3 * 2 * 4 :]
+    assert second.trainer.global_step == MAX_STEPS
+
+
+def test_validation_goes_on_as_planned(process):
+    options = {"limit_val_batches": 1, "val_check_interval": 4, "check_val_every_n_epoch": None}
+    process(every=4, dies_at=5, **options)
+    _, back = process(**options)
+    assert (back.begins_at, back.validated_at) == (4, [8, 12, 16])
+
+
+def test_a_peers_checkpoint_is_used_where_there_is_no_own(scenario, process, caplog):
+    _, peer = process("peer", dies_at=9)
+    scenario.is_late = True
+    _, back = process("other")
+    assert "other goes on from peer peer's checkpoint of step 8" in caplog.text
+    assert back.begins_at == 8
+    assert all(torch.equal(a, b) for a, b in zip(peer.moments[8], back.moments[8], strict=True))
+    assert back.rates[0] == peer.rates[8]
+    assert back.noise[0] != peer.noise[8], "random numbers are a learner's own"
+
+
+class Stateful(DataLoader):
+    """A loader that keeps its own position, as torchdata's does."""
+
+    given = None
+
+    def state_dict(self):
+        return {"position": 1}
+
+    def load_state_dict(self, state_dict):
+        self.given = state_dict
+
+
+@pytest.mark.parametrize(("name", "given"), [("peer", {"position": 1}), ("other", None)])
+def test_the_position_that_a_loader_keeps_is_its_learners_own(scenario, process, name, given):
+    class WithStateful(process.kind):
+        def train_dataloader(self):
+            return Stateful(Sequences(), batch_size=4)
+
+    process("peer", dies_at=9, kind=WithStateful)
+    scenario.is_late = True
+    back, _ = process(name, kind=WithStateful)
+    assert back.trainer.train_dataloader.given == given
+
+
+@pytest.mark.parametrize("place", [(2, 2, "reads part 0, as another"), (None, 1, "not split")])
+@pytest.mark.filterwarnings("ignore:The training data:UserWarning", "ignore:.*all of them are given:UserWarning")
+def test_a_newcomer_reads_other_batches_than_the_peer_it_goes_on_from(scenario, process, place, recwarn):
+    parts, slot, said = place
+    scenario.data_part = parts and (0, parts)
+    process("peer", every=8, dies_at=9)
+    undisturbed, _ = process("peer", every=0)
+    scenario.is_late, scenario.slot = True, slot
+    new, watch = process("new")
+    assert watch.begins_at == 8
+    assert len(new.seen) == len(undisturbed.seen) // 2
+    theirs, its = undisturbed.seen[len(new.seen) :], new.seen
+    batches = [(theirs[k : k + 4], its[k : k + 4]) for k in range(0, len(its), 4)]
+    assert not any(sorted(a) == sorted(b) for a, b in batches)
+    assert any(said in str(warning.message) for warning in recwarn)
+
+
+def test_own_checkpoint_is_preferred_to_a_newer_one_of_a_peer(process):
+    process("l0", dies_at=5)
+    process("peer", dies_at=13)
+    _, back = process("l0")
+    assert back.begins_at == 4
+
+
+def test_a_sick_peer_is_passed_over(process, caplog):
+    class Diverged(process.kind):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * float("nan")
+
+    process("sound", dies_at=5)
+    process("sick", dies_at=9, kind=Diverged)
+    _, back = process("other")
+    assert back.begins_at == 4
+    assert "NaN or Inf" in caplog.text
+
+
+def test_another_optimizer_is_not_fed_with_these_moments(process, model, caplog):
+    process(dies_at=9)
+    _, back = process(kind=type(model))
+    assert back.begins_at == 0
+    assert "it is of ['torch.optim.adamw.AdamW', " in caplog.text
+
+
+def test_a_torn_checkpoint_is_passed_over_and_said(process, store, caplog):
+    process(dies_at=9)
+    newest, older = store.entries("l0")
+    path = Path(store.url, "l0", newest.name)
+    path.write_bytes(path.read_bytes()[:-100])
+    _, back = process()
+    assert back.begins_at == older.step == 4
+    assert f"the checkpoint {path} has the digest" in caplog.text
+
+
+def test_the_users_checkpoint_wins(process, tmp_path):
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "mine.ckpt")
+
+    process(every=0, max_steps=3, callbacks=[Save()])
+    process(dies_at=9)
+    _, back = process(ckpt_path=tmp_path / "mine.ckpt")
+    assert back.begins_at == 2
+
+
+def test_a_second_fit_of_the_same_process_begins_anew(process):
+    process(dies_at=9)
+    _, again = process(is_new=False)
+    assert again.begins_at == 0
+
+
+def test_two_checkpoints_of_each_learner_are_kept(process, store):
+    process(every=2)
+    assert [entry.step for entry in store.entries("l0")] == [14, 12]
+
+
+def test_a_store_that_fails_does_not_stop_training(process, tmp_path, caplog):
+    (tmp_path / "store").write_text("a file")
+    made, _ = process(every=2)
+    assert made.trainer.global_step == MAX_STEPS
+    assert caplog.text.count("no checkpoint was written, training goes on") == 1
+
+
+def test_callbacks_that_cannot_be_kept_are_said_once_and_the_rest_is_kept(process, store, caplog):
+    class Odd(Callback):
+        def state_dict(self):
+            return {"path": Path("x")}
+
+    watch = Watch(9)
+    process(dies_at=9, callbacks=[Odd(), watch])
+    assert [entry.step for entry in store.entries("l0")] == [8, 4]
+    assert caplog.text.count(".path is a PosixPath") == 1
+
+
+def test_what_a_datamodule_keeps_comes_back(process, model):
+    class Counting(L.LightningDataModule):
+        given = 0
+        came_back: dict[str, int] | None = None
+
+        def train_dataloader(self):
+            return model.train_dataloader()
+
+        def val_dataloader(self):
+            return model.val_dataloader()
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            self.given += 1
+            return batch
+
+        def state_dict(self):
+            return {"given": self.given}
+
+        def load_state_dict(self, state_dict):
+            self.came_back = state_dict
+
+    process(dies_at=5, datamodule=Counting())
+    again = Counting()
+    process(datamodule=again)
+    assert again.came_back == {"given": 5}
+    other = Counting()
+    process("other", datamodule=other)
+    assert other.came_back is None, "a peer's position is not mine"
+
+
+def test_a_late_learner_without_any_checkpoint_warms_its_optimizer_up(scenario, process, model):
+    used = []
+
+    class Spied(type(model)):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            step = optimizer.step
+            optimizer.step = lambda closure=None: used.append(optimizer.param_groups[0]["lr"]) or step(closure)
+            return optimizer
+
+    scenario.is_late = True
+    _, watch = process(kind=Spied, every=0)
+    assert used[:6] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1, 0.1])
+    assert set(watch.rates) == {0.1}
+
+
+def test_the_first_learners_of_a_run_do_not_warm_up(process, model, caplog):
+    caplog.set_level(logging.INFO)
+    process(kind=type(model), every=0)
+    assert "warms up" not in caplog.text
+
+
+def test_copies_that_an_optimizer_keeps_come_back_beside_the_runs_parameters(scenario, process, model):
+    class Free(type(model)):
+        def configure_optimizers(self):
+            return ScheduleFree([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    class Beside(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            z = trainer.optimizers[0].state[pl_module.body.weight].get("z")
+            self.found = [*getattr(self, "found", []), None if z is None else z - pl_module.body.weight.detach()]
+
+    first, second = Beside(), Beside()
+    process(dies_at=5, kind=Free, callbacks=[first, Watch(5)])
+    scenario.run_values = 0.25  # what the run came to meanwhile
+    process(kind=Free, callbacks=[second])
+    assert first.found[4].abs().max() > 1e-3
+    assert torch.allclose(second.found[0], first.found[4], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["l0", "other"])
+def test_what_was_unfrozen_meanwhile_is_trained_on(scenario, process, name):
+    class WithBackbone(process.kind):
+        def __init__(self):
+            super().__init__()
+            self.backbone = self.body
+
+    class Rates(Watch):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            self.rates[-1] = [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+    def fit(who, dies_at=None, every=4):
+        watch = Rates(dies_at)
+        finetuning = BackboneFinetuning(1, lambda epoch: 1.5, backbone_initial_lr=0.01, verbose=False)
+        made, _ = process(who, kind=WithBackbone, callbacks=[finetuning, watch], dies_at=dies_at, every=every)
+        return made, watch
+
+    _, whole = fit("l0", every=0)
+    _, first = fit("l0", dies_at=9)  # an epoch has 6 batches
+    scenario.is_late = name != "l0"
+    model, back = fit(name)
+    assert back.begins_at == 8
+    assert len(back.moments[8]) == len(first.moments[8])
+    for theirs, ours in zip(first.moments[8], back.moments[8], strict=True):
+        assert torch.equal(theirs, ours)
+    assert back.rates == whole.rates[8:]
+    assert {len(rates) for rates in back.rates} == {2}
+    assert model.backbone.weight.requires_grad
+    assert not torch.equal(back.moments[8][-1], back.moments[MAX_STEPS - 1][-1])
+
+
+def test_groups_of_other_parameters_are_not_fed_with_these_moments(process, caplog):
+    class Split(process.kind):
+        def configure_optimizers(self):
+            return torch.optim.AdamW([{"params": self.head.parameters()}, {"params": self.body.parameters()}])
+
+    class SplitOtherwise(process.kind):
+        def configure_optimizers(self):
+            return torch.optim.AdamW([{"params": self.body.parameters()}, {"params": self.head.parameters()}])
+
+    process(dies_at=5, kind=Split)
+    _, back = process(kind=SplitOtherwise)
+    assert back.begins_at == 0
+    assert "does not fit: groups of its optimizer 0 hold other parameters: [1, 2] of them, here [2, 1]" in caplog.text
+
+
+@pytest.mark.parametrize("kind", OWN_STATE)
+@pytest.mark.parametrize("name", ["l0", "other"])
+def test_state_of_the_module_comes_back_and_newcomers_take_a_peers(scenario, process, kind, name):
+    class Keep(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            found = {each: value.clone() for each, value in pl_module.state_dict().items() if each in OWN_STATE[kind]}
+            self.states = {**getattr(self, "states", {}), trainer.global_step: found}
+
+    first, second = Keep(), Keep()
+    process(dies_at=5, kind=kind, callbacks=[first, Watch(5)])
+    scenario.is_late = name != "l0"
+    process(name, kind=kind, callbacks=[second])
+    assert min(second.states) == 4
+    for each, value in first.states[4].items():
+        assert torch.equal(second.states[4][each], value), each
+    assert any(not torch.equal(value, first.states[0][each]) for each, value in first.states[4].items())

@@ -1,0 +1,106 @@
+"""Parameters that are unfrozen during a fit are exchanged from its start, or training stops and names them."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback
+from torch import nn
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy.trainer.parameters import trainable_parameters
+from tests.strategy.conftest import TinyModel
+
+HEAD = {"embedding.weight", "body.weight", "body.bias"}
+FROZEN = {"frozen.weight", "frozen.bias"}
+EPOCHS = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 2, "limit_val_batches": 0}
+
+
+class WithBackbone(TinyModel):
+    """Its backbone is what `body` was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(4, 4)
+
+    def loss(self, batch):
+        return super().loss(batch) + self.backbone(self.embedding(batch["input_ids"])).square().mean()
+
+
+class Unfreezes(Callback):
+    """By hand, without a word to anybody."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            getattr(pl_module, self.name).requires_grad_(True)
+
+
+def test_with_a_finetuning_callback_all_parameters_are_exchanged(scenario, trainer_for):
+    module = WithBackbone()
+    before = module.backbone.weight.detach().clone()
+    locals_ = []
+
+    class Keep(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            locals_.append(pl_module.backbone.weight.detach().clone())
+
+    callbacks = [BackboneFinetuning(unfreeze_backbone_at_epoch=1), Keep()]
+    trainer_for(callbacks=callbacks, **EPOCHS).fit(module)
+    assert scenario.link.model.shapes.keys() == HEAD | FROZEN | {"backbone.weight", "backbone.bias"}
+    assert scenario.link.model.frozen_digest.keys() & scenario.link.model.shapes.keys() == set()
+    assert torch.equal(locals_[0], before)
+    assert not torch.equal(locals_[1], before)
+    assert torch.equal(module.backbone.weight, before + 1)  # the anchor, as for all parameters
+
+
+def test_a_model_that_is_all_frozen_can_be_unfrozen_by_a_callback(scenario, trainer_for, model):
+    class Late(BackboneFinetuning):
+        def on_fit_start(self, trainer, pl_module): ...
+
+        def freeze_before_training(self, pl_module):
+            pl_module.requires_grad_(False)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            pl_module.requires_grad_(True)
+
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer_for(callbacks=Late(), **EPOCHS).fit(model)
+    assert len(scenario.link.steps) == 6
+
+
+def test_what_an_optimizer_holds_is_exchanged_and_may_be_unfrozen_by_hand(scenario, model, trainer_for, caplog):
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer_for(callbacks=Unfreezes("frozen"), **EPOCHS).fit(model)
+    assert scenario.link.model.shapes.keys() == HEAD | FROZEN
+    assert "2 frozen parameters (20 values) are exchanged, as an optimizer holds them" in caplog.text
+
+
+def test_unfreezing_what_is_not_exchanged_stops_training_and_names_it(scenario, model, trainer_for):
+    with pytest.raises(ConfigError, match=r"frozen.weight, frozen.bias: unfrozen during the fit, but not exchanged"):
+        trainer_for(callbacks=Unfreezes("frozen"), **EPOCHS).fit(model)
+    assert len(scenario.link.steps) == 2
+
+
+def test_the_base_of_an_adapter_is_not_exchanged(scenario, trainer_for):
+    peft = pytest.importorskip("peft")
+
+    class Adapted(TinyModel):
+        def __init__(self):
+            super().__init__()
+            config = peft.LoraConfig(r=2, target_modules=["0"])
+            self.body = peft.get_peft_model(nn.Sequential(nn.Linear(4, 4)), config)
+            self.body.requires_grad_(True)
+            for name, param in self.named_parameters():
+                param.requires_grad_("lora_" in name)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer_for(max_steps=2, limit_val_batches=0).fit(Adapted())
+    assert len(scenario.link.model.shapes) == 2
+    assert all("lora_" in name for name in scenario.link.model.shapes)
+
+
+def test_names_of_frozen_parameters_can_be_given(model):
+    assert trainable_parameters(model, ["frozen.weight", "elsewhere"]).keys() == HEAD | {"frozen.weight"}

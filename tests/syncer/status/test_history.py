@@ -1,0 +1,132 @@
+"""A syncer that is started again knows from the tape when its learners began, and so what the run's goodput is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.protocol.syncer.roster import Member, Roster
+from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.syncer.status import report
+from lightning_diloco.syncer.status.history import Past, recall
+from lightning_diloco.transport.base import Json
+from tests.learner.fleet import Fleet, until
+
+
+def rates(**tokens_per_s: float) -> list[Json]:
+    return [{"id": name, "tokens_per_s": rate} for name, rate in tokens_per_s.items()]
+
+
+def progress(t: float, up: int, **tokens_per_s: float) -> Json:
+    return {"t": t, "event": "progress", "learners": rates(**tokens_per_s), "bytes_up": up, "bytes_down": 2 * up}
+
+
+TAPE: list[Json] = [
+    {"t": 100.0, "event": "join", "learner": "l0", "incarnation": 1},
+    {"t": 101.0, "event": "join", "learner": "l1", "incarnation": 1},
+    progress(104.0, 10, l0=7.0, l1=0.0),
+    {"t": 105.0, "event": "join", "learner": "l0", "incarnation": 2},
+    progress(106.0, 15, l0=9.0, l1=3.0),
+    {"t": 107.0, "event": "leave", "learner": "l1"},
+    {"t": 108.0, "event": "commit", "learners": ["l0"]},
+]
+
+
+def test_times_and_rates_come_back_by_this_process_s_clock() -> None:
+    roster = Roster()
+    roster.members = {
+        "a": Member("a", "l0", 1, 0, state="fenced"),
+        "b": Member("b", "l0", 2, 0, state="active"),
+        "c": Member("c", "l1", 1, 1, state="left"),
+        "d": Member("d", "l2", 1, 2, state="active"),
+    }
+    past = recall(roster, TAPE, now_s=30.0, unix_s=110.0)
+    found = {key: (m.active_s, m.ended_s, m.tokens_per_s) for key, m in roster.members.items()}
+    assert found == {
+        "a": (20.0, 25.0, 7.0),
+        "b": (25.0, None, 9.0),
+        "c": (21.0, 27.0, 3.0),
+        "d": (None, None, 0.0),
+    }
+    assert past == Past(began_s=20.0, bytes_up=15, bytes_down=30)
+
+
+def test_a_run_pauses_from_a_stop_to_the_next_line_and_not_after_a_kill() -> None:
+    stop: Json = {"t": 108.5, "event": "closed"}
+    assert recall(Roster(), TAPE, now_s=30.0, unix_s=110.0).pauses == []
+    assert recall(Roster(), [*TAPE, stop], now_s=30.0, unix_s=110.0).pauses == [(28.5, 30.0)]
+    again: Json = {"t": 109.0, "event": "join", "learner": "l0", "incarnation": 3}
+    past = recall(Roster(), [*TAPE, stop, again], now_s=30.0, unix_s=110.0)
+    assert past.pauses == [(28.5, 29.0)]
+    assert not past.was_closed
+    assert recall(Roster(), [*TAPE, stop], now_s=30.0, unix_s=110.0).was_closed
+
+
+def test_goodput_spans_a_restart_of_the_syncer(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("a").go()
+        fleet.until_commits(6)
+        began_s = next(m.active_s for m in fleet.service.state.roster.members.values())
+        fleet.restart()
+        (member,) = fleet.service.state.roster.members.values()
+        assert member.active_s == pytest.approx(began_s, abs=0.1)
+        fleet.until_commits(6)
+        learner.enough().done()
+        assert 0.0 < fleet.stop()["goodput"] < 1.5
+
+
+def test_who_joined_and_left_is_known_after_a_power_cut_that_took_the_tape_s_end(tmp_path: Path) -> None:
+    tape = tmp_path / "tape" / "events.jsonl"
+    with Fleet(tmp_path) as fleet:
+        stays, leaves = fleet.learner("stays").go(), fleet.learner("leaves").go()
+        fleet.until_commits(6)
+        leaves.enough().done()
+        fleet.crash()
+        lines = tape.read_bytes().splitlines(keepends=True)
+        first_join = next(k for k, line in enumerate(lines) if b'"event":"join"' in line)
+        tape.write_bytes(b"".join(lines[:first_join]))
+        began_s = time.time()
+        fleet.restart()
+        told = [line for line in read_tape(tape) if line["event"] in ("join", "leave")]
+        assert [(line["event"], line["learner"], line["restored"]) for line in told] == [
+            ("join", told[0]["learner"], True),
+            ("join", told[1]["learner"], True),
+            ("leave", "leaves", True),
+        ]
+        assert {line["learner"] for line in told[:2]} == {"stays", "leaves"}
+        assert all(line["t"] >= began_s for line in told)
+        fleet.until_commits(6)
+        stays.enough().done()
+        assert fleet.stop()["goodput"] > 0.0
+        fleet.restart()
+        assert sum(line["event"] == "join" for line in read_tape(tape)) == 2, "what is there is not told again"
+
+
+def test_bytes_and_wall_time_span_a_restart_of_the_syncer(tmp_path: Path) -> None:
+    def notes() -> list[Json]:
+        lines = read_tape(tmp_path / "tape" / "events.jsonl")
+        return [line for line in lines if line["event"] == "progress" and line["bytes_up"] > 0]
+
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("a").go()
+        until(notes, "a note with bytes in it")
+        fleet.restart()
+        fleet.until_commits(3)
+        learner.enough().done()
+        noted, *_ = notes()
+        passed_s, summary = time.time() - noted["t"], fleet.stop()
+    assert summary["bytes_up"] > noted["bytes_up"]
+    assert summary["bytes_down"] > noted["bytes_down"]
+    assert summary["wall_s"] > passed_s
+
+
+def test_goodput_is_unknown_if_the_tape_is_gone(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("a").go()
+        fleet.until_commits(3)
+        (tmp_path / "tape" / "events.jsonl").rename(tmp_path / "elsewhere")
+        fleet.restart()
+        assert report.goodput(fleet.service.state, 1.0) is None
+        learner.enough().done()

@@ -1,0 +1,104 @@
+"""Whom a run waits for, read from the real machine, from its start to its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_diloco.protocol import events as on
+from lightning_diloco.protocol import messages
+from lightning_diloco.syncer.status import report
+from tests.protocol.harness import Syncer, confirm, ready
+
+
+def waits(syncer: Syncer, disk: tuple[str, float] | None = None) -> list[tuple[Any, ...]]:
+    figures = {"uptime_s": 0.0, "now_s": syncer.now_s, "bytes_up": 0, "bytes_down": 0}
+    status = report.status(syncer.state, disk=disk, **figures)
+    return [(wait["what"], wait["for"], wait["since_s"], wait["until_s"], wait["then"]) for wait in status["waits"]]
+
+
+def test_an_empty_run_waits_for_a_learner_and_then_for_its_values() -> None:
+    syncer = Syncer()
+    assert waits(syncer) == [("the start", ["a first learner"], None, None, "its parameters become the anchors")]
+    syncer.hello("a", "l0")
+    syncer.now_s += 5.0
+    ((what, whom, _, until_s, then),) = waits(syncer)
+    assert (what, whom, until_s) == ("the start values", ["l0"], 10.0)
+    assert "if it falls silent, the next learner's do" in then
+
+
+def test_the_first_step_waits_for_the_expected_learners_for_a_minute() -> None:
+    syncer = Syncer(expect=3)
+    syncer.seed("l0")
+    syncer.hello("l1")
+    what = "the first step, with 3 learners"
+    assert waits(syncer) == [(what, ["l0", "l1"], None, None, "whoever is ready begins")]
+    for session in ("l0", "l1"):
+        syncer.tell(session, confirm())
+    syncer.now_s += 20.0
+    assert waits(syncer)[0] == (what, ["1 more learners"], 20.0, 40.0, "whoever is ready begins")
+
+
+def test_nobody_is_waited_for_while_no_round_is_open() -> None:
+    assert waits(Syncer("l0", "l1")) == []
+
+
+def test_a_round_below_its_quorum_ends_with_the_quorum_or_long_after_its_time() -> None:
+    syncer = Syncer("l0", "l1", "l2", quorum=2)
+    syncer.intent("l0")
+    syncer.tell("l0", ready())
+    syncer.now_s += 0.5
+    (wait,) = waits(syncer)
+    then = "the round closes when 2 are ready, or nobody else has answered"
+    assert wait == ("fragment 0, round 1, collecting", ["l1", "l2"], 0.5, 11.5, then)
+    syncer.tell("l1", ready())
+    (wait,) = waits(syncer)
+    assert wait[1] == ["l2"]
+    assert wait[3] == pytest.approx(1.5)  # a step of the opener and the grace of a step, less what has passed
+    assert wait[4] == "the round closes with whoever is ready"
+
+
+def test_a_closed_round_waits_for_payloads_then_for_the_merge_and_the_disk() -> None:
+    syncer = Syncer("l0", "l1")
+    syncer.intent("l0")
+    syncer.tell("l0", ready())
+    syncer.tell("l1", ready())
+    syncer.payload("l1", ready())
+    ((what, whom, _, until_s, then),) = waits(syncer)
+    assert (what, whom, then) == (
+        "fragment 0, round 1, transferring",
+        ["l0"],
+        "whoever is late is held for the next round",
+    )
+    assert until_s == 2.0
+    syncer.payload("l0", ready())
+    assert waits(syncer)[0][1:] == (["the merge"], 0.0, None, "the outer gradient goes to disk")
+    syncer.merge()
+    assert waits(syncer)[0][1:] == (["the disk"], 0.0, None, "the new version is offered to everyone")
+    syncer.handle(on.CommitFailed(0, 1, "full"))
+    assert waits(syncer, ("full", syncer.now_s - 3.0)) == [
+        ("the disk: full", ["the disk"], 3.0, None, "commits go on"),
+        ("fragment 0, round 1, suspended", ["the disk"], 0.0, 2.0, "the commit is tried again"),
+    ]
+
+
+def test_a_silent_learner_is_waited_for_until_its_lease_ends_and_then_for_its_return() -> None:
+    syncer = Syncer("l0", "l1")
+    syncer.now_s += 5.0
+    syncer.beat("l0")
+    assert waits(syncer) == [("word from a silent learner", ["l1"], 5.0, 10.0, "it lapses: nobody waits for it")]
+    syncer.tick(11.0)
+    syncer.beat("l0")
+    ((what, whom, since_s, until_s, _),) = waits(syncer)
+    assert (what, whom, since_s, until_s) == ("the return of a learner that lapsed", ["l1"], 16.0, None)
+
+
+def test_the_end_waits_for_the_loss_of_the_final_anchor() -> None:
+    syncer = Syncer("l0")
+    progress = messages.Progress(4, 100, (0, 0), (((0, 100),),) * 2)
+    syncer.tell("l0", messages.Leave("finished", progress, 25.0))
+    syncer.now_s += 20.0
+    assert waits(syncer) == [("the loss of the final anchor", ["l0"], 20.0, 3580.0, "the run ends without it")]
+    syncer.tell("l0", messages.Evaluated(2.5))
+    assert waits(syncer) == []

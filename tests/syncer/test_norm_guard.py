@@ -1,0 +1,153 @@
+"""What the norm guard cuts off is not lost: weights and ledger, compared with training that nobody touched.
+
+With one learner, outer_lr=1 and no outer momentum, the anchor at the end is what the learner has trained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_diloco.syncer.norm_guard import MIN_SAMPLES, NORM_GUARD, SCALE_DOWN, Limit, UsualNorms
+from tests.learner.fleet import OPTIONS, Fleet, Learner, assert_exact, until
+
+ALONE = {**OPTIONS, "outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+class Watched(Learner):
+    """A learner beside a copy of its parameters that takes the same steps without a run."""
+
+    def join(self) -> Watched:
+        super().join()
+        self.undisturbed = {name: param.detach().clone() for name, param in self.params.items()}
+        return self
+
+    def step(self) -> None:
+        super().step()
+        for name, param in self.undisturbed.items():
+            param.lerp_(self.target[name], 0.02)
+
+    def jump(self, by: float) -> None:
+        """A step like no other."""
+        self.link.settle()
+        for name, param in self.undisturbed.items():
+            param.add_(by)
+            self.params[name].data.add_(by)
+
+    def until_commits(self, fleet: Fleet, more: int) -> None:
+        wanted = fleet.num_commits + more
+        until(lambda: self.step() or fleet.num_commits >= wanted, f"{wanted} commits")
+
+    def end(self, fleet: Fleet) -> float:
+        """Drain; returns how far the anchor is from undisturbed training, the greatest distance of a parameter."""
+        self.finish()
+        plan, values = self.link.plan, fleet.published()
+        anchors = {name: torch.empty(shape) for name, shape in self.shapes.items()}
+        for p in range(plan.num_fragments):
+            for entry in plan.layout(p, fleet.service.state.config.block_size).entries:
+                entry.slice.of(anchors[entry.slice.name]).copy_(entry.of(values[p]).view(entry.shape))
+        return max(float((anchors[name] - self.undisturbed[name]).abs().max()) for name in anchors)
+
+
+def watched(fleet: Fleet) -> Watched:
+    learner = Watched(fleet, "l0")
+    fleet.learners.append(learner)
+    return learner.join()
+
+
+def test_work_of_an_outage_is_merged_whole_for_it_is_long_and_not_odd(tmp_path: Path) -> None:
+    with Fleet(tmp_path, run_options=ALONE) as fleet:
+        learner = watched(fleet)
+        learner.until_commits(fleet, 3 * MIN_SAMPLES)
+        learner.wire.is_cut = True
+        until(lambda: learner.wire.num_failed > 0, "the outage")
+        learner.target = {name: -value for name, value in learner.target.items()}
+        for _ in range(200):
+            learner.step()
+        learner.wire.is_cut = False
+        learner.until_commits(fleet, 3)
+        assert learner.end(fleet) < 0.05
+        (member,) = fleet.service.state.roster.members.values()
+        assert member.num_clipped == 0
+        assert_exact(fleet.stop())
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_cut_off_goes_into_the_next_contributions(tmp_path: Path, seed: int) -> None:
+    with Fleet(tmp_path, run_options=ALONE) as fleet:
+        learner = watched(fleet)
+        learner.until_commits(fleet, 3 * MIN_SAMPLES)
+        learner.jump(40.0 + seed)
+        learner.until_commits(fleet, 30)
+        assert learner.end(fleet) < 0.5  # of 40
+        (member,) = fleet.service.state.roster.members.values()
+        assert member.num_clipped > 0
+        summary = fleet.stop()
+        assert_exact(summary)
+        assert summary["tokens_merged"] == summary["tokens_seen"]
+
+
+def taught(**norms: float) -> UsualNorms:
+    """MIN_SAMPLES contributions of each learner to fragment 0, of four steps each."""
+    usual = UsualNorms()
+    for learner, norm in norms.items():
+        usual.learn(0, [learner] * MIN_SAMPLES, [norm] * MIN_SAMPLES, [4] * MIN_SAMPLES, [1.0] * MIN_SAMPLES)
+    return usual
+
+
+def test_limit_is_of_other_learners_norms_for_as_much_work() -> None:
+    usual = taught(a=2.0, b=2.0)
+
+    assert usual.limit(0, "mad", 4, {"mad": (1e30, 4)}) == Limit(SCALE_DOWN * 2.0, NORM_GUARD * 2.0, 2.0, 2)
+    assert usual.limit(0, "mad", 40, {}).refused == NORM_GUARD * 20.0, "ten times the steps"
+    assert usual.limit(0, "mad", 1, {}).refused == NORM_GUARD * 1.0, "a quarter of the steps, half the length"
+    assert usual.limit(1, "mad", 4, {}).norm == float("inf"), "nothing is known of this fragment"
+
+
+def test_one_learner_among_others_does_not_move_their_limits() -> None:
+    for length in (1e30, 1e-30):
+        assert taught(a=2.0, b=2.0, mad=length).limit(0, "a", 4, {}).refused >= NORM_GUARD * 2.0
+
+
+def test_a_learner_that_was_always_longer_may_stay_so_but_not_without_end() -> None:
+    assert taught(a=2.0, b=2.0, long=15.0).limit(0, "long", 4, {}).refused == NORM_GUARD * 15.0
+    assert taught(a=2.0, b=2.0, mad=1e30).limit(0, "mad", 4, {}).refused == NORM_GUARD**2 * 2.0
+
+
+def test_what_was_scaled_down_is_not_learnt_from() -> None:
+    usual = taught(a=2.0)
+    usual.learn(0, ["mad"] * 99, [1e30] * 99, [4] * 99, [1e-29] * 99)
+
+    assert usual.limit(0, "mad", 4, {}).norm == NORM_GUARD * 2.0
+    assert usual.limit(0, "a", 4, {}).norm == NORM_GUARD * 2.0, "by its own past: the other one has none"
+
+
+def test_in_first_rounds_contributions_to_the_same_round_are_the_measure() -> None:
+    present = {"a": (1.0, 4), "b": (2.0, 4), "mad": (1e30, 4)}
+
+    assert UsualNorms().limit(0, "mad", 4, present).refused == NORM_GUARD * 2.0
+    assert UsualNorms().limit(0, "a", 4, present).refused >= NORM_GUARD * 2.0
+
+
+def test_newcomers_with_short_contributions_do_not_limit_who_was_there_before() -> None:
+    usual = taught(old=1.0)
+    warming_up = {"new": (1e-3, 4), "newer": (1e-3, 4), "old": (1.0, 4)}
+
+    assert usual.limit(0, "old", 4, warming_up).refused >= NORM_GUARD * 1.0
+
+
+def test_of_two_learners_the_longer_one_is_scaled_down_and_nobody_refused() -> None:
+    limit = taught(a=2.0, mad=1e30).limit(0, "mad", 4, {})
+
+    assert (limit.norm, limit.refused) == (NORM_GUARD**2 * 2.0, float("inf"))
+    assert taught(a=2.0).limit(0, "mad", 4, {}).norm == NORM_GUARD * 2.0, "it has no past of its own"
+
+
+def test_alone_a_learner_is_limited_by_its_own_past() -> None:
+    usual = UsualNorms()
+    usual.learn(0, ["a"] * (MIN_SAMPLES - 1), [2.0] * (MIN_SAMPLES - 1), [4] * 7, [1.0] * 7)
+    assert usual.limit(0, "a", 4, {"a": (1.0, 4)}).norm == float("inf")
+    usual.learn(0, ["a"], [2.0], [4], [0.5])
+    assert usual.limit(0, "a", 4, {}).norm == NORM_GUARD * 2.0

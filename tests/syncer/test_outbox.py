@@ -1,0 +1,104 @@
+"""Messages wait until they are taken, and nobody takes what was meant for another life of the syncer."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lightning_diloco.syncer import outbox
+from lightning_diloco.syncer.outbox import Outbox
+from lightning_diloco.transport.base import RESET
+
+
+def joined(box: Outbox, session: str = "s") -> int:
+    """A first poll, which never fits, and the cursor after it."""
+    polled = box.poll(session, 0, 0.0)
+    assert polled.messages == (RESET,)
+    return polled.cursor
+
+
+def test_messages_come_in_order_until_they_are_acknowledged() -> None:
+    box = Outbox()
+    cursor = joined(box)
+    box.put("s", {"n": 1})
+    box.put("s", {"n": 2})
+    first = box.poll("s", cursor, 0.0)
+    assert first.messages == ({"n": 1}, {"n": 2})
+    assert box.poll("s", cursor, 0.0) == first, "an answer that got lost is given again"
+    assert box.poll("s", first.cursor, 0.0).messages == ()
+
+
+def test_sessions_do_not_hear_each_other() -> None:
+    box = Outbox()
+    cursor = joined(box, "a")
+    box.put("b", {"n": 1})
+    assert box.poll("a", cursor, 0.0).messages == ()
+
+
+def test_waiting_poll_returns_with_the_message() -> None:
+    box, answers = Outbox(), []
+    cursor = joined(box)
+    thread = threading.Thread(target=lambda: answers.append(box.poll("s", cursor, 10.0)))
+    thread.start()
+    box.put("s", {"n": 1})
+    thread.join(5.0)
+    assert answers[0].messages == ({"n": 1},)
+
+
+def test_waiting_poll_returns_when_the_outbox_closes() -> None:
+    box = Outbox()
+    cursor = joined(box)
+    thread = threading.Thread(target=lambda: box.poll("s", cursor, 60.0))
+    thread.start()
+    box.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def test_cursor_of_another_syncer_process_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Outbox()
+    cursor = joined(before)
+    before.put("s", {"n": 1})
+    cursor = before.poll("s", cursor, 0.0).cursor
+    after = Outbox()
+    after.put("s", {"n": 2})
+    reset = after.poll("s", cursor, 0.0)
+    assert reset.messages == (RESET,)
+    assert after.poll("s", reset.cursor, 0.0).messages == ({"n": 2},)
+
+
+def test_what_nobody_takes_is_bounded_and_its_loss_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_WAITING", 3)
+    box = Outbox()
+    cursor = joined(box)
+    for n in range(5):
+        box.put("s", {"n": n})
+    reset = box.poll("s", cursor, 0.0)
+    assert reset.messages == (RESET,)
+    assert [message["n"] for message in box.poll("s", reset.cursor, 0.0).messages] == [2, 3, 4]
+
+
+def test_made_up_sessions_take_bounded_memory_and_the_forgotten_one_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_SESSIONS", 10)
+    box = Outbox()
+    cursor = joined(box)
+    box.put("s", {"n": 1})
+    for number in range(30):
+        box.put(f"made up {number}", {"n": number})
+        box.poll(f"polled {number}", 0, 0.0)
+    assert len(box._queues) == 10
+    box.put("s", {"n": 2})
+    box.put("s", {"n": 3})
+    assert box.poll("s", cursor, 0.0).messages == (RESET,)
+
+
+def test_a_session_that_polls_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_SESSIONS", 10)
+    box = Outbox()
+    cursor = joined(box)
+    for number in range(30):
+        box.put(f"made up {number}", {"n": number})
+        assert box.poll("s", cursor, 0.0).messages == ()
+    box.put("s", {"n": 1})
+    assert box.poll("s", cursor, 0.0).messages == ({"n": 1},)

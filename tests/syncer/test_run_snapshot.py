@@ -1,0 +1,140 @@
+"""A snapshot of a run that goes on training: whole, consistent, and a run begins from it with an exact ledger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.errors import ConfigError, StorageError
+from lightning_diloco.storage.checkpoint_file import Checkpoint
+from lightning_diloco.storage.checkpoint_store import CheckpointStore
+from lightning_diloco.syncer import run_snapshot
+from lightning_diloco.syncer.run_snapshot import begin_from, take
+from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
+from tests.learner.fleet import RUN, Fleet
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    run_dir = tmp_path / "run"
+    with Fleet(run_dir) as running:
+        write_join_file(run_dir / "join", JoinAddress("127.0.0.1", 1, RUN, "token"))
+        yield running
+
+
+@pytest.fixture
+def store(fleet: Fleet) -> CheckpointStore:
+    return CheckpointStore(str(fleet.run_dir / "checkpoints"))
+
+
+def answering(store: CheckpointStore, *names: str, step: int = 5) -> Callable[[], list[str]]:
+    """Learners that answer a marker when the fleet is looked at."""
+
+    def look() -> list[str]:
+        if (marker := store.asked()) is not None:
+            for name in names:
+                store.write(Checkpoint(RUN, name, 1, "p", step, {}, marker))
+        return list(names)
+
+    return look
+
+
+@pytest.mark.slow
+def test_a_run_begins_from_a_snapshot_of_one_that_went_on(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
+    learners = [fleet.learner(name).go() for name in ("a", "b")]
+    fleet.until_commits(9)
+    before = fleet.versions
+    found = take(fleet.run_dir, tmp_path / "kept", store, answering(store, "a", "b"), within_s=5.0)
+    fleet.until_commits(9)
+    after = fleet.versions
+    for learner in learners:
+        learner.enough()
+    for learner in learners:
+        learner.done()
+    assert fleet.stop()["ledger_exact"]
+    assert all(a <= cut <= c for a, cut, c in zip(before, found.versions, after, strict=True))
+    assert found.steps == {"a": 5, "b": 5}
+    assert store.asked() is None
+
+    second = tmp_path / "second"
+    assert begin_from(tmp_path / "kept", second)["versions"] == list(found.versions)
+    copies = CheckpointStore(str(second / "checkpoints"))
+    assert [copies.read(entry).step for name in "ab" for entry in copies.entries(name)] == [5, 5]
+    assert read_join_file(second / "join").token == "token"
+    with Fleet(second) as again:
+        assert again.versions == list(found.versions)
+        newcomer = again.learner("c").go()
+        again.until_commits(6)
+        newcomer.enough().done()
+        summary = again.stop()
+    assert summary["ledger_exact"]
+    assert summary["tokens_merged"] > found.tokens_merged
+    assert summary["tokens_discarded"].get("lapsed", 0) == found.tokens_pending
+    assert summary["tokens_pending"] == 0
+
+
+def test_a_learner_that_does_not_answer_is_named_and_nothing_counts(
+    fleet: Fleet, store: CheckpointStore, tmp_path: Path
+) -> None:
+    learner = fleet.learner("a").go()
+    fleet.until_commits(1)
+    store.write(Checkpoint(RUN, "mute", 1, "p", 3, {}, "an older marker"))
+    with pytest.raises(StorageError, match="no checkpoint of mute came within 0 s"):
+        take(fleet.run_dir, tmp_path / "kept", store, lambda: ["mute"], within_s=0.0)
+    assert store.asked() is None
+    with pytest.raises(ConfigError, match="not a whole snapshot"):
+        begin_from(tmp_path / "kept", tmp_path / "second")
+    learner.enough().done()
+
+
+def test_answers_that_come_with_the_end_of_the_time_count(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
+    fleet.learner("a").go()
+    fleet.until_commits(3)
+    found = take(fleet.run_dir, tmp_path / "kept", store, answering(store, "a"), within_s=0.0)
+    assert found.steps == {"a": 5}
+
+
+def test_one_that_does_not_train_is_kept_as_it_was_last(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
+    fleet.learner("a").go().enough().done()
+    store.write(Checkpoint(RUN, "gone", 1, "p", 3, {}))
+    found = take(fleet.run_dir, tmp_path / "kept", store, answering(store, "a"), within_s=5.0)
+    assert found.steps == {"a": 5, "gone": 3}
+
+
+def test_a_disk_that_changes_meanwhile_is_copied_again(
+    fleet: Fleet, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.learner("a").go().enough().done()
+    copy, num_calls = run_snapshot._copy, iter(range(10))
+
+    def unlucky(run_dir: Path, to: Path) -> None:
+        copy(run_dir, to)
+        if next(num_calls) == 0:  # the syncer compacted in between: the log does not reach back to this snapshot
+            for path in (to / "syncer" / "snapshot").rglob("*.safetensors"):
+                path.unlink()
+
+    monkeypatch.setattr(run_snapshot, "_copy", unlucky)
+    found = take(fleet.run_dir, tmp_path / "kept", store, lambda: [], within_s=1.0)
+    assert found.versions == tuple(fleet.versions)
+    assert next(num_calls) == 2
+
+
+@pytest.mark.parametrize("missing", ["run", "seed"])
+def test_where_there_is_nothing_to_keep_it_is_said(
+    fleet: Fleet, store: CheckpointStore, tmp_path: Path, missing: str
+) -> None:
+    run_dir, match = (tmp_path / "none", "holds no run") if missing == "run" else (fleet.run_dir, "no start values")
+    with pytest.raises(ConfigError, match=match):
+        take(run_dir, tmp_path / "kept", store, lambda: [], within_s=0.0)
+
+
+def test_nothing_is_written_over(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not empty"):
+        take(fleet.run_dir, fleet.run_dir, store, lambda: [], within_s=0.0)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "snapshot.json").write_text(json.dumps({}))
+    with pytest.raises(ConfigError, match="holds join, syncer"):
+        begin_from(tmp_path / "kept", fleet.run_dir)
