@@ -24,7 +24,7 @@ from lightning_diloco.config import Align, AnchorDevice, LearnerConfig, RunConfi
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.causal_lm import CausalLM
 from lightning_diloco.hf.recipe import class_of
-from lightning_diloco.strategy.decoupled import _final_class
+from lightning_diloco.strategy.decoupled import final_class
 from lightning_diloco.strategy.trainer.parameters import embedding_names, trainable_parameters
 
 _RUN_OPTIONS = tuple(field.name for field in dataclasses.fields(RunConfig))
@@ -215,7 +215,7 @@ def strategy_problem(accelerator: str, devices: int, spreads: bool) -> str | Non
     """Return why a learner on these devices is not supported, or None; `spreads`: its model is sharded over them."""
     kind = {"gpu": "cuda", "tpu": "xla", "auto": "cpu"}.get(accelerator, accelerator)
     try:
-        _final_class([torch.device(kind, index) for index in range(devices)], 1)
+        final_class([torch.device(kind, index) for index in range(devices)], 1)
     except ConfigError as error:
         return str(error)
     if devices > 1 and kind in ("cpu", "cuda") and not spreads:

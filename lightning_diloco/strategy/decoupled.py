@@ -3,29 +3,28 @@
 Lightning builds a strategy before it tells it the accelerator, and decides by isinstance checks against its own
 strategy classes. So the bare class only holds options. `_configure_launcher` is the last thing the Trainer calls while
 it puts a strategy together; there the object takes the final class that fits its devices: the hooks before one of
-Lightning's strategies. All checks Lightning makes come later and see that class. (An outer strategy that delegates to
-an inner one does not work: Lightning's optimizers are bound to the inner, so the outer never sees a step.)
+Lightning's strategies (`backends/`). All checks Lightning makes come later and see that class. It is registered as a
+subclass of the bare one, so that `isinstance` still says what users expect. (An outer strategy that delegates to an
+inner one does not work: Lightning's optimizers are bound to the inner, so the outer never sees a step.)
 
 To support more devices, add a final class and its line in `_FINAL_CLASSES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies import Strategy
 
 from lightning_diloco.config import Align, AnchorDevice, Evaluate, Guard, Merge, Wire
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy import inner as inners
 from lightning_diloco.strategy.hooks import DiLoCoHooks
-from lightning_diloco.strategy.inner import become, check_devices
-from lightning_diloco.strategy.inner import problems as inner_problems
 from lightning_diloco.strategy.options import resolve
-from lightning_diloco.strategy.trainer.paths import OwnPathsFirst
 
 
 class DecoupledDiLoCoStrategy(DiLoCoHooks):
@@ -124,60 +123,53 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "inner", "unknown", "__class__")}
         super().__init__()
-        self._run_options, self._learner = resolve(options, unknown, inner_problems(inner))
+        self._run_options, self._learner = resolve(options, unknown, inners.problems(inner))
         self._token_count_fn = token_count_fn
-        self._is_bound = isinstance(inner, Strategy)
         if isinstance(inner, Strategy):
-            become(self, inner)
+            self._has_inner = True
+            self._become(inners.final_class(inner))
+            vars(self).update(vars(inner))
             return
         self.parallel_devices: list[torch.device] | None = None  # Lightning fills these in
         self.cluster_environment: ClusterEnvironment | None = None
         self.num_nodes = 1
 
     def _configure_launcher(self) -> None:
-        if self._is_bound:
-            check_devices(self, self.parallel_devices or [], self.num_nodes)
-        else:
-            self.__class__ = _final_class(self.parallel_devices or [], self.num_nodes)
-            self._bind()
-        super()._configure_launcher()
-        self._launcher = self._own_launcher()
+        final = final_class(self.parallel_devices or [], self.num_nodes)
+        if final.__name__ == "SpmdXLADiLoCo":
+            from lightning_diloco.strategy.backends.xla_hosts import spmd_class
 
-    def _own_launcher(self) -> _Launcher:
-        """Starts what Lightning's would, in paths of this learner's own."""
-        return OwnPathsFirst(self._separate_paths, self._sigterm_came)
+            final = spmd_class()
+        self._become(final)
+        self._bind()
+        self._configure_launcher()  # of the final class
 
-    def _bind(self) -> None:
-        """Initialize the inner strategy with what Lightning has set so far."""
-        raise NotImplementedError
+    def _become(self, final: type[DiLoCoHooks]) -> None:
+        DecoupledDiLoCoStrategy.register(final)
+        self.__class__ = final  # type: ignore[assignment]
 
 
 # An instance exists before it is bound, when it cannot yet do what Strategy declares abstract.
 DecoupledDiLoCoStrategy.__abstractmethods__ = frozenset()
 
 
-class SingleDeviceDiLoCo(DecoupledDiLoCoStrategy, SingleDeviceStrategy):
-    """A learner with one device."""
-
-    def _bind(self) -> None:
-        assert self.parallel_devices
-        SingleDeviceStrategy.__init__(
-            self, self.parallel_devices[0], self._accelerator, self._checkpoint_io, self._precision_plugin
-        )
-
-
-# By device type, and whether the learner has several devices.
-_FINAL_CLASSES: dict[tuple[str, bool], type[DecoupledDiLoCoStrategy] | str] = {
-    ("cpu", False): SingleDeviceDiLoCo,
-    ("cuda", False): SingleDeviceDiLoCo,
-    ("cpu", True): "DDPDiLoCo",  # these are in modules that import this one
-    ("cuda", True): "DDPDiLoCo",
-    ("xla", False): "SingleDeviceXLADiLoCo",
-    ("xla", True): "SpmdXLADiLoCo",
+# By device type, and whether the learner has several devices: modules of backends/, imported when needed, and classes.
+_FINAL_CLASSES = {
+    ("cpu", False): ("single", "SingleDeviceDiLoCo"),
+    ("cuda", False): ("single", "SingleDeviceDiLoCo"),
+    ("cpu", True): ("ddp", "DDPDiLoCo"),
+    ("cuda", True): ("ddp", "DDPDiLoCo"),
+    ("xla", False): ("xla", "SingleDeviceXLADiLoCo"),
+    ("xla", True): ("xla", "SpmdXLADiLoCo"),
 }
 
 
-def _final_class(devices: list[torch.device], num_nodes: int) -> type[DecoupledDiLoCoStrategy]:
+def final_class(devices: Sequence[torch.device], num_nodes: int) -> type[DiLoCoHooks]:
+    """The final class of a learner with these devices on each of its nodes.
+
+    Raises:
+        ConfigError: a learner cannot have such devices.
+    """
     types = sorted({torch.device(device).type for device in devices})
     final = _FINAL_CLASSES.get((types[0], len(devices) * num_nodes > 1)) if len(types) == 1 else None
     if final is None:
@@ -192,9 +184,6 @@ def _final_class(devices: list[torch.device], num_nodes: int) -> type[DecoupledD
             f"a learner can have {allowed}; pass Trainer(accelerator=..., devices=1, num_nodes=1) and start one "
             "process per device, each a learner of its own"
         )
-    if isinstance(final, str):
-        from lightning_diloco.strategy.backends import ddp, xla
-
-        final = getattr(xla if types == ["xla"] else ddp, final)
-        assert isinstance(final, type)
-    return final
+    module, name = final
+    found: type[DiLoCoHooks] = getattr(import_module(f"lightning_diloco.strategy.backends.{module}"), name)
+    return found

@@ -14,21 +14,23 @@
    validation. Who changes parameters elsewhere (clamping at a batch's start or end, `max_norm` of an embedding, an
    optimizer that steps within the backward) may have some values sent as they were before, and some as they became.
    Both are right: what is sent counts, and the rest stays progress, for the next time.
-5. Validation and the end of training begin before any callback's hook (strategy/trainer/outermost.py), validation ends after all.
-6. What is in Lightning's checkpoints is decided in strategy/trainer/lightning_checkpoints.py, which data this learner reads in strategy/data/hooks.py and
-   strategy/data/leasing.py.
+5. Validation and the end of training begin before any callback's hook (trainer/outermost.py), validation ends after
+   all.
+6. What is in Lightning's checkpoints is decided in trainer/lightning_checkpoints.py, which data this learner reads in
+   data/hooks.py and data/leasing.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -62,7 +64,13 @@ from lightning_diloco.strategy.trainer.lr_schedules import hold_schedules, refre
 from lightning_diloco.strategy.trainer.optimizer_copies import ParameterCopies
 from lightning_diloco.strategy.trainer.outermost import Outermost
 from lightning_diloco.strategy.trainer.parameters import aliases, describe, named_parameters, trainable_parameters
-from lightning_diloco.strategy.trainer.paths import checkpoint_url, mark_finished, run_root, separate_paths
+from lightning_diloco.strategy.trainer.paths import (
+    OwnPathsFirst,
+    checkpoint_url,
+    mark_finished,
+    run_root,
+    separate_paths,
+)
 from lightning_diloco.strategy.trainer.preemption import EXIT_CODE, Preemption
 from lightning_diloco.strategy.trainer.progress_bar import ProgressFields
 from lightning_diloco.strategy.trainer.raw_steps import RawSteps
@@ -108,6 +116,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     _outermost: Outermost | None = None
     _built: ModelDescription | None = None
     _stepped = False
+    _has_inner = False  # whether the user chose the final class, by `inner=`
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in _NOT_COPIED}
@@ -146,6 +155,27 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         return self._link is not None and self._tuner_checkpoint is None
 
     # --- start and end -------------------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        """Initialize Lightning's strategy with what the Trainer has set so far."""
+        raise NotImplementedError
+
+    def _check_devices(self, devices: Sequence[torch.device], num_nodes: int) -> None:
+        """Compare `inner=` with what the Trainer decided.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+
+    def _configure_launcher(self) -> None:
+        if self._has_inner:
+            self._check_devices(self.parallel_devices or [], self.num_nodes)
+        super()._configure_launcher()
+        self._launcher = self._own_launcher()
+
+    def _own_launcher(self) -> _Launcher:
+        """Starts what Lightning's would, in paths of this learner's own."""
+        return OwnPathsFirst(self._separate_paths, self._sigterm_came)
 
     def _separate_paths(self, trainer: pl.Trainer) -> None:
         """Give the learner paths of its own, before anything is looked for there, or opened."""

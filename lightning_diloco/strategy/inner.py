@@ -3,23 +3,17 @@
 1. The object is a description: its options are taken over, and nothing of it runs. So it must not have been given what
    only the Trainer decides.
 2. Its class decides the final one, at once: Lightning chooses the precision by it.
+3. The final class checks whether it fits the Trainer's devices (`_check_devices`).
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 
-from lightning_diloco.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
-    from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
-
-# Modules and classes; the modules import this one.
+# Modules of backends/, imported when needed, and their classes.
 _FINAL_CLASSES: dict[type[Strategy], tuple[str, str]] = {
     DDPStrategy: ("ddp", "DDPDiLoCo"),
     FSDPStrategy: ("fsdp", "FSDPDiLoCo"),
@@ -65,42 +59,8 @@ def _instead_of(name: str) -> str:
     return reasons.get(name, "")
 
 
-def become(strategy: DecoupledDiLoCoStrategy, inner: Strategy) -> None:
-    """Take the final class for this inner strategy, and its options."""
+def final_class(inner: Strategy) -> type[Any]:
+    """The final class of a learner that trains with this strategy inside."""
     module, name = _FINAL_CLASSES[type(inner)]
-    strategy.__class__ = getattr(import_module(f"{__package__}.{module}"), name)
-    vars(strategy).update(vars(inner))
-
-
-def check_devices(inner: DecoupledDiLoCoStrategy, devices: list[torch.device], num_nodes: int) -> None:
-    """Compare an inner strategy with what the Trainer decided.
-
-    Raises:
-        ConfigError: they do not fit.
-    """
-    types = sorted({device.type for device in devices})
-    name = next(allowed.__name__ for allowed in _FINAL_CLASSES if isinstance(inner, allowed))
-    backend = getattr(inner, "_process_group_backend", None)
-    if types not in (["cpu"], ["cuda"]):
-        raise ConfigError(
-            f"inner={name}() on devices of type {'/'.join(types)}: it trains on cpu or "
-            'cuda; pass Trainer(accelerator="gpu") where there is a CUDA GPU, else pass Trainer(accelerator="cpu")'
-        )
-    if backend == "nccl" and types == ["cpu"]:
-        raise ConfigError(
-            "inner with process_group_backend='nccl' on devices of type cpu: nccl needs cuda; leave it out, or pass "
-            "process_group_backend='gloo'"
-        )
-    if isinstance(inner, FSDPStrategy) and len(devices) * num_nodes == 1:
-        raise ConfigError(
-            f"inner={name}() with 1 device: it shares a model among several; pass Trainer(devices=2), or no inner"
-        )
-    if isinstance(inner, (FSDPStrategy, ModelParallelStrategy)) and inner._learner.align != "carry":
-        raise ConfigError(
-            f"align={inner._learner.align!r} with inner={name}(): must be 'carry', which needs no residual that "
-            "would have to be sharded, too; leave align out, or use inner=DDPStrategy()"
-        )
-    if isinstance(inner, ModelParallelStrategy):
-        from lightning_diloco.strategy.backends.model_parallel import check_mesh
-
-        check_mesh(inner, len(devices), num_nodes)
+    found: type[Any] = getattr(import_module(f"lightning_diloco.strategy.backends.{module}"), name)
+    return found

@@ -5,8 +5,8 @@
 2. One contribution per session and fragment is put together at a time: a higher seq replaces a lower one, and a part
    that comes twice changes nothing. Bytes are put where they belong in the whole, whose memory is there from the first
    of them: never more than whole contributions would take.
-3. A part that is long comes in portions, in order (see `transport/portions.py`); what does not follow on what is here is not
-   used, and its sender is told how much is.
+3. A part that is long comes in portions, in order (see `transport/portions.py`); what does not follow on what is here
+   is not used, and its sender is told how much is.
 4. Parts are dropped with the contribution: decided, of a process that was fenced off or has left, of a generation that
    is over.
 """

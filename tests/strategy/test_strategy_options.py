@@ -10,8 +10,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.strategy.decoupled import SingleDeviceDiLoCo, _final_class
-from lightning_diloco.strategy.inner import check_devices
+from lightning_diloco.strategy.backends.single import SingleDeviceDiLoCo
+from lightning_diloco.strategy.decoupled import final_class
 from lightning_diloco.strategy.registration import register
 
 
@@ -59,20 +59,20 @@ def test_precision_and_accelerator_survive_binding(trainer_for):
 @pytest.mark.parametrize(("device", "num_nodes"), [("hpu", 1), ("hpu", 2)])
 def test_unsupported_devices_are_refused(device, num_nodes):
     with pytest.raises(ConfigError, match=rf"{num_nodes} node\(s\) .* type {device}"):
-        _final_class([torch.device(device)], num_nodes)
+        final_class([torch.device(device)], num_nodes)
 
 
 def test_apple_silicon_is_told_what_to_pass():
     said = {"match": r"of type mps.*pass Trainer\(accelerator=\"cpu\"\)"}
     with pytest.raises(ConfigError, **said):
-        _final_class([torch.device("mps", 0)], 1)
+        final_class([torch.device("mps", 0)], 1)
     with_inner = DecoupledDiLoCoStrategy(DDPStrategy())
     with pytest.raises(ConfigError, **said):
-        check_devices(with_inner, [torch.device("mps", 0)], 1)
+        with_inner._check_devices([torch.device("mps", 0)], 1)
 
 
-def test_cuda_device_gets_a_final_class():
-    assert _final_class([torch.device("cuda", 3)], 1) is SingleDeviceDiLoCo
+def test_cuda_device_gets_afinal_class():
+    assert final_class([torch.device("cuda", 3)], 1) is SingleDeviceDiLoCo
 
 
 def test_registering_twice_changes_nothing():

@@ -1,8 +1,8 @@
 """The device of rank 0: what it stages, all ranks stage, before anybody is told that it is staged.
 
 1. Each rank holds whole parameters and anchors, equal to those of rank 0. Each measures and encodes by itself, so that
-   nothing of a contribution crosses between them: each has the part that it uploads (`partial_uploads.py`), and rank 0 all of
-   it. Where ranks cannot upload, rank 0 alone measures and encodes.
+   nothing of a contribution crosses between them: each has the part that it uploads (`partial_uploads.py`), and rank 0
+   all of it. Where ranks cannot upload, rank 0 alone measures and encodes.
 2. Updates go to the others as they came, with the contribution that is part of them: each rank adds alike.
 3. Landings and snapshots are local. When they are made, `Agreement` says.
 """

@@ -1,7 +1,7 @@
 """The syncer's side of the protocol: everything that is decided about a run.
 
-1. Durable state (`durable_state.py`) changes only by applying a record, live or at a restart. What is said because of it
-   comes after the record.
+1. Durable state (`durable_state.py`) changes only by applying a record, live or at a restart. What is said because
+   of it comes after the record.
 2. Joining lives in `joins.py`, leases of data in `leasing.py`, rounds in `rounds.py`, contributions in
    `contributions.py`, token books in `ledger.py`. This file hands events to them and joins their answers.
 3. Leaves and fences wait for a commit that is being written and names the leaver; both are repeated until answered.

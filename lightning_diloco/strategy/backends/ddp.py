@@ -10,6 +10,8 @@ from lightning_diloco.strategy.backends.ranks import RanksHooks
 class DDPDiLoCo(RanksHooks, DDPStrategy):
     """A learner with several CPU or CUDA devices."""
 
+    _inner = DDPStrategy
+
     def _bind(self) -> None:
         devices, num_nodes = (
             self.__dict__.pop("parallel_devices"),

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ class FSDPDiLoCo(ShardedHooks, FSDPStrategy):
     """A learner with several CPU or CUDA devices, each with a part of the model."""
 
     _inner = FSDPStrategy
+
+    def _check_devices(self, devices: Sequence[torch.device], num_nodes: int) -> None:
+        super()._check_devices(devices, num_nodes)
+        if len(devices) * num_nodes == 1:
+            raise ConfigError(
+                "inner=FSDPStrategy() with 1 device: it shares a model among several; pass Trainer(devices=2), or no "
+                "inner"
+            )
 
     # --- what is where -------------------------------------------------------------------------------------------
 

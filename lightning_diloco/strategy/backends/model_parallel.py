@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 
@@ -27,6 +27,22 @@ class ModelParallelDiLoCo(ShardedHooks, ModelParallelStrategy):
     """A learner with several CPU or CUDA devices, each with a part of the model."""
 
     _inner = ModelParallelStrategy
+
+    def _check_devices(self, devices: Sequence[torch.device], num_nodes: int) -> None:
+        """The mesh must have as many places as there are devices on all nodes."""
+        super()._check_devices(devices, num_nodes)
+        given = {
+            "data_parallel_size": (self._data_parallel_size, num_nodes),
+            "tensor_parallel_size": (self._tensor_parallel_size, len(devices)),
+        }
+        sizes = {name: auto if size == "auto" else int(size) for name, (size, auto) in given.items()}
+        if prod(sizes.values()) != len(devices) * num_nodes:
+            found = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ConfigError(
+                f"{found} with {len(devices) * num_nodes} device(s): their product must be the number of devices "
+                "('auto' is the number of nodes and of devices of a node); change one of them, or "
+                "Trainer(devices=..., num_nodes=...)"
+            )
 
     def _held(self) -> dict[str, tuple[Tensor, Box]]:
         parts = self._live_parts()
@@ -92,22 +108,3 @@ def box(name: str, param: Tensor) -> Box:
             "it by fully_shard or parallelize_module, or by both in this order: first tensor parallel, then FSDP2"
         )
     return tuple(firsts), tuple(sizes)
-
-
-def check_mesh(strategy: ModelParallelStrategy, num_devices: int, num_nodes: int) -> None:
-    """Compare the mesh with the Trainer's devices, on each of its nodes.
-
-    Raises:
-        ConfigError: its size is another one.
-    """
-    given = {
-        "data_parallel_size": (strategy._data_parallel_size, num_nodes),
-        "tensor_parallel_size": (strategy._tensor_parallel_size, num_devices),
-    }
-    sizes = {name: auto if size == "auto" else int(size) for name, (size, auto) in given.items()}
-    if prod(sizes.values()) != num_devices * num_nodes:
-        found = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigError(
-            f"{found} with {num_devices * num_nodes} device(s): their product must be the number of devices ('auto' is "
-            "the number of nodes and of devices of a node); change one of them, or Trainer(devices=..., num_nodes=...)"
-        )

@@ -7,8 +7,8 @@
    different samples. What is leased, rank 0 leases and reads for all (`strategy/data/rank_batches.py`).
 4. All ranks of a learner have one id, hence one folder. Who starts them hands it on; who is started otherwise
    (torchrun, SLURM) is told it by DILOCO_LEARNER.
-5. All ranks write and read checkpoints together (`strategy/recovery/rank_checkpointer.py`), and heed SIGTERM together: which of them got the
-   signal is known to all when a step ends, and all leave there.
+5. All ranks write and read checkpoints together (`strategy/recovery/rank_checkpointer.py`), and heed
+   SIGTERM together: which of them got the signal is known to all when a step ends, and all leave there.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import hashlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
@@ -36,7 +38,7 @@ from lightning_diloco.storage.checkpoint_store import CheckpointStore
 from lightning_diloco.strategy.backends.launchers import Processes, Scripts
 from lightning_diloco.strategy.data.hooks import wants_link
 from lightning_diloco.strategy.data.range_batches import Batches, RangeBatches, Ranges
-from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
+from lightning_diloco.strategy.hooks import DiLoCoHooks
 from lightning_diloco.strategy.recovery import optimizer_state
 from lightning_diloco.strategy.recovery.checkpointer import Healing, Owner
 from lightning_diloco.strategy.recovery.rank_checkpointer import RanksHealing, layout_of
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class RanksHooks(DecoupledDiLoCoStrategy):
+class RanksHooks(DiLoCoHooks):
     """Mixin: put it before one of Lightning's strategies with several processes."""
 
     _link: LeaderLink | FollowerLink | None
@@ -59,6 +61,21 @@ class RanksHooks(DecoupledDiLoCoStrategy):
     _ranks_ahead: Ranks | None = None  # from the first question to the syncer until the link has them
 
     # --- start ---------------------------------------------------------------------------------------------------
+
+    _inner: type[Strategy]
+
+    def _check_devices(self, devices: Sequence[torch.device], num_nodes: int) -> None:
+        types, name = sorted({device.type for device in devices}), self._inner.__name__
+        if types not in (["cpu"], ["cuda"]):
+            raise ConfigError(
+                f"inner={name}() on devices of type {'/'.join(types)}: it trains on cpu or "
+                'cuda; pass Trainer(accelerator="gpu") where there is a CUDA GPU, else pass Trainer(accelerator="cpu")'
+            )
+        if getattr(self, "_process_group_backend", None) == "nccl" and types == ["cpu"]:
+            raise ConfigError(
+                "inner with process_group_backend='nccl' on devices of type cpu: nccl needs cuda; leave it out, or "
+                "pass process_group_backend='gloo'"
+            )
 
     def _own_launcher(self) -> _Launcher:
         if isinstance(self._launcher, _MultiProcessingLauncher):

@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -20,13 +20,13 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.devices.part import Box, CpuPart, CudaPart
+from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.backends.ranks import RanksHooks
 
 
 class ShardedHooks(RanksHooks):
     """Mixin: put it before one of Lightning's strategies that shard the model."""
 
-    _inner: type[Strategy]
     _anchor_is_shown = False
     _holds_all = False
 
@@ -43,6 +43,14 @@ class ShardedHooks(RanksHooks):
         raise NotImplementedError
 
     # --- start ---------------------------------------------------------------------------------------------------
+
+    def _check_devices(self, devices: Sequence[torch.device], num_nodes: int) -> None:
+        super()._check_devices(devices, num_nodes)
+        if self._learner.align != "carry":
+            raise ConfigError(
+                f"align={self._learner.align!r} with inner={self._inner.__name__}(): must be 'carry', which needs no "
+                "residual that would have to be sharded, too; leave align out, or use inner=DDPStrategy()"
+            )
 
     def _join(self) -> None:
         self._drop_gathered()

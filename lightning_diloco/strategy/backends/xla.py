@@ -25,7 +25,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.backends.xla_accelerator import check_environment
-from lightning_diloco.strategy.decoupled import DecoupledDiLoCoStrategy
+from lightning_diloco.strategy.hooks import DiLoCoHooks
 
 if TYPE_CHECKING:
     from lightning_diloco.devices.xla.fragments import XlaFragments
@@ -55,7 +55,7 @@ def xla_precision(plugin: Precision | None) -> XLAPrecision:
     )
 
 
-class XLAHooks(DecoupledDiLoCoStrategy):
+class XLAHooks(DiLoCoHooks):
     """Mixin: ends graphs (rule 1), and says what anchors take."""
 
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
@@ -119,7 +119,7 @@ class SingleDeviceXLADiLoCo(XLAHooks, SingleDeviceXLAStrategy):
 class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
     """A learner with all XLA devices of one host, as one program: parameters and batches are laid out over them.
 
-    Where several hosts make up the mesh, it becomes a `SpmdXLAHostsDiLoCo`.
+    Where several hosts make up the mesh, the class is `SpmdXLAHostsDiLoCo`.
 
     Attributes:
         sharding_rules: (regular expression, dimension) pairs; the first that is found in a parameter's name counts. A
@@ -136,11 +136,6 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
         from lightning_diloco.devices.xla import ops as xla
 
         self._num_devices = xla.use_mesh()
-        if xla.host()[1] > 1 and type(self) is SpmdXLADiLoCo:
-            from lightning_diloco.strategy.backends.xla_hosts import SpmdXLAHostsDiLoCo
-
-            self.__class__ = SpmdXLAHostsDiLoCo
-            return self._bind()
         super()._bind()
         self.global_rank, self.world_size = xla.host()
 

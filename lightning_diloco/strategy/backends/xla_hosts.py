@@ -36,6 +36,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.strategy.backends.ranks import RanksHooks
 from lightning_diloco.strategy.backends.xla import SpmdXLADiLoCo
+from lightning_diloco.strategy.backends.xla_accelerator import check_environment
 from lightning_diloco.strategy.trainer.paths import OwnPathsFirst
 
 if TYPE_CHECKING:
@@ -172,3 +173,12 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
         if xla.sharded_dim(tensor) is not None:
             dist.all_reduce(found.view(-1).view(torch.uint8))  # each byte is zero on all hosts but its own
         return found
+
+
+def spmd_class() -> type[SpmdXLADiLoCo]:
+    """The final class for all XLA devices as one program: of one host, or of several."""
+    check_environment(needs_platform=False)
+    from lightning_diloco.devices.xla import ops as xla
+
+    xla.use_mesh()
+    return SpmdXLAHostsDiLoCo if xla.host()[1] > 1 else SpmdXLADiLoCo

@@ -6,7 +6,8 @@
 2. So does the learner that sees `max_fleet_tokens` reached.
 3. The others hear of it within a second or two, stop as Lightning stops early (after `min_steps`, with a last
    validation), drain, and leave: the run ends as any other.
-4. All ranks of a learner stop at the same step: one of them says so when it begins, and nobody waits (`strategy/backends/ranks.py`).
+4. All ranks of a learner stop at the same step: one of them says so when it begins, and nobody waits
+   (`strategy/backends/ranks.py`).
 5. Who sets `trainer.should_stop` on all ranks after the same batch stops them there, as with Lightning's strategies.
    Who sets it on some, such as by a clock, leaves the others alone with these, which hang or fail; here all stop after
    the next batch. While validating or when an epoch ends, where ranks wait for each other anyway, they agree at once.
