@@ -2,9 +2,9 @@
 
 1. The constructor only checks and stores options. `prepare_data` looks for the files before it does any work.
 2. In a run with several learners, the run's lease table assigns ranges of the training text to learners, so that
-   learners may join and leave. During an outage a learner reads ranges that it has not read (strategy/data/unleased.py). If
-   a learner has several ranks, the first rank reads for all of them. With `leases=False` or another strategy, the
-   loader covers the whole text, and the strategy splits it.
+   learners may join and leave. During an outage a learner reads ranges that it has not read
+   (strategy/data/unleased.py). If a learner has several ranks, the first rank reads for all of them. With
+   `leases=False` or another strategy, the loader covers the whole text, and the strategy splits it.
 3. With `streaming=True`, only the head of the text is prepared, for the tokenizer and for validation. The rest is
    streamed. Without leases, checkpoints store the stream's position.
 """

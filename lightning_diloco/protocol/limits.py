@@ -7,7 +7,8 @@
    and what is fresh.
 4. Every text, sequence and table has a limit, whatever its name: who says more than MAX_CHARS of itself, or more than
    MAX_METRICS numbers, wants memory, not to be read; a status of hundreds of learners must stay one. `NO_LIMIT` names
-   what has none: what the syncer explains, and manifests, which are checked where they are used (`protocol/syncer/manifests.py`).
+   what has none: what the syncer explains, and manifests, which are checked where they are used
+   (`protocol/syncer/manifests.py`).
 5. Tokens of a lease come from samples; a learner has at most MAX_LEASES of them, and data at most MAX_SOURCES sources.
 
 A peer that says otherwise is broken. A learner that lies within these bounds is outside of what this package protects

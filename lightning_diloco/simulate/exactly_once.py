@@ -12,19 +12,16 @@ The check does not use the arithmetic of the lease table.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from lightning_diloco.protocol.data_ranges import Lease
 from lightning_diloco.protocol.syncer import records
+from lightning_diloco.simulate.observed import Observed
 from lightning_diloco.simulate.reading import Data, Sample
-
-if TYPE_CHECKING:
-    from lightning_diloco.simulate.fleet import Fleet
 
 Range = tuple[int, int, int]
 
 
-def violation(fleet: Fleet) -> str | None:
+def violation(fleet: Observed) -> str | None:
     """Describe a violation, or return None; checks only "carry", because other landing rules drop tokens by design."""
     data = next((learner.pace.data for learner in fleet.learners.values() if learner.pace.data is not None), None)
     if data is None or not all(learner.pace.align == "carry" for learner in fleet.learners.values()):
@@ -42,7 +39,7 @@ def violation(fleet: Fleet) -> str | None:
     return _astray(fleet, leased, done) or _left_out(fleet, data, leased) or _uncounted(fleet, counts)
 
 
-def merged(fleet: Fleet) -> list[Counter[Sample]]:
+def merged(fleet: Observed) -> list[Counter[Sample]]:
     """Return how often each sample was merged, per fragment."""
     counts: list[Counter[Sample]] = [Counter() for _ in fleet.disk.anchors]
     for entry in fleet.disk.log:
@@ -54,7 +51,7 @@ def merged(fleet: Fleet) -> list[Counter[Sample]]:
     return counts
 
 
-def _history(fleet: Fleet) -> tuple[dict[Range, list[Lease]], Counter[Range]]:
+def _history(fleet: Observed) -> tuple[dict[Range, list[Lease]], Counter[Range]]:
     """Return all leases of each range, and how often each range was done."""
     leases: dict[int, Lease] = {}
     leased: dict[Range, list[Lease]] = {}
@@ -70,7 +67,7 @@ def _history(fleet: Fleet) -> tuple[dict[Range, list[Lease]], Counter[Range]]:
     return leased, done
 
 
-def _astray(fleet: Fleet, leased: dict[Range, list[Lease]], done: Counter[Range]) -> str | None:
+def _astray(fleet: Observed, leased: dict[Range, list[Lease]], done: Counter[Range]) -> str | None:
     table, roster = fleet.syncer.leases, fleet.syncer.roster
     there = {_name(h.lease) for h in table.held if (m := roster.get(h.session)) is not None and m.is_live}
     there |= {_name(holding.lease) for holding in table.pool}
@@ -78,7 +75,7 @@ def _astray(fleet: Fleet, leased: dict[Range, list[Lease]], done: Counter[Range]
     return f"ranges {sorted(astray)} are neither done nor leased nor waiting" if astray else None
 
 
-def _left_out(fleet: Fleet, data: Data, leased: dict[Range, list[Lease]]) -> str | None:
+def _left_out(fleet: Observed, data: Data, leased: dict[Range, list[Lease]]) -> str | None:
     left_out = [
         (epoch, source, index)
         for epoch in range(fleet.syncer.leases.epoch)
@@ -89,7 +86,7 @@ def _left_out(fleet: Fleet, data: Data, leased: dict[Range, list[Lease]]) -> str
     return f"ranges {left_out} were never leased" if left_out else None
 
 
-def _uncounted(fleet: Fleet, counts: list[Counter[Sample]]) -> str | None:
+def _uncounted(fleet: Observed, counts: list[Counter[Sample]]) -> str | None:
     num_repeated = sum(count.total() - len(count) for count in counts)
     counted = fleet.syncer.leases.num_repeated
     return f"{num_repeated} tokens were merged again, {counted} are counted" if num_repeated > counted else None

@@ -16,16 +16,14 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from lightning_diloco.protocol.data_ranges import Holding, Span
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate import exactly_once
+from lightning_diloco.simulate.observed import Observed
 from lightning_diloco.simulate.process import SimulatedLearner
-
-if TYPE_CHECKING:
-    from lightning_diloco.simulate.fleet import Fleet
 
 Merges = dict[tuple[str, int, int], list[tuple[int, int]]]
 
@@ -33,7 +31,7 @@ Merges = dict[tuple[str, int, int], list[tuple[int, int]]]
 class Invariants:
     """The checks of one fleet; a violation raises AssertionError with the last events before it."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Observed) -> None:
         self._fleet = fleet
         self._versions: list[int] = []
         self._closed: set[int] = set()

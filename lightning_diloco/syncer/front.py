@@ -1,7 +1,7 @@
 """Where a run is served: the address, and the token that lets others in, which may be replaced while it is served.
 
-1. RUN_DIR/join says both. Who replaces its token (`learner/rotation.py`) replaces that of the server, which is made anew: what
-   was under way with the old one ends, and nothing gets in with it any more.
+1. RUN_DIR/join holds both. If its token is replaced (`learner/rotation.py`), the server is made anew with the new one:
+   calls under way end, and nothing gets in with the old token any more.
 2. An address that is not free yet is tried again, at every look.
 """
 

@@ -1,4 +1,4 @@
-"""Whether the contributions of a round look like each other; what follows from it is decided by `protocol/syncer/conduct.py`.
+"""Compares the contributions of a round with each other; `protocol/syncer/conduct.py` decides what follows.
 
 A contribution is odd, and refused, if
 
