@@ -25,7 +25,7 @@ from lightning_diloco.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lightning_diloco.cli.faults.injector import Meddler
+    from lightning_diloco.cli.faults.injector import FaultInjector
     from lightning_diloco.cli.local.run import Ended, Plan, Via
 
 _EXAMPLE = """examples:
@@ -71,7 +71,7 @@ def call(arguments: argparse.Namespace) -> int:
 
     from lightning_diloco.cli.faults import report as chaos_report
     from lightning_diloco.cli.faults import story as chaos_story
-    from lightning_diloco.cli.faults.injector import Meddler
+    from lightning_diloco.cli.faults.injector import FaultInjector
 
     asked = _check(arguments)
     target = recipes.resolve(arguments.target)
@@ -83,7 +83,7 @@ def call(arguments: argparse.Namespace) -> int:
     console = Console()
     faults = draw(asked.kinds, _names(arguments), faults_per_hour=arguments.faults_per_hour, seed=arguments.seed)
     passed_on = arguments.passed_on if target.suffix == ".py" else [*asked.overrides(), *arguments.passed_on]
-    with Meddler(faults, run_dir / chaos_story.FAULTS) as meddler:
+    with FaultInjector(faults, run_dir / chaos_story.FAULTS) as meddler:
         plan = _plan(arguments, run_dir, run.learner_argv(target, passed_on, arguments.local), via=meddler.via)
         ended = _execute(plan, console, arguments, meddler)
     story = chaos_story.read(run_dir)
@@ -155,7 +155,9 @@ def _plan(arguments: argparse.Namespace, run_dir: Path, learner_argv: tuple[str,
     )
 
 
-def _execute(plan: Plan, console: Console, arguments: argparse.Namespace, meddler: Meddler | None = None) -> Ended:
+def _execute(
+    plan: Plan, console: Console, arguments: argparse.Namespace, meddler: FaultInjector | None = None
+) -> Ended:
     from lightning_diloco.cli.local.display import Screen
     from lightning_diloco.cli.local.interruption import Interruption
     from lightning_diloco.cli.local.run import execute

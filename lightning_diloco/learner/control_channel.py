@@ -18,7 +18,7 @@ from functools import partial
 from typing import cast
 
 from lightning_diloco.errors import RemoteError
-from lightning_diloco.learner.retry import insist
+from lightning_diloco.learner.retry import retry
 from lightning_diloco.process.threads import Crew
 from lightning_diloco.protocol import codec, messages
 from lightning_diloco.protocol.messages import News
@@ -33,7 +33,7 @@ RECONNECT_S = (0.1, 0.5)
 MAX_BATCH = 64
 
 
-class Line:
+class ControlChannel:
     """One session's control messages.
 
     Args:
@@ -97,7 +97,7 @@ class Line:
     def say_now(self, message: messages.FromLearner, *, within_s: float) -> None:
         """Send this at once, and wait for it to arrive, again for so long: nobody will say it later."""
         try:
-            insist(partial(self._send, [message]), within_s=within_s)
+            retry(partial(self._send, [message]), within_s=within_s)
         except RemoteError as error:
             log.warning("the syncer did not hear %s: %s", type(message).__name__, error)
 

@@ -45,7 +45,7 @@ class _Kept:
     error: str | None = None
 
 
-class Freight:
+class FragmentExchange:
     """Carries the fragments of one learner.
 
     Args:

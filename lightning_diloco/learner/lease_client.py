@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 
 from lightning_diloco.errors import JoinError
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease, Piece
-from lightning_diloco.protocol.learner.leases import Lessee
+from lightning_diloco.protocol.learner.leases import LeaseHolder
 
 FIRST_S = 300.0
 
 
-class LeaseDesk:
+class LeaseClient:
     """The leases of one link.
 
     Args:
@@ -28,7 +28,7 @@ class LeaseDesk:
 
     def __init__(
         self,
-        lessee: Lessee,
+        lessee: LeaseHolder,
         changed: threading.Condition,
         catalogue: Catalogue,
         raise_error: Callable[[], None],

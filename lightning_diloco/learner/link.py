@@ -3,7 +3,7 @@
 1. The training thread enters in `step`, `set_evaluating` and `finish`. It takes the machine's lock, which others hold
    for microseconds, and does nothing but snapshots and landings. Before parameters change between two of these, it
    calls `settle`.
-2. Messages travel on a `Line`, tensors as `Freight`; their threads never change live parameters.
+2. Messages travel on a `ControlChannel`, tensors as `FragmentExchange`; their threads never change live parameters.
 3. An error in any thread surfaces at the training thread's next call; none is swallowed. A network that fails is no
    error: the learner trains on.
 4. Every fit ends in `close`, which says goodbye if there is somebody to hear it, and leaves no thread behind.
@@ -31,15 +31,15 @@ from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import ConfigError, DiLoCoError
-from lightning_diloco.learner.control_channel import TICK_S, Line
+from lightning_diloco.learner.control_channel import TICK_S, ControlChannel
 from lightning_diloco.learner.embedded_syncer import EmbeddedSyncer
-from lightning_diloco.learner.exchange import Freight
+from lightning_diloco.learner.exchange import FragmentExchange
 from lightning_diloco.learner.join import Joining, MakeDevice, reached, where
-from lightning_diloco.learner.lease_client import LeaseDesk
+from lightning_diloco.learner.lease_client import LeaseClient
 from lightning_diloco.learner.leftovers import tidy
-from lightning_diloco.learner.metrics import SaysOfItself
+from lightning_diloco.learner.metrics import LearnerMetrics
 from lightning_diloco.learner.name import own_name
-from lightning_diloco.learner.retry import insist
+from lightning_diloco.learner.retry import retry
 from lightning_diloco.learner.rotation import Followed
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.process.threads import Crew
@@ -59,7 +59,7 @@ GOODBYE_S = 2.0
 THREADS_S = 3.0
 
 
-class Link(SaysOfItself):
+class Link(LearnerMetrics):
     """One learner's part in a run; one thread, the one that trains, calls its methods.
 
     Args:
@@ -97,7 +97,7 @@ class Link(SaysOfItself):
         self._embedded: EmbeddedSyncer | None = None
         self._connection: LargeConnection | None = None
         self._state: LearnerState | None = None
-        self._desk: LeaseDesk | None = None
+        self._desk: LeaseClient | None = None
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
         """Join: block until this learner has seeded the run or adopted its anchors, and may step.
@@ -134,7 +134,7 @@ class Link(SaysOfItself):
         self._unit = None if unit is None else str(unit)
         self._state = joined.machine(self.learner_id, self._learner, has_ranks=self._has_ranks)
         with self._changed:  # nothing is handled before all of it is there
-            self._line = Line(
+            self._line = ControlChannel(
                 self._connection,
                 self._session,
                 joined.cursor,
@@ -143,7 +143,7 @@ class Link(SaysOfItself):
                 reconnect=self._reconnect,
                 tick=self._tick,
             )
-            self._freight = Freight(
+            self._freight = FragmentExchange(
                 self._connection,
                 self._session,
                 self.device,
@@ -183,9 +183,9 @@ class Link(SaysOfItself):
         """Tell everybody to end."""
         self._handle(events.StopRun(reason))
 
-    def lease(self, catalogue: Catalogue) -> LeaseDesk:
+    def lease(self, catalogue: Catalogue) -> LeaseClient:
         """Read the data that the run leases, from now on."""
-        self._desk = LeaseDesk(self._machine.lessee, self._changed, catalogue, self._raise_error)
+        self._desk = LeaseClient(self._machine.lessee, self._changed, catalogue, self._raise_error)
         return self._desk
 
     # -------------------------------------------------------------------------------------------------------- training
@@ -316,7 +316,7 @@ class Link(SaysOfItself):
         try:
             for p, f in enumerate(self._machine.fragments):
                 take = partial(self._freight.take_final, p, f.generation, f.landed)
-                insist(take, within_s=FINAL_S)
+                retry(take, within_s=FINAL_S)
         except DiLoCoError as error:
             log.warning("the final anchor could not be fetched, the one before it is kept: %s", error)
 

@@ -11,27 +11,27 @@ from torch import Tensor
 
 from lightning_diloco.core.digest import digest
 from lightning_diloco.devices.base import FragmentDevice
-from lightning_diloco.learner.control_channel import Line
-from lightning_diloco.learner.exchange import Freight
-from lightning_diloco.learner.status import Standing, metrics, standing
-from lightning_diloco.learner.step_timer import Stopwatch
+from lightning_diloco.learner.control_channel import ControlChannel
+from lightning_diloco.learner.exchange import FragmentExchange
+from lightning_diloco.learner.status import LearnerStatus, metrics, standing
+from lightning_diloco.learner.step_timer import StepTimer
 from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.protocol.metric_names import COUNTS_TOKENS, EVAL_LOSS, EXCHANGE_P95, LOSS, STALL, TRAINER_STEP
 
 
-class SaysOfItself:
+class LearnerMetrics:
     """Mixin of `Link`; the training thread calls it, and threads beside it what is private."""
 
     device: FragmentDevice[Any, Any]
     _changed: threading.Condition
     _machine: LearnerState
-    _freight: Freight
-    _line: Line
+    _freight: FragmentExchange
+    _line: ControlChannel
     _unit: str | None
 
     def __init__(self) -> None:
-        self._watch = Stopwatch()
+        self._watch = StepTimer()
         self._losses: dict[str, float] = {}
         self.trainer_step = 0  # steps of the Trainer, those before it was started again included
 
@@ -66,7 +66,7 @@ class SaysOfItself:
         with self._changed:
             return metrics(self._machine, self._watch, self._freight, self._line)
 
-    def standing(self) -> Standing:
+    def standing(self) -> LearnerStatus:
         """Where this learner stands, for its progress bar."""
         with self._changed:
             return standing(self._machine, self._line)

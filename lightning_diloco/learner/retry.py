@@ -13,7 +13,7 @@ AGAIN_S = 0.2
 Result = TypeVar("Result")
 
 
-def insist(call: Callable[[], Result], *, within_s: float) -> Result:
+def retry(call: Callable[[], Result], *, within_s: float) -> Result:
     """Make this call until it is answered.
 
     Args:

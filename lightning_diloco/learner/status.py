@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_diloco.learner.control_channel import Line
-from lightning_diloco.learner.exchange import Freight
-from lightning_diloco.learner.step_timer import Stopwatch
+from lightning_diloco.learner.control_channel import ControlChannel
+from lightning_diloco.learner.exchange import FragmentExchange
+from lightning_diloco.learner.step_timer import StepTimer
 from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.protocol.metric_names import EXCHANGE_P95, STALL
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LearnerStatus:
     """A learner's place in its run.
 
     Args:
@@ -30,10 +30,10 @@ class Standing:
     offline_s: float | None
 
 
-def standing(machine: LearnerState, line: Line) -> Standing:
+def standing(machine: LearnerState, line: ControlChannel) -> LearnerStatus:
     """Read it off; the machine is locked by the caller."""
     landed = [f.landed for f in machine.fragments]
-    return Standing(
+    return LearnerStatus(
         versions=(min(landed), max(landed)),
         staleness_versions=machine.staleness_versions,
         in_flight=tuple(p for p, f in enumerate(machine.fragments) if f.outstanding is not None),
@@ -42,7 +42,9 @@ def standing(machine: LearnerState, line: Line) -> Standing:
     )
 
 
-def metrics(machine: LearnerState, watch: Stopwatch, freight: Freight, line: Line) -> dict[str, float]:
+def metrics(
+    machine: LearnerState, watch: StepTimer, freight: FragmentExchange, line: ControlChannel
+) -> dict[str, float]:
     """What goes to loggers, by name; what has not been heard of yet is left out. The caller locks the machine."""
     news = line.news
     told = {"fleet_tokens": news.fleet_tokens, "fleet/learners": news.num_learners, "diloco/cosine": news.cosine}

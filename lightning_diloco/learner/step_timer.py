@@ -81,7 +81,7 @@ class Recent(_Ordered):
         return self._ordered[min(len(self._ordered) - 1, int(0.95 * len(self._ordered)))] if self._ordered else 0.0
 
 
-class Stopwatch:
+class StepTimer:
     """Fed with the moments at which the training thread enters and leaves the step hook, and what settling took."""
 
     def __init__(self) -> None:

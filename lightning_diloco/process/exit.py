@@ -26,19 +26,19 @@ _TASKS = Path("/proc/self/task")  # where there is none, threads get twice IDLE_
 _codes: list[int] = []  # with which this process is about to end, if that is known
 
 
-def end_at_once_if_dying() -> None:
-    """This process may have threads that nothing can wake, until `end_as_ever`."""
+def arm_hard_exit() -> None:
+    """This process may have threads that nothing can wake, until `disarm_hard_exit`."""
     atexit.unregister(_end)
     atexit.register(_end)  # the last one registered runs first
 
 
-def end_at_once_with(code: int) -> None:
+def hard_exit(code: int) -> None:
     """This process is about to exit with this code, see rule 3."""
     _codes[:] = [code]
-    end_at_once_if_dying()
+    arm_hard_exit()
 
 
-def end_as_ever() -> None:
+def disarm_hard_exit() -> None:
     """There are no such threads any more."""
     atexit.unregister(_end)
 

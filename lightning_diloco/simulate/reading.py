@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease, Piece
-from lightning_diloco.protocol.learner.leases import Lessee
+from lightning_diloco.protocol.learner.leases import LeaseHolder
 
 Sample = tuple[int, int, int]
 """(epoch, source, number within the source)"""
@@ -54,7 +54,7 @@ class Reader:
     lease: Lease | None = None
     left: list[Sample] = field(default_factory=list)
 
-    def read(self, lessee: Lessee, num_samples: int) -> tuple[Piece, ...]:
+    def read(self, lessee: LeaseHolder, num_samples: int) -> tuple[Piece, ...]:
         """Read one batch, in pieces."""
         lessee.catalogue = self.data.catalogue
         pieces, missing = [], num_samples

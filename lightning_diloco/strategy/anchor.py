@@ -28,7 +28,7 @@ from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.strategy.recovery.own_state import copies_of_trained
 from lightning_diloco.strategy.trainer.parameters import describe, named_values, trainable_parameters
 from lightning_diloco.syncer.anchors import AnchorStore
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.base import Json
 
 
@@ -59,7 +59,7 @@ def read_anchor(run_dir: Path) -> tuple[Json, AnchorStore]:
     if not (run_dir / "syncer" / "log").is_dir():
         raise ConfigError(f"{run_dir} has no syncer/log: no syncer ever ran there; give the RUN_DIR of a run")
     try:
-        durable = Durable(run_dir)
+        durable = SyncerStore(run_dir)
     except StorageError as error:
         raise StorageError(
             error.errno, f"{run_dir} cannot be read: {error}; wait for the run's end, or stop its syncer (SIGTERM)"

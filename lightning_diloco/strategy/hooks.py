@@ -47,7 +47,7 @@ from lightning_diloco.strategy.data.hooks import SplitsData, wants_link
 from lightning_diloco.strategy.data.split import fork_random_state
 from lightning_diloco.strategy.data.token_counter import TokenCounter, TokenCountFn, check_training_step
 from lightning_diloco.strategy.identity import check_first_fit, given_join, learner_id, note_last_step
-from lightning_diloco.strategy.recovery.checkpointer import Healing, Owner
+from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer, Owner
 from lightning_diloco.strategy.recovery.own_state import OwnState, copies_of_trained, follow
 from lightning_diloco.strategy.trainer.last_step import LastStep
 from lightning_diloco.strategy.trainer.lightning_checkpoints import AnchorInCheckpoints
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_diloco.learner.link import Link
-    from lightning_diloco.learner.status import Standing
+    from lightning_diloco.learner.status import LearnerStatus
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,17 @@ _LEFT_WITH_WORK = (
 
 
 # Of one process and one fit; a copy of a strategy, such as in a worker of a data loader, is without.
-_NOT_COPIED = ("_link", "_left", "_device", "_healing", "_preemption", "_leased", "_raw_steps", "_copies", "own_state")
+_NOT_COPIED = (
+    "_link",
+    "_left",
+    "_device",
+    "_checkpointer",
+    "_preemption",
+    "_leased",
+    "_raw_steps",
+    "_copies",
+    "own_state",
+)
 
 
 class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
@@ -106,7 +116,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
     _link: Link | None = None
     _device: FragmentDevice | None = None
     _progress: ProgressFields | None = None
-    _healing: Healing | None = None
+    _checkpointer: LearnerCheckpointer | None = None
     _preemption: Preemption | None = None
     _stopping: Stopping | None = None
     _last_step: LastStep | None = None
@@ -239,12 +249,12 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         fork_random_state(link.learner_id, link.incarnation)
         url = checkpoint_url(chosen.checkpoint_store, link.own_run_dir, self._root_dir, link.run)
         owner = Owner(link.run, link.learner_id, link.incarnation)
-        self._healing = self._make_healing(owner, url if chosen.checkpoint_every else None)
+        self._checkpointer = self._make_checkpointer(owner, url if chosen.checkpoint_every else None)
         if link.is_late:
             run_steps = self.broadcast(link.run_steps if self.is_global_zero else 0)
-            self._healing.heal(warm_up_steps=link.config.sync_every, run_steps=run_steps)
+            self._checkpointer.heal(warm_up_steps=link.config.sync_every, run_steps=run_steps)
         else:
-            self._healing.heal()
+            self._checkpointer.heal()
 
     def _note_built(self) -> None:
         """See `AnchorInCheckpoints._note_built`."""
@@ -260,16 +270,16 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         copies = copies_of_trained(self.lightning_module, self._params) if self._holds_all else {}
         return replace(self._describe(), copies=copies, built=built)
 
-    def _standing(self) -> Standing | None:
+    def _standing(self) -> LearnerStatus | None:
         return None if self._link is None else self._link.standing()
 
     def _describe(self) -> ModelDescription:
         assert self.lightning_module is not None
         return describe(self.lightning_module, self._counter.unit, params=self._params)
 
-    def _make_healing(self, owner: Owner, url: str | None) -> Healing:
+    def _make_checkpointer(self, owner: Owner, url: str | None) -> LearnerCheckpointer:
         store = None if url is None else CheckpointStore(url)
-        return Healing(self._trainer, owner, store, every_steps=self._learner.checkpoint_every)
+        return LearnerCheckpointer(self._trainer, owner, store, every_steps=self._learner.checkpoint_every)
 
     def _make_link(self) -> Link:
         from lightning_diloco.learner.link import Link  # the wire and its libraries, needed only here
@@ -328,14 +338,14 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         """From here on the module is an ordinary one; the link is the caller's to close."""
         if self._progress is not None:
             self._progress.remove()
-        if self._healing is not None:
-            self._healing.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
         if self._raw_steps is not None:
             self._raw_steps.close()
         if self._outermost is not None:
             self._outermost.remove(self._trainer)
         self._close_leased()
-        self._link = self._device = self._progress = self._healing = self._stopping = self._tuner_checkpoint = None
+        self._link = self._device = self._progress = self._checkpointer = self._stopping = self._tuner_checkpoint = None
         self._raw_steps = self._outermost = self._copies = None
 
     def _close(self) -> None:
@@ -369,14 +379,14 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
 
     def _leave_in_time(self, preemption: Preemption) -> None:
         """Pre-empted: a checkpoint is written while the last contributions are merged."""
-        if self._link is None or self._healing is None:
+        if self._link is None or self._checkpointer is None:
             return
-        self._healing.take()
+        self._checkpointer.take()
         try:
             self._link.finish("preempted", preemption.left_s)
         except DiLoCoError as error:
             log.warning("the run was left without a farewell: %s", error)
-        is_stored = self._healing.wait(preemption.left_s) and self._learner.checkpoint_every > 0
+        is_stored = self._checkpointer.wait(preemption.left_s) and self._learner.checkpoint_every > 0
         log.warning("pre-empted; the run was left with%s a checkpoint", "" if is_stored else "out")
 
     def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -404,7 +414,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         super().on_train_batch_start(batch, batch_idx)
         if self._raw_steps is not None:
             self._raw_steps.batch_begins()
-        if self._exchanging and self._healing is not None and (held_up_s := self._healing.batch_begins()):
+        if self._exchanging and self._checkpointer is not None and (held_up_s := self._checkpointer.batch_begins()):
             assert self._link is not None
             self._link.held_up(held_up_s)
 
@@ -424,7 +434,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
         """The real step, then the outer loop's share of it."""
         if self._raw_steps is not None:
             self._raw_steps.is_known = True
-        with self._healing.warm_up.slowed(optimizer) if self._healing else nullcontext():
+        with self._checkpointer.warm_up.slowed(optimizer) if self._checkpointer else nullcontext():
             output = super().optimizer_step(optimizer, self._settling(closure), model, **kwargs)
         if self._raw_steps is not None:
             self._raw_steps.is_known = False
@@ -454,12 +464,12 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
             yield
             return
         assert self._link is not None
-        assert self._healing is not None
+        assert self._checkpointer is not None
         ends = self.lightning_module.automatic_optimization and self._counter.has_counted
         if ends:
             self._begin_inner_step()
         self._link.settle()
-        with self._healing.warm_up.slowed(optimizer):
+        with self._checkpointer.warm_up.slowed(optimizer):
             yield
         self._copies.look([optimizer])
         self._stepped = True
@@ -488,10 +498,10 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, Strategy):
             return
         self._saved.clear()
         assert self._link is not None
-        assert self._healing is not None
+        assert self._checkpointer is not None
         check_frozen(self._trainer, self._frozen)
         self._copies.look(self._trainer.optimizers)
-        self._healing.step_done()
+        self._checkpointer.step_done()
         if self._preemption is not None:
             self._preemption.has_trained = True
         hold_schedules(self._trainer)

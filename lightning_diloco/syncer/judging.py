@@ -22,7 +22,7 @@ from statistics import median_high
 from lightning_diloco.core.encoded import Measured
 from lightning_diloco.protocol.actions import Contribution
 from lightning_diloco.protocol.events import Verdict
-from lightning_diloco.syncer.norm_guard import Limit, UsualNorms
+from lightning_diloco.syncer.norm_guard import Limit, NormGuard
 
 NOTHING = 1e-3  # of the usual norm: the first contributions of a long warm-up are longer
 
@@ -52,7 +52,7 @@ class Judge:
         usual: norms of the run.
     """
 
-    def __init__(self, usual: UsualNorms) -> None:
+    def __init__(self, usual: NormGuard) -> None:
         self._usual = usual
         self._last: dict[tuple[str, int], tuple[int, tuple[float, ...]]] = {}
 

@@ -23,7 +23,7 @@ from lightning_diloco.protocol import actions, events
 from lightning_diloco.syncer.anchors import Anchor, AnchorStore
 from lightning_diloco.syncer.contribution_archive import Recorded, Recorder
 from lightning_diloco.syncer.judging import Judge
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.base import Json
 
 
@@ -36,7 +36,7 @@ class MergeJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Installable:
+class DurableCommit:
     """A commit whose record is on disk."""
 
     event: events.Committed
@@ -63,7 +63,7 @@ class _Gradient:
         )
 
 
-class Merger:
+class MergeWorker:
     """What the merge thread does.
 
     Args:
@@ -72,7 +72,7 @@ class Merger:
         disk_failed: told when the disk does not take a commit.
     """
 
-    def __init__(self, durable: Durable, recorder: Recorder | None, disk_failed: Callable[[str], None]) -> None:
+    def __init__(self, durable: SyncerStore, recorder: Recorder | None, disk_failed: Callable[[str], None]) -> None:
         self._durable = durable
         self._recorder = recorder
         self._disk_failed = disk_failed
@@ -98,7 +98,7 @@ class Merger:
         self._gradients[p] = gradient
         return [merged]
 
-    def commit(self, store: AnchorStore, job: actions.Apply) -> list[events.SyncerEvent | Installable]:
+    def commit(self, store: AnchorStore, job: actions.Apply) -> list[events.SyncerEvent | DurableCommit]:
         """Make a commit durable; returns what is to be installed, or what the machine is to be told instead."""
         p, gradient = job.fragment, self._gradients.pop(job.fragment)
         assert gradient.job.action.round == job.round
@@ -116,7 +116,7 @@ class Merger:
             self._disk_failed(str(error))
             return [events.CommitFailed(p, job.round, str(error))]
         made = events.Committed(p, job.round, anchor.digest)
-        return [Installable(made, anchor, gradient.job.action.contributions, gradient.report)]
+        return [DurableCommit(made, anchor, gradient.job.action.contributions, gradient.report)]
 
 
 def _refuse_longest(gradient: _Gradient, problem: str) -> events.PayloadReceived:

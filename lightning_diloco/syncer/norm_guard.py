@@ -56,7 +56,7 @@ class _Recent:
         self.whole: deque[Sample] = deque(maxlen=NUM_RECENT)
 
 
-class UsualNorms:
+class NormGuard:
     """The norms of one run."""
 
     def __init__(self) -> None:

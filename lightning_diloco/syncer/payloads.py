@@ -56,7 +56,7 @@ class _Given:
     asked_s: float
 
 
-class BulkDesk:
+class Payloads:
     """Payloads of contributions and of the seed.
 
     Attributes:

@@ -18,9 +18,9 @@ from lightning_diloco.process import descriptors, grpc_log
 from lightning_diloco.process.malloc import keep_few_heaps
 from lightning_diloco.storage import local_runs
 from lightning_diloco.syncer.front import Front
-from lightning_diloco.syncer.restoring import Doorway
+from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import (
     JoinAddress,
     new_token,
@@ -42,7 +42,7 @@ def serve(options: SyncerOptions) -> int:
     grpc_log.keep_to_errors()
     options.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     address, identity = _address_and_identity(options)
-    door = Doorway()
+    door = RestoringHandler()
     front = Front(door, options.run_dir, options.listen, address, identity)
 
     def listen() -> None:
@@ -54,7 +54,7 @@ def serve(options: SyncerOptions) -> int:
     is_known = (options.run_dir / "join").exists()
     try:
         # Who knows the run is told from the first moment on that it is being restored; a new run has nothing to read.
-        durable = Durable(options.run_dir, locked=listen if is_known else lambda: None, tell=door.tell)
+        durable = SyncerStore(options.run_dir, locked=listen if is_known else lambda: None, tell=door.tell)
         service = SyncerService(options, run=address.run, durable=durable)
     except BaseException:
         front.stop()

@@ -8,7 +8,7 @@ from lightning_diloco.errors import RestoringError
 from lightning_diloco.transport.base import Bulk, Handler, Json, Polled
 
 
-class Doorway:
+class RestoringHandler:
     """Implements the transport's `Handler`: refuses calls until the service is there, then passes them on."""
 
     def __init__(self) -> None:

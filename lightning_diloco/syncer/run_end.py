@@ -24,7 +24,7 @@ LISTENING_S = 3.0
 BACK_S = 5.0  # within which learners find a syncer that was started again
 
 
-class Ending:
+class RunEnd:
     """Watches for the end.
 
     Args:

@@ -33,7 +33,7 @@ from lightning_diloco.errors import ConfigError, CorruptLogError, StorageError
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.checkpoint_store import CheckpointStore, Entry
 from lightning_diloco.storage.files import make_directory, storage, write_whole
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import is_loopback, read_join_file, write_join_file
 from lightning_diloco.transport.base import Json
 
@@ -150,7 +150,7 @@ def _copy(run_dir: Path, to: Path) -> None:
 
 def _opened(to: Path) -> RunSnapshot:
     """Restore the copy as a syncer would, which cuts the record that was being written."""
-    state, durable = SyncerState(run="any"), Durable(to)
+    state, durable = SyncerState(run="any"), SyncerStore(to)
     try:
         if durable.restore(state, time.monotonic()) is None:
             raise CorruptLogError("the start values are there, but not yet the record that says so")

@@ -36,16 +36,16 @@ from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.files import write_whole
 from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.inbox import Inbox
-from lightning_diloco.syncer.merge_worker import Installable, MergeJob, Merger
+from lightning_diloco.syncer.merge_worker import DurableCommit, MergeJob, MergeWorker
 from lightning_diloco.syncer.outbox import Outbox
-from lightning_diloco.syncer.payloads import BulkDesk
+from lightning_diloco.syncer.payloads import Payloads
 from lightning_diloco.syncer.quota import Place, Placed, Quota
-from lightning_diloco.syncer.run_end import Ending
+from lightning_diloco.syncer.run_end import RunEnd
 from lightning_diloco.syncer.status.history import CLOSED
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.syncer.status.progress import pause_s, progress
-from lightning_diloco.syncer.status.publisher import Board
-from lightning_diloco.syncer.store import Durable, seeded_store
+from lightning_diloco.syncer.status.publisher import StatusPublisher
+from lightning_diloco.syncer.store import SyncerStore, seeded_store
 from lightning_diloco.transport import portions
 from lightning_diloco.transport.base import Bulk, Json, Polled
 
@@ -88,11 +88,11 @@ class SyncerService:
         durable: the run directory's state on disk; None: opened here.
     """
 
-    def __init__(self, options: SyncerOptions, *, run: str, durable: Durable | None = None) -> None:
+    def __init__(self, options: SyncerOptions, *, run: str, durable: SyncerStore | None = None) -> None:
         RunConfig.from_dict(options.run_options)
         self._options = options
-        self._ending = Ending(expect=options.expect, embedded_by=options.embedded_by)
-        self._durable = durable or Durable(options.run_dir)
+        self._ending = RunEnd(expect=options.expect, embedded_by=options.embedded_by)
+        self._durable = durable or SyncerStore(options.run_dir)
         self._recorder = None
         if options.record_contributions:
             self._recorder = Recorder(options.run_dir / "syncer" / "contributions")
@@ -101,12 +101,12 @@ class SyncerService:
         self._store = self._durable.restore(self.state, time.monotonic())
         if self._durable.past.was_closed:
             self._ending.reopened()
-        self._desk = BulkDesk()
+        self._desk = Payloads()
         self._desk.remember_merged(self.state.roster)
-        self._board = Board(self.state, self._desk, self._durable.past)
-        self._merger = Merger(self._durable, self._recorder, self._board.disk_failed)
+        self._board = StatusPublisher(self.state, self._desk, self._durable.past)
+        self._merger = MergeWorker(self._durable, self._recorder, self._board.disk_failed)
         self._outbox = Outbox(is_member=self._is_member)
-        self._inbox: Inbox[events.SyncerEvent | Placed | Installable] = Inbox()
+        self._inbox: Inbox[events.SyncerEvent | Placed | DurableCommit] = Inbox()
         self._quota = Quota()
         self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
         self._seed: actions.StoreSeed | None = None
@@ -261,7 +261,7 @@ class SyncerService:
                 self._quota.free(event.place)
                 event = event.event
             match event:
-                case Installable():
+                case DurableCommit():
                     self._install(event, came_s)
                 case events.Tick():
                     self._tick(event, came_s)
@@ -354,7 +354,7 @@ class SyncerService:
             self._num_applying += 1
             self._jobs.put(action)
 
-    def _install(self, made: Installable, now_s: float) -> None:
+    def _install(self, made: DurableCommit, now_s: float) -> None:
         assert self._store is not None
         p, record, found = made.event.fragment, self.state.applying(made.event.fragment), made.report
         self._desk.note_merged(record)

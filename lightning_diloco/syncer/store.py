@@ -30,7 +30,7 @@ from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.storage.tape import Tape, read_tape
 from lightning_diloco.syncer.anchors import AnchorStore
-from lightning_diloco.syncer.status.history import Past, recall
+from lightning_diloco.syncer.status.history import History, recall
 from lightning_diloco.transport.base import Json
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ MIN_LOG_BYTES = 8 << 20
 SNAPSHOT_AGAIN_S = 30.0
 
 
-class Durable:
+class SyncerStore:
     """Log, snapshots and tape of one run.
 
     Args:
@@ -64,7 +64,7 @@ class Durable:
         self.log = RedoLog(run_dir / "syncer" / "log", faults=faults, locked=locked, tell=tell)
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
         self.tape = Tape(run_dir / "tape" / "events.jsonl")
-        self.past = Past()
+        self.past = History()
         self._writing: threading.Thread | None = None
         self._snapshot_again_s = 0.0
         self._tape_failed = False

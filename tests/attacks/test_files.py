@@ -19,8 +19,8 @@ from lightning_diloco.errors import StorageError
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.files import AppendFile, write_file, write_whole
-from lightning_diloco.syncer.payloads import BulkDesk
-from lightning_diloco.syncer.status.publisher import Board
+from lightning_diloco.syncer.payloads import Payloads
+from lightning_diloco.syncer.status.publisher import StatusPublisher
 from lightning_diloco.transport.address import new_token
 from lightning_diloco.transport.frames import dumps
 from tests.attacks.files import ESCAPES, plant_link, speak_in_control_characters
@@ -49,7 +49,7 @@ def test_text_that_does_nothing_is_shown_as_it_is() -> None:
 
 
 def test_an_infinite_cosine_is_told_to_nobody_and_breaks_no_answer() -> None:
-    board = Board(SyncerState(run="run"), BulkDesk())
+    board = StatusPublisher(SyncerState(run="run"), Payloads())
     board.merged(("a", "b"), (0.5, math.inf))
     assert [json.loads(dumps(codec.dump(board.news(session))))["cosine"] for session in ("a", "b")] == [0.5, None]
 

@@ -15,7 +15,7 @@ from lightning_diloco.protocol import events, messages
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.syncer import inbox, service
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 from tests.attacks.liveness import StuckDisk, freeze
 from tests.e2e.conftest import Processes
 from tests.e2e.conftest import until as eventually
@@ -41,7 +41,7 @@ def test_a_disk_that_is_stuck_for_longer_than_a_lease_lapses_nobody_who_was_hear
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_wait: int
 ) -> None:
     disk, clock = StuckDisk(), Clock(monkeypatch)
-    target = Target(tmp_path, durable=Durable(tmp_path, faults=disk))
+    target = Target(tmp_path, durable=SyncerStore(tmp_path, faults=disk))
     monkeypatch.setattr(service, "MAX_WAITING", may_wait)
     honest, state = target.honest, target.service.state
     heartbeat = messages.Heartbeat("stepping", honest.progress(), 0.01, 1e3)

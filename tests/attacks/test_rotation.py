@@ -12,7 +12,7 @@ from lightning_diloco.cli.main import main
 from lightning_diloco.errors import AuthError, ConfigError, RemoteError, TransportError
 from lightning_diloco.learner.rotation import Followed, rotate
 from lightning_diloco.syncer.front import Front
-from lightning_diloco.syncer.restoring import Doorway
+from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
 from lightning_diloco.transport.flight import FlightConnection
 from tests.e2e.conftest import HERE, Processes
@@ -32,7 +32,7 @@ def asks(address: JoinAddress) -> dict:
 
 
 def test_the_old_token_lets_nobody_in_once_it_is_replaced(tmp_path: Path) -> None:
-    target, door = Target(tmp_path), Doorway()
+    target, door = Target(tmp_path), RestoringHandler()
     door.open(target.service)
     front = Front(door, tmp_path, "127.0.0.1:0", OLD, None)
     before = front.listen()

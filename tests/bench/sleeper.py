@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import lightning_diloco  # noqa: F401  makes "decoupled_diloco" known to the Trainer
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.learner import link
-from lightning_diloco.learner.exchange import Freight
+from lightning_diloco.learner.exchange import FragmentExchange
 from lightning_diloco.protocol import messages
 from tests.bench.processes import MEASURED, STEPPING
 
@@ -120,12 +120,12 @@ class _BlockingLinks:
     def __init__(self) -> None:
         self.num_jobs = 0
 
-        def encode(freight: Freight, ready: messages.Ready) -> None:
+        def encode(freight: FragmentExchange, ready: messages.Ready) -> None:
             self.num_jobs += 1
             freight._wanted.add((ready.fragment, ready.seq))
             freight._encode(ready, freight._device.snapshot(ready.fragment))
 
-        Freight.encode, Freight.upload = encode, Freight._upload  # type: ignore[method-assign]
+        FragmentExchange.encode, FragmentExchange.upload = encode, FragmentExchange._upload  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from lightning_diloco.cli import run as cli_run
 from lightning_diloco.cli.faults import story as chaos_story
-from lightning_diloco.cli.faults.injector import Meddler
+from lightning_diloco.cli.faults.injector import FaultInjector
 from lightning_diloco.cli.faults.schedule import KINDS, draw
 from lightning_diloco.cli.local.display import Screen
 from lightning_diloco.cli.local.interruption import Interruption
@@ -51,7 +51,7 @@ def run(seconds: float, seed: int | None, *, waits: bool = False) -> dict[str, A
     with tempfile.TemporaryDirectory(prefix="diloco-survivors-") as name, contextlib.ExitStack() as stack:
         run_dir, until_s = Path(name), time.time() + seconds
         kinds = draw(KINDS, [VICTIM], faults_per_hour=FAULTS_PER_HOUR, seed=seed or 0)
-        meddler = stack.enter_context(Meddler(iter(()) if seed is None else kinds, run_dir / chaos_story.FAULTS))
+        meddler = stack.enter_context(FaultInjector(iter(()) if seed is None else kinds, run_dir / chaos_story.FAULTS))
         options = ["--until-s", f"{until_s:.1f}", "--step-s", str(STEP_S), *(["--waits"] if waits else [])]
         plan = Plan(
             run_dir=run_dir,

@@ -22,15 +22,15 @@ from typing import Any
 from lightning_diloco.cli import fit
 from lightning_diloco.cli.faults.step_log import read_steps
 from lightning_diloco.learner import link
-from lightning_diloco.learner.lease_client import LeaseDesk
+from lightning_diloco.learner.lease_client import LeaseClient
 from lightning_diloco.strategy.hooks import DiLoCoHooks
-from lightning_diloco.strategy.recovery.checkpointer import Healing
+from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer
 
 PATTERN = "hooks-*.f64"
 CALLS: tuple[tuple[type, str], ...] = (
     (DiLoCoHooks, "_note_leased"),
-    (LeaseDesk, "take"),
-    (Healing, "batch_begins"),
+    (LeaseClient, "take"),
+    (LearnerCheckpointer, "batch_begins"),
     (link.Link, "settle"),
     (DiLoCoHooks, "_end_inner_step"),
 )

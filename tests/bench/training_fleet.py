@@ -30,7 +30,7 @@ from lightning_diloco.simulate.fleet import Fleet, Network, Pace, SimulatedLearn
 from lightning_diloco.strategy.trainer.parameters import describe, trainable_parameters
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.judging import Judge, Judgement
-from lightning_diloco.syncer.norm_guard import UsualNorms
+from lightning_diloco.syncer.norm_guard import NormGuard
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class TrainingFleet(Fleet):
         self._openers: dict[int, int] = {}
         self.store = AnchorStore(self.plan, config)
         self._is_guarded = is_guarded
-        self._usual = UsualNorms()
+        self._usual = NormGuard()
         self.judge = Judge(self._usual)
         self._merges: dict[int, tuple[tuple[do.Contribution, ...], Tensor, MergeReport]] = {}
         self._crews: dict[str, _Crew] = {}

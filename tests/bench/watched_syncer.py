@@ -32,7 +32,7 @@ from lightning_diloco.syncer import process as syncer_module
 from lightning_diloco.syncer import store as durable_module
 from lightning_diloco.syncer.anchors import Anchor, AnchorStore
 from lightning_diloco.syncer.outbox import Outbox
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 
 POINTS = (
     *("append:before", "append:after_header", "append:after_payload", "sync:before", "sync:after"),
@@ -105,16 +105,16 @@ class Executioner:
 
 def watch(journal: Journal) -> None:
     """Write down what is computed, written, durable, installed, booked and told, and what a restart begins with."""
-    restore, write, put, close = Durable.restore, Durable.write, Outbox.put, Account.close
+    restore, write, put, close = SyncerStore.restore, SyncerStore.write, Outbox.put, Account.close
     next_state, install = AnchorStore.next_state, AnchorStore.install
 
-    def restored(self: Durable, state: SyncerState, now_s: float) -> AnchorStore | None:
+    def restored(self: SyncerStore, state: SyncerState, now_s: float) -> AnchorStore | None:
         store = restore(self, state, now_s)
         accounts = codec.dump(state.saved())["accounts"]
         journal.write("restored", fragments=_fragments(store), accounts=accounts, lsn=self.log.last_lsn)
         return store
 
-    def written(self: Durable, record: Any, payload: Any = b"") -> None:
+    def written(self: SyncerStore, record: Any, payload: Any = b"") -> None:
         journal.write("writing", record=record)
         write(self, record, payload)
         journal.write("durable", lsn=self.log.last_lsn)
@@ -137,7 +137,7 @@ def watch(journal: Journal) -> None:
         close(self, cause)
         journal.write("booked", account=[self.learner, self.incarnation], booked=dict(self.booked))
 
-    Durable.restore, Durable.write, Outbox.put, Account.close = restored, written, told, closed
+    SyncerStore.restore, SyncerStore.write, Outbox.put, Account.close = restored, written, told, closed
     AnchorStore.next_state, AnchorStore.install = computed, installed
 
 
@@ -159,7 +159,7 @@ def main() -> int:
     journal.write("started")
     journal.cut_power(run_dir / "syncer" / "log", chance)
     if journal.life < given["num_kills"]:
-        syncer_module.Durable = functools.partial(Durable, faults=Executioner(journal, chance))
+        syncer_module.SyncerStore = functools.partial(SyncerStore, faults=Executioner(journal, chance))
     durable_module.MIN_LOG_BYTES = MIN_LOG_BYTES
     watch(journal)
     return diloco(["syncer", *options])

@@ -26,7 +26,7 @@ from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.strategy.trainer.parameters import describe, named_values, trainable_parameters
 from lightning_diloco.syncer.anchors import AnchorStore
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 
 MODEL = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -49,7 +49,7 @@ class Run:
         for p, layout in enumerate(store.layouts):
             store.seed(p, gather(layout, params, torch.empty(layout.padded_numel)))
         gradient = (torch.randn(store.layouts[COMMITTED].padded_numel) * 0.01).bfloat16()
-        durable = Durable(run_dir)
+        durable = SyncerStore(run_dir)
         state = SyncerState(run="r")
         durable.store_seed(codec.dump(state.saved()), manifest, store)
         durable.write(records.encode(records.Seeded(1, manifest)))
@@ -116,7 +116,7 @@ def test_the_checkpoint_loads_into_the_module(run: Run, tmp_path: Path) -> None:
 
 def test_the_run_can_go_on_after_an_export(run: Run, tmp_path: Path) -> None:
     export(run, tmp_path / "to")
-    durable = Durable(run.dir)
+    durable = SyncerStore(run.dir)
     store = durable.restore(SyncerState(run="r"), 0.0)
     durable.close()
     assert store is not None
@@ -124,7 +124,7 @@ def test_the_run_can_go_on_after_an_export(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_is_refused(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    syncer = Durable(run.dir)
+    syncer = SyncerStore(run.dir)
     try:
         assert export(run, tmp_path / "to") == 1
     finally:
@@ -171,7 +171,7 @@ def test_the_anchor_is_not_loaded_into_another_module_or_from_a_run_that_goes_on
         lightning_diloco.load_anchor(str(run.dir), other)
     with pytest.raises(ConfigError, match="no syncer ever ran there"):
         lightning_diloco.load_anchor(tmp_path / "nowhere", other)
-    syncer = Durable(run.dir)
+    syncer = SyncerStore(run.dir)
     with pytest.raises(StorageError, match="stop its syncer"):
         lightning_diloco.load_anchor(run.dir, other)
     syncer.close()

@@ -23,7 +23,7 @@ from lightning_diloco.core.quantize import encode, wire_nbytes
 from lightning_diloco.manifest import ModelDescription, make_manifest, plan_of
 from lightning_diloco.protocol import messages
 from lightning_diloco.syncer.process import SyncerOptions, SyncerService
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.base import Bulk, Connection, Handler, Json
 from lightning_diloco.transport.failures import handling
 from lightning_diloco.transport.frames import dumps, loads
@@ -217,7 +217,7 @@ class Wire:
 class Target:
     """A running syncer with an honest learner; `check` says whether it is what it was."""
 
-    def __init__(self, run_dir: Path, *, durable: Durable | None = None) -> None:
+    def __init__(self, run_dir: Path, *, durable: SyncerStore | None = None) -> None:
         self.service = SyncerService(SyncerOptions(run_dir=run_dir), run="run", durable=durable)
         self.reported: list[Exception] = []
         self.transport = MemoryTransport(self.service, on_error=self.reported.append)

@@ -22,7 +22,7 @@ from lightning_diloco.errors import TransportError
 from lightning_diloco.learner.link import Link
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Connection, Json
 from lightning_diloco.transport.memory import MemoryTransport
@@ -188,7 +188,7 @@ class Fleet:
         self.connect: Callable[[], Connection] = self.transport.connect
 
     def _served(self) -> SyncerService:
-        durable = Durable(self.run_dir, faults=self.faults) if self.faults else None
+        durable = SyncerStore(self.run_dir, faults=self.faults) if self.faults else None
         service = SyncerService(self.options, run=RUN, durable=durable)
         service.start()
         return service

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.learner.exchange import Freight
+from lightning_diloco.learner.exchange import FragmentExchange
 from lightning_diloco.process.threads import Crew
 from lightning_diloco.protocol import events
 from tests.devices.rig import BLOCK, Rig
@@ -24,7 +24,7 @@ def test_what_is_decided_before_a_device_has_computed_it_is_not_encoded(
     rig, crew, told = Rig(), Crew(pytest.fail), queue.SimpleQueue[Any]()
     caught_up = threading.Event()
     monkeypatch.setattr(rig.device, "collect", lambda _: caught_up.wait(20.0))
-    freight = Freight(
+    freight = FragmentExchange(
         None,  # type: ignore[arg-type]
         "session",
         rig.device,

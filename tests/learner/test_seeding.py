@@ -18,7 +18,7 @@ from lightning_diloco.manifest import make_manifest
 from lightning_diloco.protocol import messages
 from lightning_diloco.syncer import service
 from lightning_diloco.syncer.process import SyncerOptions, SyncerService
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json, Polled
 from lightning_diloco.transport.memory import MemoryTransport
@@ -44,7 +44,7 @@ def test_a_seed_whose_lease_passed_on_while_the_disk_was_full_is_not_stored(
 ) -> None:
     monkeypatch.setattr(service, "RETRY_S", 0.05)
     disk = FullDisk()
-    served = SyncerService(SyncerOptions(run_dir=tmp_path), run="run", durable=Durable(tmp_path, faults=disk))
+    served = SyncerService(SyncerOptions(run_dir=tmp_path), run="run", durable=SyncerStore(tmp_path, faults=disk))
     transport, state = MemoryTransport(served), served.state
     served.start()
     first, second = (Peer(transport.connect(), name) for name in ("first", "second"))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_diloco.learner.step_timer import NUM_SAMPLES, NUM_WARM_UP, Stopwatch
+from lightning_diloco.learner.step_timer import NUM_SAMPLES, NUM_WARM_UP, StepTimer
 
 
 class Training:
     """Steps of given length with hooks of given length between them."""
 
     def __init__(self) -> None:
-        self.watch, self.now_s = Stopwatch(), 0.0
+        self.watch, self.now_s = StepTimer(), 0.0
 
     def step(self, step_s: float, hook_s: float = 0.0, tokens: int = 10, num_exchanges: int = 0) -> None:
         self.now_s += step_s
@@ -103,7 +103,7 @@ def test_what_settling_takes_is_stall_of_the_exchange_before_and_no_part_of_the_
 
 
 def test_nothing_measured_is_zero() -> None:
-    watch = Stopwatch()
+    watch = StepTimer()
     assert (watch.step_s, watch.long_step_s, watch.tokens_per_s) == (0.0, 0.0, 0.0)
     assert (watch.exchange_p95_s, watch.stall_s) == (0.0, 0.0)
 

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice, Update
-from lightning_diloco.learner.status import Standing
+from lightning_diloco.learner.status import LearnerStatus
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.strategy import identity
 
-STANDING = Standing((3, 4), 1, (2,), 2, None)
+STANDING = LearnerStatus((3, 4), 1, (2,), 2, None)
 VOCABULARY, LENGTH, NUM_SAMPLES = 11, 6, 24
 
 # Lightning tells small CPU runs about their size; none of this is about us.
@@ -58,7 +58,7 @@ class Scenario:
     start_error: Exception | None = None
     step_error: Exception | None = None
     run_values: float | None = None  # the run exists: its anchors hold this value everywhere
-    standing: Standing = STANDING
+    standing: LearnerStatus = STANDING
     incarnation: int = 1
     is_late: bool = False  # the run has come somewhere before this learner joins
     run_steps: int = 0  # and this far
@@ -171,7 +171,7 @@ class RecordingLink:
     def set_eval_loss(self, loss: float) -> None:
         self.eval_losses.append(loss)
 
-    def standing(self) -> Standing:
+    def standing(self) -> LearnerStatus:
         return self.scenario.standing
 
     def held_up(self, for_s: float) -> None:

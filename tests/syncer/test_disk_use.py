@@ -13,7 +13,7 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.syncer import store as durable_module
-from lightning_diloco.syncer.store import Durable, seeded_store
+from lightning_diloco.syncer.store import SyncerStore, seeded_store
 
 SHAPES = {"embedding": (256, 64), "hidden": (256, 128), "bias": (128,)}
 NUM_FRAGMENTS, NUM_COMMITS = 4, 80
@@ -30,7 +30,7 @@ def test_log_and_snapshots_stay_under_three_times_the_state(tmp_path: Path, monk
     numels = [plan.layout(p, manifest["config"]["block_size"]).padded_numel for p in range(NUM_FRAGMENTS)]
     store = seeded_store(manifest, [torch.randn(numel) for numel in numels])
     machine, disk, sizes = codec.dump(SyncerState(run="r").saved()), tmp_path / "syncer", list[int]()
-    durable = Durable(tmp_path, faults=lambda point: sizes.append(nbytes(disk)))
+    durable = SyncerStore(tmp_path, faults=lambda point: sizes.append(nbytes(disk)))
     durable.store_seed(machine, manifest, store)
     for k in range(NUM_COMMITS):
         p, version = k % NUM_FRAGMENTS, 1 + k // NUM_FRAGMENTS

@@ -12,14 +12,14 @@ from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.actions import Contribution
 from lightning_diloco.protocol.events import Verdict
 from lightning_diloco.syncer.judging import Judge
-from lightning_diloco.syncer.norm_guard import UsualNorms
+from lightning_diloco.syncer.norm_guard import NormGuard
 
 
 class Rounds:
     """Judges rounds of a, b, c and mad to one fragment of two slices."""
 
     def __init__(self) -> None:
-        self.judge = Judge(UsualNorms())
+        self.judge = Judge(NormGuard())
         self.seq = 0
 
     def next(self, mad: float, cosine: float = 0.5, *, names: str = "a b c mad", on_trial: bool = False) -> Verdict:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_diloco.syncer.norm_guard import MIN_SAMPLES, NORM_GUARD, SCALE_DOWN, Limit, UsualNorms
+from lightning_diloco.syncer.norm_guard import MIN_SAMPLES, NORM_GUARD, SCALE_DOWN, Limit, NormGuard
 from tests.learner.fleet import OPTIONS, Fleet, Learner, assert_exact, until
 
 ALONE = {**OPTIONS, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -89,9 +89,9 @@ def test_what_is_cut_off_goes_into_the_next_contributions(tmp_path: Path, seed: 
         assert summary["tokens_merged"] == summary["tokens_seen"]
 
 
-def taught(**norms: float) -> UsualNorms:
+def taught(**norms: float) -> NormGuard:
     """MIN_SAMPLES contributions of each learner to fragment 0, of four steps each."""
-    usual = UsualNorms()
+    usual = NormGuard()
     for learner, norm in norms.items():
         usual.learn(0, [learner] * MIN_SAMPLES, [norm] * MIN_SAMPLES, [4] * MIN_SAMPLES, [1.0] * MIN_SAMPLES)
     return usual
@@ -127,8 +127,8 @@ def test_what_was_scaled_down_is_not_learnt_from() -> None:
 def test_in_first_rounds_contributions_to_the_same_round_are_the_measure() -> None:
     present = {"a": (1.0, 4), "b": (2.0, 4), "mad": (1e30, 4)}
 
-    assert UsualNorms().limit(0, "mad", 4, present).refused == NORM_GUARD * 2.0
-    assert UsualNorms().limit(0, "a", 4, present).refused >= NORM_GUARD * 2.0
+    assert NormGuard().limit(0, "mad", 4, present).refused == NORM_GUARD * 2.0
+    assert NormGuard().limit(0, "a", 4, present).refused >= NORM_GUARD * 2.0
 
 
 def test_newcomers_with_short_contributions_do_not_limit_who_was_there_before() -> None:
@@ -146,7 +146,7 @@ def test_of_two_learners_the_longer_one_is_scaled_down_and_nobody_refused() -> N
 
 
 def test_alone_a_learner_is_limited_by_its_own_past() -> None:
-    usual = UsualNorms()
+    usual = NormGuard()
     usual.learn(0, ["a"] * (MIN_SAMPLES - 1), [2.0] * (MIN_SAMPLES - 1), [4] * 7, [1.0] * 7)
     assert usual.limit(0, "a", 4, {"a": (1.0, 4)}).norm == float("inf")
     usual.learn(0, ["a"], [2.0], [4], [0.5])

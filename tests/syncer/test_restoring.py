@@ -14,8 +14,8 @@ from lightning_diloco.process import parallel
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.syncer import process as syncer
 from lightning_diloco.syncer.replay import replay
-from lightning_diloco.syncer.restoring import Doorway
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.restoring import RestoringHandler
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
 from lightning_diloco.transport.flight import FlightConnection
 from tests.learner.fleet import Fleet, assert_exact, until
@@ -36,7 +36,7 @@ def test_a_clean_stop_leaves_a_snapshot_and_no_log_to_replay(tmp_path: Path) -> 
         published, totals = fleet.published(), fleet.service.state.ledger.totals()
         fleet.stop()
         told: list[str] = []
-        durable = Durable(tmp_path, tell=told.append)
+        durable = SyncerStore(tmp_path, tell=told.append)
         state = SyncerState(run="any")
         store = durable.restore(state, time.monotonic())
         durable.close()
@@ -67,7 +67,7 @@ def test_a_replay_by_several_threads_has_the_same_bits(
         wanted = [fleet.service._store.state_tensors(p) for p in range(3)]
         fleet.crash()
         told: list[str] = []
-        durable = Durable(tmp_path, tell=told.append)
+        durable = SyncerStore(tmp_path, tell=told.append)
         store = durable.restore(SyncerState(run="any"), time.monotonic())
         durable.close()
         assert store is not None
@@ -85,7 +85,7 @@ def test_joiners_wait_for_a_restore_as_long_as_it_gets_on(tmp_path: Path, monkey
     monkeypatch.setattr(joining, "RESTORING_S", 2.0)
     monkeypatch.setattr(joining, "AGAIN_S", 0.02)
     with Fleet(tmp_path) as fleet:
-        door = Doorway()
+        door = RestoringHandler()
         fleet.transport.handler = door
         learner = fleet.learner("l0")
         asked: list[int] = []
@@ -106,7 +106,7 @@ def test_joiners_give_up_on_a_restore_that_does_not_get_on_and_say_what_it_does(
 ) -> None:
     monkeypatch.setattr(joining, "RESTORING_S", 0.2)
     monkeypatch.setattr(joining, "AGAIN_S", 0.02)
-    door = Doorway()
+    door = RestoringHandler()
     door.tell("its log is replayed, record 7 of 9")
     with Fleet(tmp_path) as fleet:
         fleet.transport.handler = door
@@ -124,7 +124,7 @@ def test_a_syncer_that_is_started_again_answers_while_it_reads_its_disk(
     write_join_file(tmp_path / "join", JoinAddress("127.0.0.1", 1, "toy", "token"))  # as older versions wrote it
     answers: list[str] = []
 
-    def restored(self: Durable, *_: object) -> None:
+    def restored(self: SyncerStore, *_: object) -> None:
         connection = FlightConnection(read_join_file(tmp_path / "join"))
         with pytest.raises(RestoringError) as refused:
             connection.status()
@@ -133,7 +133,7 @@ def test_a_syncer_that_is_started_again_answers_while_it_reads_its_disk(
         self.close()
         raise CorruptLogError("enough")
 
-    monkeypatch.setattr(Durable, "restore", restored)
+    monkeypatch.setattr(SyncerStore, "restore", restored)
     with pytest.raises(CorruptLogError, match="enough"):
         syncer.serve(syncer.SyncerOptions(run_dir=tmp_path))
     assert "the syncer restores its run (its log is checked, record" in answers[0]

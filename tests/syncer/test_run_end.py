@@ -12,7 +12,7 @@ from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.roster import Member
 from lightning_diloco.storage.local_runs import is_over
 from lightning_diloco.syncer import run_end
-from lightning_diloco.syncer.run_end import BACK_S, EVALUATE_WAIT_S, LISTENING_S, Ending
+from lightning_diloco.syncer.run_end import BACK_S, EVALUATE_WAIT_S, LISTENING_S, RunEnd
 
 LEASE_S = SyncerState(run="r").config.lease_s
 
@@ -36,7 +36,7 @@ def run_of(*members: Member) -> SyncerState:
 
 
 def test_expected_fleet_ends_the_run_when_all_have_finished(clock: list[float]) -> None:
-    watch = Ending(expect=2, embedded_by=None)
+    watch = RunEnd(expect=2, embedded_by=None)
     assert not watch.has_come(run_of(left("a")), clock[0])
     assert not watch.has_come(run_of(left("a"), left("b", reason="failed")), clock[0])
     assert not watch.has_come(run_of(left("a"), left("b"), Member("c", "c", 1, 2, state="active")), clock[0])
@@ -45,7 +45,7 @@ def test_expected_fleet_ends_the_run_when_all_have_finished(clock: list[float]) 
 
 def test_a_run_that_is_opened_again_does_not_end_by_who_finished_before(clock: list[float]) -> None:
     clock[0] = 1001.0
-    watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
+    watch, state = RunEnd(expect=1, embedded_by=None), run_of(left("a"))
     watch.reopened()
     assert not watch.has_come(state, clock[0] + EVALUATE_WAIT_S)
     state.roster.members["a"].ended_s = clock[0] + 1.0
@@ -54,7 +54,7 @@ def test_a_run_that_is_opened_again_does_not_end_by_who_finished_before(clock: l
 
 
 def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: list[float]) -> None:
-    watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
+    watch, state = RunEnd(expect=1, embedded_by=None), run_of(left("a"))
     watch.polled("a")
     assert not watch.has_come(state, clock[0])
     state.has_verdict = True
@@ -64,7 +64,7 @@ def test_last_leaver_is_waited_for_while_it_listens_and_has_not_spoken(clock: li
 
 
 def test_last_leaver_is_waited_for_by_a_syncer_that_was_started_again(clock: list[float]) -> None:
-    watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
+    watch, state = RunEnd(expect=1, embedded_by=None), run_of(left("a"))
     assert not watch.has_come(state, clock[0] + BACK_S - 0.1), "it has had no time to come back"
     clock[0] += 1.0
     watch.polled("a")
@@ -73,7 +73,7 @@ def test_last_leaver_is_waited_for_by_a_syncer_that_was_started_again(clock: lis
 
 
 def test_last_leaver_that_never_speaks_is_not_waited_for_forever(clock: list[float]) -> None:
-    watch, state = Ending(expect=1, embedded_by=None), run_of(left("a"))
+    watch, state = RunEnd(expect=1, embedded_by=None), run_of(left("a"))
     watch.polled("a")
     assert not watch.has_come(state, clock[0])
     clock[0] += EVALUATE_WAIT_S + 1
@@ -82,7 +82,7 @@ def test_last_leaver_that_never_speaks_is_not_waited_for_forever(clock: list[flo
 
 
 def test_a_validation_that_usually_takes_long_is_waited_for_longer(clock: list[float]) -> None:
-    watch = Ending(expect=1, embedded_by=None)
+    watch = RunEnd(expect=1, embedded_by=None)
     validates = Member("a", "a", 1, 0, state="active", phase="evaluating")
     for now_s in (1000.0, 1000.0 + EVALUATE_WAIT_S):
         assert not watch.has_come(run_of(validates), now_s)
@@ -98,7 +98,7 @@ def test_a_validation_that_usually_takes_long_is_waited_for_longer(clock: list[f
 def test_embedded_syncer_outlives_its_starter_while_others_take_part(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = Ending(expect=None, embedded_by=os.getppid())
+    watch = RunEnd(expect=None, embedded_by=os.getppid())
     monkeypatch.setattr(os, "getppid", lambda: 1)
     clock[0] += 10 * LEASE_S
     assert not watch.has_come(run_of(left("a"), Member("b", "b", 1, 1, state="active")), clock[0])
@@ -108,7 +108,7 @@ def test_embedded_syncer_outlives_its_starter_while_others_take_part(
 def test_embedded_syncer_waits_for_a_starter_that_is_suspended(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = Ending(expect=None, embedded_by=os.getppid())
+    watch = RunEnd(expect=None, embedded_by=os.getppid())
     lapsed = run_of(Member("a", "a", 1, 0, state="active", is_lapsed=True))
     assert lapsed.is_finished
     assert not watch.has_come(lapsed, clock[0] + 1e6)
@@ -119,7 +119,7 @@ def test_embedded_syncer_waits_for_a_starter_that_is_suspended(
 def test_embedded_syncer_whose_starter_died_before_it_joined_ends_after_a_lease(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = Ending(expect=None, embedded_by=os.getppid())
+    watch = RunEnd(expect=None, embedded_by=os.getppid())
     assert not watch.has_come(run_of(), clock[0] + 10 * LEASE_S), "it may take its time"
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert not watch.has_come(run_of(), clock[0] + 0.5 * LEASE_S)
@@ -142,4 +142,4 @@ def test_a_run_is_over_with_a_summary_of_its_own_that_nobody_served_after(tmp_pa
 
 
 def test_syncer_that_expects_nobody_serves_on(clock: list[float]) -> None:
-    assert not Ending(expect=None, embedded_by=None).has_come(run_of(left("a")), clock[0] + 1e6)
+    assert not RunEnd(expect=None, embedded_by=None).has_come(run_of(left("a")), clock[0] + 1e6)

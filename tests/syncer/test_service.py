@@ -23,9 +23,9 @@ from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer import service
 from lightning_diloco.syncer import store as durable
 from lightning_diloco.syncer.anchors import AnchorStore
-from lightning_diloco.syncer.merge_worker import Installable, MergeJob, Merger
+from lightning_diloco.syncer.merge_worker import DurableCommit, MergeJob, MergeWorker
 from lightning_diloco.syncer.process import SyncerOptions, _address_and_identity
-from lightning_diloco.syncer.store import Durable
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import write_join_file
 from tests.learner.fleet import DEADLINE_S, OPTIONS, Fleet, until
 
@@ -145,9 +145,9 @@ class Arithmetic:
     """A merger with contributions of given size, on a disk of its own."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.durable = Durable(run_dir)
+        self.durable = SyncerStore(run_dir)
         self.disk_errors: list[str] = []
-        self.merger = Merger(self.durable, None, self.disk_errors.append)
+        self.merger = MergeWorker(self.durable, None, self.disk_errors.append)
         self.store = AnchorStore(PLAN, CONFIG)
         self.store.seed(0, torch.zeros(128))
 
@@ -189,20 +189,20 @@ def test_contribution_far_above_the_usual_norm_is_scaled_down(tmp_path: Path) ->
     at.durable.past.usual.learn(0, ["l1"] * 8, [1.0] * 8, [4] * 8, [1.0] * 8)
     at.merger.merge(at.store, at.job(1000.0))
     (made,) = at.merger.commit(at.store, at.apply())
-    assert isinstance(made, Installable)
+    assert isinstance(made, DurableCommit)
     assert torch.linalg.vector_norm(made.anchor.momentum).item() == pytest.approx(10.0, rel=0.01)
     at.durable.close()
 
 
 def test_the_usual_norm_outlives_the_syncer(tmp_path: Path) -> None:
-    before = Durable(tmp_path)
+    before = SyncerStore(tmp_path)
     for version in range(8):
         before.note("outer", fragment=0, version=version, learners=["l1"], norms=[1.0], steps=[4], kept=[1.0])
     before.close()
 
     at = Arithmetic(tmp_path)
     at.durable.restore(SyncerState(run="run"), 0.0)
-    at.merger = Merger(at.durable, None, at.disk_errors.append)
+    at.merger = MergeWorker(at.durable, None, at.disk_errors.append)
     (merged,) = at.merger.merge(at.store, at.job(1000.0))
     assert isinstance(merged, events.Merged)
     assert merged.kept == {"s0": pytest.approx(10 / (1000 * 128**0.5), rel=0.01)}

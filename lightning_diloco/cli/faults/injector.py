@@ -28,7 +28,7 @@ from lightning_diloco.transport.faults import FaultProxy
 Undo = Callable[[], None]
 
 
-class Meddler:
+class FaultInjector:
     """One schedule, carried out once; leaving the `with` block takes back what still lasts.
 
     Args:
@@ -47,7 +47,7 @@ class Meddler:
         self._proxies: dict[str, FaultProxy] = {}
         self._phases: dict[str, str] = {}
 
-    def __enter__(self) -> Meddler:
+    def __enter__(self) -> FaultInjector:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.touch(mode=0o600)
         return self

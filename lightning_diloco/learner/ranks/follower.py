@@ -24,9 +24,9 @@ from lightning_diloco.learner.ranks.group import Ranks
 from lightning_diloco.learner.ranks.orders import Orders
 from lightning_diloco.learner.ranks.partial_uploads import PartSender
 from lightning_diloco.learner.ranks.replicated_device import unpacked
-from lightning_diloco.learner.ranks.reshard import Dealer
+from lightning_diloco.learner.ranks.reshard import Resharder
 from lightning_diloco.learner.rotation import Followed
-from lightning_diloco.learner.status import Standing
+from lightning_diloco.learner.status import LearnerStatus
 from lightning_diloco.manifest import ModelDescription, plan_of
 from lightning_diloco.process.threads import Crew, Jobs, compute_alone, yield_cores
 from lightning_diloco.protocol import messages
@@ -80,7 +80,7 @@ class FollowerLink:
         self._join_file: Path | None = None
         self._sender = PartSender(self._orders, lambda address: Portioned(Followed(connect, address, self._join_file)))
         self._boxes, self._join = boxes, join
-        self._dealer: Dealer | None = None
+        self._dealer: Resharder | None = None
         self._after: Callable[[], None] | None = None
         self._copies: Jobs | None = None
         self._deals = holds_part
@@ -179,9 +179,9 @@ class FollowerLink:
     def report(self, eval_loss: float | None, reason: str | None = None) -> None:
         """Rank 0 does."""
 
-    def standing(self) -> Standing:
+    def standing(self) -> LearnerStatus:
         """Nobody looks at the bar of this rank."""
-        return Standing(versions=(0, 0), staleness_versions=0, in_flight=(), num_learners=None, offline_s=None)
+        return LearnerStatus(versions=(0, 0), staleness_versions=0, in_flight=(), num_learners=None, offline_s=None)
 
     def metrics(self) -> dict[str, float]:
         """Rank 0 logs."""
@@ -303,7 +303,7 @@ class FollowerLink:
         if self._dealer is None:
             assert self._boxes is not None, "ranks with parts that are not boxes do not deal"
             plans = [PartPlan(self.plan, each, self.config.block_size) for each in self._boxes]
-            self._dealer = Dealer(self._ranks, plans, self.config)
+            self._dealer = Resharder(self._ranks, plans, self.config)
         self._sender.keep_part(p, self._dealer.bare(self._dealer.part(p, delta_L)))
 
     def _snapshot(self, p: int, boundary: int) -> Any:

@@ -29,8 +29,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_diloco.errors import ConfigError, DiLoCoError
 from lightning_diloco.learner.ranks.channel import Channel, patient_group
-from lightning_diloco.learner.ranks.scatter_batches import Handout
-from lightning_diloco.process.exit import end_as_ever, end_at_once_if_dying, let_threads_become_idle
+from lightning_diloco.learner.ranks.scatter_batches import BatchScatter
+from lightning_diloco.process.exit import arm_hard_exit, disarm_hard_exit, let_threads_become_idle
 from lightning_diloco.process.threads import Crew
 
 PULSE_S = 1.0
@@ -54,9 +54,9 @@ class Ranks:
         self._pulses, self._commands = patient_group(yields=True), Channel(yields=True)
         self._telling = threading.Lock()
         self._begun: tuple[dist.Work, Tensor] | None = None
-        self._handouts: list[Handout] = []
+        self._handouts: list[BatchScatter] = []
         self._beat_s = time.monotonic()
-        end_at_once_if_dying()
+        arm_hard_exit()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # a copy, such as in a worker of a data loader, has no part in it
@@ -71,7 +71,7 @@ class Ranks:
         del self._texts, self._steps, self._commands, self._pulses, self._handouts
         atexit.unregister(_end_training_groups)
         atexit.register(_end_training_groups)
-        end_as_ever()
+        disarm_hard_exit()
 
     # ----------------------------------------------------------------------------------------------- training threads
 
@@ -96,13 +96,13 @@ class Ranks:
         if problems:
             raise ConfigError(problems)
 
-    def hand_out(self, shares: Sequence[int]) -> Handout:
+    def hand_out(self, shares: Sequence[int]) -> BatchScatter:
         """A way for rows from rank 0 to all, from now on; outside of steps, by all ranks at the same time.
 
         Args:
             shares: by rank, which part of each batch it takes.
         """
-        self._handouts.append(Handout(shares))
+        self._handouts.append(BatchScatter(shares))
         return self._handouts[-1]
 
     def begin(self, numbers: Sequence[int]) -> None:

@@ -20,10 +20,10 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import Encoded, Update
 from lightning_diloco.devices.xla.hosts import XlaHostFragments
 from lightning_diloco.learner.ranks.group import Ranks
-from lightning_diloco.learner.ranks.sharded_device import ShardedRelay
+from lightning_diloco.learner.ranks.sharded_device import ShardedDevice
 
 
-class HostsRelay(ShardedRelay):
+class HostsDevice(ShardedDevice):
     """A `FragmentDevice` for the whole learner.
 
     Args:

@@ -27,8 +27,8 @@ from lightning_diloco.learner.ranks.agreement import Agreement
 from lightning_diloco.learner.ranks.group import Ranks
 from lightning_diloco.learner.ranks.orders import Orders
 from lightning_diloco.learner.ranks.partial_uploads import PartedConnection
-from lightning_diloco.learner.ranks.replicated_device import Relay
-from lightning_diloco.learner.ranks.sharded_device import ShardedRelay
+from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
+from lightning_diloco.learner.ranks.sharded_device import ShardedDevice
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.protocol.data_ranges import Piece, divided
@@ -53,8 +53,8 @@ class LeaderLink(Link):
 
     agreed = Agreement()  # what all ranks know since the last step ended
     _has_ranks = True
-    _relay: Relay
-    make_relay: Callable[..., ShardedRelay] = ShardedRelay
+    _relay: ReplicatedDevice
+    make_shared_device: Callable[..., ShardedDevice] = ShardedDevice
     rank_bytes = 0
 
     def __init__(
@@ -108,9 +108,9 @@ class LeaderLink(Link):
         )
         own = make_device(plan, config)
         if self._boxes is None:
-            self._relay = Relay(own, self._ranks)
+            self._relay = ReplicatedDevice(own, self._ranks)
         else:
-            self._relay = self.make_relay(own, self._ranks, plan=plan, config=config, boxes=self._boxes)
+            self._relay = self.make_shared_device(own, self._ranks, plan=plan, config=config, boxes=self._boxes)
         return self._relay
 
     # -------------------------------------------------------------------------------------------------------- training
@@ -208,7 +208,7 @@ class LeaderLink(Link):
 
     def _anchor(self, p: int) -> Tensor | None:
         """See `SaysOfItself._anchor`."""
-        if not isinstance(self._relay, ShardedRelay):
+        if not isinstance(self._relay, ShardedDevice):
             return super()._anchor(p)
         return self._relay.completed(p, self._relay.own_anchor(p))
 

@@ -21,7 +21,7 @@ from lightning_diloco.learner.ranks.group import Ranks
 from lightning_diloco.protocol.codec import Json
 
 
-class Relay:
+class ReplicatedDevice:
     """A `FragmentDevice` in front of another one.
 
     Args:

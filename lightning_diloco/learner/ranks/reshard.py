@@ -27,7 +27,7 @@ from lightning_diloco.learner.ranks.group import Ranks
 _NORMS_BYTES = 16  # two squares, float64
 
 
-class Dealer:
+class Resharder:
     """One rank's hand in it.
 
     Args:

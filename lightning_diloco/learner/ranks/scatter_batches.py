@@ -30,7 +30,7 @@ def deal(rows: Tensor, num_shares: int) -> list[Tensor]:
     return [rows[share::num_shares] for share in range(num_shares)]
 
 
-class Handout:
+class BatchScatter:
     """One rank's end; made by all ranks at the same time, with torch.distributed initialized.
 
     Args:

@@ -16,11 +16,11 @@ from lightning_diloco.core.quantize import decode, encode_fragment
 from lightning_diloco.devices.base import Encoded
 from lightning_diloco.devices.part import Box, PartFragments, PartPlan, assemble
 from lightning_diloco.learner.ranks.group import Ranks
-from lightning_diloco.learner.ranks.replicated_device import Relay
-from lightning_diloco.learner.ranks.reshard import Dealer
+from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
+from lightning_diloco.learner.ranks.reshard import Resharder
 
 
-class ShardedRelay(Relay):
+class ShardedDevice(ReplicatedDevice):
     """A `FragmentDevice` for the whole learner.
 
     Args:
@@ -43,7 +43,7 @@ class ShardedRelay(Relay):
         super().__init__(own, ranks)
         self._part, self._config = own, config
         self._plans = [PartPlan(plan, each, config.block_size) for each in boxes]
-        self._dealer = Dealer(ranks, self._plans, config)
+        self._dealer = Resharder(ranks, self._plans, config)
         self.local_values, self.anchor, self.digest = self._local_values, self._anchor, self._digest
 
     def snapshot(self, fragment: int) -> Any:

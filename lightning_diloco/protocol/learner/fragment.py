@@ -16,7 +16,7 @@ from typing import Literal
 
 from lightning_diloco.protocol.actions import Fetch, LearnerAction, Say, Upload
 from lightning_diloco.protocol.events import Staged
-from lightning_diloco.protocol.learner.leases import Lessee
+from lightning_diloco.protocol.learner.leases import LeaseHolder
 from lightning_diloco.protocol.messages import AskFate, Ready
 
 ASK_AGAIN_S = 3.0
@@ -131,7 +131,7 @@ class Fragment:
             and self.must_adopt is None
         )
 
-    def snapshot(self, p: int, step: int, tokens: int, lessee: Lessee, now_s: float) -> Ready:
+    def snapshot(self, p: int, step: int, tokens: int, lessee: LeaseHolder, now_s: float) -> Ready:
         """The fresh range becomes a contribution."""
         spans, repeats = lessee.between(self.fresh_from, tokens)
         self.seq += 1

@@ -29,7 +29,7 @@ REPORT_S = 5.0
 Ranges = tuple[tuple[int, int], ...]
 
 
-class Lessee:
+class LeaseHolder:
     """The leases of one process.
 
     Args:

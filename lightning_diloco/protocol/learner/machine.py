@@ -28,7 +28,7 @@ from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import LearnerAction
 from lightning_diloco.protocol.learner.boundary_promises import Promises
 from lightning_diloco.protocol.learner.fragment import Fragment
-from lightning_diloco.protocol.learner.leases import Lessee
+from lightning_diloco.protocol.learner.leases import LeaseHolder
 
 MAX_REFUSALS = 3
 DRAIN_S, DRAIN_ROUNDS, DRAIN_STAGES = 60.0, 3.0, 3
@@ -93,7 +93,7 @@ class LearnerState:
         self._due = due
         self._min_period_steps = sync_every - overlap
         self._keeps_all = align == "carry"
-        self.lessee = Lessee(drops=align != "carry")
+        self.lessee = LeaseHolder(drops=align != "carry")
         self._heartbeat_s = heartbeat_s
         self._drain_s = drain_s
         self._rounds_s = deque([transfer_s], NUM_ROUNDS)

@@ -29,7 +29,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from torch.multiprocessing import ProcessExitedException
 
 from lightning_diloco.errors import DiLoCoError
-from lightning_diloco.process.exit import end_at_once_with
+from lightning_diloco.process.exit import hard_exit
 from lightning_diloco.strategy.data.hooks import wants_link
 from lightning_diloco.strategy.identity import note_last_step
 from lightning_diloco.strategy.trainer.preemption import EXIT_CODE
@@ -99,7 +99,7 @@ def _handled(function: Callable[..., Any], trainer: pl.Trainer | None, *args: An
         code = error.code if isinstance(error, SystemExit) else 1
         if not code:
             return _NOTHING_TO_DO  # who started this process waits for a result, unless it ends with another code
-        end_at_once_with(code if isinstance(code, int) else 1)
+        hard_exit(code if isinstance(code, int) else 1)
         raise
 
 

@@ -40,8 +40,8 @@ from lightning_diloco.strategy.data.hooks import wants_link
 from lightning_diloco.strategy.data.range_batches import Batches, RangeBatches, Ranges
 from lightning_diloco.strategy.hooks import DiLoCoHooks
 from lightning_diloco.strategy.recovery import optimizer_state
-from lightning_diloco.strategy.recovery.checkpointer import Healing, Owner
-from lightning_diloco.strategy.recovery.rank_checkpointer import RanksHealing, layout_of
+from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer, Owner
+from lightning_diloco.strategy.recovery.rank_checkpointer import RanksCheckpointer, layout_of
 from lightning_diloco.strategy.trainer.stopping import StoppingTogether
 
 if TYPE_CHECKING:
@@ -156,11 +156,11 @@ class RanksHooks(DiLoCoHooks):
         where: dict[str, Any] = {"rank": self._ranks.rank, "size": self._ranks.size, "part": part}
         return footprint(self._link.plan, self._link.config, self._learner, **where)
 
-    def _make_healing(self, owner: Owner, url: str | None) -> Healing:
+    def _make_checkpointer(self, owner: Owner, url: str | None) -> LearnerCheckpointer:
         url = self._ranks.share(url)[0]  # rank 0 knows whether the run is its own
         store, every_steps = None if url is None else CheckpointStore(url), self._learner.checkpoint_every
         options: dict[str, Any] = {"every_steps": every_steps, "ranks": self._ranks, "layout": self._layout}
-        return RanksHealing(self._trainer, owner, store, **options)
+        return RanksCheckpointer(self._trainer, owner, store, **options)
 
     def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """See `DiLoCoHooks.held_optimizer_state`: of this rank."""
@@ -265,12 +265,12 @@ class RanksHooks(DiLoCoHooks):
         if self._exchanging:
             assert self._link is not None
             assert self._preemption is not None
-            assert self._healing is not None
+            assert self._checkpointer is not None
             tokens, _ = self._counter.take()
             self._link.begin_step(
                 tokens if self._counts_tokens else 0,
                 is_asked=self._preemption.is_noticed,
-                saves=self._healing.is_due_after(1),
+                saves=self._checkpointer.is_due_after(1),
                 stops=self._wants_to_stop,
             )
 
@@ -299,9 +299,9 @@ class RanksHooks(DiLoCoHooks):
         if not self._exchanging:
             return
         assert self._link is not None
-        assert isinstance(self._healing, RanksHealing)
+        assert isinstance(self._checkpointer, RanksCheckpointer)
         assert self._stopping is not None
-        self._healing.is_agreed = self._link.agreed.saves
+        self._checkpointer.is_agreed = self._link.agreed.saves
         if self._link.agreed.stops:
             assert self._together is not None
             self._together.is_agreed = True

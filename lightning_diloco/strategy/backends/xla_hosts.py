@@ -116,13 +116,13 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
         return True
 
     def _make_link(self) -> LeaderLink | FollowerLink:
-        from lightning_diloco.learner.ranks.hosts_device import HostsRelay
+        from lightning_diloco.learner.ranks.hosts_device import HostsDevice
         from lightning_diloco.learner.ranks.leader import LeaderLink
 
         self._learner = replace(self._learner, checkpoint_every=0)  # of its own; Lightning's checkpoints are rule 4
         link = super()._make_link()
         if isinstance(link, LeaderLink):
-            link.make_relay = HostsRelay
+            link.make_shared_device = HostsDevice
         return link
 
     def _part_boxes(self) -> dict[str, Any]:

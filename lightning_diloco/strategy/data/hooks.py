@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     import torch
 
-    from lightning_diloco.strategy.recovery.checkpointer import Healing
+    from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class SplitsData(LeasesData):
     """Mixin of `DiLoCoHooks`."""
 
-    _healing: Healing | None
+    _checkpointer: LearnerCheckpointer | None
     _learner: LearnerConfig
     _parts_ahead: int | None = None
     _preparing_train_loader = False
@@ -66,8 +66,8 @@ class SplitsData(LeasesData):
         if not wanted or not wants_link(self._trainer):
             return dataloader
         if self._leased is not None and dataloader is self._leased:
-            assert self._healing is not None
-            self._healing.data_is_ready(is_at_position=True)  # by the lease table, whatever a checkpoint says
+            assert self._checkpointer is not None
+            self._checkpointer.data_is_ready(is_at_position=True)  # by the lease table, whatever a checkpoint says
             found, whole = dataloader, self._leased_whole
         else:
             found, whole = self._share(dataloader)
@@ -113,9 +113,9 @@ class SplitsData(LeasesData):
         """What this learner reads of a loader, and the length of the whole."""
         part, parts = self.data_part or (0, 1)
         number, whole = order_number(loader, self._generators), sized_len(loader)
-        if self._link is None or self._healing is None:  # only its length is asked for
+        if self._link is None or self._checkpointer is None:  # only its length is asked for
             return (split(loader, part, parts) if parts > 1 else loader), whole
-        link, begins = self._link, self._healing.position
+        link, begins = self._link, self._checkpointer.position
         seed = order_seed(link.data_seed, link.slot // (link.config.data_parts or 1), number)
         if parts > 1:
             found = split(loader, part, parts, begins, seed=seed)
@@ -124,7 +124,7 @@ class SplitsData(LeasesData):
         if not self._is_share_said:
             self._is_share_said = True
             _say_share(link.slot, link.config.data_parts or 1)
-        self._healing.data_is_ready(is_at_position=is_at(found, begins))
+        self._checkpointer.data_is_ready(is_at_position=is_at(found, begins))
         return found, whole
 
     def _keep_val_interval(self, length: int | None, whole: int | None) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from lightning_diloco.learner.ranks.scatter_batches import AHEAD, Handout
+from lightning_diloco.learner.ranks.scatter_batches import AHEAD, BatchScatter
 from lightning_diloco.protocol.data_ranges import Piece
 from lightning_diloco.strategy.data.range_batches import Batch, RangeBatches
 
@@ -29,7 +29,7 @@ class LeadersBatches:
         handout: to the others.
     """
 
-    def __init__(self, batches: RangeBatches, handout: Handout) -> None:
+    def __init__(self, batches: RangeBatches, handout: BatchScatter) -> None:
         self._batches, self._handout = batches, handout
         self._ahead: deque[Batch] = deque()
 
@@ -61,7 +61,7 @@ class FollowersBatches:
         handout: from rank 0.
     """
 
-    def __init__(self, handout: Handout) -> None:
+    def __init__(self, handout: BatchScatter) -> None:
         self._handout = handout
 
     def next(self) -> Batch:

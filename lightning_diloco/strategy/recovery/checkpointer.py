@@ -69,7 +69,7 @@ class Found:
     is_own: bool
 
 
-class Healing:
+class LearnerCheckpointer:
     """The checkpoints of one fit; its methods are called by the training thread.
 
     Args:

@@ -21,13 +21,13 @@ from typing import Any
 from lightning_diloco.devices.part import Box
 from lightning_diloco.learner.ranks.group import Ranks
 from lightning_diloco.storage.checkpoint_file import Checkpoint
-from lightning_diloco.strategy.recovery.checkpointer import Found, Healing, tried
+from lightning_diloco.strategy.recovery.checkpointer import Found, LearnerCheckpointer, tried
 
 log = logging.getLogger(__name__)
 
 
-class RanksHealing(Healing):
-    """One rank's part in it; see `Healing` for the other arguments.
+class RanksCheckpointer(LearnerCheckpointer):
+    """One rank's part in it; see `LearnerCheckpointer` for the other arguments.
 
     Args:
         ranks: of this learner.

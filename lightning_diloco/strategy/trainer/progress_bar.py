@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_diloco.learner.status import Standing
+    from lightning_diloco.learner.status import LearnerStatus
 
 NUM_NAMED = 3
 
@@ -32,7 +32,7 @@ class ProgressFields:
         standing: asked at every redraw; None: this learner takes no part in a run.
     """
 
-    def __init__(self, bar: ProgressBar, standing: Callable[[], Standing | None]) -> None:
+    def __init__(self, bar: ProgressBar, standing: Callable[[], LearnerStatus | None]) -> None:
         self._bar = bar
         self._standing = standing
         self._others = bar.get_metrics
@@ -64,7 +64,7 @@ class ProgressFields:
             column._style, self._style = self._style, None
 
 
-def fields(standing: Standing) -> dict[str, str]:
+def fields(standing: LearnerStatus) -> dict[str, str]:
     """The fields by name, as text."""
     if standing.offline_s is not None:
         return {"syncer": f"offline {duration(standing.offline_s)}, training on"}

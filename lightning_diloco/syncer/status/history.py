@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lightning_diloco.protocol.syncer.roster import Member, Roster
-from lightning_diloco.syncer.norm_guard import UsualNorms
+from lightning_diloco.syncer.norm_guard import NormGuard
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.transport.base import Json
 
@@ -19,7 +19,7 @@ CLOSED = "closed"  # event: the syncer was told to stop, or the run had ended; u
 
 
 @dataclass(slots=True)
-class Past:
+class History:
     """Figures of the run before this process.
 
     Args:
@@ -35,10 +35,10 @@ class Past:
     was_closed: bool = False
     bytes_up: int = 0
     bytes_down: int = 0
-    usual: UsualNorms = field(default_factory=UsualNorms, compare=False)
+    usual: NormGuard = field(default_factory=NormGuard, compare=False)
 
 
-def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float) -> Past:
+def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float) -> History:
     """Give restored members their times back.
 
     Args:
@@ -50,7 +50,7 @@ def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float
     Returns:
         The rest of it.
     """
-    past = Past()
+    past = History()
     members = {(member.learner, member.incarnation): member for member in roster.members.values()}
     newest: dict[str, Member] = {}
     closed_s: float | None = None

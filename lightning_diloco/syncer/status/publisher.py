@@ -18,9 +18,9 @@ from dataclasses import replace
 
 from lightning_diloco.protocol.messages import News
 from lightning_diloco.protocol.syncer.machine import SyncerState
-from lightning_diloco.syncer.payloads import BulkDesk
+from lightning_diloco.syncer.payloads import Payloads
 from lightning_diloco.syncer.status import report
-from lightning_diloco.syncer.status.history import Past
+from lightning_diloco.syncer.status.history import History
 from lightning_diloco.transport.base import Json
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _TOLD = (
 )  # fmt: skip
 
 
-class Board:
+class StatusPublisher:
     """The public face of one syncer.
 
     Args:
@@ -41,9 +41,9 @@ class Board:
         past: of the run, before this process.
     """
 
-    def __init__(self, state: SyncerState, desk: BulkDesk, past: Past | None = None) -> None:
+    def __init__(self, state: SyncerState, desk: Payloads, past: History | None = None) -> None:
         self._state = state
-        self._past = past or Past()
+        self._past = past or History()
         self._desk = desk
         self._started_s = time.monotonic()
         self._began_s = self._started_s if self._past.began_s is None else self._past.began_s

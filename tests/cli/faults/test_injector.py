@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.cli.faults.injector import Meddler
+from lightning_diloco.cli.faults.injector import FaultInjector
 from lightning_diloco.cli.faults.schedule import Fault
 from lightning_diloco.cli.local.fleet import Command, Fleet
 from lightning_diloco.transport.address import JoinAddress
@@ -51,7 +51,7 @@ class Run:
     def __init__(self, tmp_path: Path, fleet: Fleet, *faults: Fault) -> None:
         self.now_s, self.fleet = 1000.0, fleet
         self.path = tmp_path / "chaos" / "faults.jsonl"
-        self.meddler = Meddler(iter(faults), self.path, clock=lambda: self.now_s)
+        self.meddler = FaultInjector(iter(faults), self.path, clock=lambda: self.now_s)
 
     def at(self, since_s: float) -> None:
         self.now_s = 1000.0 + since_s
@@ -188,7 +188,7 @@ def test_a_slow_network_is_fast_again_afterwards(tmp_path: Path, fleet: Fleet) -
 def test_more_faults_than_time_are_left_over(tmp_path: Path, fleet: Fleet) -> None:
     faults = (fault(number, "stop", at_s=10.0 * number, lasts_s=1.0) for number in itertools.count(1))
     run = Run(tmp_path, fleet)
-    run.meddler = Meddler(faults, run.path, clock=lambda: run.now_s)
+    run.meddler = FaultInjector(faults, run.path, clock=lambda: run.now_s)
     with run.meddler:
         run.at(0.0)
         run.at(15.0)

@@ -12,8 +12,8 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.part import CpuPart
 from lightning_diloco.learner.ranks.agreement import Agreement
-from lightning_diloco.learner.ranks.replicated_device import Relay, packed, unpacked
-from lightning_diloco.learner.ranks.sharded_device import ShardedRelay
+from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice, packed, unpacked
+from lightning_diloco.learner.ranks.sharded_device import ShardedDevice
 
 BYTES = torch.arange(12, dtype=torch.uint8)
 VALUES = torch.linspace(-1, 1, 7)
@@ -38,14 +38,14 @@ def test_an_agreement_is_the_sum_over_ranks():
     assert Agreement.of(sums) == Agreement(tokens=12, num_failed=1, is_last=True, land=(0, 2), snapshot=(1,))
 
 
-@pytest.mark.parametrize("kind", [Relay, ShardedRelay])
+@pytest.mark.parametrize("kind", [ReplicatedDevice, ShardedDevice])
 def test_ranks_that_send_equal_bytes_copy_at_the_boundary(kind):
     """What a callback changes after it, one rank could else have copied before, and another one after."""
     plan, config = FragmentPlan.balanced({"w": (8, 4)}, num_fragments=1, max_slice_numel=99), RunConfig(block_size=16)
     params, boxes = {"w": torch.ones(8, 4)}, [{"w": ((0, 0), (8, 4))}]
     own = CpuPart(plan, params, config, LearnerConfig(), boxes[0])
-    options = {"plan": plan, "config": config, "boxes": boxes} if kind is ShardedRelay else {}
+    options = {"plan": plan, "config": config, "boxes": boxes} if kind is ShardedDevice else {}
     _, snapshot = kind(own, SimpleNamespace(num_begun=1, rank=0, size=1), **options).snapshot(0)
     params["w"].zero_()
     own.settle()
-    assert float(snapshot.buffer[0]) == (1.0 if kind is Relay else 0.0)
+    assert float(snapshot.buffer[0]) == (1.0 if kind is ReplicatedDevice else 0.0)

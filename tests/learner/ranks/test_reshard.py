@@ -16,7 +16,7 @@ from lightning_diloco.core.parts import part_of
 from lightning_diloco.core.quantize import decode, encode_fragment
 from lightning_diloco.devices.part import PartPlan
 from lightning_diloco.errors import NonFiniteError
-from lightning_diloco.learner.ranks.reshard import Dealer
+from lightning_diloco.learner.ranks.reshard import Resharder
 from tests.devices.test_part_fragments import CUT_COLUMNS, CUT_ELEMENTS, CUT_ROWS, SHAPES
 
 CUTS = {"rows": CUT_ROWS, "columns": CUT_COLUMNS, "elements": CUT_ELEMENTS}
@@ -43,12 +43,12 @@ def encoded_together(cut: str, wire: str, wholes: dict[int, Tensor], plan: Fragm
     lines = {(a, b): queue.SimpleQueue[Tensor]() for a in range(2) for b in range(2)}
     ranks = [Threads(rank, lines) for rank in range(2)]
     plans = [PartPlan(plan, each, 16) for each in boxes]
-    dealers = [Dealer(each, plans, config) for each in ranks]
+    dealers = [Resharder(each, plans, config) for each in ranks]
     with ThreadPoolExecutor(1) as other:
         for p, whole_P in wholes.items():
             theirs = other.submit(dealers[1].part, p, plans[1].cut(p, whole_P))
             mine = dealers[0].whole(p, plans[0].cut(p, whole_P))
-            yield p, mine, Dealer.bare(theirs.result(10)), ranks
+            yield p, mine, Resharder.bare(theirs.result(10)), ranks
 
 
 @pytest.fixture

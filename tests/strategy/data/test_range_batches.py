@@ -13,9 +13,9 @@ import torch
 
 from lightning_diloco.errors import JoinError
 from lightning_diloco.learner import lease_client
-from lightning_diloco.learner.lease_client import LeaseDesk
+from lightning_diloco.learner.lease_client import LeaseClient
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease, Piece
-from lightning_diloco.protocol.learner.leases import Lessee
+from lightning_diloco.protocol.learner.leases import LeaseHolder
 from lightning_diloco.protocol.messages import Leases
 from lightning_diloco.strategy.data import range_batches as ranges_module
 from lightning_diloco.strategy.data.local_order import OwnOrder
@@ -37,11 +37,11 @@ class Numbers:
         return (100 * lease.source + numbers)[lease.skip :], len(numbers) < RANGE_SIZE
 
 
-class Desk(LeaseDesk):
+class Desk(LeaseClient):
     """The real one, on leases given by hand."""
 
     def __init__(self, *leases: Lease) -> None:
-        self.lessee = Lessee(drops=False)
+        self.lessee = LeaseHolder(drops=False)
         super().__init__(self.lessee, threading.Condition(), Catalogue("numbers", 1, None), lambda: None)
         self.grant(*leases)
 

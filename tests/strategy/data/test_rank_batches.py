@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_diloco.learner.ranks.scatter_batches import Handout, deal
+from lightning_diloco.learner.ranks.scatter_batches import BatchScatter, deal
 from lightning_diloco.protocol.data_ranges import Piece, divided
 from lightning_diloco.protocol.messages import Leases
 from lightning_diloco.strategy.data.range_batches import RangeBatches, RangeLoader
@@ -17,7 +17,7 @@ from lightning_diloco.strategy.data.rank_batches import FollowersBatches, Leader
 from tests.strategy.data.test_range_batches import RANGE_SIZE, Desk, Numbers, leases
 
 
-class Table(Handout):
+class Table(BatchScatter):
     """Between threads in place of processes."""
 
     def __init__(self, size: int) -> None:

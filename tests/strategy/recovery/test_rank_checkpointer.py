@@ -16,7 +16,7 @@ from lightning_diloco.storage.checkpoint_file import Checkpoint
 from lightning_diloco.storage.checkpoint_store import CheckpointStore
 from lightning_diloco.strategy.recovery import trainer_state
 from lightning_diloco.strategy.recovery.checkpointer import Found, Owner
-from lightning_diloco.strategy.recovery.rank_checkpointer import RanksHealing, layout_of
+from lightning_diloco.strategy.recovery.rank_checkpointer import RanksCheckpointer, layout_of
 
 WITHIN_S = 10.0
 WHOLE = layout_of(2, None)
@@ -43,16 +43,16 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 @pytest.fixture
-def learner(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[RanksHealing]]:
+def learner(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[RanksCheckpointer]]:
     """Makes all ranks of a learner, in a process that wrote nothing before."""
     monkeypatch.setattr(trainer_state, "objection", lambda trainer, state, is_own: state.get("objection"))
 
     def make(
         name: str = "l0", size: int = 2, layout: str = WHOLE, store: CheckpointStore = store
-    ) -> list[RanksHealing]:
+    ) -> list[RanksCheckpointer]:
         table = Table(size)
         return [
-            RanksHealing(
+            RanksCheckpointer(
                 SimpleNamespace(),
                 Owner("run", name, 1),
                 store,
@@ -66,15 +66,15 @@ def learner(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> Callable
     return make
 
 
-def all_ranks(do: Callable[[Any], Any], ranks: list[RanksHealing]) -> list[Any]:
+def all_ranks(do: Callable[[Any], Any], ranks: list[RanksCheckpointer]) -> list[Any]:
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(do, ranks))
 
 
-def write(ranks: list[RanksHealing], step: int, **odd: object) -> None:
+def write(ranks: list[RanksCheckpointer], step: int, **odd: object) -> None:
     """Each rank writes its part; the state of the last one may be odd."""
 
-    def part(rank: RanksHealing) -> None:
+    def part(rank: RanksCheckpointer) -> None:
         number = rank._ranks.rank
         state = {"rank": number, "moments": torch.full((3,), float(step + number))}
         state |= odd if number == rank._ranks.size - 1 else {}
@@ -85,7 +85,7 @@ def write(ranks: list[RanksHealing], step: int, **odd: object) -> None:
     all_ranks(part, ranks)
 
 
-def found(ranks: list[RanksHealing]) -> list[tuple[str, int, int] | None]:
+def found(ranks: list[RanksCheckpointer]) -> list[tuple[str, int, int] | None]:
     """Whose, which step and which rank's part each rank goes on from."""
 
     def told(it: Found | None) -> tuple[str, int, int] | None:

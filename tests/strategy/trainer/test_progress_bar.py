@@ -8,11 +8,11 @@ import io
 import pytest
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
-from lightning_diloco.learner.status import Standing
+from lightning_diloco.learner.status import LearnerStatus
 from lightning_diloco.strategy.trainer.progress_bar import ProgressFields, duration, fields
 
-ONLINE = Standing((3, 4), 1, (2, 5), 7, None)
-OFFLINE = Standing((3, 4), 1, (2, 5), 7, 130.4)
+ONLINE = LearnerStatus((3, 4), 1, (2, 5), 7, None)
+OFFLINE = LearnerStatus((3, 4), 1, (2, 5), 7, 130.4)
 
 
 class Terminal(io.StringIO):
@@ -34,9 +34,11 @@ class Bar(ProgressBar):
 
 def test_fields_say_where_a_learner_stands():
     assert fields(ONLINE) == {"anchor": "v3-4", "stale": "1", "in flight": "f2,f5", "learners": "7"}
-    fresh = Standing((0, 0), 0, (), None, None)
+    fresh = LearnerStatus((0, 0), 0, (), None, None)
     assert fields(fresh) == {"anchor": "v0", "stale": "0", "in flight": "-", "learners": "?"}
-    assert fields(Standing((0, 1), 1, tuple(range(24)), 1, None))["in flight"] == "f0,f1,f2+21", "a bar has one line"
+    assert fields(LearnerStatus((0, 1), 1, tuple(range(24)), 1, None))["in flight"] == "f0,f1,f2+21", (
+        "a bar has one line"
+    )
 
 
 def test_an_unreachable_syncer_takes_their_place():

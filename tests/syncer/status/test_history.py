@@ -10,7 +10,7 @@ import pytest
 from lightning_diloco.protocol.syncer.roster import Member, Roster
 from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.syncer.status import report
-from lightning_diloco.syncer.status.history import Past, recall
+from lightning_diloco.syncer.status.history import History, recall
 from lightning_diloco.transport.base import Json
 from tests.learner.fleet import Fleet, until
 
@@ -50,7 +50,7 @@ def test_times_and_rates_come_back_by_this_process_s_clock() -> None:
         "c": (21.0, 27.0, 3.0),
         "d": (None, None, 0.0),
     }
-    assert past == Past(began_s=20.0, bytes_up=15, bytes_down=30)
+    assert past == History(began_s=20.0, bytes_up=15, bytes_down=30)
 
 
 def test_a_run_pauses_from_a_stop_to_the_next_line_and_not_after_a_kill() -> None:

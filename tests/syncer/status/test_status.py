@@ -11,8 +11,8 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.messages import News
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.tape import read_tape
-from lightning_diloco.syncer.payloads import BulkDesk
-from lightning_diloco.syncer.status.publisher import NUM_RECENT, Board
+from lightning_diloco.syncer.payloads import Payloads
+from lightning_diloco.syncer.status.publisher import NUM_RECENT, StatusPublisher
 from tests.learner.fleet import Fleet, until
 
 
@@ -55,7 +55,7 @@ def test_a_lonely_contribution_points_where_the_outer_gradient_does(tmp_path: Pa
 
 
 def test_only_the_latest_events_are_kept_and_numbers_go_on() -> None:
-    board = Board(SyncerState(run="r"), BulkDesk())
+    board = StatusPublisher(SyncerState(run="r"), Payloads())
     board.noted("commit", {"fragment": 1})
     for _ in range(NUM_RECENT + 5):
         board.noted("lapse", {"learner": "l0"})
@@ -64,7 +64,7 @@ def test_only_the_latest_events_are_kept_and_numbers_go_on() -> None:
 
 
 def test_a_disk_that_fails_and_works_again_is_told_once_each() -> None:
-    board = Board(SyncerState(run="r"), BulkDesk())
+    board = StatusPublisher(SyncerState(run="r"), Payloads())
     board.disk_works()
     for _ in range(3):
         board.disk_failed("full")
