@@ -4,7 +4,8 @@
    Imports inside functions and under TYPE_CHECKING count: what is needed for a type is needed.
 2. NARROWER names the layers that may use only some of those below. LIBRARIES names what each may use from outside.
 3. Only `cli` prints. Environment variables are those of `lightning_diloco.environment`, read where it says.
-4. Every module has a docstring, and everything in an `__all__` exists (this one imports the modules that have one).
+4. No module imports itself by way of others, and no folder has more than twenty modules.
+5. Every module has a docstring, and everything in an `__all__` exists (this one imports the modules that have one).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -105,6 +107,24 @@ def import_offences(where: str, source: str) -> list[str]:
     return offences
 
 
+def circles(sources: Mapping[str, str]) -> list[list[str]]:
+    """Modules that import each other, directly or by way of others."""
+    names = {where.removesuffix(".py").removesuffix("/__init__").replace("/", "."): where for where in sources}
+    below = {where: {names[m] for m in _modules(source, names)} - {where} for where, source in sources.items()}
+    while leaves := [where for where, lower in below.items() if not lower & below.keys()]:
+        for where in leaves:
+            del below[where]
+    return [sorted(below)] if below else []
+
+
+def _modules(source: str, names: Mapping[str, str]) -> Iterator[str]:
+    for full in imported(ast.parse(source)):
+        name = full.removeprefix(f"{PACKAGE}.")
+        found = name if name in names else name.rpartition(".")[0]  # of a name in a module, the module
+        if full.startswith(PACKAGE) and found in names:
+            yield found
+
+
 def print_offences(where: str, source: str) -> list[str]:
     """Calls of `print` outside `cli`."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
@@ -190,6 +210,20 @@ def test_an_import_that_points_up_or_outside_is_found(where: str, source: str, o
 )
 def test_an_import_that_points_down_is_allowed(where: str, source: str) -> None:
     assert import_offences(where, source) == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circles(SOURCES) == []
+
+
+def test_a_circle_is_found() -> None:
+    a, b = "from lightning_diloco.b import x", "def f():\n    from lightning_diloco import a"
+    assert circles({"a.py": a, "b.py": b, "c.py": a}) == [["a.py", "b.py", "c.py"]]
+
+
+def test_no_folder_has_more_than_twenty_modules() -> None:
+    folders = Counter(where.rpartition("/")[0] for where in SOURCES if not where.endswith("__init__.py"))
+    assert {folder: count for folder, count in folders.items() if count > 20} == {}
 
 
 def test_narrower_layers_still_point_down() -> None:

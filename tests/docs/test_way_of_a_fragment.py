@@ -1,0 +1,92 @@
+"""One exchange is followed through the functions that CONTRIBUTING.md names, in that order."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import lightning_diloco
+from tests.learner.fleet import Fleet
+
+ROOT = Path(lightning_diloco.__file__).parent
+PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+STAGES = re.findall(r"^\| \d+ \|.*\| `([\w/]+\.py)` \| `([\w.]+)` \|$", PAGE, re.MULTILINE)
+OPTIONS = {"sync_every": 8, "num_fragments": 1, "overlap": 1, "block_size": 16, "lease_s": 30.0}
+MAX_FILES, MAX_STAGES = 32, 100
+
+Entered = tuple[str, str]
+
+
+class Recorder:
+    """The functions of this package that are entered, in order, in all threads that start while it is installed."""
+
+    def __init__(self) -> None:
+        self.entered: list[Entered] = []
+        self.is_on = False
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if self.is_on and event == "call" and frame.f_code.co_filename.startswith(str(ROOT)):
+            where = Path(frame.f_code.co_filename).relative_to(ROOT).as_posix()
+            self.entered.append((where, frame.f_code.co_name))
+
+
+@pytest.fixture(scope="module")
+def entered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entered]]:
+    """What is entered from the landing of one version to that of the next."""
+    recorder = Recorder()
+    threading.setprofile(recorder)
+    try:
+        with Fleet(tmp_path_factory.mktemp("run"), run_options=OPTIONS) as fleet:
+            sys.setprofile(recorder)
+            learner = fleet.learner("l0").join()
+            while learner.landed[0] < 1:
+                learner.step()
+            recorder.is_on = True
+            while learner.landed[0] < 2:
+                learner.step()
+            recorder.is_on = False
+            sys.setprofile(None)
+            yield recorder.entered
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def first_missing(stages: Sequence[Entered], entered: Sequence[Entered]) -> Entered | None:
+    """The first stage that is not entered after the one before it."""
+    left = iter(entered)
+    return next((stage for stage in stages if stage not in left), None)
+
+
+def stages() -> list[Entered]:
+    return [(where, function.rpartition(".")[2]) for where, function in STAGES]
+
+
+def test_an_exchange_goes_the_way_that_the_page_describes(entered: list[Entered]) -> None:
+    assert first_missing(stages(), entered) is None
+
+
+def test_the_way_is_short(entered: list[Entered]) -> None:
+    assert 30 <= len(STAGES) <= MAX_STAGES
+    assert len({where for where, _ in STAGES}) <= MAX_FILES
+
+
+@pytest.mark.parametrize("k", [5, 12, 21, 26])
+def test_stages_in_another_order_are_found(entered: list[Entered], k: int) -> None:
+    swapped = stages()
+    swapped[k], swapped[k + 1] = swapped[k + 1], swapped[k]
+    assert first_missing(swapped, entered) is not None
+
+
+def test_every_function_of_the_page_is_where_it_says() -> None:
+    for where, function in STAGES:
+        *classes, name = function.split(".")
+        source = (ROOT / where).read_text(encoding="utf-8")
+        assert all(f"class {each}" in source for each in classes), f"{where}: {function}"
+        assert f"def {name}(" in source, f"{where}: {function}"
