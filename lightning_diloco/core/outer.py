@@ -24,6 +24,9 @@ from lightning_diloco.core.blocks import chunk_numel
 from lightning_diloco.core.quantize import Decoder, encode
 from lightning_diloco.errors import ConfigError
 
+CHAIN_LENGTH = 3
+"""Versions behind up to which a learner gets the updates that it misses; beyond, the published values in full."""
+
 
 @dataclass(frozen=True, slots=True)
 class Momentum:
@@ -124,6 +127,3 @@ def _chunks(x_P: Tensor, block_size: int) -> Iterator[slice]:
     step = chunk_numel(x_P, block_size)
     for start in range(0, x_P.numel(), step):
         yield slice(start, min(start + step, x_P.numel()))
-
-
-CHAIN_LENGTH = 3

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from lightning_diloco.config import Align, AnchorDevice, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.core.outer import CHAIN_LENGTH
 from lightning_diloco.core.quantize import wire_nbytes
 
 Items = dict[str, int]
 
 SPARE_BUFFERS = 4
-CHAIN_LENGTH = 3
 ROUNDS_IN_FLIGHT = 2
 MIN_LOG_BYTES = 8 << 20
 _ACTIVATION_BYTES = 17  # per layer and element of batch x sequence x hidden size, in units of compute_bytes

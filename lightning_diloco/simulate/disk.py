@@ -11,13 +11,12 @@ import json
 import zlib
 from dataclasses import dataclass, field
 
+from lightning_diloco.core.outer import CHAIN_LENGTH
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate.process import Update
-
-MAX_CHAIN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class Disk:
     def update(self, p: int, have: int | None, sent: int) -> Update:
         """Return the update from version `have` to the newest one: a chain of updates, or the full value."""
         newest = len(self.anchors[p]) - 1
-        if have is None or not 0 <= newest - have <= MAX_CHAIN:
+        if have is None or not 0 <= newest - have <= CHAIN_LENGTH:
             return Update(full=self.anchors[p][-1], increment=0, sent=sent)
         return Update(full=None, increment=self.anchors[p][-1] - self.anchors[p][have], sent=sent)
 
