@@ -38,7 +38,7 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def entered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entered]]:
-    """What is entered from the landing of one version to that of the next."""
+    """What is entered while three versions land: one exchange, at least, from its first stage to its last."""
     recorder = Recorder()
     threading.setprofile(recorder)
     try:
@@ -48,7 +48,7 @@ def entered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entered]]
             while learner.landed[0] < 1:
                 learner.step()
             recorder.is_on = True
-            while learner.landed[0] < 2:
+            while learner.landed[0] < 4:
                 learner.step()
             recorder.is_on = False
             sys.setprofile(None)
