@@ -38,7 +38,7 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def entered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entered]]:
-    """What is entered while three versions land: one exchange, at least, from its first stage to its last."""
+    """What is entered in one exchange, from the step at whose end the learner asks for it to the landing."""
     recorder = Recorder()
     threading.setprofile(recorder)
     try:
@@ -52,10 +52,18 @@ def entered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entered]]
                 learner.step()
             recorder.is_on = False
             sys.setprofile(None)
-            yield recorder.entered
+            yield one_exchange(recorder.entered)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def one_exchange(entered: list[Entered]) -> list[Entered]:
+    """The first one that was recorded whole; there is one fragment, so exchanges follow each other."""
+    first, *_, last = stages()
+    asks = entered.index(("protocol/learner/machine.py", "_intent"))
+    begins = max(at for at, stage in enumerate(entered[:asks]) if stage == first)
+    return entered[begins : entered.index(last, asks) + 1]
 
 
 def first_missing(stages: Sequence[Entered], entered: Sequence[Entered]) -> Entered | None:
