@@ -16,8 +16,12 @@ def plant_link(path: Path, victim: Path) -> None:
     path.symlink_to(victim)
 
 
-def speak_in_control_characters(peer: Peer) -> None:
+def odd_words(num_fragments: int) -> list[messages.FromLearner]:
     """Everything that a learner can say of itself in words."""
-    progress = messages.Progress(4, 64, (0,) * NUM_FRAGMENTS, (((0, 64),),) * NUM_FRAGMENTS)
-    peer.say(messages.Heartbeat("stepping", progress, 0.01, 1e3, {ESCAPES: 1.0}))
-    peer.say(messages.Evaluated(None, ESCAPES))
+    progress = messages.Progress(4, 64, (0,) * num_fragments, (((0, 64),),) * num_fragments)
+    return [messages.Heartbeat("stepping", progress, 0.01, 1e3, {ESCAPES: 1.0}), messages.Evaluated(None, ESCAPES)]
+
+
+def speak_in_control_characters(peer: Peer) -> None:
+    """Say all of it."""
+    peer.say(*odd_words(NUM_FRAGMENTS))

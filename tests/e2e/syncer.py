@@ -21,12 +21,8 @@ def main() -> int:
     given = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     if given.pop("waits_for_all", False):  # for learners that compile while they should be stepping or sending
         roster.SILENT_HEARTBEATS, rounds.TRANSFER_FLOOR_S = 1000, rounds.TRANSFER_CAP_S
-    expect, reseed = given.pop("expect", None), given.pop("reseed", False)
-    return syncer.serve(
-        syncer.SyncerOptions(
-            run_dir=run_dir, listen=listen, expect=expect, reseed=reseed, run_options={**options, **given}
-        )
-    )
+    own = {name: given.pop(name) for name in ("expect", "reseed", "record_contributions") if name in given}
+    return syncer.serve(syncer.SyncerOptions(run_dir=run_dir, listen=listen, run_options={**options, **given}, **own))
 
 
 if __name__ == "__main__":
