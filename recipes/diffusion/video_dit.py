@@ -1,7 +1,7 @@
-"""A small video diffusion transformer and generated clips: ordinary Lightning, with nothing of any strategy in it.
+"""A small video diffusion transformer and generated clips, in ordinary Lightning code that names no strategy.
 
-The model learns the velocity from clip to noise (rectified flow, arXiv 2209.03003) with a transformer over patches of
-space and time whose layers are modulated by the time of the noise (DiT, arXiv 2212.09748).
+The model learns the velocity from clip to noise (rectified flow, arXiv 2209.03003). It is a transformer over patches of
+space and time, whose layers are modulated by the noise time (DiT, arXiv 2212.09748).
 """
 
 import math
@@ -39,11 +39,11 @@ class MovingDots(Dataset):
 
 
 class Clips(L.LightningDataModule):
-    """Training clips, and others for validation.
+    """Training and validation clips, which do not overlap.
 
     Args:
-        num_clips: for training.
-        num_val_clips: for validation.
+        num_clips: number of training clips.
+        num_val_clips: number of validation clips.
         batch_size: clips per step.
     """
 
@@ -60,7 +60,7 @@ class Clips(L.LightningDataModule):
 
 
 class Block(nn.Module):
-    """Attention over all patches, then an MLP, each shifted, scaled and gated by the noise's time."""
+    """Attention over all patches, then an MLP; the noise time shifts, scales and gates both."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -86,11 +86,11 @@ class VideoDiT(L.LightningModule):
     """A diffusion transformer over clips (batch, FRAMES, SIZE, SIZE). Logs `train/loss` and `val/loss`.
 
     Args:
-        width: of the transformer.
-        num_layers: blocks.
-        num_heads: of each attention.
+        width: width of the transformer.
+        num_layers: number of blocks.
+        num_heads: heads of each attention layer.
         patch: (frames, rows, columns) of one token.
-        lr: of AdamW.
+        lr: learning rate of AdamW.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class VideoDiT(L.LightningModule):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, math.prod(self.patch))
 
     def forward(self, clips: Tensor, times: Tensor) -> Tensor:
-        """The velocity at noisy clips; times (batch,) in 0..1, 1 is pure noise."""
+        """Return the velocity at noisy clips; times (batch,) are in 0..1, 1 is pure noise."""
         x = self.embed(self.to_patches(clips)) + self.position
         time = self.time(self.waves(times))
         for block in self.blocks:
@@ -153,7 +153,7 @@ class VideoDiT(L.LightningModule):
 
     @torch.no_grad()
     def sample(self, num_clips: int, num_steps: int = 32) -> Tensor:
-        """New clips, from noise: (num_clips, FRAMES, SIZE, SIZE)."""
+        """Draw new clips from noise, (num_clips, FRAMES, SIZE, SIZE)."""
         clips = torch.randn(num_clips, FRAMES, SIZE, SIZE, device=self.device)
         for step in range(num_steps, 0, -1):
             clips = clips - self(clips, torch.full((num_clips,), step / num_steps, device=self.device)) / num_steps

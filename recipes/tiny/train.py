@@ -1,4 +1,4 @@
-"""An ordinary training script: its own module, its own loader, and one import that adds the strategy's name.
+"""An ordinary training script with its own module and loader, and one import that registers the strategy.
 
 python recipes/tiny/train.py --strategy auto                     a plain Trainer
 python recipes/tiny/train.py --strategy decoupled_diloco         a learner, with a syncer of its own
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import lightning_diloco  # noqa: F401  makes "decoupled_diloco" known to the Trainer
+import lightning_diloco  # noqa: F401  registers "decoupled_diloco"
 
 SEQ_LEN = 128
 NUM_BYTES = 256
