@@ -120,7 +120,7 @@ class Watch:
                 time.sleep(0.05)
         except (DiLoCoError, AssertionError) as error:
             return f"the syncer does not answer: {type(error).__name__}"
-        hurt = [learner["id"] for learner in self.honest(now) if learner["state"] != "stepping"]
+        hurt = [learner["id"] for learner in self.honest(now) if learner["phase"] != "stepping"]
         blamed = [learner["id"] for learner in self.honest(now) if learner["num_refused"] or learner["quarantined"]]
         if hurt or blamed or len(list(self.honest(now))) < len(HONEST):
             return f"honest learners: {hurt} do not step, {blamed} are blamed"
@@ -135,23 +135,23 @@ class Watch:
         return next((event for event in BLAMED[::-1] if event in told), None)
 
 
-def run(root: Path) -> dict[str, Any]:
+def run(root: Path, attacks: Sequence[Attack] = ATTACKS) -> dict[str, Any]:
     """One row for each attack, and the checks."""
     processes = Processes(root)
     try:
-        return _run(processes)
+        return _run(processes, attacks)
     finally:
         processes.kill_all()
 
 
-def _run(processes: Processes) -> dict[str, Any]:
+def _run(processes: Processes, attacks: Sequence[Attack]) -> dict[str, Any]:
     syncer = processes.syncer(len(HONEST), record_contributions=True)
     learners = [processes.learner(name) for name in HONEST]
     processes.until_commits(40)
     watch = Watch(processes, psutil.Process(syncer.pid))
     assert watch.effect() is None
     memory, rows, quiet, loud = watch.resident(), [], [], []
-    for number, attack in enumerate(ATTACKS):
+    for number, attack in enumerate(attacks):
         quiet.append(_speed(watch, lambda: time.sleep(QUIET_S)))
         name, watch.peak, said = f"mad{number}", watch.resident(), ""
         began_s = time.monotonic()
@@ -175,7 +175,6 @@ def _run(processes: Processes) -> dict[str, Any]:
                 "effect": effect or "none",
             }
         )
-        print(rows[-1], flush=True)
     os.kill(learners[0].pid, signal.SIGSTOP)
     time.sleep(2 * QUIET_S)
     control = watch.effect()

@@ -75,6 +75,7 @@ TABLES = {
     "straggler": Table(HERE / "results" / "straggler.json", BENCH, _rows),
     "xla_step": Table(HERE / "results" / "xla_step.json", BENCH, _rows),
     "ranks_step": Table(HERE / "results" / "ranks_step.json", BENCH, _rows),
+    "attacks": Table(HERE / "results" / "attacks.json", BENCH, _rows),
     "forecast": Table(RECIPE.parent / "results" / "forecast.json", BENCH, _rows),
     "memory": Table(RECIPE.parent / "results" / "memory.json", BENCH, _rows),
     "chaos": Table(RECIPE.parent / "results" / "chaos.json", BENCH, _rows),

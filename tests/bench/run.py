@@ -2,8 +2,8 @@
 
 exchange, straggler, participation, survivors (5 minutes), busy_survivors (5) and forecast (14) want a quiet machine
 with two cores, chaos (40) one with four. quality, loss_by_participation (15), broken_learner (20) and memory (5) are
-the same on any machine, loop (5) and ranks_step (14) nearly so. recoveries (6) and soak (53) mostly sleep. Options that
-are not known here go to all of them. xla_step needs torch_xla and is started by itself.
+the same on any machine, loop (5), attacks (2) and ranks_step (14) nearly so. recoveries (6) and soak (53) mostly sleep.
+Options that are not known here go to all of them. xla_step needs torch_xla and is started by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ NAMES = (
     "forecast",
     "memory",
     "loop",
+    "attacks",
     "survivors",
     "busy_survivors",
     "recoveries",

@@ -19,6 +19,7 @@ from lightning_diloco.protocol.events import Verdict
 from lightning_diloco.protocol.syncer.conduct import Conduct
 from lightning_diloco.protocol.syncer.roster import Member
 from tests.bench import (
+    attacks,
     broken_learner,
     busy_survivors,
     chaos,
@@ -80,6 +81,16 @@ def test_a_broken_learner_does_not_move_the_loss(name: str) -> None:
     found = broken_learner.outcome(task, kinds[name], steps=480)
     assert found["loss"] < 1.02 * alone["loss"]
     assert found["told"]
+
+
+@pytest.mark.slow
+def test_attacks_beside_a_live_run_have_no_effect_and_a_stopped_learner_is_one(tmp_path: Path) -> None:
+    wanted = ("a batch that inflates to 256 MiB", "random directions")
+    found = attacks.run(tmp_path, [attack for attack in attacks.ATTACKS if attack.name in wanted])
+    assert [row["effect"] for row in found["rows"]] == ["none", "none"]
+    assert found["rows"][1]["its learner"] == "quarantine"
+    beside_others = ("memory", "honest learners make")  # they depend on what else the machine does
+    assert all(holds for what, holds in found["checks"].items() if not what.startswith(beside_others))
 
 
 @pytest.mark.slow

@@ -283,7 +283,7 @@ NOT_HERE = {
     "PJRT_DEVICE=TPU python train.py": "needs a TPU; tests/xla run such scripts on PJRT's CPU devices",
     "hf auth login": "needs an account, and asks for its token",
     ".ci/run": "downloads two environments; this test is a part of it",
-    "python tests/bench/run.py loss_by_participation exchange straggler ranks_step": "an hour; parts: tests/bench",
+    "python tests/bench/run.py loss_by_participation exchange straggler ranks_step attacks": "an hour; see tests/bench",
     "PJRT_DEVICE=CPU python -m tests.bench.xla_step": "ten minutes, with torch_xla; tests/xla run it with less of all",
     "python tests/bench/run.py chaos recoveries soak survivors busy_survivors forecast": "two hours; likewise",
 }
