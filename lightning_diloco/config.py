@@ -1,9 +1,10 @@
 """All options, their defaults and their checks.
 
-1. `RunConfig` holds what is the same for everyone in a run. It is fixed once, in the manifest, by whoever comes first:
-   the syncer's flags, then the seeding learner's explicit options, then the defaults here.
-2. `LearnerConfig` holds what each learner decides for itself.
-3. Nothing is coerced and nothing falls back: `problems()` names every bad value with the allowed ones.
+1. `RunConfig` holds the options that a run shares. The manifest fixes them once. Each value comes from the syncer's
+   flags, else from the seeding learner's explicit options, else from the defaults here.
+2. `LearnerConfig` holds the options that each learner sets for itself.
+3. Values are not coerced, and bad values do not fall back to defaults. `problems()` names every bad value and what is
+   allowed.
 """
 
 from __future__ import annotations
@@ -28,32 +29,33 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What all learners and the syncer of a run share.
+    """Options that all learners and the syncer of a run share.
 
     Args:
         sync_every: H, inner steps between two exchanges of the same fragment, >= 1. Paper: 24.
-        num_fragments: P, 1..sync_every. None: min(24, sync_every), or fewer where the model has fewer slices.
-        overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Paper: 2. `with_defaults`
-            takes less where there are fewer fragments.
-        quorum: K, contributions a round needs; lowered to the number of learners stepping. Paper: 1.
-        grace: how long a met quorum waits for more, in seconds, or "adaptive" (Eq. 3 of the paper).
-        merge: "mean", or "rda": the paper's radial-directional averaging (App. D.2), for all but embeddings. The mean
-            adds contributions up, so that the anchor does not depend on which of them share a round; "rda" makes steps
-            longer the more learners are in a round. "trimmed_mean" and "median" are taken per coordinate, for all but
-            embeddings, where you trust learners less: what a minority of them sends moves nothing far. They count all
-            contributions alike, and take rounds of fewer than 3 by the mean.
-        guard: what is looked at to find broken learners, whose contributions are then not merged: "direction" and norm,
-            or "norm" alone. Choose "norm" where learners have data of different kinds: what they send may then point
-            away from what others send although nobody is broken.
+        num_fragments: P, 1..sync_every. None: min(24, sync_every), or fewer if the model has fewer slices.
+        overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Paper: 2. The default is lower with
+            fewer fragments.
+        quorum: K, contributions that a round needs; lowered to the number of learners stepping. Paper: 1.
+        grace: time that a round with quorum waits for more contributions, in seconds, or "adaptive" (Eq. 3 of the
+            paper).
+        merge: "mean", or "rda" for the paper's radial-directional averaging (App. D.2) of all but embeddings. The mean
+            sums contributions, so the anchor does not depend on which of them share a round. "rda" makes longer steps
+            with more learners in a round.
+            "trimmed_mean" and "median" are taken per coordinate of all but embeddings. They bound what a minority of
+            learners can move. They count all contributions alike, and use the mean in rounds of fewer than 3.
+        guard: how broken learners are detected, whose contributions are then not merged: by "direction" and norm, or by
+            "norm" alone. Choose "norm" if learners have data of different kinds, because their contributions may point
+            in different directions although no learner is broken.
         outer_lr: outer learning rate, > 0. Our choice, from sweeps of the tiny recipe; the paper publishes none. With
-            "rda", whose steps are longer, 0.6 was as good.
-        outer_momentum: Nesterov coefficient, 0 <= mu < 1. Our choice, likewise.
+            "rda", which makes longer steps, 0.6 was as good.
+        outer_momentum: Nesterov coefficient, 0 <= mu < 1. Our choice, from the same sweeps.
         wire: precision of values on the wire, in both directions.
         block_size: elements that share one quantization scale, a power of two, 16..4096.
-        max_staleness_versions: a contribution older than this is superseded, >= 1.
+        max_staleness_versions: contributions with a higher staleness are superseded, >= 1.
         max_slice_numel: largest slice of a parameter, in elements.
-        lease_s: a learner not heard from for this long has lapsed.
-        data_parts: number of parts the data is split into; None: no split was agreed.
+        lease_s: silence in seconds after which a learner lapses.
+        data_parts: number of parts of the data; None for no agreed split.
     """
 
     sync_every: int = 24
@@ -74,11 +76,11 @@ class RunConfig:
 
     @property
     def fragments_wanted(self) -> int:
-        """Number of fragments asked for, before the model has its say."""
+        """Requested number of fragments; the model may limit it."""
         return min(24, self.sync_every) if self.num_fragments is None else self.num_fragments
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with these values, one sentence each; empty if nothing is."""
+        """Return one sentence per bad value; empty if all are valid."""
         found = _Problems(self)
         found.integer("sync_every", 1)
         found.integer("quorum", 1)
@@ -111,12 +113,12 @@ class RunConfig:
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for manifests and messages."""
+        """Return plain values, for manifests and messages."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """The inverse of `to_dict`; unknown keys and bad values raise `ConfigError`."""
+        """Build a config from `to_dict` output; unknown keys and bad values raise `ConfigError`."""
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -125,7 +127,7 @@ class RunConfig:
 
     @classmethod
     def with_defaults(cls, values: Mapping[str, Any]) -> RunConfig:
-        """These options, with defaults that fit them for the others; not validated."""
+        """Build a config from these options and matching defaults for the others, without validation."""
         config = cls(**values)
         is_sound = _is_int(config.sync_every) and (config.num_fragments is None or _is_int(config.num_fragments))
         if "overlap" in values or not is_sound or config.fragments_wanted < 1:
@@ -135,24 +137,25 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerConfig:
-    """What one learner decides for itself.
+    """Options that each learner sets for itself.
 
     Args:
-        align: what happens to steps trained while a round was in flight: "carry" keeps them, "overwrite" drops them
-            (the paper), "blend" mixes (Streaming DiLoCo).
+        align: treatment of steps trained while a round was in flight: "carry" keeps them, "overwrite" drops them (the
+            paper), "blend" mixes (Streaming DiLoCo).
         blend_alpha: weight of the local value under "blend", 0..1.
-        error_feedback: keep what quantization lost for the next contribution.
+        error_feedback: keep the quantization error for the next contribution.
         evaluate: validate the "anchor" (the run's model) or the "local" parameters.
-        anchor_device: where anchors lie, 4 bytes per parameter: beside the parameters ("device", fastest) or in "host"
-            memory, each brought just in time (XLA). On CPU both are the same; CUDA has no "host".
+        anchor_device: placement of the anchors, 4 bytes per parameter: with the parameters ("device", fastest) or in
+            "host" memory, from which each is copied just in time (XLA). On CPU both are the same; CUDA does not support
+            "host".
         join: join string of a run; None: DILOCO_JOIN, else an embedded syncer.
         learner: learner id; None: DILOCO_LEARNER, else the host name and a slot.
-        drain_s: how long to wait at the end for the last contributions to be merged; None: as long as they get on, one
-            after the other, within three times what a round has usually taken, or a minute.
-        max_fleet_tokens: end the whole run when all learners together have seen so many; None: do not.
-        checkpoint_every: inner steps between two checkpoints from which this learner, started again, goes on; 0: none.
+        drain_s: seconds to wait at the end until the last contributions are merged. None: as long as they make
+            progress, each within three times the usual time of a round, or a minute.
+        max_fleet_tokens: token budget of the whole fleet, after which the run ends; None for no budget.
+        checkpoint_every: inner steps between two checkpoints from which this learner can restart; 0 for none.
         checkpoint_store: folder or fsspec URL of the checkpoints of all learners; None: in the run directory.
-        preemption_s: how long after SIGTERM the process has ended, its leave and a checkpoint included.
+        preemption_s: seconds after SIGTERM within which the process leaves, writes a checkpoint and exits.
     """
 
     align: Align = "carry"
@@ -169,7 +172,7 @@ class LearnerConfig:
     preemption_s: float = 20.0
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with these values, one sentence each; empty if nothing is."""
+        """Return one sentence per bad value; empty if all are valid."""
         found = _Problems(self)
         found.choice("align", Align)
         found.choice("evaluate", Evaluate)
@@ -183,14 +186,14 @@ class LearnerConfig:
         if not isinstance(self.error_feedback, bool):
             found.add("error_feedback", "True or False")
         if self.align == "carry" and not self.error_feedback:
-            found.add("error_feedback", 'True with align="carry", which keeps what was not sent in the parameters')
+            found.add("error_feedback", 'True with align="carry", which keeps unsent progress in the parameters')
         if self.learner is not None and not is_learner_id(self.learner):
             found.add("learner", "1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit")
         return found.sentences
 
 
 def is_learner_id(name: object) -> bool:
-    """Whether this can be a learner id: it becomes part of paths and run names."""
+    """Whether this is a valid learner id, which becomes part of paths and run names."""
     return (
         isinstance(name, str)
         and 1 <= len(name) <= 64

@@ -1,8 +1,9 @@
-"""The environment variables that are read here. There are no others, and an explicit argument always wins.
+"""All environment variables that this package reads. An explicit argument always takes precedence.
 
-1. Each is read where and when it is used, never on import. A test compares `read_in` with the code.
-2. None is written: what a child process should see is handed to it. (Lightning hands its own environment to ranks it
-   starts: for that moment the learner's id is in it. And a syncer keeps gRPC's log to errors, which no call can.)
+1. Each variable is read where and when it is used, never on import. A test compares `read_in` with the code.
+2. The package does not set variables in its own process; it passes them to child processes. The exception is the
+   learner id, which is set while Lightning starts ranks, because they inherit Lightning's environment. Another one is
+   gRPC's log level in a syncer, which no call can set.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class Variable:
     """One variable.
 
     Args:
-        meaning: for people, one line.
+        meaning: description in one line.
         read_in: modules that read it, as paths below the package.
     """
 
@@ -24,25 +25,25 @@ class Variable:
 
 
 VARIABLES = {
-    "DILOCO_HOST": Variable("name under which learners reach this machine", ("syncer/front.py",)),
+    "DILOCO_HOST": Variable("host name by which learners reach this machine", ("syncer/front.py",)),
     "DILOCO_JOIN": Variable(
-        "join string of the run to take part in",
+        "join string of the run",
         ("cli/status.py", "learner/link.py", "strategy/identity.py"),
     ),
     "DILOCO_LEARNER": Variable(
-        "id of this learner; default: one is made up",
+        "id of this learner; default: host name and a slot",
         ("learner/link.py", "strategy/identity.py", "strategy/backends/launchers.py", "strategy/backends/ranks.py"),
     ),
     "DILOCO_RUN_DIR": Variable(
-        "run directory, in which this learner has a folder", ("learner/link.py", "strategy/trainer/paths.py")
+        "run directory, which contains this learner's folder", ("learner/link.py", "strategy/trainer/paths.py")
     ),
-    "GRPC_VERBOSITY": Variable("what gRPC logs; default for a syncer: ERROR", ("process/grpc_log.py",)),
+    "GRPC_VERBOSITY": Variable("log level of gRPC; default for a syncer: ERROR", ("process/grpc_log.py",)),
     "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local/run.py",)),
     "PJRT_DEVICE": Variable("platform of XLA devices, TPU or CPU", ("strategy/backends/xla_accelerator.py",)),
     "XDG_CACHE_HOME": Variable(
-        "where texts and graphs lie; default: ~/.cache", ("devices/xla/ops.py", "hf/text_data.py")
+        "cache folder of texts and graphs; default: ~/.cache", ("devices/xla/ops.py", "hf/text_data.py")
     ),
-    "XLA_PERSISTENT_CACHE_PATH": Variable("where compiled XLA graphs are kept", ("devices/xla/ops.py",)),
+    "XLA_PERSISTENT_CACHE_PATH": Variable("cache folder of compiled XLA graphs", ("devices/xla/ops.py",)),
 }
 """Every variable by name."""
 
@@ -53,4 +54,4 @@ WHOLE_IN = (
     "process/grpc_log.py",
     "strategy/backends/launchers.py",
 )
-"""Modules that take all of it: for the arguments of a learner, and for child processes."""
+"""Modules that read the whole environment, for a learner's arguments and for child processes."""

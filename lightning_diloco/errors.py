@@ -1,21 +1,21 @@
 """Every error this package raises.
 
     DiLoCoError
-    ├── LocalError            you asked for something that cannot be done
-    │   ├── ConfigError       options unknown or contradictory; all problems are listed at once
-    │   ├── PlanMismatchError this model is not the model of the run
-    │   └── NonFiniteError    NaN or Inf where finite numbers are needed
+    ├── LocalError            the request cannot be carried out
+    │   ├── ConfigError       options are unknown or contradictory; all problems are listed at once
+    │   ├── PlanMismatchError the model is not the model of the run
+    │   └── NonFiniteError    NaN or Inf where finite numbers are required
     ├── RemoteError           the other side refused, or cannot be reached
     │   ├── JoinError         a run could not be joined
-    │   │   └── RunOverError  because it has ended
+    │   │   └── RunOverError  the run has ended
     │   ├── AuthError         wrong token, or a certificate that is not the pinned one
     │   ├── FencedError       a newer process runs under this learner id
     │   ├── RefusedError      contributions were refused three times in a row
-    │   └── TransportError    a call failed or ran into its deadline; may be tried again
-    │       ├── RestoringError        the syncer is there and reads its disk; it will be ready by itself
-    │       └── CorruptMessageError   wrong length, checksum or fields; nothing of it was used
-    └── StorageError          the disk did not take, or does not hold, what it should
-        └── CorruptLogError   a record that had been durable cannot be read back
+    │   └── TransportError    a call failed or exceeded its deadline; it may be retried
+    │       ├── RestoringError        the syncer is reading its disk and will be ready by itself
+    │       └── CorruptMessageError   wrong length, checksum or fields; the message was dropped
+    └── StorageError          a write to disk failed, or data on disk is missing or damaged
+        └── CorruptLogError   a durable record cannot be read back
 
 A message has three parts: what was found (with values), what is allowed, and what to do.
 """
@@ -30,14 +30,14 @@ class DiLoCoError(Exception):
 
 
 class LocalError(DiLoCoError):
-    """The caller asked for something that cannot be done."""
+    """The caller's request cannot be carried out."""
 
 
 class ConfigError(LocalError, ValueError):
     """Options are unknown or contradict each other.
 
     Args:
-        problems: one sentence each; all of them are shown together.
+        problems: one sentence per problem; the message shows all of them.
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class PlanMismatchError(LocalError):
 
 
 class NonFiniteError(LocalError, ValueError):
-    """NaN or Inf in values that are to be sent."""
+    """Values to send contain NaN or Inf."""
 
 
 class RemoteError(DiLoCoError):
@@ -63,11 +63,11 @@ class JoinError(RemoteError):
 
 
 class RunOverError(JoinError):
-    """The run has ended by itself; there is nothing left to do in it."""
+    """The run has ended by itself, so there is nothing left to do."""
 
 
 class AuthError(RemoteError):
-    """Wrong token, or a certificate that is not the pinned one."""
+    """The token is wrong, or the certificate is not the pinned one."""
 
 
 class FencedError(RemoteError):
@@ -79,20 +79,20 @@ class RefusedError(RemoteError):
 
 
 class TransportError(RemoteError):
-    """A call failed or ran into its deadline; it may be tried again."""
+    """A call failed or exceeded its deadline; it may be retried."""
 
 
 class RestoringError(TransportError):
-    """The syncer was started again and reads its disk; the message says how far it is."""
+    """The syncer has restarted and is reading its disk; the message states its progress."""
 
 
 class CorruptMessageError(TransportError):
-    """A message had a wrong length, checksum or field; nothing of it was used."""
+    """A message had a wrong length, checksum or field, and was dropped."""
 
 
 class StorageError(DiLoCoError, OSError):
-    """The disk did not take what was written."""
+    """A write to disk failed, or data on disk is missing or damaged."""
 
 
 class CorruptLogError(StorageError):
-    """A record that had been durable cannot be read back."""
+    """A durable record cannot be read back."""

@@ -1,1 +1,1 @@
-"""The command line: one file per verb, which parses, calls and prints."""
+"""The command line. Each verb has one file, which parses, calls and prints."""

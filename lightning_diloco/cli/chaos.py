@@ -1,9 +1,9 @@
-"""`diloco chaos`: a recipe as N learners on this machine, under a seeded schedule of real faults.
+"""`diloco chaos`: runs a recipe with N learners on this machine under a seeded schedule of real faults.
 
-The run must end by itself: exit code 0 says that every learner finished, that the run is finished, that its ledger is
-exact, and that all of it comes out again from the recorded contributions (`diloco replay`). `--compare` then runs the
-recipe without faults up to as many merged tokens, for the loss. Its learning rate has the same schedule: as long as
-the recipe's where a duration cut the run short, else as long as the run.
+The run must end by itself. Exit code 0 means that every learner and the run finished, that the ledger is exact, and
+that `diloco replay` reproduces the run from the recorded contributions. With `--compare`, the recipe then runs without
+faults to the same number of merged tokens, to compare the loss. The learning rate follows the same schedule in both
+runs: with a duration it keeps the recipe's length, otherwise it has the length of the run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ split = partial(run.split, valued=_VALUED, flags=_FLAGS)
 
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
-    about = "run a recipe under a seeded schedule of real faults, and report what came of it"
+    about = "run a recipe under a seeded schedule of real faults, and write a report"
     parser = add_verb(
         verbs,
         "chaos",
@@ -53,20 +53,20 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("target", metavar="RECIPE|SCRIPT", help="a YAML recipe (see `diloco ls`) or a Python script")
     parser.add_argument("--local", type=int, metavar="N", help="number of learners")
-    parser.add_argument("--faults-per-hour", type=float, metavar="F", help="of all kinds and targets together")
+    parser.add_argument("--faults-per-hour", type=float, metavar="F", help="total over all kinds and targets")
     parser.add_argument("--kinds", default=",".join(KINDS), metavar="K,..", help=f"default: {','.join(KINDS)}")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the schedule (default: 0)")
-    parser.add_argument("--duration", metavar="T", help="end after this time, such as 20m, if not done by then")
-    parser.add_argument("--compare", action="store_true", help="then run without faults to as many merged tokens")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the schedule (default: 0)")
+    parser.add_argument("--duration", metavar="T", help="end the run after this time at the latest, such as 20m")
+    parser.add_argument("--compare", action="store_true", help="then run without faults to the same merged tokens")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="a new folder; default: runs/chaos-<name>-<time>")
-    parser.add_argument("--max-restarts", type=int, default=200, metavar="R", help="of each process (default: 200)")
-    parser.add_argument("--threads", type=int, metavar="T", help="of each learner (default: cores / N)")
-    parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
+    parser.add_argument("--max-restarts", type=int, default=200, metavar="R", help="per process (default: 200)")
+    parser.add_argument("--threads", type=int, metavar="T", help="threads per learner (default: cores / N)")
+    parser.add_argument("--no-table", action="store_true", help="print plain lines even on a terminal")
     parser.set_defaults(call=call)
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Run to the end, report, and judge; returns the exit code."""
+    """Run to the end and write the report; returns the exit code."""
     from rich.console import Console
 
     from lightning_diloco.cli.faults import report as chaos_report
@@ -76,10 +76,10 @@ def call(arguments: argparse.Namespace) -> int:
     asked = _check(arguments)
     target = recipes.resolve(arguments.target)
     if target.suffix == ".py" and (asked.duration_s is not None or arguments.compare):
-        raise ConfigError(f"{target}: --duration and --compare set options of a recipe; pass a script its own after --")
+        raise ConfigError(f"{target}: --duration and --compare need a YAML recipe; pass a script's options after --")
     run_dir = run.make_run_dir(arguments.run_dir, f"chaos-{target.stem}")
     if (run_dir / chaos_story.FAULTS.parent).exists():
-        raise ConfigError(f"{run_dir} holds a chaos run already; choose a new folder with --run-dir")
+        raise ConfigError(f"{run_dir} already holds a chaos run; choose a new folder with --run-dir")
     console = Console()
     faults = draw(asked.kinds, _names(arguments), faults_per_hour=arguments.faults_per_hour, seed=arguments.seed)
     passed_on = arguments.passed_on if target.suffix == ".py" else [*asked.overrides(), *arguments.passed_on]
@@ -105,7 +105,7 @@ class _Asked:
     duration_s: float | None
 
     def overrides(self) -> list[str]:
-        """What comes before the user's own; a duration is counted from now."""
+        """Return the options that precede the user's own; a duration starts now."""
         clock = [f"--trainer.callbacks+={_CLOCK}"]
         if self.duration_s is None:
             return clock
@@ -113,7 +113,7 @@ class _Asked:
         return [*clock, until]
 
     def calm_overrides(self, num_steps: int) -> list[str]:
-        """What comes after the user's own in the run without faults, to end it after so many steps."""
+        """Return the options that follow the user's own in the run without faults, and end it after `num_steps`."""
         if self.duration_s is None:
             return [f"--trainer.max_steps={num_steps}"]
         return [f"--trainer.callbacks+={_CLOCK}", f"--trainer.callbacks.until_step={num_steps}"]
@@ -122,12 +122,12 @@ class _Asked:
 def _check(arguments: argparse.Namespace) -> _Asked:
     problems = run.problems(arguments)
     if arguments.faults_per_hour is None:
-        problems.append("--faults-per-hour F is missing: say how many faults there shall be; for example 60")
+        problems.append("--faults-per-hour F is missing: pass the number of faults per hour, for example 60")
     elif not 0.0 < arguments.faults_per_hour < float("inf"):
         problems.append(f"--faults-per-hour {arguments.faults_per_hour}: must be above 0")
     words = arguments.kinds.split(",")
     if unknown := [word for word in words if word not in KINDS] or len(set(words)) < len(words):
-        problems.append(f"--kinds {arguments.kinds}: found {unknown}; allowed are {', '.join(KINDS)}, each once")
+        problems.append(f"--kinds {arguments.kinds}: found {unknown}; allowed: {', '.join(KINDS)}, each once")
     duration = _DURATION.fullmatch(arguments.duration or "0")
     if duration is None:
         problems.append(f"--duration {arguments.duration}: must be a number with s, m or h, such as 20m")
@@ -168,7 +168,7 @@ def _execute(
 
 
 def _replayed(run_dir: Path) -> dict[str, str | None]:
-    """How deep the run comes out again from its disk, and why not, if so."""
+    """Return the level at which a replay reproduces the run, or the error if it does not."""
     from lightning_diloco.syncer.replay import replay
 
     try:
@@ -178,7 +178,7 @@ def _replayed(run_dir: Path) -> dict[str, str | None]:
 
 
 def _draw(story: Any, run_dir: Path, console: Console) -> None:
-    """A run is not judged by its picture."""
+    """Draw the run; a missing matplotlib does not fail the run."""
     from lightning_diloco.cli.faults import picture
 
     try:

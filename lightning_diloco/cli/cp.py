@@ -1,4 +1,4 @@
-"""`diloco cp`: a recipe of one's own to edit, with the modules beside it that it names."""
+"""`diloco cp`: copies a recipe and the modules that it uses from its own folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXAMPLE = "example:\n  diloco cp tiny/gpt my_gpt.yaml && diloco run my_gpt.yaml
 
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
-    about = "copy a recipe, to edit it"
+    about = "copy a recipe for editing"
     parser = add_verb(verbs, "cp", about, _EXAMPLE)
     parser.add_argument("recipe", metavar="RECIPE", help="name (see `diloco ls`) or path of a recipe")
     parser.add_argument("path", metavar="PATH", type=Path, help="new file, or a folder; nothing is overwritten")
@@ -23,12 +23,12 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Copy the files, all or none, and say where they are."""
+    """Copy all files or none, and print their paths."""
     source = recipes.find_file(arguments.recipe)
     target: Path = arguments.path / source.name if arguments.path.is_dir() else arguments.path
     copies = {source: target, **{path: target.with_name(path.name) for path in recipes.modules_beside(source)}}
     if taken := [str(path) for path in copies.values() if path.exists()]:
-        raise ConfigError(f"{', '.join(taken)} exists and is not overwritten; choose another path, or remove it first")
+        raise ConfigError(f"{', '.join(taken)} already exists; choose another path, or remove it first")
     target.parent.mkdir(parents=True, exist_ok=True)
     for original, copy in copies.items():
         with copy.open("xb") as file:

@@ -1,4 +1,4 @@
-"""`diloco export`: a run's anchor as a transformers folder and a Lightning checkpoint; of a script, its parameters."""
+"""`diloco export`: exports the anchor as a transformers folder and a Lightning checkpoint, or as parameters."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "write the anchor of a stopped run as a transformers folder and a Lightning checkpoint, or its parameters"
     parser = add_verb(verbs, "export", about, _EXAMPLE)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="of a run that is finished or stopped")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory of a finished or stopped run")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write; new or empty")
     parser.add_argument(
         "--config",
         type=Path,
         metavar="YAML",
-        help="what the run trained (default: a learner's config.yaml in RUN_DIR; a script leaves none)",
+        help="config of the trained model (default: a learner's config.yaml in RUN_DIR; a script writes none)",
     )
     parser.set_defaults(call=call)
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Write, and say what and where."""
+    """Write the files and print what was written."""
     with kept():
         from lightning_diloco.hf.export import CHECKPOINT, PARAMETERS, export
     done = export(arguments.run_dir, arguments.to, config=arguments.config)

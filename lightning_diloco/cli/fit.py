@@ -1,6 +1,7 @@
 """One learner of a YAML recipe: `python -m lightning_diloco.cli.fit [--local N] RECIPE.yaml [overrides]`.
 
-Exit code 2: starting again would not help: the configuration, the model or the secret is wrong, or the id is taken.
+Exit code 2 means that a restart would not help: the configuration, the model or the secret is wrong, or the id is
+taken.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _HERE = "--local"
 
 
 def main() -> int:
-    """Fit what the recipe describes; returns the exit code."""
+    """Fit the recipe; returns the exit code."""
     with kept():
         from lightning_diloco.cli.fitting import Fit, cli_arguments
-    # sys.argv stays as it is: Lightning starts the other processes of a learner with it.
+    # sys.argv is left unchanged, because Lightning starts the other ranks of a learner with it.
     words = sys.argv[1:]
     num_here, words = (int(words[1]), words[2:]) if words[0] == _HERE else (1, words)
     try:

@@ -1,11 +1,11 @@
-"""How a learner fits a recipe.
+"""Fits a recipe in a learner.
 
-1. A recipe is a LightningCLI configuration of `fit`; overrides have LightningCLI's form (`--trainer.max_steps 60`).
-2. The strategy is ours unless recipe or overrides say otherwise.
-3. Lightning's root directory is RUN_DIR/learners/<id> under `diloco run`: two learners never share a path. Only an
-   explicit override wins over it.
-4. The configuration that is saved beside the checkpoints names the run, and not the token that lets others in.
-5. A language model that does not fit this machine, with N learners on it, is refused before anything is loaded.
+1. A recipe is a LightningCLI configuration of `fit`. Overrides have LightningCLI's form (`--trainer.max_steps 60`).
+2. The strategy is `decoupled_diloco`, unless the recipe or an override names another.
+3. Under `diloco run`, Lightning's root directory is RUN_DIR/learners/<id>, so two learners never share a path. Only an
+   explicit override takes precedence.
+4. The configuration saved beside the checkpoints names the run, but not the token.
+5. A language model that does not fit this machine with N learners is refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Fit(RecipeCLI):
     """Fits the recipe, if it fits the machine.
 
     Args:
-        recipe: to fit.
-        num_here: learners on this machine.
-        args: of LightningCLI.
+        recipe: path of the recipe.
+        num_here: number of learners on this machine.
+        args: arguments of LightningCLI.
     """
 
     def __init__(self, recipe: Path, num_here: int, args: list[str]) -> None:
@@ -36,7 +36,7 @@ class Fit(RecipeCLI):
         super().__init__(recipe, args=args, save_config_callback=SaveRedacted, save_config_kwargs={"overwrite": True})
 
     def before_instantiate_classes(self) -> None:
-        """Nothing is made yet."""
+        """Check the memory before anything is created."""
         check_room(self._recipe, self.config["fit"], self._num_here)
 
 
@@ -58,7 +58,7 @@ def _redacted(value: Any) -> Any:
 
 
 def cli_arguments(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """LightningCLI's command line for these words in this environment."""
+    """Return LightningCLI's command line for these words in this environment."""
     recipe, *overrides = words
     run_dir, learner = env.get("DILOCO_RUN_DIR"), env.get("DILOCO_LEARNER")
     root = [f"--trainer.default_root_dir={Path(run_dir) / 'learners' / learner}"] if run_dir and learner else []

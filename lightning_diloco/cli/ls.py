@@ -1,4 +1,4 @@
-"""`diloco ls`: the recipes that can be run."""
+"""`diloco ls`: lists the recipes."""
 
 from __future__ import annotations
 

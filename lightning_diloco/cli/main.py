@@ -1,9 +1,9 @@
-"""`diloco`: finds the verb, runs it, and turns errors into one clean block on stderr.
+"""`diloco`: runs a verb, and prints errors as one block on stderr.
 
-1. Exit codes: 0 done; 1 it failed, and may work when tried again; 2 it was asked for wrongly, or refused; 130 Ctrl-C;
-   141 whoever read its output has closed it (`diloco status RUN_DIR --json | head`).
-2. Nothing heavy is imported before a verb needs it.
-3. A verb or an option that is not known is refused before anything starts, with the nearest name that is.
+1. Exit codes: 0 success; 1 failure, a retry may help; 2 wrong command line or refused request; 130 Ctrl-C; 141 the
+   reader of its output has closed the pipe (`diloco status RUN_DIR --json | head`).
+2. Large libraries are imported only by the verbs that need them.
+3. Unknown verbs and options are refused before anything starts. The message names the nearest known one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VERBS = (run, chaos, replay, snapshot, plan, plot, export, syncer, status, rota
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `diloco` with one sub-parser per verb."""
+    """Build the parser of `diloco`, with one sub-parser per verb."""
     parser = _Parser(prog="diloco", description="Decoupled DiLoCo for PyTorch Lightning.", epilog=_EXAMPLE)
     parser.add_argument("--version", action="version", version=f"lightning-diloco {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: that of this process); returns its exit code."""
+    """Run a command line (default: that of this process) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     num_words = len(words)
     splitting = {"run": run.split, "chaos": chaos.split}.get(words[0])
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         return 141
     except DiLoCoError as error:
         print(f"diloco: {printable(str(error))}", file=sys.stderr)
@@ -59,11 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespace:
-    """The command line as a namespace; says what is wrong with it, and ends with exit code 2, if something is."""
+    """Parse the command line; on an error, print it and exit with code 2."""
     parser = build_parser()
     names = [verb.__name__.rpartition(".")[2] for verb in _VERBS]
     if words[0] not in names and not words[0].startswith("-"):
-        parser.error(f"no verb {words[0]!r}{did_you_mean(words[0], names)}; there are {', '.join(names)}")
+        parser.error(f"no verb {words[0]!r}{did_you_mean(words[0], names)}; verbs: {', '.join(names)}")
     arguments, unknown = parser.parse_known_args(words, known)
     if unknown:
         options: Sequence[str] = arguments.options
@@ -73,7 +73,7 @@ def _parse(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespac
 
 
 class _Parser(argparse.ArgumentParser):
-    """Keeps the line breaks of examples; options cannot be abbreviated, so that new ones break no script."""
+    """Keeps line breaks in examples, and allows no abbreviated options, so that new options break no script."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)

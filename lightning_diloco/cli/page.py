@@ -1,4 +1,4 @@
-"""The live page of a run, for the verbs that show one."""
+"""The live page of a run, for the verbs that serve it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from lightning_diloco.live.watch import Watch
 
 LISTEN = "127.0.0.1:0"
-HELP = f"where the live page is served (default: {LISTEN}, any free port); off loopback with TLS and a token"
+HELP = f"address of the live page (default: {LISTEN}, any free port); uses TLS and a token unless on loopback"
 _LINGER_S = 1.5
 _TICK_S = 0.25
 
 
 @contextmanager
 def served(run_dir: Path, listen: str, say: Callable[[str], None]) -> Iterator[Watch]:
-    """Serve the page of a run while the block lasts; what the block tells the `Watch` is what the page shows.
+    """Serve the live page during the block. The page shows what the block passes to the `Watch`.
 
     Args:
-        run_dir: its tape is read for what happened before; one that does not exist has no past.
+        run_dir: run directory, whose tape provides the history; it need not exist.
         listen: host:port.
-        say: is told the link.
+        say: called with the link.
     """
     from lightning_diloco.live.server import PageServer
     from lightning_diloco.live.watch import Watch
@@ -42,7 +42,7 @@ def served(run_dir: Path, listen: str, say: Callable[[str], None]) -> Iterator[W
 
 
 def follow(watch: Watch, feed: StatusFeed, finished: Callable[[], dict[str, Any] | None]) -> None:
-    """Keep the page up to date until it is interrupted, also beyond the end of the run."""
+    """Keep the page up to date until an interrupt, also after the end of the run."""
     while True:
         if (summary := finished()) is not None:
             watch.ended(summary)

@@ -1,7 +1,7 @@
-"""`diloco plan`: what a recipe needs, before anything is started: memory, links, time and disk, and whether it fits.
+"""`diloco plan`: forecasts memory, links, time and disk of a recipe, and whether it fits, without starting it.
 
-Machines and wires come from the options here. A recipe can hold its own in a comment line, `# plan: --learners 8
---link 5Gbit ...`; what is given on the command line wins.
+Options describe the machines and links. A recipe can set its own options in a comment line, `# plan: --learners 8
+--link 5Gbit ...`. The command line takes precedence.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MARK = "# plan:"
 
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
-    about = "what a recipe needs, and whether it fits: memory, links, time, disk, goodput"
+    about = "forecast memory, links, time, disk and goodput of a recipe, and whether it fits"
     parser = add_verb(verbs, "plan", about, _EXAMPLE)
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML recipe, see `diloco ls`")
-    parser.add_argument("--json", action="store_true", help="figures for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     _add_machines(parser)
-    options = parser.add_argument_group("options of the run, instead of the recipe's")
+    options = parser.add_argument_group("options of the run, which override the recipe's")
     options.add_argument("--max-steps", type=int, metavar="N", help="inner steps of each learner")
     for name in _RUN_OPTIONS:
         kind = str if name == "wire" else int
@@ -51,29 +51,29 @@ def add_parser(verbs: Any) -> None:
 
 def _add_machines(parser: argparse.ArgumentParser) -> None:
     machines = parser.add_argument_group(
-        "machines and wires", f"default: the recipe's `{_MARK}` line, else as given here"
+        "machines and links", f"default: the recipe's `{_MARK}` line, else the value in parentheses"
     )
     add = machines.add_argument
-    add("--learners", type=int, metavar="M", help="learners (2)")
-    add("--devices", type=int, metavar="N", help="devices of one learner (the recipe's, else 1)")
-    add("--link", type=bits, metavar="RATE", help="of each learner, each way, such as 5Gbit (1Gbit)")
-    add("--syncer-link", type=bits, metavar="RATE", help="of the syncer (M times --link)")
-    add("--rtt", type=seconds, metavar="TIME", help="round trip between learner and syncer (40ms)")
-    add("--step", type=seconds, metavar="TIME", help="of a usual inner step (1s)")
-    add("--pauses", type=share, metavar="SHARE", help="of the time, in validation and slower steps, such as 5%% (none)")
-    add("--mtbf", type=seconds, metavar="TIME", help="between failures of one learner, such as 6h (no failures)")
-    add("--restart", type=seconds, metavar="TIME", help="from a failure to the next step (2min)")
-    add("--disk-rate", type=nbytes, metavar="SIZE", help="the syncer's disk takes per second (1GB)")
+    add("--learners", type=int, metavar="M", help="number of learners (2)")
+    add("--devices", type=int, metavar="N", help="devices per learner (the recipe's, else 1)")
+    add("--link", type=bits, metavar="RATE", help="link of each learner in each direction, such as 5Gbit (1Gbit)")
+    add("--syncer-link", type=bits, metavar="RATE", help="link of the syncer (M times --link)")
+    add("--rtt", type=seconds, metavar="TIME", help="round-trip time between learner and syncer (40ms)")
+    add("--step", type=seconds, metavar="TIME", help="time of a usual inner step (1s)")
+    add("--pauses", type=share, metavar="SHARE", help="share of time in validation and slow steps, such as 5%% (none)")
+    add("--mtbf", type=seconds, metavar="TIME", help="mean time between failures of a learner, such as 6h (none)")
+    add("--restart", type=seconds, metavar="TIME", help="time from a failure to the next step (2min)")
+    add("--disk-rate", type=nbytes, metavar="SIZE", help="bytes per second that the syncer's disk can write (1GB)")
     for what in ("device-memory", "host-memory", "syncer-memory", "syncer-disk"):
-        add(f"--{what}", type=nbytes, metavar="SIZE", help="such as 80GiB (not judged)")
+        add(f"--{what}", type=nbytes, metavar="SIZE", help="such as 80GiB (not checked)")
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Print the plan; returns 0 if it fits, 1 if not."""
+    """Print the plan; return 0 if it fits, 1 if not."""
     path = recipes.resolve(arguments.recipe)
     if path.suffix == ".py":
         raise ConfigError(
-            f"{path} is a script: only a YAML recipe can be planned, because a script has to run to be read"
+            f"{path} is a script; only a YAML recipe can be planned, because a script must run to be read"
         )
     machines = _machines(path, arguments)
     with kept():
@@ -96,7 +96,7 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def _machines(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options by name: the command line's, then the recipe's."""
+    """Return options by name, from the command line first, then from the recipe."""
     parser = argparse.ArgumentParser(prog=f"{path}, `{_MARK}`", allow_abbrev=False)
     _add_machines(parser)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -107,7 +107,7 @@ def _machines(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:
-    """A recipe on these machines, which are options by name."""
+    """Return the scenario of a recipe on machines given by option names."""
     from lightning_diloco.planner.bandwidth import Machines
     from lightning_diloco.planner.memory import Training
     from lightning_diloco.planner.plan import Scenario
@@ -147,14 +147,14 @@ def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:
 
 
 def _batch_per_device(drawn: Blueprint, devices: int) -> int | None:
-    """On XLA one process drives all devices and deals its batch out to them; elsewhere each device has a loader."""
+    """Return the batch size per device; on XLA, one process splits its batch over all devices."""
     if drawn.batch_size is None or drawn.accelerator not in ("tpu", "xla"):
         return drawn.batch_size
     return max(1, drawn.batch_size // devices)
 
 
 def _figures(found: Forecast, fix: Fix | None, drawn: Blueprint) -> dict[str, Any]:
-    """What `--json` prints; sizes in bytes, times in seconds, rates in bits per second."""
+    """Return what `--json` prints: sizes in bytes, times in seconds, rates in bits per second."""
     from lightning_diloco.planner import bandwidth
 
     scenario, sizes, exchange = found.scenario, found.sizes, found.exchange
@@ -194,13 +194,13 @@ def _figures(found: Forecast, fix: Fix | None, drawn: Blueprint) -> dict[str, An
 
 
 def _notes(found: Forecast, drawn: Blueprint) -> list[str]:
-    """What was assumed."""
+    """Return the assumptions of the forecast."""
     from lightning_diloco.planner.bandwidth import LINK_SHARE
 
     scenario = found.scenario
     devices = scenario.training.devices
     notes = [
-        f"a stream gets {LINK_SHARE:.0%} of its link; the syncer's disk takes "
+        f"a stream gets {LINK_SHARE:.0%} of its link; the syncer's disk writes "
         f"{scenario.fleet.disk_bytes_per_s / 1e9:.1f} GB/s; the syncer merges on one thread",
         f"parameters, gradients, two moments per parameter and anchors are spread evenly over {devices} device(s); "
         "allocator, kernels and data loading are not counted",
@@ -213,21 +213,21 @@ def _notes(found: Forecast, drawn: Blueprint) -> list[str]:
         notes.append("no failures; give --mtbf")
     else:
         notes.append(
-            f"a learner fails every {scenario.mtbf_s / 3600:.3g} h, at any time, makes its next step after "
+            f"a learner fails every {scenario.mtbf_s / 3600:.3g} h, at a random time, makes its next step after "
             f"{scenario.restart_s:.0f} s and the adoption, and loses half a period of steps and what was in flight: "
             "goodput = exp(-(down + lost) / mtbf) * (1 - stall) * (1 - pauses)"
         )
     if scenario.pauses:
-        notes.append(f"{scenario.pauses:.1%} of the time goes into validation and into steps longer than the usual one")
+        notes.append(f"{scenario.pauses:.1%} of the time goes into validation and into steps longer than usual")
     else:
-        notes.append("steps take equally long, and nothing comes between them; give --pauses")
+        notes.append("all steps take the same time, without pauses between them; give --pauses")
     if drawn.devices is None:
         notes.append(f'trainer.devices is "auto": taken as {devices}; give --devices')
     return notes
 
 
 def _warnings(found: Forecast, drawn: Blueprint) -> list[str]:
-    """What stands in the way although it fits: learners that the strategy of this version would not start."""
+    """Return problems other than capacity, such as learners that this version's strategy does not start."""
     from lightning_diloco.hf.blueprint import strategy_problem
 
     problem = strategy_problem(drawn.accelerator, found.scenario.training.devices, drawn.spreads)

@@ -1,4 +1,4 @@
-"""A plan for people: memory, exchange, links, goodput, and the verdict."""
+"""The printed form of a plan: memory, exchange, links, goodput, and the verdict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIGHT = 0.8
 def plan_view(
     path: Path, found: Forecast, fix: Fix | None, notes: Sequence[str], warnings: Sequence[str]
 ) -> RenderableType:
-    """Everything `diloco plan` prints without `--json`."""
+    """Return everything that `diloco plan` prints without `--json`."""
     said = [Text("assumed", style="bold"), *(Text(f"  {note}", style="dim") for note in notes)]
     said += [Text(warning, style="yellow") for warning in warnings]
     return Group(_head(path, found), _memory(found), _exchange(found), _resources(found), *said, _verdict(found, fix))
@@ -62,7 +62,7 @@ def _exchange(found: Forecast) -> Table:
         "fragments": f"{sizes.count} of up to {gib(sizes.nbytes)} as {config.wire}, "
         f"one every {way.period_s:.3g} s (H={config.sync_every}, {fleet.step_s:g} s per step)",
         "one fragment": f"upload {way.upload_s:.2f} s, merge {way.merge_s:.2f} s, log {way.log_s:.2f} s, download "
-        f"{way.download_s:.2f} s: lands after {way.landing_s:.2f} s; overlap {way.overlap_s:.2f} s",
+        f"{way.download_s:.2f} s; lands after {way.landing_s:.2f} s; overlap {way.overlap_s:.2f} s",
         "each learner": f"{_rate(each)} each way; data parallel would need {_rate(parallel)}, "
         f"{parallel / each:.0f} times as much",
         "syncer": f"{_rate(each * fleet.num_learners)} each way; redo log "

@@ -1,10 +1,10 @@
-"""Finds recipes in `recipes/`: beside the package (a checkout), in the working directory, inside an installed package.
+"""Finds recipes in `recipes/`: next to the package (a checkout), in the working directory, or in an installed package.
 
-A recipe is a YAML file for LightningCLI or a Python script; its name is its path below `recipes/` without the suffix,
-its description the first comment line (YAML) or the first line of the docstring (script). A Python file whose classes a
-YAML beside it names is a part of that one.
+A recipe is a YAML file for LightningCLI or a Python script. Its name is its path below `recipes/` without the suffix.
+Its description is the first comment line (YAML) or the first line of the docstring (script). If a YAML file names
+classes of a Python file in the same folder, that file belongs to the YAML recipe and is not a recipe.
 
-A recipe can say for which versions of this package it was written, `# lightning-diloco: ~=0.1`: others refuse it.
+A line `# lightning-diloco: ~=0.1` states the package versions of a recipe. Other versions refuse it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _VERSIONS = r"^# lightning-diloco: *(.+?) *$"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One recipe that was found.
+    """One recipe.
 
     Args:
-        name: for people, such as "tiny/gpt".
-        path: the file.
+        name: display name, such as "tiny/gpt".
+        path: path of the file.
         model: class of the model, or "script".
         description: one line.
     """
@@ -41,13 +41,13 @@ class Recipe:
 
 
 def roots() -> tuple[Path, ...]:
-    """Folders in which recipes are looked for, each once."""
+    """Return the folders that are searched for recipes, without duplicates."""
     package = Path(__file__).resolve().parents[1]
     return tuple(dict.fromkeys((package.parent / "recipes", Path.cwd() / "recipes", package / "recipes")))
 
 
 def find(folders: Sequence[Path] | None = None) -> list[Recipe]:
-    """All recipes, by name; the first folder wins where two have the same."""
+    """Return all recipes, sorted by name; for equal names, the first folder wins."""
     found: dict[str, Recipe] = {}
     for folder in roots() if folders is None else folders:
         for path in _files(folder):
@@ -58,10 +58,10 @@ def find(folders: Sequence[Path] | None = None) -> list[Recipe]:
 
 
 def resolve(target: str) -> Path:
-    """The file meant by a path or by the name of a recipe, if it is for this version.
+    """Return the file of a recipe, given by path or name, if it is for this version.
 
     Raises:
-        ConfigError: there is no such file (the nearest names are given), or it is a recipe of another version.
+        ConfigError: there is no such file (the message names the nearest), or it is a recipe of another version.
     """
     path = find_file(target)
     if found := re.search(_VERSIONS, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
@@ -70,10 +70,10 @@ def resolve(target: str) -> Path:
 
 
 def find_file(target: str) -> Path:
-    """The file meant by a path or by the name of a recipe, of whatever version.
+    """Return the file of a recipe of any version, given by path or name.
 
     Raises:
-        ConfigError: there is no such file; the nearest names are given.
+        ConfigError: there is no such file; the message names the nearest.
     """
     path = Path(target)
     if path.is_file() and path.suffix in SUFFIXES:
@@ -93,18 +93,18 @@ def _check_version(path: Path, versions: str) -> None:
         is_mine = SpecifierSet(versions).contains(__version__, prereleases=True)
     except InvalidSpecifier as error:
         raise ConfigError(
-            f"{path}: `# lightning-diloco: {versions}` names no versions; write them as for pip, such as ~=0.1"
+            f"{path}: `# lightning-diloco: {versions}` names no versions; use pip's syntax, such as ~=0.1"
         ) from error
     if not is_mine:
         raise ConfigError(
             f"{path} is a recipe for lightning-diloco {versions}, this is {__version__}; "
-            f"pip install 'lightning-diloco{versions}', or compare it with a recipe of this version (`diloco ls`) and "
+            f"pip install 'lightning-diloco{versions}', or adapt the recipe to this version (see `diloco ls`) and "
             "change its `# lightning-diloco:` line"
         )
 
 
 def modules_beside(recipe: Path) -> list[Path]:
-    """Files beside a YAML recipe whose classes it names."""
+    """Return the Python files in the folder of a YAML recipe whose classes it names."""
     text = "" if recipe.suffix == ".py" else recipe.read_text(encoding="utf-8", errors="replace")
     named = dict.fromkeys(re.findall(r"class_path:\s*[\"']?(\w+)\.", text))
     return [path for name in named if (path := recipe.with_name(f"{name}.py")).is_file()]
@@ -118,7 +118,7 @@ def _not_found(target: str, known: dict[str, Path]) -> str:
     hint = f"the nearest: {', '.join(near)}; " if near else ""
     return (
         f"no recipe or script {target!r}: neither a file {Path(target).absolute()} nor a name in {looked}; "
-        f"{hint}`diloco ls` shows all"
+        f"{hint}`diloco ls` lists all"
     )
 
 

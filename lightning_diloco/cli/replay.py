@@ -1,4 +1,4 @@
-"""`diloco replay`: compute a finished run again from its log and recorded contributions, and compare bit for bit."""
+"""`diloco replay`: recomputes a finished run from its log and recorded contributions, and compares bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXAMPLE = "example:\n  diloco replay runs/mine"
 
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
-    about = "compute a run again from its disk and compare bit for bit"
+    about = "recompute a run from its disk and compare bit for bit"
     parser = add_verb(verbs, "replay", about, _EXAMPLE)
     parser.add_argument("run_dir", type=Path, metavar="DIR", help="run directory; its syncer must not be running")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -23,7 +23,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Print what was verified; a difference is an error."""
+    """Print what was verified; a difference raises an error."""
     from lightning_diloco.syncer.replay import replay
 
     found = replay(arguments.run_dir)
@@ -38,5 +38,5 @@ def call(arguments: argparse.Namespace) -> int:
     print(f"ledger: {found.tokens_merged} token-fragments merged" + (", none twice" if merges else ""))
     print("the summary agrees" if found.is_summarized else "there is no summary of this state to compare with")
     if found.level == "outer steps":
-        print("contributions were not recorded from the start, so merges were not verified (--record contributions)")
+        print("merges were not verified: contributions were not recorded from the start (--record contributions)")
     return 0

@@ -1,8 +1,8 @@
-"""`diloco run`: a recipe or a script as N learners on this machine, with a syncer.
+"""`diloco run`: runs a recipe or a script with a syncer and N learners on this machine.
 
-Options are ours up to `--`, or up to the first one after the target that is not ours; everything from there on belongs
-to the recipe or the script, untouched. What no recipe takes, or looks like an option of ours that was misspelt, is
-refused before anything starts; after `--` a script's options may be called as they like.
+Options belong to `diloco run` up to `--`, or up to the first unknown option after the target. The rest is passed
+unchanged to the recipe or the script. Options that no recipe takes, and misspelt options of `diloco run`, are refused
+before anything starts. After `--`, a script's options may have any name.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")
 _VALUED, _FLAGS = (*VALUED, "--stop-grace", "--page", "--wandb"), (*FLAGS, "--no-page")
 _WANDB = "lightning_diloco.tracking.Wandb"
-_WANDB_HELP = "log learners and syncer to Weights & Biases, in one group; a script's learners by its own WandbLogger"
+_WANDB_HELP = "log learners and syncer to Weights & Biases as one group; a script logs its learners with a WandbLogger"
 _SCRIPT_S_OWN = (
-    "W&B: the script's own WandbLogger logs its learners into this group; without one, only the syncer is logged, "
+    "W&B: the script's own WandbLogger logs its learners to this group; without one, only the syncer is logged, "
     f"unless its Trainer has callbacks=[{_WANDB}(%r)]"
 )
 
@@ -57,31 +57,31 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("target", metavar="RECIPE|SCRIPT", help="a YAML recipe (see `diloco ls`) or a Python script")
     parser.add_argument("--local", type=int, metavar="N", help="number of learners")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<name>-<UTC time>")
-    parser.add_argument("--from", type=Path, dest="origin", metavar="DIR", help="go on from a `diloco snapshot`")
-    parser.add_argument("--max-restarts", type=int, default=3, metavar="R", help="of each process (default: 3)")
-    parser.add_argument("--threads", type=int, metavar="T", help="of each learner (default: cores / N)")
+    parser.add_argument("--from", type=Path, dest="origin", metavar="DIR", help="continue from a `diloco snapshot`")
+    parser.add_argument("--max-restarts", type=int, default=3, metavar="R", help="per process (default: 3)")
+    parser.add_argument("--threads", type=int, metavar="T", help="threads per learner (default: cores / N)")
     parser.add_argument(
         "--stop-grace",
         type=float,
         metavar="S",
-        help=f"seconds an interrupted run gives its learners (after Ctrl-C {CTRL_C_GRACE_S:g}, SIGTERM {GRACE_S:g})",
+        help=f"seconds that learners get after an interrupt (Ctrl-C: {CTRL_C_GRACE_S:g}, SIGTERM: {GRACE_S:g})",
     )
-    parser.add_argument("--no-table", action="store_true", help="plain lines at a terminal, too")
+    parser.add_argument("--no-table", action="store_true", help="print plain lines even on a terminal")
     parser.add_argument("--page", default=page.LISTEN, metavar="HOST:PORT", help=page.HELP)
     parser.add_argument("--wandb", metavar="PROJECT", help=_WANDB_HELP)
-    parser.add_argument("--no-page", action="store_true", help="serve no live page")
+    parser.add_argument("--no-page", action="store_true", help="do not serve the live page")
     parser.set_defaults(call=call)
 
 
 def split(
     words: Sequence[str], valued: Sequence[str] = _VALUED, flags: Sequence[str] = _FLAGS
 ) -> tuple[list[str], list[str]]:
-    """Divide a command line `VERB ...` into what is ours and what is passed on.
+    """Split a command line `VERB ...` into the words of `diloco` and the words that are passed on.
 
     Args:
         words: the whole command line, the verb first.
-        valued: options of ours that take a value.
-        flags: options of ours that do not.
+        valued: options of the verb that take a value.
+        flags: options of the verb that take none.
     """
     num_positional, position = 0, 0
     while position < len(words):
@@ -105,7 +105,7 @@ def call(arguments: argparse.Namespace) -> int:
     if found:
         raise ConfigError(found)
     target = recipes.resolve(arguments.target)
-    _tracking(arguments.wandb, target)  # refuses what is not installed, before anything is made
+    _tracking(arguments.wandb, target)  # refuses a missing wandb before anything is created
     run_dir = make_run_dir(arguments.run_dir, target.stem)
     with claimed(run_dir):
         return _run(arguments, target, run_dir)
@@ -151,7 +151,7 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path) -> int:
 
 
 def _tracking(project: str | None, target: Path) -> tuple[list[str], Tell | None]:
-    """What makes learners log to this W&B project: arguments of a recipe, or the environment of a script."""
+    """Return a recipe's arguments, or a script's environment, that make learners log to this W&B project."""
     if project is None:
         return [], None
     if importlib.util.find_spec("wandb") is None:
@@ -164,12 +164,12 @@ def _tracking(project: str | None, target: Path) -> tuple[list[str], Tell | None
 
 
 def problems(arguments: argparse.Namespace) -> list[str]:
-    """What is wrong with the options that every local run has."""
+    """Return problems with the options that all local runs share."""
     found = []
     if arguments.local is None:
         swallowed = any(word.partition("=")[0] == "--local" for word in arguments.passed_on)
-        hint = "put it before everything that is passed on" if swallowed else "for example --local 2"
-        found.append(f"--local N is missing: say how many learners to run; {hint}")
+        hint = "put it before the options that are passed on" if swallowed else "for example --local 2"
+        found.append(f"--local N is missing: pass the number of learners; {hint}")
     for name, minimum in (("local", 1), ("max_restarts", 0), ("threads", 1)):
         value = getattr(arguments, name)
         if value is not None and value < minimum:
@@ -179,7 +179,7 @@ def problems(arguments: argparse.Namespace) -> list[str]:
 
 
 def make_run_dir(wanted: Path | None, stem: str) -> Path:
-    """The wanted folder, else a new one under runs/; made if missing."""
+    """Return the wanted folder, else a new one under runs/; it is created if missing."""
     stamp = f"{stem}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     names = (stamp if attempt == 1 else f"{stamp}-{attempt}" for attempt in itertools.count(1))
     run_dir = wanted or next(path for name in names if not (path := Path("runs") / name).exists())
@@ -187,20 +187,20 @@ def make_run_dir(wanted: Path | None, stem: str) -> Path:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"run directory {run_dir}: {error.strerror}; choose a folder you can write with --run-dir"
+            f"run directory {run_dir}: {error.strerror}; choose a writable folder with --run-dir"
         ) from error
     return run_dir.resolve()
 
 
 def syncer_argv(run_dir: Path, num_learners: int) -> tuple[str, ...]:
-    """Command of the syncer of a local run."""
+    """Return the command of the syncer of a local run."""
     count = str(num_learners)
     module = (sys.executable, "-m", "lightning_diloco.cli.main", "syncer")
     return (*module, "--run-dir", str(run_dir), "--expect", count, "--data-parts", count)
 
 
 def learner_argv(target: Path, passed_on: Sequence[str], num_learners: int) -> tuple[str, ...]:
-    """Command of each of so many learners of a recipe or script."""
+    """Return the command of each of `num_learners` learners of a recipe or script."""
     if target.suffix == ".py":
         return (sys.executable, str(target), *passed_on)
     module = (sys.executable, "-m", "lightning_diloco.cli.fit")

@@ -1,4 +1,4 @@
-"""`diloco snapshot`: a consistent snapshot of a whole run, while it trains; `diloco run --from` goes on from it."""
+"""`diloco snapshot`: takes a consistent snapshot of a run while it trains, for `diloco run --from`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _TRAINING = ("stepping", "evaluating", "stalled")
 
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
-    about = "keep a whole run as it is now, while it trains: syncer and learners"
+    about = "take a snapshot of a run while it trains: syncer and learners"
     parser = add_verb(verbs, "snapshot", about, _EXAMPLE)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory; its syncer must be running")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new directory, as secret as RUN_DIR")
     parser.add_argument(
-        "--checkpoints", metavar="URL", help="where learners keep theirs (default: RUN_DIR/checkpoints)"
+        "--checkpoints", metavar="URL", help="checkpoint store of the learners (default: RUN_DIR/checkpoints)"
     )
     parser.add_argument("--within", type=float, default=60.0, metavar="S", help="seconds to wait for learners (60)")
     parser.set_defaults(call=call)
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Take it and say what it holds."""
+    """Take the snapshot and print its contents."""
     from lightning_diloco.cli.local.feed import asking
     from lightning_diloco.storage.checkpoint_store import CheckpointStore
     from lightning_diloco.syncer.run_snapshot import take
@@ -50,5 +50,5 @@ def call(arguments: argparse.Namespace) -> int:
     print(f"snapshot of run {found.run} in {to}")
     print(f"anchors: versions {min(found.versions)}..{max(found.versions)}, the log up to record {found.lsn}")
     print(f"checkpoints: {json.dumps(found.steps)} (steps by learner)")
-    print(f"ledger: {found.tokens_merged} token-fragments merged, {found.tokens_pending} on their way, exact")
+    print(f"ledger: {found.tokens_merged} token-fragments merged, {found.tokens_pending} pending, exact")
     return 0

@@ -1,7 +1,7 @@
-"""`diloco status`: who takes part in a run, and whom its rounds are waiting for.
+"""`diloco status`: shows the learners of a run, and whom its rounds wait for.
 
-The target says which syncer to ask: a run directory (its join file), a join string, or HOST:PORT, whose token comes
-from --join or DILOCO_JOIN. A directory whose summary is newer than its join file holds a finished run.
+The target is a run directory (with its join file), a join string, or HOST:PORT with the token from --join or
+DILOCO_JOIN. If the summary in a run directory is newer than the join file, the run is finished.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _WATCH_S = 1.0
 
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
-    about = "show learners and rounds of a run: whom it waits for, since when, until when, and what happens then"
+    about = "show learners and rounds of a run: whom it waits for, since when, how long, and what happens then"
     parser = add_verb(verbs, "status", about, _EXAMPLE)
     parser.add_argument("target", metavar="DIR|HOST:PORT|diloco://...", help="run directory, address or join string")
     parser.add_argument(
         "--join", metavar="JOIN", help="join string with the token for HOST:PORT (default: DILOCO_JOIN)"
     )
     parser.add_argument("--json", action="store_true", help="print the JSON that the syncer sent")
-    parser.add_argument("--watch", action="store_true", help="again every second, until the run is finished")
+    parser.add_argument("--watch", action="store_true", help="print again every second until the run is finished")
     parser.add_argument(
-        "--serve", nargs="?", const=page.LISTEN, metavar="HOST:PORT", help=f"the live page: {page.HELP}"
+        "--serve", nargs="?", const=page.LISTEN, metavar="HOST:PORT", help=f"serve the live page: {page.HELP}"
     )
     parser.set_defaults(call=call)
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Print the state or, of a finished run, the summary."""
+    """Print the state, or the summary of a finished run."""
     from rich.console import Console
 
     from lightning_diloco.cli.local.display import status_view, summary_view
@@ -74,7 +74,7 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace, run_dir: Path) -> int:
-    """Serve the live page until Ctrl-C, of a finished run, too."""
+    """Serve the live page until Ctrl-C, also for a finished run."""
     from lightning_diloco.cli.local.feed import StatusFeed, asking
 
     with page.served(run_dir, arguments.serve, partial(print, flush=True)) as watch:
@@ -88,10 +88,10 @@ def _serve(arguments: argparse.Namespace, run_dir: Path) -> int:
 
 
 def address(arguments: argparse.Namespace) -> JoinAddress:
-    """The syncer meant by the target.
+    """Return the address of the target's syncer.
 
     Raises:
-        ConfigError: the target means none, or there is no token for it.
+        ConfigError: the target is not valid, or there is no token for it.
     """
     from lightning_diloco.transport.address import SCHEME, JoinAddress, read_join_file, split_host_port
 
@@ -101,19 +101,19 @@ def address(arguments: argparse.Namespace) -> JoinAddress:
     if Path(target).is_dir():
         return read_join_file(Path(target) / "join")
     if ":" not in target:
-        raise ConfigError(f"{target!r}: neither a folder nor HOST:PORT nor {SCHEME}://...; give the run directory")
+        raise ConfigError(f"{target!r}: not a folder, HOST:PORT or {SCHEME}://...; give the run directory")
     host, port = split_host_port(target)
     join = arguments.join or os.environ.get("DILOCO_JOIN")
     if not join:
         raise ConfigError(
-            f"{target}: an address alone does not let anyone in; the token is in the join string (RUN_DIR/join): "
-            "set DILOCO_JOIN to it, or pass --join"
+            f"{target}: an address needs a token; set DILOCO_JOIN to the join string in RUN_DIR/join, "
+            "or pass it with --join"
         )
     return dataclasses.replace(JoinAddress.parse(join), host=host, port=port)
 
 
 def finished(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run that has one and was not opened again since."""
+    """Return the summary of a run, if it has one and was not reopened since."""
     summary, join = run_dir / "summary.json", run_dir / "join"
     if not summary.exists() or (join.exists() and join.stat().st_mtime_ns > summary.stat().st_mtime_ns):
         return None

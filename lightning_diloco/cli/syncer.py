@@ -1,7 +1,7 @@
-"""`diloco syncer`: serve a run from this machine.
+"""`diloco syncer`: serves a run from this machine.
 
-Every option of `RunConfig` is a flag. Only those given are passed on, and unchecked: the syncer knows the manifest,
-and reports all that is wrong at once.
+Every option of `RunConfig` is a flag. Only explicit flags are passed on, without checks. The syncer, which knows the
+manifest, reports all problems at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 
 _EXAMPLE = "example:\n  diloco syncer --run-dir runs/mine --listen 0.0.0.0:7654 --expect 4 --sync-every 96"
-NO_WANDB = "--wandb {project}: wandb is not installed, and is needed; pip install 'lightning-diloco[wandb]'"
+NO_WANDB = "--wandb {project}: wandb is not installed; pip install 'lightning-diloco[wandb]'"
 _DEFAULT_LISTEN = "127.0.0.1:0"
 _RUN_OPTIONS = tuple(field.name for field in dataclasses.fields(RunConfig))
 
@@ -29,21 +29,19 @@ def add_parser(verbs: Any) -> None:
     """Add this verb."""
     about = "serve a run; learners join it with the join string in RUN_DIR/join"
     parser = add_verb(verbs, "syncer", about, _EXAMPLE)
-    parser.add_argument(
-        "--run-dir", type=Path, required=True, metavar="DIR", help="where the run lives; made if missing"
-    )
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="run directory; created if missing")
     parser.add_argument(
         "--listen", metavar="HOST:PORT", help=f"default: the address in DIR/join, else {_DEFAULT_LISTEN}"
     )
-    parser.add_argument("--expect", type=int, metavar="N", help="hold the first step until N learners are ready")
+    parser.add_argument("--expect", type=int, metavar="N", help="delay the first step until N learners are ready")
     parser.add_argument(
-        "--embedded-by", type=int, metavar="PID", help="a learner started this; end soon after the last"
+        "--embedded-by", type=int, metavar="PID", help="learner that started this; end soon after the last learner"
     )
-    parser.add_argument("--reseed", action="store_true", help="open although learners know the lost run as non-empty")
-    parser.add_argument("--record", choices=["contributions"], help="also keep the received bytes, for replay")
+    parser.add_argument("--reseed", action="store_true", help="open an empty directory although learners know the run")
+    parser.add_argument("--record", choices=["contributions"], help="also store received contributions, for replay")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the run to Weights & Biases; see diloco run --wandb")
     options = parser.add_argument_group(
-        "options of the run", "fixed by whoever comes first: these flags, the seeding learner"
+        "options of the run", "these flags take precedence over the options of the seeding learner"
     )
     explained = _explanations()
     for name in _RUN_OPTIONS:
@@ -72,7 +70,7 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def _tracked(arguments: argparse.Namespace) -> AbstractContextManager[None]:
-    """Logs the run to W&B while the block lasts, if that was asked for."""
+    """Log the run to W&B during the block, if --wandb was given."""
     if arguments.wandb is None:
         return nullcontext()
     if importlib.util.find_spec("wandb") is None:
@@ -83,7 +81,7 @@ def _tracked(arguments: argparse.Namespace) -> AbstractContextManager[None]:
 
 
 def _address_before(run_dir: Path) -> str:
-    """Where this run was served before: its learners still dial that after a restart."""
+    """Return the previous address of this run, which its learners still dial after a restart."""
     from lightning_diloco.transport.address import read_join_file
 
     join = run_dir / "join"
@@ -100,7 +98,7 @@ def _value(text: str) -> int | float | str:
 
 
 def _explanations() -> dict[str, str]:
-    """What `RunConfig` says of each of its options."""
+    """Return the description of each option in the docstring of `RunConfig`."""
     text = " ".join((RunConfig.__doc__ or "").partition("Args:")[2].split())
     parts = re.split(rf"\b({'|'.join(_RUN_OPTIONS)}): ", text)[1:]
     return {name: said.strip().replace("%", "%%") for name, said in zip(parts[::2], parts[1::2], strict=True)}

@@ -1,4 +1,4 @@
-"""How every verb of `diloco` introduces itself: one sentence in the list of verbs and above its own options."""
+"""Adds a verb of `diloco` with its one-sentence description."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def add_verb(
 
     Args:
         verbs: what `add_subparsers` returned.
-        name: of the verb.
-        about: what it does, without capital and full stop.
-        example: ends its help.
-        detail: what its own help says after `about`.
-        usage: in place of what argparse makes of the options.
+        name: name of the verb.
+        about: description, without capital and full stop.
+        example: examples, shown at the end of its help.
+        detail: text after `about` in its own help.
+        usage: usage line, in place of argparse's own.
     """
     description = f"{about[0].upper()}{about[1:]}{detail}."
     parser: argparse.ArgumentParser = verbs.add_parser(

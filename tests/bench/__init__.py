@@ -1,1 +1,1 @@
-"""Benchmarks: programs that print one table each. Start them with `python tests/bench/run.py [names]`."""
+"""Benchmarks, each a program that prints a table. Start them with `python tests/bench/run.py [names]`."""

@@ -1,16 +1,16 @@
-"""What a learner that keeps its core busy notices when another one is killed: nothing, next to two plain Trainers.
+"""Checks that killing a learner does not slow down a busy one more than it slows down a plain Trainer.
 
 python -m tests.bench.busy_survivors --out tests/bench/results/busy_survivors.json
 
-1. Two learners of the tiny recipe, each with a core's worth of work. The second one is killed (SIGKILL), and stays dead
-   or is started again. The first one's steps are timed before and after by the step clock, what our hooks take of
-   each of them from outside (`timed_recipe.py`).
-2. No hook may be longer than the longest without a fault, by more than TOLERANCE_S. Hooks of a step count together.
-3. A core that gets free, and a process that imports torch, change the other's steps by themselves. So the same recipe
-   runs without the strategy, two processes that do not know each other, one of which is killed likewise. The steps of
-   the survivor may get longer by no more than they do there; what the machine's noise can be is taken from how much
-   means of ten blocks of steps differ.
-4. The control is a link that waits while a peer is gone, as soon as its lease has run out: both checks must fail.
+1. Two learners of the tiny recipe each keep one core busy. The second is killed (SIGKILL), and stays dead or is
+   restarted. The step clock times the first one's steps before and after the kill. `timed_recipe.py` times the hooks of
+   the strategy in each step from outside.
+2. The longest hook after the kill may exceed the longest one before by at most TOLERANCE_S. The hooks of a step are
+   summed.
+3. A core that becomes free, or a process that imports torch, changes the other's step times by itself. Therefore the
+   same recipe also runs without the strategy, in two independent processes, one of which is killed in the same way. The
+   survivor's steps may slow down no more than there. The noise is estimated from the means of ten blocks of steps.
+4. In the control, a learner waits for a missing peer once its lease has run out. Both checks must fail.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ DEAD, AGAIN = "stays dead", "is started again"
 WARM_UP_S = 3.0
 START_S = 120.0
 LOOK_S = 0.1
-LINGER_S = 2.0  # for a learner that is dead, the syncer would wait longer
+LINGER_S = 2.0  # the syncer would wait longer for a dead learner
 NUM_BLOCKS = 10
 T_95 = 2.101  # Student's t of 2 * (NUM_BLOCKS - 1) degrees of freedom, two-sided
 TOLERANCE_S = 0.05
-SHORT_LEASE_S = 2.0  # of the control: else who was killed is back before anybody learns that it was gone
+SHORT_LEASE_S = 2.0  # of the control: with a longer lease, the victim is back before it lapses
 OVERRIDES = (
     "--trainer.max_steps=1000000",
     "--trainer.limit_val_batches=0",
@@ -63,11 +63,11 @@ OVERRIDES = (
 
 
 class Killer:
-    """Kills one of two learners when both have stepped for a while, and ends the run a while later.
+    """Kills one of two learners after both have stepped for a while, and later ends the run.
 
     Args:
-        folder: of both learners' folders.
-        seconds: to each of the two.
+        folder: parent of both learners' folders.
+        seconds: time before the kill, and again before the end.
         end: file whose appearance ends the learners.
     """
 
@@ -93,14 +93,14 @@ class Killer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What was seen of the survivor.
+    """Measurements of the survivor.
 
     Args:
-        before_s, after_s: its steps before and after the kill.
-        hooks_before_s, hooks_after_s: time inside our hooks, step by step; empty without the strategy.
-        num_merged_after: its contributions merged after the kill.
+        before_s, after_s: step times before and after the kill.
+        hooks_before_s, hooks_after_s: time inside the strategy's hooks in each step; empty without the strategy.
+        num_merged_after: contributions of the survivor that were merged after the kill.
         was_back: whether the victim stepped again.
-        ledger_exact: what the run's summary says; None without the strategy.
+        ledger_exact: value in the run's summary; None without the strategy.
     """
 
     before_s: Sequence[float]
@@ -113,13 +113,13 @@ class Seen:
 
 
 def run(seconds: float, *, strategy: bool, restarts: bool, waits: bool = False) -> Seen:
-    """One run.
+    """Run once.
 
     Args:
-        seconds: before the kill, and after it.
-        strategy: ours, or a plain Trainer.
-        restarts: the victim is started again.
-        waits: the control.
+        seconds: time before the kill, and again after it.
+        strategy: whether to use the strategy instead of a plain Trainer.
+        restarts: whether the victim is restarted.
+        waits: whether this is the control.
     """
     with tempfile.TemporaryDirectory(prefix="diloco-survivors-") as name, contextlib.ExitStack() as stack:
         run_dir, end = Path(name), Path(name) / "end"
@@ -145,7 +145,7 @@ def run(seconds: float, *, strategy: bool, restarts: bool, waits: bool = False) 
 
 
 def _execute_alone(plan: Plan, screen: Screen, killer: Killer) -> None:
-    """The learners of a plan without a syncer."""
+    """Run the learners of a plan without a syncer."""
     with Fleet(max_restarts=plan.max_restarts, say=screen.say) as fleet:
         for name in plan.learners:
             folder = plan.run_dir / "learners" / name
@@ -182,12 +182,12 @@ def _seen(run_dir: Path, killer: Killer) -> Seen:
 
 
 def _steps(folder: Path) -> list[Sequence[float]]:
-    """The steps of each process of a learner that made one."""
+    """Return the step times of each process of a learner that made a step."""
     return [steps for path in folder.glob(step_clock.PATTERN) if (steps := step_clock.read_steps(path))]
 
 
 def row_of(name: str, seen: Seen) -> dict[str, Any]:
-    """One run in figures."""
+    """Return the table row of one run."""
 
     def longest_ms(values: Sequence[float]) -> float | None:
         return 1e3 * max(values) if values else None
@@ -210,13 +210,13 @@ def row_of(name: str, seen: Seen) -> dict[str, Any]:
 
 
 def change_of(seen: Seen) -> tuple[float, float]:
-    """By how much the mean step got longer, as a natural logarithm, and the standard error of that."""
+    """Return the natural logarithm of the ratio of mean steps after and before, and its standard error."""
     (before_s, before), (after_s, after) = _mean(seen.before_s), _mean(seen.after_s)
     return math.log(after_s / before_s), math.hypot(before, after)
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and its standard error by the means of blocks, relative to it."""
+    """Return the mean, and its relative standard error from the means of blocks."""
     bounds = [round(k * len(values) / NUM_BLOCKS) for k in range(NUM_BLOCKS + 1)]
     blocks = [statistics.mean(values[start:stop]) for start, stop in pairwise(bounds)]
     mean_s = statistics.mean(values)
@@ -224,16 +224,16 @@ def _mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def checks_of(runs: Sequence[tuple[str, Seen, Seen]], control: Seen) -> dict[str, bool]:
-    """What has to hold.
+    """Return the checks.
 
     Args:
-        runs: how each went on, what was seen with the strategy, and without.
-        control: the last of them with learners that wait, and with the strategy.
+        runs: for each run, what happens to the victim, and measurements with and without the strategy.
+        control: measurements of the last run with the strategy and learners that wait.
     """
     calm_s = max(time_s for _, seen, _ in runs for time_s in seen.hooks_before_s)
     checks = {}
     for how, seen, plain in runs:
-        _, noise = excess_of(seen, plain)  # what the control has to exceed, too, whose own steps are long and few
+        _, noise = excess_of(seen, plain)  # also for the control, which has too few steps
         for said, found in [("", seen), *([("control, ", control)] if plain is runs[-1][2] else [])]:
             holds = found is seen
             longer_s, excess = max(found.hooks_after_s) - calm_s, excess_of(found, plain)[0]
@@ -254,15 +254,15 @@ def checks_of(runs: Sequence[tuple[str, Seen, Seen]], control: Seen) -> dict[str
 
 
 def excess_of(seen: Seen, plain: Seen) -> tuple[float, float]:
-    """How much longer the kill made steps than it makes them without the strategy, and what that may be by chance."""
+    """Return how much more the kill slows down steps with the strategy than without, and the noise of that value."""
     (change, error), (plain_change, plain_error) = change_of(seen), change_of(plain)
     return math.expm1(change - plain_change), math.expm1(T_95 * math.hypot(error, plain_error))
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run, print, store; 1 if the survivor noticed, or that of the control did not."""
+    """Run, print and store; return 1 if a check fails, or the control's does not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="before and after the kill, of each of five runs")
+    parser.add_argument("--seconds", type=float, default=20.0, help="before and after the kill in each of five runs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = str(ROOT)  # for the learners

@@ -1,15 +1,15 @@
-"""The tiny recipe under 85 faults per hour: what is lost, how soon what failed is back, and what it costs in loss.
+"""The tiny recipe under 85 faults per hour: lost work, recovery time, and effect on the loss.
 
 python -m tests.bench.chaos --out recipes/tiny/results/chaos.json
 
-1. The run is that of COMMAND, `diloco chaos` as anybody would type it; nobody touches it until it ends.
-2. Faults are counted from the log of what was done to the processes, not from the schedule.
-3. Recovery is contributing again: from the fault, or its end, to a commit that names the target. The median is bound,
-   not the worst, which another fault may have hit meanwhile.
-4. The loss is compared with a run without faults that merged as many tokens, under the same schedule.
-5. Learners that reach `max_steps` end before their time; a machine on which they do needs a larger one.
+1. The run is COMMAND, an ordinary `diloco chaos` command, and ends without intervention.
+2. Faults are counted from the log of applied faults, not from the schedule.
+3. Recovery is the time from a fault, or from its end, to a commit that names the target. The bound is on the median,
+   because another fault can prolong the worst recovery.
+4. The loss is compared with a run without faults that merged as many tokens, with the same learning-rate schedule.
+5. Learners that reach `max_steps` end too early. A machine that is fast enough for that needs a larger value.
 
-Source: our choice; the best published step efficiency under failures is 85 %.
+Source: our choice. The best published step efficiency under failures is 85 %.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_diloco.cli.main import main as diloco
 from tests.bench import report
 
 FAULTS_PER_HOUR, MINUTES, SEED = 85, 20, 1
-START_UP_MINUTES = 1  # the command's duration begins before its processes do
+START_UP_MINUTES = 1  # the command's duration includes the start of its processes
 COMMAND = (
     f"chaos recipes/tiny/gpt.yaml --local 4 --faults-per-hour {FAULTS_PER_HOUR} --seed {SEED} "
     f"--duration {MINUTES + START_UP_MINUTES}m --compare --no-table "
@@ -41,11 +41,11 @@ STEP_EFFICIENCY, PARTICIPATION, EXCESS, RECOVERY_S = 0.95, 0.90, 0.01, 30.0
 
 
 def loss_before_the_drain(run_dir: Path, eval_loss: float | None) -> float:
-    """The anchor's loss as each learner found it at the end of its training, before the last contributions; the median.
+    """Return the median over learners of the anchor's loss at the end of training, before the last contributions.
 
     Args:
-        run_dir: of a run of the recipe, which logs to CSV files.
-        eval_loss: of the final anchor, which the last learner logs after that.
+        run_dir: run directory of the recipe, which logs to CSV files.
+        eval_loss: loss of the final anchor, which the last learner logs afterwards.
     """
     last = []
     for folder in sorted((run_dir / "learners").glob("*/lightning_logs")):
@@ -56,13 +56,13 @@ def loss_before_the_drain(run_dir: Path, eval_loss: float | None) -> float:
 
 
 def trained_minutes(run_dir: Path) -> float:
-    """From the first step of any learner to the last."""
+    """Return the minutes from the first step of any learner to the last."""
     learners = chaos_story.read(run_dir).learners.values()
     return (max(one.last_s for one in learners) - min(one.first_s for one in learners)) / 60
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, str]]:
-    """The report as a table of figures."""
+    """Return the rows of the table."""
     recovered = {kind: times for kind in KINDS if (times := recoveries_s(found, kind))}
     figures = {
         "minutes from the first step to the last": f"{found['trained_minutes']:.1f}",
@@ -90,7 +90,7 @@ def _loss(value: float | None) -> str:
 
 
 def recoveries_s(found: dict[str, Any], kind: str) -> list[float]:
-    """How long each fault of this kind kept its target from contributing, of those that ended before the run did."""
+    """Return the recovery times of the faults of this kind that ended before the run did."""
     times = (line["recovery_s"] for line in found["recoveries"] if line["kind"] == kind)
     return [time_s for time_s in times if time_s is not None]
 
@@ -100,7 +100,7 @@ def _each(recovered: dict[str, list[float]], figure: Callable[[list[float]], flo
 
 
 def checks_of(found: dict[str, Any]) -> dict[str, bool]:
-    """What has to hold."""
+    """Return the checks."""
     counts = [found["num_faults_by_kind"].get(kind, 0) for kind in KINDS]
     excess = found.get("eval_loss_excess")
     said = "not comparable" if excess is None else f"{excess:+.2%}"
@@ -129,9 +129,9 @@ def checks_of(found: dict[str, Any]) -> dict[str, bool]:
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run, print, store; 1 if a bound is missed."""
+    """Run, print and store; return 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run-dir", type=Path, help="a run that has ended; default: run COMMAND now")
+    parser.add_argument("--run-dir", type=Path, help="run directory of a finished run; default: run COMMAND now")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="diloco-chaos-") as folder:

@@ -1,9 +1,9 @@
-"""Cores of its own for PJRT's CPU device, as an accelerator has, and what each part of a learner computed.
+"""Dedicated cores for PJRT's CPU device, and CPU times of the parts of a learner.
 
-1. PJRT's CPU device computes with threads of the process, as many as there are cores when its client is made. Whatever
-   else runs takes these cores from it: tracing, the link, the syncer. On an accelerator they are the host's to spare.
-2. So the device gets the first half of the cores, and all other threads, and processes they start, the second half. A
-   thread keeps its cores, and those it starts inherit them. Linux only.
+1. PJRT's CPU device computes with threads of the process, one per core that is available when its client is created.
+   Tracing, the link and the syncer compete for these cores. On a machine with an accelerator, they would not.
+2. Therefore the device gets the first half of the cores. All other threads and their child processes get the second
+   half. A thread keeps its cores, and threads that it starts inherit them. Linux only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lightning_diloco.devices.xla import ops as xla
 
 
 class Cores:
-    """Who computes where; make it before anything is on an XLA device.
+    """Assigns cores. Create it before anything is on an XLA device.
 
     Args:
-        shared: leave everything where it is, on all cores.
+        shared: whether everything may use all cores.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -33,14 +33,14 @@ class Cores:
         device, host = set(cores[:half]), set(cores[half:] or cores)
         before = _threads(os.getpid())
         os.sched_setaffinity(0, device)
-        xla.upload(torch.zeros(1))  # makes the client, and its threads
+        xla.upload(torch.zeros(1))  # creates the client and its threads
         xla.sync()
         self._device_threads = _threads(os.getpid()) - before
         for thread in before:
             os.sched_setaffinity(thread, host)
 
     def computed_s(self, syncer: int | None) -> dict[str, float]:
-        """CPU seconds so far: of the training thread, which calls, the device, all else here, the syncer's process."""
+        """Return CPU seconds so far of the training thread (the caller), the device, other threads, and the syncer."""
         own = {thread: _computed_s(os.getpid(), thread) for thread in _threads(os.getpid())}
         training = own.pop(threading.get_native_id())
         device = sum(own.pop(thread, 0.0) for thread in self._device_threads)
@@ -55,5 +55,5 @@ def _threads(process: int) -> set[int]:
 def _computed_s(process: int, thread: int) -> float:
     try:
         return int(Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
-    except FileNotFoundError:  # it ended
+    except FileNotFoundError:  # the process has ended
         return 0.0

@@ -1,12 +1,12 @@
-"""What an exchange costs a learner: time on the training thread, and bytes at the socket.
+"""Cost of an exchange: time on the training thread, and bytes at the socket.
 
 python -m tests.bench.exchange
 
-A model of 25M parameters in 4 fragments, 2 learners whose compute sleeps 50 ms a step, a syncer. The same checks are
-then made of two runs that must fail them: float32 on the wire, and a link that works on the training thread.
+The run has a model of 25M parameters in 4 fragments, two learners that sleep 50 ms per step instead of computing, and a
+syncer. Two controls must fail the same checks: float32 on the wire, and a link that works on the training thread.
 
-Stall is all that an exchange takes of the training thread: its part of the hook that snapshots and of the hook that
-lands, and what is left to copy when the optimizer is about to change parameters.
+The stall of an exchange is its time on the training thread. This includes its part of the hook that snapshots and of
+the hook that lands, and the copies that remain when the optimizer is about to change parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_FRAGMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A bound on a figure of a row."""
+    """An upper bound on a column."""
 
     figure: str
     bound: float
@@ -45,7 +45,7 @@ CHECKS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run, and the checks it must fail."""
+    """A run and the checks that it must fail."""
 
     name: str
     wire: str = "int8"
@@ -61,7 +61,7 @@ CASES = (
 
 
 def figures(measured: Sequence[Measured], numel: int) -> dict[str, Any]:
-    """One run in figures."""
+    """Return the table row of one run."""
     stalls, worked = (
         [1e3 * stall for learner in measured for stall in learner.exchange_s(clock)]
         for clock in ("hook_s", "hook_cpu_s")
@@ -79,7 +79,7 @@ def figures(measured: Sequence[Measured], numel: int) -> dict[str, Any]:
 
 
 def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """The medians of a case's runs, and whether the checks came out as they must."""
+    """Return the medians over a case's runs, and whether the checks have the expected results."""
     sleeper = Sleeper(step_s=args.step_s, num_steps=args.steps, numel=args.numel, blocks=case.blocks)
     options = {"sync_every": args.sync_every, "num_fragments": NUM_FRAGMENTS, "wire": case.wire}
     rows = [figures(run([sleeper, sleeper], options)[0], args.numel) for _ in range(args.runs)]
@@ -94,12 +94,12 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def is_right(case: Case, failed: set[str]) -> bool:
-    """A control fails its own checks; what else it fails does not matter."""
+    """Whether a control fails at least its own checks, and another case fails none."""
     return case.must_fail <= failed if case.must_fail else not failed
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run all cases; 1 if one of them did not come out as it must."""
+    """Run all cases; return 1 if one has an unexpected result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=96 * 512**2, help="parameters, default 25M")
     parser.add_argument("--steps", type=int, default=240)

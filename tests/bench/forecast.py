@@ -1,17 +1,16 @@
-"""The goodput that `diloco plan` expects, beside that of real runs: undisturbed, and with learners that are killed.
+"""Compares the goodput that `diloco plan` expects with that of real runs, with and without killed learners.
 
 python -m tests.bench.forecast --out recipes/tiny/results/forecast.json [--chaos RUN_DIR]
 
-1. What a forecast is told of its run is measured, as a user who knows the machines would tell it: seconds per step
-   (the median), mean time between kills of one learner, and seconds from a kill to the next step. What steps that are
-   longer cost, and everything else that is no fault, it is told from the run in which nobody fails; of that run itself
-   it is told nothing but the step.
-2. RUN_DIR is a run of `diloco chaos --compare`, with faults of all kinds; it is told of the kills, and of the run
-   without faults below it.
-3. Goodput is that of `diloco chaos`, from what every learner wrote down at each step.
-4. Control: a forecast that is not told of the kills must be wrong.
+1. The forecast takes measured values, as a user who knows the machines would pass them: the median step time, the mean
+   time between kills of one learner, and the time from a kill to the next step. The time lost without faults, to longer
+   steps and the like, comes from the run without faults. The forecast of that run itself takes only the step time.
+2. RUN_DIR is a run of `diloco chaos --compare` with faults of all kinds. Its forecast takes the rate of its kills, and
+   the time lost in its run without faults.
+3. Goodput is defined as in `diloco chaos` and computed from the step clocks of all learners.
+4. The control is a forecast without kills, which must be wrong.
 
-Source: our choice; the tolerance is that of everything else `diloco plan` predicts.
+Source: our choice. The tolerance is the same for everything that `diloco plan` predicts.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ Told = dict[str, float | None]
 
 
 def told_of(story: chaos_story.Story, pauses: float | None = None) -> Told:
-    """What a forecast has to be told of a chaos run: options of `diloco plan`."""
+    """Return the options of `diloco plan` that describe a chaos run."""
     step_s = statistics.mean(statistics.median(learner.gaps()) for learner in story.learners.values())
     told = {"learners": len(story.learners), "step": step_s, "mtbf": None, "restart": None, "pauses": pauses}
     if kills := [fault for fault in story.faults if fault["kind"] == "kill"]:
@@ -57,7 +56,7 @@ def told_of(story: chaos_story.Story, pauses: float | None = None) -> Told:
 
 
 def pauses_of(calm: chaos_story.Story) -> float:
-    """Share of the time of a run without faults that was not steps of the median length."""
+    """Return the share of time in a run without faults that was not spent in steps of median length."""
     stepping_s = (x.num_steps * statistics.median(x.gaps()) for x in calm.learners.values())
     return max(0.0, 1 - sum(stepping_s) / _planned_s(calm))
 
@@ -68,7 +67,7 @@ def _planned_s(story: chaos_story.Story) -> float:
 
 
 def _restarts_s(story: chaos_story.Story) -> Iterator[float]:
-    """From each kill to the next step, where the new process lived to make one."""
+    """Yield the time from each kill to the next step, if the new process made one."""
     for learner in story.learners.values():
         starts = [(chaos_story.span(life)[0], "step") for life in learner.lives]
         kills = [
@@ -80,23 +79,23 @@ def _restarts_s(story: chaos_story.Story) -> Iterator[float]:
 
 
 def run_of(story: chaos_story.Story, pauses: float | None) -> dict[str, Any]:
-    """One run: what is told of it, and its goodput."""
+    """Return the forecast's inputs for one run, and its measured goodput."""
     return {"told": told_of(story, pauses), "measured": chaos_report.measure(story)["goodput"]}
 
 
 def expected(told: Told) -> float:
-    """The goodput that `diloco plan` expects of such a run."""
+    """Return the goodput that `diloco plan` expects of such a run."""
     given = {name: value for name, value in told.items() if value is not None}
     return forecast(scenario_of(blueprint(parse(RECIPE)), {"rtt": LOOPBACK_RTT_S, **given})).goodput
 
 
 def off_by(told: Told, measured: float) -> float:
-    """How far the forecast is from what came, as a share of it."""
+    """Return the relative error of the forecast."""
     return expected(told) / measured - 1
 
 
 def row_of(name: str, told: Told, measured: float) -> dict[str, Any]:
-    """One run as a line of figures."""
+    """Return the table row of one run."""
     seconds = {"step [s]": told["step"], "mean time between kills [s]": told["mtbf"], "restart [s]": told["restart"]}
     others = {"learners": told["learners"], **seconds, "pauses": told["pauses"]}
     goodput = {"goodput expected": f"{expected(told):.1%}", "goodput measured": f"{measured:.1%}"}
@@ -104,7 +103,7 @@ def row_of(name: str, told: Told, measured: float) -> dict[str, Any]:
 
 
 def checks_of(runs: dict[str, dict[str, Any]]) -> dict[str, bool]:
-    """What has to hold."""
+    """Return the checks."""
     checks = {
         f"{name}: off by {(gap := off_by(run['told'], run['measured'])):+.1%}, at most {TOLERANCE:.0%}": (
             abs(gap) <= TOLERANCE
@@ -121,10 +120,10 @@ def checks_of(runs: dict[str, dict[str, Any]]) -> dict[str, bool]:
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run, print, store; 1 if a bound is missed."""
+    """Run, print and store; return 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--chaos", type=Path, metavar="RUN_DIR", help="a run of `diloco chaos --compare` that was kept")
+    parser.add_argument("--chaos", type=Path, metavar="RUN_DIR", help="run directory of `diloco chaos --compare`")
     args = parser.parse_args(argv)
     runs: dict[str, dict[str, Any]] = {}
     pauses = None

@@ -1,7 +1,7 @@
-"""A learner that costs little: the real Trainer and strategy, asleep in each step, until it is time to end.
+"""A cheap learner with the real Trainer and strategy, which sleeps in each step.
 
-Controls, which must be seen: `--leaker`, of the soak bench: the learner of that name keeps an object of every step.
-`--waits`, of the survivors' bench: no step begins while the syncer is out of reach.
+It implements two controls. With `--leaker` (soak bench), the learner of that name keeps an object from every step. With
+`--waits` (survivors bench), no step begins while the syncer is unreachable.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lightning_diloco.cli.faults.step_log import StepClock
 from tests.bench.sleeper import Sleeping
 
 WIDTH = 64
-NUM_SAMPLES = 256  # few: an epoch has an order, which a bench of memory must see come and go often
+NUM_SAMPLES = 256  # few, because each epoch allocates its order, and a memory bench needs many epochs
 
 
 class Leaking(Sleeping):
-    """May keep some bytes of every step.
+    """A sleeping model that can leak some bytes in every step.
 
     Args:
-        num_matrices: of width WIDTH.
-        step_s: time asleep in each step.
-        leak_bytes: kept per step; 0: nothing.
+        num_matrices: number of matrices of width WIDTH.
+        step_s: sleep time per step.
+        leak_bytes: bytes leaked per step.
     """
 
     def __init__(self, num_matrices: int, step_s: float, leak_bytes: int) -> None:
@@ -58,7 +58,7 @@ class EndWith(L.Callback):
 
 
 class WaitForSyncer(L.Callback):
-    """What a learner must not do."""
+    """Waits for the syncer before each step, which a learner must not do."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         while not trainer.strategy._link._line.is_online:
@@ -66,15 +66,15 @@ class WaitForSyncer(L.Callback):
 
 
 def main() -> None:
-    """Train until it is time."""
+    """Train until the given time or file."""
     parser = argparse.ArgumentParser(description=__doc__)
     until = parser.add_mutually_exclusive_group(required=True)
     until.add_argument("--until-s", type=float, help="unix seconds")
-    until.add_argument("--until-file", type=Path, help="a file that appears")
-    parser.add_argument("--matrices", type=int, default=48, help=f"of the model, {WIDTH} x {WIDTH}")
+    until.add_argument("--until-file", type=Path, help="a file whose appearance ends training")
+    parser.add_argument("--matrices", type=int, default=48, help=f"number of matrices of the model, {WIDTH} x {WIDTH}")
     parser.add_argument("--step-s", type=float, required=True)
-    parser.add_argument("--leaker", help="who keeps something")
-    parser.add_argument("--leak-bytes", type=int, default=0, help="so much")
+    parser.add_argument("--leaker", help="learner id that leaks")
+    parser.add_argument("--leak-bytes", type=int, default=0, help="bytes leaked per step")
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--plain", action="store_true", help="without the strategy")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""A callback for benches: writes down when each update of the anchor landed, as the step clock does for steps."""
+"""A callback for benches that records when each update of the anchor landed, like the step clock for steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PATTERN = "landings-*.f64"
 
 
 class LandingClock(Callback):
-    """Writes `landings-<pid>.f64` on rank 0, from outside the link; under another strategy no file appears.
+    """Writes `landings-<pid>.f64` on rank 0, from outside the link; other strategies write no file.
 
     Args:
-        folder: where.
+        folder: folder of the file.
     """
 
     def __init__(self, folder: Path) -> None:

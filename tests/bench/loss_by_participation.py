@@ -1,14 +1,14 @@
-"""Does the anchor's loss depend on how many learners happen to take part in a round?
+"""Measures whether the anchor's loss depends on how many learners take part in a round.
 
 python -m tests.bench.loss_by_participation                                  every task, M = 4, three seeds
 python -m tests.bench.loss_by_participation --tasks classifier --learners 2 8 --seeds 1
 
-1. The real machines and the real arithmetic, in one process with a simulated clock. Who takes part is forced (learners
-   hear only of rounds that their group opened), or follows from slow networks, slow learners, and late starts.
-2. Learners make equally many steps, with two exceptions. A slow learner makes fewer, so the fleet trains on fewer
-   tokens: such an arm is compared with a run in which all take part and train on as many. And in "one leaves, one
-   comes" one learner leaves at half time, when another one joins.
-3. The control shares each round out among those who are in it, as the paper does.
+1. The real state machines and arithmetic run in one process with a simulated clock. Participation is forced (learners
+   receive only rounds that their group opened), or results from slow networks, slow learners and late starts.
+2. Each arm trains for the same number of steps per learner, with two exceptions. A slow learner makes fewer steps, so
+   the fleet trains on fewer tokens; this arm is compared with a run of as many tokens in which all take part. And in
+   "one leaves, one comes", one learner leaves at half time and another one joins.
+3. In the control, weights are shares of the round, as in the paper.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ FULL, CONTROL = "all in every round", "control: shares of the round"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One way to take part.
+    """A pattern of participation.
 
     Args:
-        together: learners that are in a round together, as a part of all; 1: whoever is there.
-        latency_steps: of control messages, one way.
-        waits: the grace window is long enough for everybody; else there is none.
-        staggered: learners begin spread over one period.
-        slowdown: of the last learner.
-        tokens_as: all learners make fewer steps, such that the fleet trains on as many tokens as with this slowdown.
-        changes: the first learner leaves at half time, the last one comes then.
-        normalized: shares are of the round, not of the fleet.
+        together: share of learners in each round; 1 means all present.
+        latency_steps: one-way latency of control messages, in steps.
+        waits: whether the grace window is long enough for all learners, instead of 0.
+        staggered: whether learners start at different times within one period.
+        slowdown: factor by which the last learner is slower.
+        tokens_as: slowdown; all learners make fewer steps, so that the fleet trains on as many tokens as with it.
+        changes: whether the first learner leaves at half time and the last one joins then.
+        normalized: whether weights are shares of the round instead of the fleet.
     """
 
     together: float = 1.0
@@ -85,14 +85,14 @@ FEWER_TOKENS = {
 
 
 def anchor_loss(task: Task, arm: Arm, *, learners: int, steps: int, **options: Any) -> dict[str, float]:
-    """Validation loss of the anchor, and participation.
+    """Return the anchor's validation loss, and participation.
 
     Args:
-        task: what is trained on.
-        arm: who takes part.
+        task: training task.
+        arm: pattern of participation.
         learners: M.
-        steps: inner steps of each; a slower one does as many fewer.
-        options: of the run.
+        steps: inner steps of each learner; a slower one makes fewer.
+        options: run options.
     """
     steps = round(steps * (learners - 1 + 1 / arm.tokens_as) / learners)
     config = RunConfig(num_fragments=6, grace=10.0 if arm.waits else 0.0, **options)
@@ -132,7 +132,7 @@ def _trial(name: str, arm: str | None, learners: int, seed: int, options: dict[s
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each task, number of learners and arm: means over the seeds."""
+    """Return a row for each task, number of learners and arm, with means over the seeds."""
     options = {name: value for name in ("merge", "outer_lr", "outer_momentum") if (value := getattr(args, name))}
     wanted = [(task, arm, m) for task in args.tasks for m in args.learners for arm in (None, *ARMS)]
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """Of the classifier, whose losses can be told apart; a GAN's differ by more from seed to seed."""
+    """Return the checks of the classifier; a GAN's losses differ too much between seeds."""
     rows = [row for row in rows if row["task"] == "classifier" and "against all" in row]
     ours = [row for row in rows if row["run"] not in (CONTROL, "one leaves, one comes", *FEWER_TOKENS.values())]
     control = min((row["against all"] for row in rows if row["run"] == CONTROL), default=0.0)
@@ -168,7 +168,7 @@ def checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run, print, store; 1 if a check fails."""
+    """Run, print and store; return 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--learners", type=int, nargs="+", default=[4])

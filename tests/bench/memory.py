@@ -1,11 +1,11 @@
-"""The memory that `diloco plan` expects of a learner and of the syncer, beside what the kernel says they took at most.
+"""Compares the memory that `diloco plan` expects for a learner and the syncer with the peaks that the kernel reports.
 
 python -m tests.bench.memory --out recipes/tiny/results/memory.json
 
-1. The tiny recipe with larger models: of a model as small as its own, Python and its libraries are everything.
-2. A learner's memory is counted from the moment at which all is imported and nothing is made; the syncer's from the one
-   at which it listens.
-3. Control: what is expected of the smallest model must not do for the largest.
+1. The runs use the tiny recipe with larger models. With its own small model, Python and its libraries dominate.
+2. A learner's memory is counted from the end of its imports, before anything is created; the syncer's is counted from
+   the moment it listens.
+3. Control: the forecast for the smallest model must be wrong for the largest.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ OVERRIDES = (
 
 
 def overrides_of(hidden_size: int) -> list[str]:
-    """The recipe with a model of this width."""
+    """Return overrides of the recipe for a model of this width."""
     config = {"model_type": "llama", "hidden_size": hidden_size, **LAYERS, "tie_word_embeddings": True}
     return [*OVERRIDES, f"--model.init_args.config={json.dumps(config)}"]
 
 
 class Onlooker:
-    """Reads what each process has at most, for as long as they train.
+    """Reads the peak memory of each process while they train.
 
     Attributes:
-        peaks: by process.
-        before: of the syncer, when it began to listen.
+        peaks: peak bytes by process.
+        before: bytes of the syncer when it began to listen.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Onlooker:
 
     def __call__(self, fleet: Fleet, status: Status | None) -> None:
         for name in (SYNCER, *(f"l{k}" for k in range(NUM_LEARNERS))):
-            with contextlib.suppress(OSError, ValueError):  # it has ended
+            with contextlib.suppress(OSError, ValueError):  # the process has ended
                 pid = fleet.pid(name)
                 if name == SYNCER and self.before is None:
                     self.before = resident_now(pid)
@@ -79,7 +79,7 @@ class Onlooker:
 
 
 def run(hidden_size: int) -> tuple[int, int]:
-    """Bytes that a learner, the larger of two, and the syncer took."""
+    """Return the bytes of the larger of two learners, and of the syncer."""
     with tempfile.TemporaryDirectory(prefix="diloco-memory-") as name, contextlib.ExitStack() as stack:
         run_dir, onlooker = Path(name), Onlooker()
         module = (sys.executable, "-m", "tests.bench.memory_learner", "--local", str(NUM_LEARNERS))
@@ -105,32 +105,32 @@ def run(hidden_size: int) -> tuple[int, int]:
 
 @cache
 def forecast_of(hidden_size: int) -> Forecast:
-    """What the plan says."""
+    """Return the forecast for a model of this width."""
     return forecast(scenario_of(blueprint(parse(RECIPE, overrides_of(hidden_size))), {"learners": NUM_LEARNERS}))
 
 
 def learner_bytes(found: Forecast) -> int:
-    """Of a learner on a CPU, whose device and host are the same memory."""
+    """Return the expected bytes of a learner on a CPU, where device and host share memory."""
     return sum(found.device.values()) + sum(found.host.values())
 
 
 def syncer_bytes(found: Forecast) -> int:
-    """Of the syncer."""
+    """Return the expected bytes of the syncer."""
     return sum(found.syncer.values())
 
 
 def size_of(found: Forecast) -> str:
-    """Of its model."""
+    """Return the size of the model in words."""
     return f"{found.scenario.training.num_parameters / 1e6:.1f}M parameters"
 
 
 def gaps_of(found: Forecast, learner: int, syncer: int) -> dict[str, float]:
-    """How far it is from what was measured, as a share of that."""
+    """Return the relative errors of the forecast."""
     return {"a learner": learner_bytes(found) / learner - 1, "the syncer": syncer_bytes(found) / syncer - 1}
 
 
 def row_of(found: Forecast, learner: int, syncer: int) -> dict[str, Any]:
-    """One run as a line of figures."""
+    """Return the table row of one run."""
     planned = {"learner": (learner_bytes(found), learner), "syncer": (syncer_bytes(found), syncer)}
     row: dict[str, Any] = {"run": size_of(found)}
     for who, (expected, measured) in planned.items():
@@ -143,7 +143,7 @@ def row_of(found: Forecast, learner: int, syncer: int) -> dict[str, Any]:
 
 
 def checks_of(measured: dict[int, tuple[int, int]]) -> dict[str, bool]:
-    """What has to hold."""
+    """Return the checks."""
     checks = {}
     for hidden_size, (learner, syncer) in measured.items():
         found = forecast_of(hidden_size)
@@ -156,7 +156,7 @@ def checks_of(measured: dict[int, tuple[int, int]]) -> dict[str, bool]:
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run, print, store; 1 if a bound is missed."""
+    """Run, print and store; return 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden-sizes", nargs="+", type=int, default=HIDDEN_SIZES)
     parser.add_argument("--out", type=Path)

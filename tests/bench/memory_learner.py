@@ -1,9 +1,9 @@
-"""A learner of a recipe, as `diloco run` starts one, that notes what it holds before anything of the recipe is made.
+"""A learner of a recipe, as `diloco run` starts one, that records its memory before it creates anything of the recipe.
 
 python -m tests.bench.memory_learner ARGUMENTS     arguments are those of lightning_diloco.cli.fit
 
-By then all is imported; from then on the kernel counts anew what it has at most. The note is `before` in the learner's
-folder, in bytes.
+At that point all imports are done, and the kernel's peak counter is reset. The record is the file `before` in the
+learner's folder, in bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.resident import forget_peak, resident_now
 
 
 def warm_up() -> None:
-    """What a first step of any size brings with it: threads, kernels and their code."""
+    """Load what the first step of any model loads: threads, kernels and their code."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -32,10 +32,10 @@ def warm_up() -> None:
 
 
 class NotingFit(fitting.Fit):
-    """Fits, and notes."""
+    """Fits the recipe and records memory."""
 
     def before_instantiate_classes(self) -> None:
-        """Nothing is made yet."""
+        """Record memory before anything is created."""
         super().before_instantiate_classes()
         warm_up()
         folder = Path(os.environ["DILOCO_RUN_DIR"]) / "learners" / os.environ["DILOCO_LEARNER"]

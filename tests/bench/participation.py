@@ -1,9 +1,9 @@
-"""How many learners take part in each round.
+"""Measures how many learners take part in each round.
 
 python -m tests.bench.participation
 
-1. Simulated with the real machines: M learners of nearly equal speed that start at random moments within one period.
-2. Measured: what the summary of a run of the tiny recipe says; --no-run leaves it out, --summary takes another run's.
+1. Simulated: the real state machines with M learners of nearly equal speed, which start at random times in one period.
+2. Measured: the summary of a run of the tiny recipe. --no-run skips it, --summary takes that of another run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UPLOAD_STEPS = 0.4
 
 
 def simulate(num_learners: int, seed: int, num_steps: int) -> dict[str, float]:
-    """One simulated fleet.
+    """Simulate one fleet.
 
     Returns:
         Participation, and rounds per fragment and H steps.
@@ -46,7 +46,7 @@ def simulate(num_learners: int, seed: int, num_steps: int) -> dict[str, float]:
 
 
 def of_recipe(num_steps: int | None) -> dict[str, Any]:
-    """The summary of a real run of the tiny recipe with two learners."""
+    """Return the summary of a real run of the tiny recipe with two learners."""
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as folder:
         command = [sys.executable, "-m", "lightning_diloco.cli.main", "run", str(RECIPE), "--local", "2"]
         command += ["--run-dir", f"{folder}/run"]
@@ -59,14 +59,14 @@ def of_recipe(num_steps: int | None) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Print the table; 1 if a fleet stays below the bound."""
+    """Print the table; return 1 if a fleet is below the bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learners", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=480, help="of each simulated learner")
-    parser.add_argument("--recipe-steps", type=int, help="of the real run; default: the recipe's")
+    parser.add_argument("--steps", type=int, default=480, help="steps of each simulated learner")
+    parser.add_argument("--recipe-steps", type=int, help="steps of the real run; default: the recipe's")
     parser.add_argument("--no-run", action="store_true")
-    parser.add_argument("--summary", type=Path, help="summary.json of a run that is over, in place of a new one")
+    parser.add_argument("--summary", type=Path, help="summary.json of a finished run, in place of a new one")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = []

@@ -1,11 +1,11 @@
 """A run of real processes on this machine: a syncer, learners, and for each learner a proxy that counts its bytes.
 
-1. Learners are `tests/bench/sleeper.py`: an ordinary Trainer whose compute is sleep, so that two cores serve them all.
-2. Bytes count from the moment a learner may step to its end: what came before, the adoption of the anchors, happens
-   once in a run; the drain is part of it.
-3. The network delays by DELAY_S each way, as between cities: a link that waits for it is seen at once. It stands for
-   cables, and the syncer for another machine: both yield the learners' cores to them.
-4. Nothing is left behind: whatever still runs when a bench ends is killed.
+1. Learners are `tests/bench/sleeper.py`, an ordinary Trainer that sleeps instead of computing, so two cores are enough.
+2. Bytes are counted from a learner's first step to its end, including the drain. The adoption of the anchors before
+   that happens once per run and is not counted.
+3. The proxies delay by DELAY_S each way, as between cities, so that a link that waits is noticed. Proxies and syncer
+   represent the network and another machine, so they run at lower priority than the learners.
+4. Processes that still run at the end of a bench are killed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Sleeper:
     """One learner of a bench.
 
     Args:
-        step_s: it sleeps for this long in each step.
-        num_steps: inner steps.
+        step_s: sleep time per step.
+        num_steps: number of inner steps.
         numel: parameters of the model; equal for all learners.
-        width: of its square matrices.
-        blocks: encode and upload on the training thread, as a bad link would.
+        width: width of its square matrices.
+        blocks: whether to encode and upload on the training thread, as a bad link would.
     """
 
     step_s: float
@@ -59,14 +59,14 @@ class Sleeper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one learner did.
+    """Measurements of one learner.
 
     Args:
-        steps: per inner step, {"hook_s", "hook_cpu_s", "wall_s", "snapshots", "landings"}: time inside the link, at
-            the step's end and before the next update, how much of that the thread worked, time since the last step,
-            and the fragments exchanged.
-        num_snapshots, num_landings: over the whole run, the drain included.
-        bytes_up, bytes_down: at the socket, see above.
+        steps: per inner step, {"hook_s", "hook_cpu_s", "wall_s", "snapshots", "landings"}: time inside the link at the
+            step's end and before the next update, the CPU time of that, time since the last step, and the fragments
+            exchanged.
+        num_snapshots, num_landings: totals of the run, including the drain.
+        bytes_up, bytes_down: bytes at the socket, see rule 2.
     """
 
     steps: list[dict[str, Any]]
@@ -76,12 +76,12 @@ class Measured:
     bytes_down: int
 
     def exchange_s(self, clock: str = "hook_s") -> list[float]:
-        """Stall of each complete exchange: its part of the hooks in which it was snapshotted and in which it landed.
+        """Return the stall of each complete exchange: its part of the hooks that snapshotted and landed it.
 
-        What one hook does for several exchanges is shared by them, so that the whole is counted, and counted once.
+        If a hook serves several exchanges, its time is divided among them, so that it is counted exactly once.
 
         Args:
-            clock: "hook_s", or "hook_cpu_s" for the part that a busy machine does not stretch.
+            clock: "hook_s", or "hook_cpu_s" for CPU time, which other load does not affect.
         """
         opened: dict[int, float] = {}
         stalls = []
@@ -92,19 +92,19 @@ class Measured:
         return stalls
 
     def stall_share(self, clock: str = "hook_s") -> float:
-        """Part of its time that the learner spent in our hooks; `clock` as above."""
+        """Return the share of time that the learner spent in hooks; `clock` as above."""
         return sum(step[clock] for step in self.steps) / sum(step["wall_s"] for step in self.steps)
 
 
 def run(sleepers: Sequence[Sleeper], options: Mapping[str, Any]) -> tuple[list[Measured], dict[str, Any]]:
-    """Run them to their end.
+    """Run the learners to their end.
 
     Args:
         sleepers: the learners.
         options: explicit options of the run.
 
     Returns:
-        What each learner measured, and the run's summary.
+        The measurements of each learner, and the run's summary.
     """
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -129,7 +129,7 @@ def run(sleepers: Sequence[Sleeper], options: Mapping[str, Any]) -> tuple[list[M
 
 
 class _Learner:
-    """A process behind a proxy of its own."""
+    """A learner process with its own proxy."""
 
     def __init__(self, process: subprocess.Popen[bytes], proxy: FaultProxy, root: Path) -> None:
         self._process, self._proxy, self._root = process, proxy, root
@@ -137,7 +137,7 @@ class _Learner:
 
     @property
     def is_running(self) -> bool:
-        """Whether there is more to wait for; an error of the process surfaces here."""
+        """Whether the process still runs; raises if it failed."""
         if self._before is None and (self._root / STEPPING).exists():
             self._before = self._counted
         returned = self._process.poll()
@@ -147,7 +147,7 @@ class _Learner:
 
     @property
     def measured(self) -> Measured:
-        """What it did, after its end."""
+        """Return its measurements, after its end."""
         assert self._before is not None, "a learner that never stepped"
         up, down = (now - before for now, before in zip(self._counted, self._before, strict=True))
         return Measured(bytes_up=up, bytes_down=down, **json.loads((self._root / MEASURED).read_text()))
@@ -174,7 +174,7 @@ def _yield_cores() -> None:
 
 
 def _start_of(sleeper: Sleeper, root: Path, join: str) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a learner's process."""
+    """Return command and environment of a learner process."""
     given = json.dumps({**dataclasses.asdict(sleeper), "root": str(root)})
     return [sys.executable, "-m", "tests.bench.sleeper", given], {"DILOCO_JOIN": join, "DILOCO_LEARNER": root.name}
 
@@ -197,7 +197,7 @@ def _join_address(path: Path, syncer: subprocess.Popen[bytes]) -> JoinAddress:
 def _process(
     command: Sequence[str], cwd: Path, environment: Mapping[str, str], out: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does not outlive the block."""
+    """Run a process that is killed at the end of the block."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
     threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with out.open("wb") as file:

@@ -1,12 +1,12 @@
-"""Validation loss of the anchor against data-parallel training on the same tokens, on the tiny recipe.
+"""Compares the anchor's validation loss with data-parallel training on the same tokens, on the tiny recipe.
 
 python -m tests.bench.quality                                       the defaults, three seeds: the table of the README
 python -m tests.bench.quality --seed 1 --outer-lr 0.6 0.8 --align carry overwrite         a sweep: every combination
 python -m tests.bench.quality --seed 1 --learners 4 --together 4 2 1       how many of four learners are in each round
 
-1. Both see the same batches in the same steps, start from the same weights and follow the same learning rate.
-2. The anchor is measured after the drain, on the whole validation split.
-3. Options that are not given are the recipe's, then the package's defaults.
+1. Both train on the same batches in the same steps, from the same weights, with the same learning rates.
+2. The anchor is evaluated after the drain, on the whole validation split.
+3. Missing options come from the recipe, else from the package's defaults.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BOUND = 0.02
 
 
 def data_parallel(tiny: Tiny, *, learners: int, steps: int, seed: int) -> float:
-    """Validation loss of one model that trains on the batches of all learners."""
+    """Return the validation loss of one model that trains on the batches of all learners."""
     trainee = tiny.model(seed, steps)
     for batch in itertools.islice(tiny.joined_batches(seed, learners), steps):
         trainee.step(batch)
@@ -53,10 +53,10 @@ def decoupled(
     seed: int,
     together: int | None = None,
 ) -> float:
-    """Validation loss of the anchor that learners arrive at together.
+    """Return the validation loss of the anchor of a fleet.
 
     Args:
-        together: so many of them are in each round, and begin spread over a period; None: all.
+        together: learners in each round, which then start at different times in a period; None: all.
     """
     batch = tiny.data.hparams["batch_size"] * tiny.data.hparams["seq_len"]
     spread_s = 0.0 if together in (None, learners) else config.sync_every / learners
@@ -75,14 +75,14 @@ def decoupled(
 
 
 def trials(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every combination of what was asked for."""
+    """Yield every combination of the given options."""
     swept = {name: getattr(args, name) for name in (*KEYS, "seed")}
     for values in itertools.product(*swept.values()):
         yield dict(zip(swept, values, strict=True))
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all trials, and the baseline of each (lr, learners, steps, seed) once."""
+    """Run all trials, and each baseline (lr, learners, steps, seed) once."""
     wanted = list(trials(args))
     keys = [] if args.no_data_parallel else list(dict.fromkeys(map(_baseline_of, wanted)))
     tasks = [partial(_baseline, args.recipe, key) for key in keys]
@@ -118,7 +118,7 @@ def _anchor(recipe: Path, trial: dict[str, Any]) -> float:
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    """One row for each setting: the mean gap over seeds, and each seed's losses."""
+    """Return a table with a row for each setting: losses of each seed, mean and worst gap."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for result in results:
         groups.setdefault(tuple(result.get(key) for key in KEYS), []).append(result)
@@ -139,7 +139,7 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; each run option takes several values."""
+    """Build the parser; each run option takes several values."""
     path = argparse.ArgumentParser(add_help=False)
     path.add_argument("--recipe", type=Path, default=Tiny().path)
     known, _ = path.parse_known_args()
@@ -163,9 +163,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, store; 1 if the defaults' gap exceeds the bound."""
+    """Run, print and store; return 1 if the gap of the defaults exceeds the bound."""
     args = parser().parse_args(argv)
-    Tiny(args.recipe).data  # noqa: B018  prepared once, before there are several processes
+    Tiny(args.recipe).data  # noqa: B018  prepares the data once, before other processes start
     results = run(args)
     print(summary(results))
     report.store(args.out, {"circumstances": report.circumstances(), "results": results})

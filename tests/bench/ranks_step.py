@@ -1,11 +1,11 @@
-"""What the strategy costs a learner of several ranks: its steps with and without it, for the same inner strategy.
+"""Cost of the strategy for a learner of several ranks: step times with and without it, for the same inner strategy.
 
 python -m tests.bench.ranks_step
 
-Two ranks with gloo whose compute sleeps. Learners with the strategy and without it take turns of seconds, and each turn
-is compared with its neighbours (turns.py). They are launched several times: two launches of the same program differ by
-up to 1.5 % of a step for as long as they live, about half of what is looked for. The control has one more collective
-in every step, which waits for all ranks: the same check must fail there.
+A learner has two gloo ranks that sleep instead of computing. Learners with and without the strategy take turns of some
+seconds, and each turn is compared with its neighbours (turns.py). Each learner is launched several times, because two
+launches of the same program differ permanently by up to 1.5 % of a step, which is half of the allowed slowdown. The
+control has an additional blocking collective in every step, and must fail the same check.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from tests.bench import report, turns
 
 ROOT = Path(__file__).parents[2]
 SHARE = 0.97
-LANDINGS = 0.9 * 4 / 24  # of what num_fragments and sync_every say
+LANDINGS = 0.9 * 4 / 24  # 90 % of num_fragments / sync_every
 WARM_UP = 30  # steps, more than a period
 MODES = {"without": ("--plain",), "with": (), "control": ("--blocks",)}
 
 
 def measure(inner: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Learners of each mode, in figures."""
+    """Launch the learners of all modes several times and return their table row."""
     launches = [launch(inner, args) for _ in range(args.launches)]
     steps_s = {mode: [mean_s for steps_s, _ in launches for mean_s in steps_s[mode]] for mode in MODES}
     return figures(inner, steps_s, statistics.mean(landings for _, landings in launches))
 
 
 def launch(inner: str, args: argparse.Namespace) -> tuple[dict[str, list[float]], float]:
-    """One learner of each mode: mean seconds of a step in each turn of each mode, and landings per step."""
+    """Launch one learner per mode; return the mean step time in each turn of each mode, and landings per step."""
     common = ("-m", "tests.bench.ranks_trainer", "--inner", inner, "--numel", args.numel, "--step-s", args.step_s)
     programs = {mode: (sys.executable, *map(str, common), *options) for mode, options in MODES.items()}
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -49,12 +49,12 @@ def launch(inner: str, args: argparse.Namespace) -> tuple[dict[str, list[float]]
 
 
 def figures(inner: str, steps_s: Mapping[str, Sequence[float]], landings: float) -> dict[str, Any]:
-    """Medians over the rounds, of steps and of what part of its speed is left in a round.
+    """Return the medians over rounds of the step time and of the relative speed.
 
     Args:
-        inner: the strategy inside.
-        steps_s: mean seconds of a step, exchanges included, in each turn of each mode.
-        landings: per step with the strategy.
+        inner: inner strategy.
+        steps_s: mean step time in seconds, including exchanges, in each turn of each mode.
+        landings: landings per step with the strategy.
     """
 
     def left(mode: str) -> float:
@@ -70,7 +70,7 @@ def figures(inner: str, steps_s: Mapping[str, Sequence[float]], landings: float)
 
 
 def checks_of(row: dict[str, Any]) -> dict[str, bool]:
-    """The bound, and that it can be missed."""
+    """Return the checks of the bound, and of the control."""
     left, control = row["speed left"], row["speed left, control"]
     return {
         f"{row['run']}: {row['landings per step']:.3f} updates land per step, at least {LANDINGS:.3f}": (
@@ -82,12 +82,12 @@ def checks_of(row: dict[str, Any]) -> dict[str, bool]:
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Let all modes take turns; 1 if a bound is missed, or the control does not miss it."""
+    """Run all modes in turns; return 1 if a bound is missed, or if the control does not miss it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=64 * 128**2, help="parameters, default 1M")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--inner", nargs="+", default=["ddp", "fsdp2"])
-    parser.add_argument("--launches", type=int, default=5, help="of each mode")
+    parser.add_argument("--launches", type=int, default=5, help="launches of each mode")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each mode in each launch")
     parser.add_argument("--turn-s", type=float, default=3.0)
     parser.add_argument("--out", type=Path)

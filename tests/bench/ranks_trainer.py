@@ -1,7 +1,7 @@
-"""A rank of the ranks_step bench: one of Lightning's strategies, with ours around it or not.
+"""A rank of the ranks_step bench, with one of Lightning's strategies inside this package's strategy or alone.
 
-Rank 0 notes when steps end, hooks and collectives included, and trains until it is killed. `--blocks` adds what the
-strategy must not: a collective in every step, for which all ranks wait.
+Rank 0 records the end of each step, including hooks and collectives. It trains until it is killed. `--blocks` adds a
+collective to every step, which blocks all ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tests.bench.landing_clock import LandingClock
 from tests.bench.sleeper import Sleeping
 
 NUM_RANKS, WIDTH = 2, 128
-NUM_STEPS = 100_000  # more than it can make
+NUM_STEPS = 100_000  # more than it can reach
 INNER = {"ddp": DDPStrategy, "fsdp2": lambda: ModelParallelStrategy(NUM_RANKS, 1)}
 
 
 class Model(Sleeping):
-    """Sharded where the strategy wants it."""
+    """A model that is sharded if the strategy requires it."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """All matrices, so that all have gradients."""
+        """Use all matrices, so that all have gradients."""
         time.sleep(self._step_s)
         return torch.stack([matrix.sum() for matrix in self.matrices]).sum() * batch.mean()
 
@@ -48,7 +48,7 @@ class Model(Sleeping):
 
 
 class Blocking(Callback):
-    """All ranks wait for each other once more, before a step ends."""
+    """Makes all ranks wait for each other before a step ends."""
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         dist.all_reduce(torch.zeros(sum(p.numel() for p in module.parameters())))
@@ -58,7 +58,7 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inner", choices=INNER, required=True)
-    parser.add_argument("--plain", action="store_true", help="without our strategy")
+    parser.add_argument("--plain", action="store_true", help="without the strategy")
     parser.add_argument("--blocks", action="store_true")
     parser.add_argument("--numel", type=int, required=True)
     parser.add_argument("--step-s", type=float, required=True)

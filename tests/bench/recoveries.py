@@ -1,17 +1,18 @@
-"""A syncer killed many times in one run: is what comes back, bit for bit, what was there?
+"""Kills a syncer many times in one run and checks that each restored state is bit-exact.
 
 python -m tests.bench.recoveries --out tests/bench/results/recoveries.json
 
-1. The syncer kills itself at points drawn by chance, within its writes and between them, and loses any part of what it
-   had not fsynced (`watched_syncer.py`). Real learners train on, and one of them is killed, too.
-2. What every life of the syncer computed, wrote and told is in a journal. After each restart must hold:
-   bits: master, published values and momentum of each fragment are those that were installed at that version, or, if
-   death came between disk and installation, that were computed for it.
-   told: no fragment is behind what a learner was told, no record behind what was durable; the generation is the same.
-   merged: the ledger's merged ranges are those of the commits written, up to the restored versions.
-   discarded: what was booked of learners that are gone is what had been booked.
-3. The run then ends by itself, its ledger is exact, and `replay` gets all of it again from the received bytes.
-4. The control is the same without fsync: a check must fail.
+1. The syncer kills itself at random points within and between its writes, and loses an arbitrary part of the data that
+   it had not fsynced (`watched_syncer.py`). Real learners train on, and one of them is also killed.
+2. A journal records what each syncer process computed, wrote and sent. These checks must hold after each restart:
+   - bits: master, published values and momentum of each fragment equal those that were installed at that version, or
+     those computed for it if the kill came between disk and installation.
+   - told: no fragment is older than what a learner was told, no durable record is missing, and the generation is the
+     same.
+   - merged: the ledger's merged ranges are those of the written commits, up to the restored versions.
+   - discarded: the ledger's entries of learners that are gone are unchanged.
+3. The run then ends by itself, its ledger is exact, and `replay` reproduces it from the received bytes.
+4. The control runs without fsync, and a check must fail.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ Line = dict[str, Any]
 
 
 class Director:
-    """Follows the journal: kills a learner now and then, and ends the run after the last recovery.
+    """Follows the journal, kills a learner from time to time, and ends the run after the last recovery.
 
     Args:
-        journal: folder of the syncer's lives.
-        num_kills: of the syncer.
+        journal: folder with a file per syncer process.
+        num_kills: number of times that the syncer is killed.
         end: file whose appearance ends the learners.
         interruption: ends a run that does not end by itself.
     """
@@ -81,7 +82,7 @@ class Director:
 
 
 def run(num_kills: int, seed: int, *, fsync: bool = True) -> dict[str, Any]:
-    """One run; what became of it and of each recovery."""
+    """Run once; return the results of the run and of each recovery."""
     with tempfile.TemporaryDirectory(prefix="diloco-recoveries-") as name, Interruption() as interruption:
         folder, end = Path(name), Path(name) / "end"
         run_dir, journal = folder / "run", folder / "journal"
@@ -126,12 +127,12 @@ def _replayed(run_dir: Path) -> str:
 
 
 def read_lives(journal: Path) -> list[list[Line]]:
-    """The lines of every life, in order."""
+    """Return the journal lines of every syncer process, in order."""
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(journal.glob("life-*"))]
 
 
 def recoveries(lives: Sequence[Sequence[Line]]) -> list[dict[str, Any]]:
-    """What each restart brought back, compared with all lives before it."""
+    """Compare each restored state with the journals of all earlier processes."""
     found = []
     for number in range(1, len(lives)):
         before, life = [line for earlier in lives[:number] for line in earlier], lives[number]
@@ -164,7 +165,7 @@ def _compare(before: Sequence[Line], last_life: Sequence[Line], restored: Line) 
 
 
 def _is_known(before: Sequence[Line], last_life: Sequence[Line], p: int, restored: Line) -> bool:
-    """Whether the fragment has the bits it had, or, if it was never seen with them, those that were to be installed."""
+    """Whether the fragment has the bits that were installed or, if none were, the bits computed for that version."""
     key = (restored["generation"], restored["version"])
 
     def bits(lines: Sequence[Line], what: str) -> list[Any]:
@@ -173,7 +174,7 @@ def _is_known(before: Sequence[Line], last_life: Sequence[Line], p: int, restore
 
     starts = [line["fragments"][p] for line in before if line["what"] == "restored" and line["fragments"]]
     seen = [line["bits"] for line in starts if (line["generation"], line["version"]) == key] + bits(before, "installed")
-    if restored["version"] == 0 and not seen:  # the start values: nobody computed them
+    if restored["version"] == 0 and not seen:  # the initial values, which are not computed
         return True
     return all(found == restored["bits"] for found in seen) if seen else restored["bits"] in bits(last_life, "computed")
 
@@ -189,7 +190,7 @@ def _nothing_told_is_lost(before: Sequence[Line], restored: Line) -> bool:
 
 
 def _merged(before: Sequence[Line], fragments: Sequence[Line]) -> dict[tuple[str, int], list[list[list[int]]]]:
-    """Ranges of the commits written, joined where they touch, per account and fragment."""
+    """Return the ranges of the written commits per account and fragment; adjacent ranges are joined."""
     written = [line["record"] for line in before if line["what"] == "writing"]
     owners = {r["session"]: (r["learner"], r["incarnation"]) for r in written if r["kind"] == "Granted"}
     commits = {(r["fragment"], r["version"]): r for r in written if r["kind"] == "CommitRecord"}
@@ -221,7 +222,7 @@ def _discarded_is_kept(before: Sequence[Line], accounts: Sequence[Line]) -> bool
 
 
 def checks_of(found: dict[str, Any], control: dict[str, Any], num_kills: int) -> dict[str, bool]:
-    """What has to hold."""
+    """Return the checks."""
     good = [row for row in found["recoveries"] if all(row[name] for name in CHECKS)]
     lost = [row for row in control["recoveries"] if not all(row[name] for name in CHECKS)]
     slowest = max((row["rounds go on after [s]"] or 0.0 for row in found["recoveries"]), default=0.0)
@@ -235,7 +236,7 @@ def checks_of(found: dict[str, Any], control: dict[str, Any], num_kills: int) ->
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run, print, store; 1 if a recovery is not exact, or those of the control are."""
+    """Run, print and store; return 1 if a recovery is not exact, or if all of the control's are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--control-kills", type=int, default=3)

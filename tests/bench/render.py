@@ -1,4 +1,4 @@
-"""Tables of stored results into READMEs: `python -m tests.bench.render`. Nobody types a number."""
+"""Writes tables of stored results into READMEs: `python -m tests.bench.render`. No number is typed by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Where results are stored, where their table belongs, and how it is made."""
+    """The location of stored results, the README of their table, and the function that makes it."""
 
     results: Path
     readme: Path
@@ -92,7 +92,7 @@ def _row(found: Results, run: str) -> dict[str, Any]:
 
 
 def _sentence(found: Results, begins: str) -> str:
-    """The first check that begins like this, and whether it holds."""
+    """Return the first check with this beginning, and mark it if it fails."""
     what, holds = next((what, holds) for what, holds in found["checks"].items() if what.startswith(begins))
     return what if holds else f"**fails**: {what}"
 
@@ -102,7 +102,7 @@ def _gaps(found: Results) -> str:
     return f"loss {sum(gaps) / len(gaps):+.2%}, at worst {max(gaps):+.2%}"
 
 
-# Of the README: what is measured, where it is stored, and its figure there.
+# Rows of the README's table: description, name of the stored results, and function that formats the value.
 SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
     "two learners against data parallel, the same tokens, three seeds": ("quality", _gaps),
     "four learners, a quarter of them in each round, against all in each": (
@@ -140,7 +140,7 @@ SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
 
 
 def summary() -> str:
-    """The table of the README."""
+    """Return the table of the README."""
     rows, machines = [], set()
     for what, (name, figure) in SUMMARY.items():
         found = json.loads(TABLES[name].results.read_text())
@@ -152,11 +152,11 @@ def summary() -> str:
 
 
 def rendered() -> dict[str, str]:
-    """The text between the markers of each name that has stored results."""
+    """Return the text between the markers, for each name with stored results."""
     texts = {}
     for name, table in TABLES.items():
         if not table.results.exists():
-            print(f"{name}: no stored results, its README is left as it is")
+            print(f"{name}: no stored results; its README is unchanged")
             continue
         found = json.loads(table.results.read_text())
         texts[name] = f"{table.make(found)}\n\n{_origin(found['circumstances'])}"

@@ -1,7 +1,7 @@
-"""Benchmark results: stored as JSON, shown as Markdown, put into READMEs by a program.
+"""Stores benchmark results as JSON, formats them as Markdown, and inserts them into READMEs.
 
-1. A table is always made from stored results; nobody types numbers.
-2. A README holds generated text between `<!-- bench NAME -->` and `<!-- /bench NAME -->`.
+1. Tables are always made from stored results. No number is typed by hand.
+2. Generated text in a README is between `<!-- bench NAME -->` and `<!-- /bench NAME -->`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def circumstances() -> dict[str, str]:
-    """What a number depends on: machine and what else it did, versions, commit and day."""
+    """Return the circumstances of a measurement: machine, load, versions, commit and date."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -44,7 +44,7 @@ def _processor() -> str:
 
 
 def table(rows: Sequence[Row], columns: Iterable[str] | None = None) -> str:
-    """Rows as a Markdown table; columns of the first row unless named."""
+    """Format rows as a Markdown table; the columns default to those of the first row."""
     names = list(columns or rows[0])
     cells = [names, *([_text(row.get(name)) for name in names] for row in rows)]
     widths = [max(len(line[k]) for line in cells) for k in range(len(names))]
@@ -60,23 +60,23 @@ def _text(value: object) -> str:
 
 
 def verdicts(checks: Mapping[str, bool]) -> str:
-    """A line for each check: whether it holds, and what it says."""
+    """Return a line for each check: whether it holds, and its text."""
     return "\n".join(f"{'holds' if holds else 'FAILS'}: {sentence}" for sentence, holds in checks.items())
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that this share of all values does not exceed."""
+    """Return the smallest value that this share of all values does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def median_of(rows: Sequence[Row]) -> Row:
-    """Each figure's median over several runs."""
+    """Return the median of each column over several runs."""
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 def store(path: Path | None, results: dict[str, Any]) -> None:
-    """Write results as JSON, if a path is given; a list of numbers is one line."""
+    """Write results as JSON if a path is given; each list of numbers takes one line."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(results, indent=1)
@@ -85,7 +85,7 @@ def store(path: Path | None, results: dict[str, Any]) -> None:
 
 
 def insert(readme: Path, name: str, text: str) -> None:
-    """Replace what stands between a README's markers.
+    """Replace the text between a README's markers.
 
     Raises:
         ValueError: the README has no such markers.
@@ -93,6 +93,6 @@ def insert(readme: Path, name: str, text: str) -> None:
     before = readme.read_text()
     opening, closing = f"<!-- bench {name} -->", f"<!-- /bench {name} -->"
     if opening not in before or closing not in before:
-        raise ValueError(f"{readme} has no {opening} ... {closing}; write both lines where the table belongs")
+        raise ValueError(f"{readme} has no {opening} ... {closing}; add both lines at the place of the table")
     head, tail = before.split(opening)[0], before.split(closing)[1]
     readme.write_text(f"{head}{opening}\n{text.strip()}\n{closing}{tail}")

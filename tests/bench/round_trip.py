@@ -1,10 +1,10 @@
-"""The README's picture of how it works, drawn from what the protocol's own machines do: nobody places an arrow.
+"""Draws the picture of the round trip in CONTRIBUTING.md from a trace of the protocol's state machines.
 
 python -m tests.bench.round_trip
 
-1. Two learners of unequal speed and a syncer run in the simulator (`simulate/fleet.py`), which drives the machines of
-   `protocol/` on the schedule of `core/schedule.py`. What they do is written down.
-2. The file holds what it was drawn from; a test compares that with what the machines do today.
+1. Two learners of unequal speed and a syncer run in the simulator (`simulate/fleet.py`), which drives the state
+   machines of `protocol/` on the schedule of `core/schedule.py`. Their actions are recorded.
+2. The picture's file contains the trace. A test compares it with the current behavior of the state machines.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from lightning_diloco.simulate.settings import Network, Pace
 
 PICTURE = Path(__file__).parent / "results" / "how_it_works.svg"
 SYNC_EVERY, NUM_FRAGMENTS, OVERLAP = 12, 4, 2
-PERIOD = 2  # of l0, counted from 0: nothing is special about it
+PERIOD = 2  # of l0, counted from 0; an arbitrary choice
 STEP_S = {"l0": 1.0, "l1": 1.3}
 LATENCY_S = 0.08
 
-Moment = tuple[float, str, str, int]  # in steps of l0 since the period began; whose; what; which fragment or step
+Moment = tuple[float, str, str, int]  # time in steps of l0 since the period began; party; event; fragment or step
 
 
 class _Watched(Fleet):
-    """Writes down what the machines ask for, and when it is done."""
+    """Records the actions of the state machines and their times."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,7 +82,7 @@ class _Watched(Fleet):
 
 
 def trace() -> list[Moment]:
-    """What happens in one period, and until the last fragment of it has landed."""
+    """Return the events of one period, until its last fragment has landed."""
     config = RunConfig(sync_every=SYNC_EVERY, num_fragments=NUM_FRAGMENTS, overlap=OVERLAP)
     network = Network(latency_s=LATENCY_S, upload_s=0.8, download_s=0.5)
     fleet = _Watched(config, network=network, merge_s=0.12, expect=len(STEP_S))
@@ -95,13 +95,13 @@ def trace() -> list[Moment]:
 
 
 def stored() -> list[Moment]:
-    """What the picture was drawn from."""
+    """Return the trace that the picture was drawn from."""
     (said,) = re.findall(r"<dc:description>(.*?)</dc:description>", PICTURE.read_text())
     return [(t, who, what, number) for t, who, what, number in json.loads(said.replace("&quot;", '"'))]
 
 
 class Trip:
-    """The moments of one fragment's way, from its intent to its last landing."""
+    """The events of one fragment, from its intent to its last landing."""
 
     def __init__(self, moments: list[Moment], fragment: int) -> None:
         own = [m for m in moments if m[2] != "step" and m[3] == fragment]
@@ -109,12 +109,12 @@ class Trip:
         self._moments = [m for m in own if m[0] >= begins]
 
     def at(self, whose: str, what: str) -> float:
-        """When this first happened."""
+        """Return the time of the first such event."""
         return next(t for t, who, which, _ in self._moments if (who, which) == (whose, what))
 
 
 def draw(moments: list[Moment]) -> Any:
-    """The schedule of a period above, one fragment's round trip below."""
+    """Draw the schedule of a period above, and one fragment's round trip below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.4, 6.6), layout="constrained")
@@ -142,7 +142,7 @@ def _schedule(axes: Any, moments: list[Moment]) -> None:
     axes.set_xlabel("steps of l0 ( | due;  bars: on its way, of l0 and of l1)")
 
 
-_LANES = {"l0": (0, 1), "syncer": (2, 2), "l1": (4, 3)}  # where it trains, and its link
+_LANES = {"l0": (0, 1), "syncer": (2, 2), "l1": (4, 3)}  # rows of its training and of its link
 
 
 def _round_trip(axes: Any, moments: list[Moment], p: int) -> None:
@@ -195,7 +195,7 @@ def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], labe
 
 
 def main() -> None:
-    """Draw it again."""
+    """Draw the picture again."""
     from matplotlib import rc_context
 
     moments = trace()

@@ -1,9 +1,9 @@
-"""The short benchmarks, or those that are named, one after another: `python tests/bench/run.py [names] [--out DIR]`.
+"""Runs the short benchmarks, or the named ones, one by one: `python tests/bench/run.py [names] [--out DIR]`.
 
-exchange, straggler, participation, survivors (5 minutes), busy_survivors (5) and forecast (14) want a quiet machine
-with two cores, chaos (40) one with four. quality, loss_by_participation (15), broken_learner (20) and memory (5) are
-the same on any machine, loop (5), attacks (2) and ranks_step (14) nearly so. recoveries (6) and soak (53) mostly sleep.
-Options that are not known here go to all of them. xla_step needs torch_xla and is started by itself.
+exchange, straggler, participation, survivors (5 minutes), busy_survivors (5) and forecast (14) need an idle machine
+with two cores, chaos (40) one with four. quality, loss_by_participation (15), broken_learner (20) and memory (5) give
+the same results on any machine, loop (5), attacks (2) and ranks_step (14) nearly so. recoveries (6) and soak (53)
+mostly sleep. Unknown options are passed to all of them. xla_step needs torch_xla and is run separately.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NAMES = (
 
 
 def main() -> int:
-    """Run them; 1 if any of them missed a bound."""
+    """Run the benchmarks; return 1 if any of them missed a bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: the first {len(SHORT)}"
+        "names", nargs="*", metavar="NAME", help=f"from {', '.join(NAMES)}; default: the first {len(SHORT)}"
     )
-    parser.add_argument("--out", type=Path, help="a folder for results, NAME.json each")
+    parser.add_argument("--out", type=Path, help="folder for results, one NAME.json each")
     args, passed_on = parser.parse_known_args()
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(NAMES)}")

@@ -1,9 +1,9 @@
-"""A learner of a bench, as a process: the real Trainer and strategy, with sleep in place of compute.
+"""A learner process for benches, with the real Trainer and strategy, which sleeps instead of computing.
 
-1. A step sleeps, then updates one of the model's matrices a little: an accelerator would leave the host idle, too.
-2. Everything is measured from outside the link: around `Link.step` and `Link.settle`, the only calls a step makes into
-   it. Settling ends what the hook before it began, so it counts as part of that one.
-3. `blocks` makes encoding and uploading happen on the training thread: what the bench must notice.
+1. A step sleeps, then updates one of the model's matrices slightly. An accelerator would also leave the host idle.
+2. The link is measured from outside, around `Link.step` and `Link.settle`, the only calls that a step makes into it.
+   `settle` completes the work of the hook before it, so its time is added to that hook.
+3. `blocks` moves encoding and uploading to the training thread, which the bench must detect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_diloco  # noqa: F401  makes "decoupled_diloco" known to the Trainer
+import lightning_diloco  # noqa: F401  registers "decoupled_diloco"
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.learner import link
 from lightning_diloco.learner.exchange import FragmentExchange
@@ -30,12 +30,12 @@ from tests.bench.processes import MEASURED, STEPPING
 
 
 class Sleeping(L.LightningModule):
-    """A pile of square matrices, one of which is trained in each step.
+    """A list of square matrices, one of which is trained in each step.
 
     Args:
-        numel: parameters, a multiple of width squared.
-        width: of the matrices.
-        step_s: time asleep in each step.
+        numel: number of parameters, a multiple of width squared.
+        width: width of the matrices.
+        step_s: sleep time per step.
     """
 
     def __init__(self, numel: int, width: int, step_s: float) -> None:
@@ -53,7 +53,7 @@ class Sleeping(L.LightningModule):
 
 
 class Journal:
-    """Times steps and counts exchanges, by wrapping what the link is made of."""
+    """Times steps and counts exchanges, by wrapping methods of the link and the device."""
 
     def __init__(self, root: Path) -> None:
         self.steps: list[dict[str, Any]] = []
@@ -112,9 +112,9 @@ class Journal:
 
 
 class _BlockingLinks:
-    """Links whose training thread does itself what it should leave to others: encoding and uploading.
+    """Makes links encode and upload on the training thread instead of other threads.
 
-    Neither needs another thread of the learner, which could need the lock that the training thread holds meanwhile.
+    Neither needs another thread of the learner, so the lock that the training thread holds causes no deadlock.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class _BlockingLinks:
 
 
 def main() -> None:
-    """Train as the JSON in the first argument says, and write what was measured."""
+    """Train according to the JSON in the first argument, and write the measurements."""
     given = json.loads(sys.argv[1])
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -1,19 +1,19 @@
-"""Does anything grow while nothing happens? Memory, threads and files of a syncer and its learners, seen from outside.
+"""Checks for leaks of memory, threads and files in a syncer and its learners, sampled from outside.
 
 python -m tests.bench.soak --out tests/bench/results/soak.json
 
-1. Processes are those of `diloco run`; learners sleep in each step, so that the run costs little. Every few seconds
-   /proc says what each has: anonymous memory, threads, open files. The first two fifths of the run are left out, in
-   which caches fill; the rest is looked at in blocks of some minutes.
-2. The syncer's memory goes up and down. It is flat if its slope over the blocks is within its noise, which is such that
-   a syncer and three learners that do not grow are all called flat in 95 of 100 runs.
-3. A learner's never goes down: its allocators keep what they once had to take. It is the greatest so far of what
-   varies, and rises with the logarithm of time, ever more rarely, where a leak adds as much in each block. So its
-   changes from block to block are explained by both; it is flat if the slope left to time alone is within its noise.
-4. The control is one more learner of the same run, which keeps a small object of each step. It must not be flat.
-5. Threads and files, of which libraries have one more now and then, are constant if the fewest of the last block are no
-   more than the most of the first.
-6. Beside them runs the same Trainer without the strategy, for comparison; nothing is asked of it.
+1. The processes are those of `diloco run`. Learners sleep in each step, so that the run costs little. Every few seconds
+   /proc is sampled for anonymous memory, threads and open files of each process. The first two fifths of the run are
+   left out, because caches fill then. The rest is divided into blocks of some minutes.
+2. The syncer's memory goes up and down. It is flat if its slope over the blocks is within the noise. The noise bound is
+   set so that a syncer and three learners that do not leak are all called flat in 95 of 100 runs.
+3. A learner's memory never goes down, because allocators keep memory. It is the running maximum of a varying demand,
+   and grows with the logarithm of time, while a leak adds the same amount in each block. A regression on both separates
+   them; the memory is flat if the linear slope is within its noise.
+4. The control is an additional learner of the same run that leaks a small object per step. It must not be flat.
+5. Libraries sometimes have one more thread or file. Their number is constant if the minimum of the last block does not
+   exceed the maximum of the first.
+6. The same Trainer runs without the strategy next to them for comparison. Nothing is checked there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SAMPLE_S = 2.0
 MIN_MINUTES = 2.0
 WARM_UP_SHARE = 0.4
 NUM_BLOCKS = 10
-T = 2.752  # Student's t of NUM_BLOCKS - 2 degrees of freedom that 1 - 0.05 / 4 are below, see rule 2
+T = 2.752  # (1 - 0.05 / 4) quantile of Student's t with NUM_BLOCKS - 2 degrees of freedom, see rule 2
 FIGURES = ("memory_bytes", "threads", "files")
 SYNCER, PLAIN, CONTROL = "syncer", "without", "control"
 ROOT = Path(__file__).parents[2]
@@ -54,11 +54,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """How one process's memory went.
+    """The trend of one process's memory.
 
     Args:
         slope_bps: bytes per second.
-        noise_bps: what the slope may be by chance.
+        noise_bps: noise of the slope, in bytes per second.
     """
 
     slope_bps: float
@@ -66,17 +66,17 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it did not grow, as far as one can tell."""
+        """Whether the slope is within the noise."""
         return self.slope_bps <= self.noise_bps
 
 
 def trend(times_s: Sequence[float], values: Sequence[float], *, is_kept: bool) -> Trend:
-    """The trend of what was sampled, by least squares over means of blocks.
+    """Return the trend of samples, by least squares over the means of blocks.
 
     Args:
-        times_s: since the process began to do what it does.
-        values: at these times, warm-up left out.
-        is_kept: whether what was once taken is never given back, see rule 3.
+        times_s: seconds since the process began its work.
+        values: samples at these times, without the warm-up.
+        is_kept: whether memory is never given back, see rule 3.
     """
     blocks = np.array_split(np.column_stack([times_s, values]), NUM_BLOCKS + is_kept)
     t, y = np.array([block.mean(axis=0) for block in blocks]).T
@@ -91,12 +91,12 @@ def trend(times_s: Sequence[float], values: Sequence[float], *, is_kept: bool) -
 
 
 class Sampler:
-    """Looks at every process of a local run; passed to `execute` where chaos passes its meddler.
+    """Samples every process of a local run; passed to `execute` in place of a `Meddler`.
 
     Args:
-        names: of the run's processes.
-        others: processes beside it, by name.
-        until_s: unix seconds from which on the run is ending.
+        names: names of the run's processes.
+        others: other processes to sample, by name.
+        until_s: unix seconds after which the run is ending.
     """
 
     def __init__(self, names: Sequence[str], others: Mapping[str, subprocess.Popen[bytes]], until_s: float) -> None:
@@ -105,7 +105,7 @@ class Sampler:
         self._began_s = self._next_s = 0.0
 
     def __call__(self, fleet: Fleet, status: Status | None) -> None:
-        """Take a sample if it is time; the first one when the first learner steps."""
+        """Take a sample if one is due; the first is taken when the first learner steps."""
         now_s = time.time()
         if not self._began_s and status is not None and any(learner["step"] > 0 for learner in status["learners"]):
             self._began_s = self._next_s = now_s
@@ -119,7 +119,7 @@ class Sampler:
 
 
 def _look(pid: int) -> tuple[int, int, int]:
-    """Anonymous memory, threads and open files of a process."""
+    """Return anonymous memory, threads and open files of a process."""
     process = Path("/proc") / str(pid)
     fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     return (
@@ -130,7 +130,7 @@ def _look(pid: int) -> tuple[int, int, int]:
 
 
 def soak(minutes: float, *, learners: int, step_s: float, leak_bytes: int) -> dict[str, Any]:
-    """One run, whose last learner leaks; what each process had, and whether the run ended well."""
+    """Run once, with a last learner that leaks; return the samples, and whether the run ended well."""
     until_s = time.time() + 60.0 * minutes
     options = ["--until-s", f"{until_s:.1f}", "--step-s", str(step_s)]
     leaks = ["--leak-bytes", str(leak_bytes), "--leaker", f"l{learners}"]
@@ -160,7 +160,7 @@ def soak(minutes: float, *, learners: int, step_s: float, leak_bytes: int) -> di
 
 @contextmanager
 def _beside(argv: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that ends with the block."""
+    """Run a program that is ended with the block."""
     with subprocess.Popen(argv, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
         try:
             yield process
@@ -169,7 +169,7 @@ def _beside(argv: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[byte
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """One line for each process."""
+    """Return a row for each process."""
     names = {found["leaker"]: f"{CONTROL}: {found['leaker']}, which leaks", PLAIN: f"a Trainer {PLAIN} the strategy"}
     return [
         _row(names.get(process, process), samples, is_kept=process != SYNCER)
@@ -199,7 +199,7 @@ def _span(counts: Sequence[float]) -> str:
 
 
 def checks_of(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """What has to hold, of the last learner's control, too."""
+    """Return the checks, including that of the control."""
     grew = [row["grew"] for row in rows if CONTROL not in row["run"] and PLAIN not in row["run"]]
     leaking = [row["grew"] for row in rows if CONTROL in row["run"]]
     return {
@@ -211,7 +211,7 @@ def checks_of(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Memory, threads and files over time, a line for each process."""
+    """Plot memory, threads and files over time, with a line for each process."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -238,7 +238,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _told_apart(ends: Mapping[str, float], distance: float) -> list[tuple[list[str], float]]:
-    """Names of lines whose ends are too close for a label each, and where they end."""
+    """Group the names of lines that end too close to each other for separate labels, and return where they end."""
     groups: list[tuple[list[str], float]] = []
     for name, y in sorted(ends.items(), key=lambda item: item[1]):
         if groups and y - groups[-1][1] < distance:
@@ -249,12 +249,12 @@ def _told_apart(ends: Mapping[str, float], distance: float) -> list[tuple[list[s
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run, print, store; 1 if anything grows, or the control does not."""
+    """Run, print and store; return 1 if anything grows, or if the control does not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=52.0, help="two fifths of them are left out")
-    parser.add_argument("--learners", type=int, default=3, help="without the one that leaks")
+    parser.add_argument("--minutes", type=float, default=52.0, help="length of the run; two fifths are left out")
+    parser.add_argument("--learners", type=int, default=3, help="learners, without the one that leaks")
     parser.add_argument("--step-s", type=float, default=0.05)
-    parser.add_argument("--leak-bytes", type=int, default=32, help="of the control, per step")
+    parser.add_argument("--leak-bytes", type=int, default=32, help="bytes that the control leaks per step")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if args.minutes < MIN_MINUTES:

@@ -1,8 +1,8 @@
-"""A learner next to one four times slower: what it costs the fast one, and whether its work still counts.
+"""A learner next to one that is four times slower: its cost for the fast one, and whether the slow one's work counts.
 
 python -m tests.bench.straggler
 
-Both compute by sleeping. The same fast learner next to an equal one is the yardstick.
+Both sleep instead of computing. The reference is the same fast learner next to an equal one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH = 128
 
 
 def figures(fast: Measured, summary: dict[str, Any], name: str, step_s: float) -> dict[str, Any]:
-    """One run in figures of its fast learner."""
+    """Return the table row of one run, with the values of its fast learner."""
     wall_s = [step["wall_s"] for step in fast.steps]
     (learner,) = [found for found in summary["learners"] if found["id"] == name]
     return {
@@ -42,10 +42,10 @@ def figures(fast: Measured, summary: dict[str, Any], name: str, step_s: float) -
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run both pairs; 1 if the straggler costs the fast learner anything that it must not."""
+    """Run both pairs; return 1 if the straggler slows down the fast learner beyond a bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=64 * WIDTH**2, help="parameters, default 1M")
-    parser.add_argument("--steps", type=int, default=480, help="of the fast learner")
+    parser.add_argument("--steps", type=int, default=480, help="steps of the fast learner")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path)

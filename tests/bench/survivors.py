@@ -1,12 +1,12 @@
-"""What learners notice when another one is killed, stopped or cut off, or when the syncer is killed: nothing.
+"""Checks that faults of a learner and kills of the syncer do not affect the step times of other learners.
 
 python -m tests.bench.survivors --out tests/bench/results/survivors.json
 
-1. Three learners, asleep in each step. Faults of every kind hit the third one and the syncer, none hits the others.
-2. Every step of the others is timed by the step clock. The yardstick is the same run without faults, before and after.
-3. The longest step may be at most 50 ms longer. It is as long as the machine's longest hiccup, so the machine must be
-   quiet; the 99.9th percentile stands beside it.
-4. The control is the same with learners that wait for their syncer after each step: the check must fail.
+1. Three learners sleep in each step. Faults of all kinds hit the third one and the syncer, never the others.
+2. The step clock times every step of the others. The reference is the same run without faults, before and after.
+3. The longest step may be at most 50 ms longer. It includes the machine's longest hiccup, so the machine must be idle.
+   The 99.9th percentile is shown next to it.
+4. In the control, learners wait for their syncer after each step. The check must fail.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ TOLERANCE_S = 0.05
 
 
 def run(seconds: float, seed: int | None, *, waits: bool = False) -> dict[str, Any]:
-    """One run in figures.
+    """Run once and return the table row.
 
     Args:
-        seconds: its length.
-        seed: draws faults; None: there are none.
-        waits: learners do not train on without a syncer.
+        seconds: length of the run.
+        seed: seed of the faults; None for no faults.
+        waits: whether learners wait for the syncer.
     """
     with tempfile.TemporaryDirectory(prefix="diloco-survivors-") as name, contextlib.ExitStack() as stack:
         run_dir, until_s = Path(name), time.time() + seconds
@@ -78,7 +78,7 @@ def run(seconds: float, seed: int | None, *, waits: bool = False) -> dict[str, A
 
 
 def checks_of(rows: Sequence[dict[str, Any]], control: dict[str, Any]) -> dict[str, bool]:
-    """What has to hold of runs without, with, and without faults, and of learners that wait."""
+    """Return the checks of the runs without, with and without faults, and of the control."""
     *_, faulty = sorted(rows, key=lambda row: row["faults"] != "none")
     calm_ms, bound_ms = max(row["longest [ms]"] for row in rows if row is not faulty), 1e3 * TOLERANCE_S
     longer_ms, control_ms = faulty["longest [ms]"] - calm_ms, control["longest [ms]"] - calm_ms
@@ -90,9 +90,9 @@ def checks_of(rows: Sequence[dict[str, Any]], control: dict[str, Any]) -> dict[s
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Run, print, store; 1 if the others noticed."""
+    """Run, print and store; return 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=65.0, help="of each of the three runs, their start included")
+    parser.add_argument("--seconds", type=float, default=65.0, help="length of each of three runs, including the start")
     parser.add_argument("--control-seconds", type=float, default=40.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)

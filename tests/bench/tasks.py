@@ -1,9 +1,9 @@
-"""Small tasks besides the tiny recipe, for questions that need many runs: seconds each, on one core.
+"""Small tasks for benches that need many runs; each takes seconds on one core.
 
-1. `Classifier`: labels of a random teacher, which no model learns fully.
-2. `Gan`: two networks against each other with two optimizers, manual optimization's usual case. Its loss is the energy
-   distance between what it makes and the data (a ring of eight Gaussians).
-3. Learner m of M reads every Mth sample, in an order of its own.
+1. `Classifier` learns the labels of a random teacher, which no model learns fully.
+2. `Gan` trains two networks against each other with two optimizers, the usual case of manual optimization. Its loss is
+   the energy distance between its samples and the data (a ring of eight Gaussians).
+3. Learner m of M reads every Mth sample, in its own order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Task:
     """Data, and models that train on it.
 
     Args:
-        seed: of weights and orders; the data are always the same.
+        seed: seed of weights and orders; the data are always the same.
     """
 
     train: Batch
@@ -36,7 +36,7 @@ class Task:
         self.seed = seed
 
     def batches(self, part: int, parts: int) -> Iterator[Batch]:
-        """One learner's batches, epoch after epoch."""
+        """Yield one learner's batches, epoch after epoch."""
         generator = torch.Generator().manual_seed(1000 * self.seed + part)
         own = torch.arange(part, NUM_TRAIN, parts)
         while True:
@@ -45,16 +45,16 @@ class Task:
                 yield tuple(values[order[start : start + BATCH]] for values in self.train)
 
     def joined_batches(self, parts: int) -> Iterator[Batch]:
-        """The batches of all learners as one: what data-parallel training sees."""
+        """Yield the joined batches of all learners, as in data-parallel training."""
         for batches in zip(*(self.batches(part, parts) for part in range(parts)), strict=True):
             yield tuple(torch.cat(values) for values in zip(*batches, strict=True))
 
     def model(self) -> Any:
-        """A model with random weights and its optimizers."""
+        """Create a model with random weights and its optimizers."""
         raise NotImplementedError
 
     def plain(self, *, parts: int, steps: int) -> float:
-        """Validation loss of one model that trains on the batches of all learners."""
+        """Return the validation loss of one model that trains on the batches of all learners."""
         model = self.model()
         for batch in itertools.islice(self.joined_batches(parts), steps):
             model.step(batch)
@@ -67,7 +67,7 @@ def _net(*sizes: int) -> nn.Sequential:
 
 
 class Classifier(Task):
-    """Ten classes of 32 numbers each."""
+    """Ten classes of vectors of 32 numbers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -135,7 +135,7 @@ class _Adversarial:
         real, critic = batch[0].clone().requires_grad_(), self.module["critic"]
         made, judged = self._made(len(real)), critic(real)
         (slope,) = torch.autograd.grad(judged.sum(), real, create_graph=True)
-        penalty = slope.square().sum(1, keepdim=True)  # R1, which keeps the two from circling each other
+        penalty = slope.square().sum(1, keepdim=True)  # the R1 penalty, which prevents oscillation of the two networks
         self._descend("critic", functional.softplus(-judged) + functional.softplus(critic(made.detach())) + penalty)
         self._descend("generator", functional.softplus(-critic(made)))
         return len(real)
@@ -147,7 +147,7 @@ class _Adversarial:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Energy distance, 0 for equal distributions."""
+        """Return the energy distance, which is 0 for equal distributions."""
         self._noise.manual_seed(0)
         made, real = self._made(2000), self._val[:2000]
         between, within = (

@@ -1,4 +1,4 @@
-"""The benchmarks at toy size: that they run, and that what they rest on is true."""
+"""Tests of the benchmarks at toy size, and of their assumptions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_loop_of_a_syncer_is_measured_while_leases_come_and_go() -> None:
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Tiny:
-    """The recipe with few short sequences of its own text."""
+    """The recipe with a few short sequences of its own text."""
     text = tmp_path / "texts"
     text.mkdir()
     for k in range(8):
@@ -211,7 +211,7 @@ def test_memory_that_grows_is_told_from_memory_that_varies(slope_bps: float, is_
 
 @pytest.mark.parametrize(("slope_bps", "is_flat"), [(0.0, True), (1000.0, False)])
 def test_memory_that_grows_is_told_from_memory_that_is_kept(slope_bps: float, is_flat: bool) -> None:
-    """What an allocator keeps is the greatest so far of what varies: it rises, too, ever more rarely."""
+    """Memory that an allocator keeps is the running maximum of a varying demand, so it rises less and less often."""
     chance = random.Random(1)
     taken = [3e8 + chance.gauss(0.0, 5e4) for _ in range(1500)]
     kept = [(2.0 * k, max(taken[:k]) + slope_bps * 2.0 * k) for k in range(600, 1500)]
@@ -228,7 +228,7 @@ def test_a_step_that_a_fault_made_longer_is_seen(longest_ms: float, holds: bool)
 
 
 def seen(*, step_s: float = 0.05, hook_s: float = 0.003, is_back: bool = True) -> busy_survivors.Seen:
-    """A survivor whose steps and hooks were different after the kill."""
+    """Return a survivor whose steps and hooks differ after the kill."""
     steps = [0.048, 0.052] * 200
     return busy_survivors.Seen(
         before_s=steps,
@@ -245,7 +245,7 @@ def seen(*, step_s: float = 0.05, hook_s: float = 0.003, is_back: bool = True) -
     ("survivor", "failed"),
     [
         ({}, []),
-        ({"step_s": 0.04}, []),  # what the other no longer takes
+        ({"step_s": 0.04}, []),  # the victim's core is free
         ({"hook_s": 0.053}, []),
         ({"hook_s": 0.055}, ["is started again: the longest hook"]),
         ({"step_s": 0.053}, ["is started again: steps"]),

@@ -1,4 +1,4 @@
-"""The bench of recoveries: that its checks can fail, and that a real syncer passes them."""
+"""Tests that the checks of the recoveries bench can fail, and that a real syncer passes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def anchor(**changed: Any) -> Line:
 
 
 def restart(**changed: Any) -> dict[str, Any]:
-    """One life that commits a version of one fragment and dies, and the restart after it."""
+    """Return the journals of a process that commits one version and dies, and of the restart after it."""
     account = {"learner": "l0", "incarnation": 1, "merged": [[[0, 24]]], "booked": {"lapsed": 7}, "is_closed": True}
     records = [
         {"kind": "Granted", "session": "s", "learner": "l0", "incarnation": 1},

@@ -1,4 +1,4 @@
-"""The README's picture shows what the machines do today, and in the order that the README tells."""
+"""Tests that the picture shows the current behavior of the state machines, in the documented order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that take turns: one of them runs at a moment, with all that it has started, and none is left behind."""
+"""Tests that only one program and its children run at a time, and that no process is left behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_diloco.cli.faults.step_log import read_steps
 from tests.alive import is_running
 from tests.bench import turns
 
-# Steps of itself and of a process it has started, in a session of its own, in files of their pids.
+# Writes its own steps, and those of a child in another session, to files named by pid.
 PROGRAM = """
 import os, sys, time
 from array import array

@@ -1,10 +1,11 @@
-"""A learner of a recipe, as `diloco run` starts one, whose hooks are timed from outside.
+"""A learner of a recipe, as `diloco run` starts one, with hooks that are timed from outside.
 
 python -m tests.bench.timed_recipe [--waits FILE] ARGUMENTS     arguments are those of lightning_diloco.cli.fit
 
-1. All that a training step calls of ours is wrapped (CALLS). For each inner step, `hooks-<pid>.f64` gets two float64:
-   unix seconds at its end, and what all calls took since the step before. One write of 16 bytes, which SIGKILL spares.
-2. The learner is otherwise that of the recipe. Under another strategy nothing of ours is called, and no file appears.
+1. All calls from a training step into the strategy are wrapped (CALLS). For each inner step, `hooks-<pid>.f64` gets two
+   float64 in one write of 16 bytes: unix seconds at its end, and the time of all calls since the previous step. The
+   file survives SIGKILL.
+2. The learner is otherwise that of the recipe. Another strategy makes none of these calls, and writes no file.
 3. `--waits` is the control: no step ends while fewer learners take part than before, unless FILE exists.
 """
 
@@ -41,7 +42,7 @@ class HookClock:
     """Times CALLS; the last of them ends a step.
 
     Args:
-        folder: where the file appears.
+        folder: folder of the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,7 +51,7 @@ class HookClock:
         self._taken_s = 0.0
 
     def attach(self) -> None:
-        """Wrap them all."""
+        """Wrap all CALLS."""
         for owner, name in CALLS:
             setattr(owner, name, self._timed(getattr(owner, name), ends_step=(owner, name) == CALLS[-1]))
 
@@ -75,13 +76,13 @@ class HookClock:
 
 
 def read_hooks(path: Path) -> list[tuple[float, float]]:
-    """What one process wrote: when each step ended, and what our calls took of it; a torn last pair is left out."""
+    """Read each step's end and the time of its calls; an incomplete last pair is left out."""
     values = read_steps(path)
     return list(zip(values[::2], values[1::2], strict=False))
 
 
 def wait_for_peers(unless: Path) -> None:
-    """Make links what they must not be: no step ends while fewer learners take part than ever before did.
+    """Make links wait at the end of a step while fewer learners take part than before, which they must not do.
 
     Args:
         unless: a file that ends all waiting.
@@ -99,7 +100,7 @@ def wait_for_peers(unless: Path) -> None:
 
 
 def main() -> int:
-    """Fit."""
+    """Fit the recipe."""
     if sys.argv[1] == "--waits":
         wait_for_peers(unless=Path(sys.argv[2]))
         del sys.argv[1:3]

@@ -1,8 +1,8 @@
-"""The tiny recipe taken apart: its model, its data, its optimizer, one step at a time and without a Trainer.
+"""The model, data and optimizer of the tiny recipe, one step at a time and without a Trainer.
 
-1. Every number comes from recipes/tiny/gpt.yaml; what a benchmark varies it passes in.
-2. Learner m of M reads what it would read in a run: the strategy's own split of the recipe's loader.
-3. The data-parallel model reads the same batches, joined: the same tokens in the same step.
+1. All values come from recipes/tiny/gpt.yaml, except those that a benchmark passes.
+2. Learner m of M reads the same data as in a run, through the strategy's split of the recipe's loader.
+3. The data-parallel model reads the joined batches, so it sees the same tokens in the same step.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class _Trainer:
-    """What a module asks of its trainer before the first step."""
+    """The attributes that a module reads from its trainer before the first step."""
 
     estimated_stepping_batches: int
     datamodule: TextData
 
 
 class Tiny:
-    """A recipe file, and what follows from it.
+    """A recipe file and its model and data.
 
     Args:
-        path: of the recipe.
-        model: options of the model that differ from it.
-        data: options of the data that differ from it.
+        path: path of the recipe.
+        model: overrides of model options.
+        data: overrides of data options.
     """
 
     def __init__(self, path: Path = RECIPE, *, model: dict[str, Any] | None = None, data: dict[str, Any] | None = None):
@@ -74,11 +74,11 @@ class Tiny:
         return data
 
     def batches(self, seed: int, part: int, parts: int) -> Iterator[Batch]:
-        """One learner's batches, epoch after epoch.
+        """Yield one learner's batches, epoch after epoch.
 
         Args:
-            seed: of the order; equal for all learners.
-            part: which learner, 0..parts-1.
+            seed: seed of the order; equal for all learners.
+            part: index of the learner, 0..parts-1.
             parts: number of learners.
         """
         loader = split(self.data.train_dataloader(), part, parts, seed=seed)
@@ -88,16 +88,16 @@ class Tiny:
             yield from loader  # type: ignore[misc]
 
     def joined_batches(self, seed: int, parts: int) -> Iterator[Batch]:
-        """The batches of all learners as one: what data-parallel training sees."""
+        """Yield the joined batches of all learners, as in data-parallel training."""
         for batches in zip(*(self.batches(seed, part, parts) for part in range(parts)), strict=True):
             yield {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
     def model(self, seed: int, num_steps: int) -> Trainee:
-        """A model with random weights and an optimizer.
+        """Create a model with random weights and an optimizer.
 
         Args:
-            seed: of the weights.
-            num_steps: the learning rate's schedule ends there.
+            seed: seed of the weights.
+            num_steps: end of the learning-rate schedule.
         """
         L.seed_everything(seed, verbose=False)
         module = CausalLM(**copy.deepcopy(self._model))
@@ -105,7 +105,7 @@ class Tiny:
 
 
 class Trainee:
-    """A model that trains by the step."""
+    """A model that is trained one step at a time."""
 
     def __init__(self, module: CausalLM, data: TextData, num_steps: int, clip: float) -> None:
         self.module, self._data, self._clip = module, data, clip
@@ -129,7 +129,7 @@ class Trainee:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Nats per token over the whole validation split."""
+        """Return nats per token over the whole validation split."""
         self.module.eval()
         self.module.val_loss.reset()
         for index, batch in enumerate(self._data.val_dataloader()):

@@ -1,10 +1,10 @@
-"""A fleet in one process that really trains: the simulator's machines and clock, with tensors behind them.
+"""A fleet in one process that trains real models, with the simulator's state machines and clock.
 
-1. Who snapshots, merges and lands what, and when, is decided by the machines that decide it in a run.
-2. What is snapshotted, encoded, merged, published and landed goes through the code that does it in a run.
-3. Only time is simulated, and the wire: a fragment lands `overlap` steps after its snapshot. Equal arguments give
+1. The state machines of a real run decide who snapshots, merges and lands which fragment, and when.
+2. The code of a real run snapshots, encodes, merges, publishes and lands the tensors.
+3. Only time and the network are simulated: a fragment lands `overlap` steps after its snapshot. Equal arguments give
    equal losses.
-4. Who takes part can be forced: announcements reach only learners of the group that opened the round.
+4. Participation can be forced: announcements then reach only learners of the group that opened the round.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_diloco.syncer.norm_guard import NormGuard
 
 @dataclass(slots=True)
 class _Crew:
-    """What a learner's process would hold."""
+    """The state of one learner's process."""
 
     trainee: Trains
     batches: Iterator[Any]
@@ -45,29 +45,29 @@ class _Crew:
 
 
 class Trains(Protocol):
-    """A model that trains by the step."""
+    """A model that is trained one step at a time."""
 
     module: nn.Module
 
     def step(self, batch: Any) -> int:
-        """One inner step; returns what was counted of the batch."""
+        """Make one inner step; returns the tokens or samples of the batch."""
 
     def validation_loss(self) -> float:
-        """Of the parameters as they are now."""
+        """Return the loss of the current parameters."""
 
 
 class TrainingFleet(Fleet):
     """Learners that train, and a syncer that merges.
 
     Args:
-        config: of the run; `overlap` becomes the delay of the simulated network.
-        learner: options of all learners; `align` counts here.
-        trainees: one model each, equal at the start.
-        batches: one stream each.
-        paces: one each; `num_steps` ends a learner. Where they start at different times, nobody waits for the others.
-        together: learners that hear of each other's rounds: groups of so many; None: all.
-        latency_s: one way, of control messages; None: next to nothing.
-        is_guarded: contributions are judged.
+        config: options of the run; `overlap` sets the delay of the simulated network.
+        learner: options of all learners; only `align` is used.
+        trainees: one model per learner, equal at the start.
+        batches: one stream of batches per learner.
+        paces: one pace per learner; `num_steps` ends it. If start times differ, no learner waits for the others.
+        together: size of the groups that receive each other's rounds; None: all learners.
+        latency_s: one-way latency of control messages; None for almost none.
+        is_guarded: whether contributions are compared with each other.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class TrainingFleet(Fleet):
             self._board(self.start(f"l{len(self._crews)}", pace), _Crew(trainee, stream, device, {}, {}))
 
     def show_anchor(self) -> Trains:
-        """The first learner's model with the anchor in it."""
+        """Return the first learner's model with the anchor's parameters."""
         crew = next(iter(self._crews.values()))
         crew.device.show_anchor()
         return crew.trainee
@@ -182,7 +182,7 @@ class TrainingFleet(Fleet):
     # --------------------------------------------------------------------------------------------------------- syncer
 
     def _hears(self, action: do.Send) -> bool:
-        """Whether the receiver is of the group that opened the round: the one whose intent was heard last before it."""
+        """Whether the receiver is in the group that opened the round, which sent the last intent before it."""
         assert isinstance(action.message, messages.Announce)
         opener = self._openers.setdefault(action.message.round, self._groups[self._speaker])
         return self._groups[action.session] == opener

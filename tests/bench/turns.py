@@ -1,13 +1,13 @@
-"""Programs that take turns on one machine, so that all of them meet the same hours of it.
+"""Runs programs in turns on one machine, so that all of them see the same load.
 
-1. A machine's speed changes within minutes by more than a bench looks for. So the programs to be compared run at the
-   same time, but only one of them at a moment: the others are stopped (SIGSTOP), with all processes they have started.
-2. What a program does beside its steps is stopped with it: each pays for its own, in its own turns. It must not be
-   stopped for longer than a call to the syncer may take (MAX_PAUSE_S), or it will think that the syncer is gone and
-   exchange nothing for a while: so landings are counted, too.
-3. A step counts if it lies wholly within one turn, after its first moments, in which caches fill, and exchanges begin
-   anew: what was under way at the pause is late then.
-4. Programs write when their steps ended with the step clock, and are killed after their last turn, if not asked to end.
+1. A machine's speed changes within minutes by more than the differences that a bench measures. Therefore the compared
+   programs run interleaved: one runs while the others, with all their child processes, are stopped (SIGSTOP).
+2. A program's background work is stopped with it, so each pays for its own work in its own turns. A program must not be
+   stopped for longer than a call to the syncer may take (MAX_PAUSE_S). Otherwise it considers the syncer gone and
+   exchanges nothing for a while. Landings are counted to detect that.
+3. A step counts if it lies completely within one turn and after its first seconds. In these, caches fill, and exchanges
+   that the pause interrupted are late.
+4. The step clock records the end of each step. Programs are killed after their last turn, unless asked to end.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Player:
     """A program that takes turns.
 
     Args:
-        argv: of the program, whose step clock writes into `folder`.
-        folder: an existing one, for its output, too.
-        env: in addition to this process's.
+        argv: command of the program, whose step clock writes into `folder`.
+        folder: existing folder, also for the output.
+        env: variables added to this process's environment.
     """
 
     def __init__(self, argv: Sequence[str], folder: Path, env: Mapping[str, str]) -> None:
@@ -54,17 +54,17 @@ class Player:
 
     @property
     def steps_s(self) -> list[float]:
-        """When its steps ended, unix seconds."""
+        """Return the end times of its steps in unix seconds."""
         return self._noted(step_clock.PATTERN)
 
     def steps_by_turn(self) -> list[list[float]]:
-        """Seconds of the steps that lie wholly in each of its turns."""
+        """Return, for each turn, the seconds of the steps that lie completely in it."""
         times_s = self.steps_s
         return [within(turn, times_s) for turn in self.turns]
 
     @property
     def landings_per_step(self) -> float:
-        """Updates of the anchor that landed in its turns, for each step that ended in them."""
+        """Return the updates of the anchor that landed in its turns, per step that ended in them."""
         steps, landings = (
             sum(began_s <= at_s <= ended_s for at_s in self._noted(pattern) for began_s, ended_s in self.turns)
             for pattern in (step_clock.PATTERN, landing_clock.PATTERN)
@@ -72,12 +72,12 @@ class Player:
         return landings / steps
 
     def warm_up(self, num_steps: int) -> None:
-        """Let it run until it has made so many steps, then stop it."""
+        """Let it run for this number of steps, then stop it."""
         self._wait(lambda: len(self.steps_s) >= num_steps)
         self._signal(signal.SIGSTOP)
 
     def play(self, seconds: float, first_s: float) -> None:
-        """One turn."""
+        """Play one turn."""
         self._signal(signal.SIGCONT)
         began_s = time.time() + first_s
         time.sleep(seconds)
@@ -86,13 +86,13 @@ class Player:
         self._signal(signal.SIGSTOP)
 
     def end(self) -> None:
-        """Let it run to its end."""
+        """Let it run until it ends."""
         self._signal(signal.SIGCONT)
         self._wait(lambda: self._process.poll() is not None)
         self._check()
 
     def kill(self) -> None:
-        """End it where it is, with all processes it has started, and wait until the last of them has ended."""
+        """Kill it and all its child processes, and wait until the last of them has ended."""
         if self._process.poll() is None:
             pids = self._signal(signal.SIGKILL)
             self._process.wait()
@@ -113,7 +113,7 @@ class Player:
             raise RuntimeError(f"a program {'is late' if is_late else 'failed'}:\n{self._out.read_text()[-4000:]}")
 
     def _signal(self, number: int) -> list[int]:
-        """Tell it and all processes it has started; their pids."""
+        """Signal it and all its child processes; returns their pids."""
         process = psutil.Process(self._process.pid)
         members = [process, *process.children(recursive=True)]
         for member in members:
@@ -123,16 +123,16 @@ class Player:
 
 
 def take_turns(players: Collection[Player], *, rounds: int, turn_s: float, first_s: float = FIRST_S) -> None:
-    """One turn of each in every round, always in the same order: no pause is longer than the turns of all others.
+    """Give each player one turn per round, in fixed order, so that no pause is longer than the turns of all others.
 
     Args:
-        players: stopped ones.
-        rounds: turns of each.
+        players: stopped players.
+        rounds: number of turns of each.
         turn_s: seconds of a turn.
-        first_s: seconds of these which do not count.
+        first_s: seconds at the start of a turn that do not count.
 
     Raises:
-        ValueError: somebody would be stopped for too long, see 2; or nothing of a turn would count.
+        ValueError: a player would be stopped for too long, see rule 2, or no part of a turn would count.
     """
     if turn_s <= first_s:
         raise ValueError(f"turns of {turn_s:g} s, of which the first {first_s:g} s do not count: nothing would")
@@ -147,13 +147,13 @@ def take_turns(players: Collection[Player], *, rounds: int, turn_s: float, first
 def playing(
     programs: Mapping[str, Sequence[str]], folder: Path, *, env: Mapping[str, str], warm_up: int
 ) -> Iterator[dict[str, Player]]:
-    """Programs by name, each warmed up and stopped; nothing outlives the block.
+    """Yield programs by name, each warmed up and stopped; all are killed at the end of the block.
 
     Args:
-        programs: their commands.
-        folder: where each gets a folder of its name, its last argument.
-        env: of all, in addition to this process's.
-        warm_up: steps of each.
+        programs: commands by name.
+        folder: parent of a folder per program, which is the program's last argument.
+        env: variables added to this process's environment, for all programs.
+        warm_up: warm-up steps of each program.
     """
     players: dict[str, Player] = {}
     try:
@@ -168,11 +168,11 @@ def playing(
 
 
 def within(turn: Turn, times_s: Sequence[float]) -> list[float]:
-    """Steps that lie wholly in a turn, in seconds.
+    """Return the seconds of the steps that lie completely in a turn.
 
     Args:
-        turn: from when to when.
-        times_s: when steps ended.
+        turn: start and end of the turn.
+        times_s: end times of steps.
     """
     began_s, ended_s = turn
     return [stop - start for start, stop in pairwise(times_s) if began_s <= start and stop <= ended_s]

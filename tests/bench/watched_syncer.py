@@ -1,13 +1,14 @@
-"""A syncer that is killed at points drawn by chance, loses what was not on disk, and keeps a journal of what it did.
+"""A syncer that kills itself at random points, loses data that it had not fsynced, and keeps a journal.
 
 python -m tests.bench.watched_syncer '{"journal": DIR, "seed": S, "num_kills": N, "fsync": true}' SYNCER_OPTIONS
 
-1. Points are the named ones of log and snapshots: before, within and after every write. It kills itself there, SIGKILL.
-2. The journal outlives it: one write per line, and only a killed machine would lose those. No process reads what an
-   earlier one wrote there, but for what had been fsynced.
-3. Before it opens the run it does what a power cut would have done to the log: of what was not fsynced, any part is
-   missing.
-4. Without fsync nothing ever is on disk: what a syncer does that tells before it is durable.
+1. The points are the named ones of log and snapshots, before, within and after every write. It sends itself SIGKILL
+   there.
+2. The journal survives it, because each line is one write, which only a crash of the machine would lose. A process
+   reads only the fsynced sizes from the journals of earlier ones.
+3. Before it opens the run, it imitates a power cut: it removes an arbitrary part of the data in the log that was not
+   fsynced.
+4. Without fsync, nothing counts as on disk. This imitates a syncer that sends data before it is durable.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ POINTS = (
     *("snapshot:after_rename", "snapshot:after_remove"),
 )
 MAX_WRITES_BEFORE_KILL = 40
-MIN_LOG_BYTES = 1 << 18  # so that there are snapshots to be killed in
+MIN_LOG_BYTES = 1 << 18  # small, so that snapshots are frequent
 TENSORS = ("master", "published", "momentum")
 
 
 class Journal:
-    """Lines of one process's life, and sizes of what all of them fsynced.
+    """The journal of one process, and the fsynced sizes of all of them.
 
     Args:
-        folder: one file per life.
-        has_disk: False: fsync does nothing.
+        folder: folder with one file per process.
+        has_disk: whether fsync has an effect.
     """
 
     def __init__(self, folder: Path, *, has_disk: bool) -> None:
@@ -76,7 +77,7 @@ class Journal:
         os.write(self._synced_fd, f"[{status.st_ino}, {status.st_size}]\n".encode())
 
     def cut_power(self, log: Path, chance: random.Random) -> None:
-        """Any part of what was not fsynced is gone."""
+        """Remove an arbitrary part of the data that was not fsynced."""
         synced = dict(json.loads(line) for line in self._synced_path.read_text().splitlines())
         for path in sorted(log.glob("*.log")):
             status = path.stat()
@@ -87,7 +88,7 @@ class Journal:
 
 
 class Executioner:
-    """Kills this process at a point drawn by chance; the run's hook at named points."""
+    """Kills this process at a random point; installed as the run's hook at named points."""
 
     def __init__(self, journal: Journal, chance: random.Random) -> None:
         self._journal = journal
@@ -96,7 +97,7 @@ class Executioner:
         self._num_passes = chance.randint(1, MAX_WRITES_BEFORE_KILL if writes == "append:before" else 2)
 
     def __call__(self, point: str) -> None:
-        """The run is at this point."""
+        """Called when the run is at this point."""
         self._num_passes -= point == self._point
         if point == self._point and self._num_passes == 0:
             self._journal.write("killed", point=point)
@@ -104,7 +105,7 @@ class Executioner:
 
 
 def watch(journal: Journal) -> None:
-    """Write down what is computed, written, durable, installed, booked and told, and what a restart begins with."""
+    """Record what is computed, written, durable, installed, booked and sent, and the state after a restart."""
     restore, write, put, close = SyncerStore.restore, SyncerStore.write, Outbox.put, Account.close
     next_state, install = AnchorStore.next_state, AnchorStore.install
 
@@ -151,7 +152,7 @@ def _fingerprint(anchor: Anchor) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Be a syncer, until chance has it."""
+    """Run a syncer until it kills itself."""
     given, options = json.loads(sys.argv[1]), sys.argv[2:]
     journal = Journal(Path(given["journal"]), has_disk=given["fsync"])
     chance = random.Random(f"{given['seed']}/{journal.life}")

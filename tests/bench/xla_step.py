@@ -1,21 +1,20 @@
-"""What the strategy costs an inner step on an XLA device: the same Trainer with and without it, a fragment every step.
+"""Cost of the strategy per inner step on an XLA device: the same Trainer with and without it, a fragment every step.
 
 PJRT_DEVICE=CPU python -m tests.bench.xla_step [--shared] [--as-it-comes]
 
-1. A fragment every step is what the package's defaults do: sync_every=24, so 24 fragments.
-2. A learner with the strategy and one without it take turns of seconds (turns.py). The median step of each turn is
-   compared with that of its neighbour; the speed is the median of these pairs.
-3. The control has the strategy, and waits for the device when a step ends. What the host does then is no longer done
-   while the device computes, and the same check must see it.
-4. PJRT's CPU device has cores of its own, in all modes alike (cores.py). With --shared it has not: the link's threads
-   and the syncer take its cores then, as they would not take a TPU's. What each of them computed in a step is told.
-5. The device takes graphs before those handed to it are done, as a TPU does, in all modes alike; the host is at most
-   two steps ahead of it. PJRT's CPU as it comes (--as-it-comes) does not. A graph that uses buffers which another one
-   updates in place waits, with its host, for that one to end. A copy to the host waits for a thread of the device, of
-   which there are as many as cores. So the first graph of a hook waits for the step, and the next step is traced while
-   the device has nothing to do.
-6. What an exchange costs the host is some milliseconds, however long a step is. The default batch makes steps of a
-   second: its rows are an eighth of the tokens that one GPU of the 12B recipes has in a step.
+1. The package's defaults exchange a fragment in every step: sync_every=24, so 24 fragments.
+2. A learner with the strategy and one without it take turns of some seconds (turns.py). The median step of each turn is
+   compared with that of its neighbor. The speed is the median over these pairs.
+3. The control uses the strategy, but waits for the device at the end of each step. The host's work then no longer
+   overlaps with the device's, and the same check must fail.
+4. PJRT's CPU device has dedicated cores in all modes (cores.py). With --shared it has not, and the link's threads and
+   the syncer compete for its cores, which they would not do on a TPU. The table shows the CPU time of each per step.
+5. In all modes, the device queues graphs ahead, as a TPU does, and the host is at most two steps ahead of it. With
+   --as-it-comes, PJRT's CPU does not do that. A graph that uses buffers which another one updates in place then waits,
+   with its host, for the other one to end. A copy to the host waits for a thread of the device, which has as many as
+   cores. So the first graph of a hook waits for the step, and the device is idle while the next step is traced.
+6. An exchange costs the host some milliseconds, independent of the step time. The default batch makes steps of a
+   second; its rows are an eighth of the tokens per step of one GPU in the 12B recipes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tests.bench import report, timed_recipe, turns
 ROOT = Path(__file__).parents[2]
 SPEED = 0.97
 LANDINGS = 0.9  # per step
-FIRST_S = 3.0  # of a turn, in which little lands yet: an exchange takes some steps, two of them the device's
+FIRST_S = 3.0  # start of a turn, when little lands: an exchange takes some steps, two of them on the device
 CONTROL_ROUNDS = 6
 MODES = WITHOUT, WITH, CONTROL = "without", "with", "control"
 AHEAD = {"XLA_ENABLE_PARAM_ALIASING": "0", "NPROC": "4"}  # what PJRT's CPU reads, see 5
@@ -42,12 +41,12 @@ NOTES, END = "notes.json", "end"  # a program's files
 
 
 def measure(ours: str, rounds: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A learner without the strategy and one with it, in turn; a row for each.
+    """Run a learner without the strategy and one with it in turns; return a row for each.
 
     Args:
-        ours: mode of the one with it.
+        ours: mode of the learner with the strategy.
         rounds: turns of each.
-        args: everything else.
+        args: all other options.
     """
     sizes = ("--width", args.width, "--depth", args.depth, "--batch", args.batch, "--warm-up", args.warm_up)
     common = ("-m", "tests.bench.xla_trainer", *sizes, "--anchor-device", args.anchor_device)
@@ -71,13 +70,13 @@ def measure(ours: str, rounds: int, args: argparse.Namespace) -> list[dict[str, 
 
 
 def figures(run: str, plain_s: Sequence[float], steps_s: Sequence[float], found: Mapping[str, float]) -> dict[str, Any]:
-    """A row with medians over turns: of the step, and of the speed beside the learner without the strategy."""
+    """Return a row with medians over turns of the step time, and of the speed relative to the plain learner."""
     speed = statistics.median(plain / ours for plain, ours in zip(plain_s, steps_s, strict=True))
     return {"run": run, "step p50 [ms]": 1e3 * statistics.median(steps_s), **found, "speed": speed}
 
 
 def _hooks(folder: Path, player: turns.Player) -> dict[str, float]:
-    """What our hooks took of steps that ended in a turn."""
+    """Return the time of the strategy's hooks in steps that ended in a turn."""
     pairs = [pair for path in folder.glob(timed_recipe.PATTERN) for pair in timed_recipe.read_hooks(path)]
     hooks_s = sorted(took_s for at_s, took_s in pairs if any(began <= at_s <= ended for began, ended in player.turns))
     return {
@@ -87,7 +86,7 @@ def _hooks(folder: Path, player: turns.Player) -> dict[str, float]:
 
 
 def checks_of(row: Mapping[str, float], control: Mapping[str, float]) -> dict[str, bool]:
-    """The bound, that there was something to bear, that nothing was compiled, and that the bound can be missed."""
+    """Return the checks of speed, landings and compilations, and of the control."""
     speed, landings, graphs = row["speed"], row["landings per step"], row["graphs after warm-up"]
     return {
         f"{speed:.3f} of the speed is left, at least {SPEED}": speed >= SPEED,
@@ -98,7 +97,7 @@ def checks_of(row: Mapping[str, float], control: Mapping[str, float]) -> dict[st
 
 
 def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """Let both take turns; 1 if steps are slower than allowed, the control's are not, or something is compiled."""
+    """Run both in turns; return 1 if steps are too slow, the control's are not, or a graph is compiled."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=4)

@@ -1,7 +1,7 @@
-"""A learner of the xla_step bench: a Trainer on an XLA device, with our strategy or without it.
+"""A learner of the xla_step bench: a Trainer on an XLA device, with or without the strategy.
 
-It trains until a file `end` appears in its folder, and leaves there when its steps ended (StepClock), what our hooks
-took of them (HookClock), and NOTES: what its threads computed, and how many graphs were compiled, after warm-up.
+It trains until a file `end` appears in its folder. It writes there the ends of its steps (StepClock), the time of the
+strategy's hooks (HookClock), and NOTES: CPU times of its threads and the number of graphs compiled after warm-up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NUM_AHEAD = 2
 
 
 class Stack(L.LightningModule):
-    """Square layers with residuals."""
+    """Square layers with residual connections."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class Stack(L.LightningModule):
 
 
 class Ahead(Callback):
-    """The host is at most NUM_AHEAD steps ahead of the device, whose pace is then that of steps.
+    """Keeps the host at most NUM_AHEAD steps ahead of the device, so that the device sets the pace of steps.
 
     Args:
-        waits: it is not ahead at all.
+        waits: whether the host is not ahead at all.
     """
 
     def __init__(self, *, waits: bool) -> None:
@@ -71,12 +71,12 @@ class Ahead(Callback):
 
 
 class Notes(Callback):
-    """What computes, and how many graphs there are.
+    """Records CPU times and the number of compiled graphs.
 
     Args:
-        cores: who computes where.
-        warm_up: steps before anything counts.
-        path: where notes go.
+        cores: assignment of cores.
+        warm_up: number of steps that do not count.
+        path: path of the notes.
     """
 
     def __init__(self, cores: Cores, warm_up: int, path: Path) -> None:

@@ -26,7 +26,7 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
     ]
     assert main(words) == 2
     said = capsys.readouterr().err
-    for part in ("--local 0", "--faults-per-hour -1", "['fire']; allowed are kill, stop", "--duration soon"):
+    for part in ("--local 0", "--faults-per-hour -1", "['fire']; allowed: kill, stop", "--duration soon"):
         assert part in said
 
 
@@ -39,7 +39,7 @@ def test_what_needs_a_recipe_is_refused_for_a_script(tmp_path: Path, capsys: pyt
     script = tmp_path / "train.py"
     script.write_text('"""A script."""')
     assert main(["chaos", str(script), "--local", "2", "--faults-per-hour", "9", "--duration", "1m"]) == 2
-    assert "--duration and --compare set options of a recipe" in capsys.readouterr().err
+    assert "--duration and --compare need a YAML recipe" in capsys.readouterr().err
 
 
 def test_a_folder_with_a_chaos_run_is_not_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

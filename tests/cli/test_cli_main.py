@@ -125,7 +125,7 @@ def test_run_reports_all_problems_at_once(project: Path, capsys: pytest.CaptureF
         == 2
     )
     said = capsys.readouterr().err
-    assert "--local N is missing: say how many learners to run; put it before everything that is passed on" in said
+    assert "--local N is missing: pass the number of learners; put it before the options that are passed on" in said
     assert "--max-restarts -1: must be at least 0" in said
     assert "--threads 0: must be at least 1" in said
     assert "--stop-grace 0: must be above 0" in said
@@ -137,9 +137,9 @@ def test_run_reports_all_problems_at_once(project: Path, capsys: pytest.CaptureF
         ("rnu toy/one", "no verb 'rnu' (did you mean run?)"),
         ("ls --hlep", "ls takes no --hlep (did you mean --help?)"),
         ("run --locl 2 toy/one", "run takes no --locl (did you mean --local?)"),
-        ("run toy/one --locl 2", "--locl: neither ours nor a recipe's"),
+        ("run toy/one --locl 2", "--locl: unknown; options of a recipe look like"),
         ("run toy/one --local 2 --run_dir x", "did you mean --run-dir?"),
-        ("run toy/one --local 2 --trainer.max_steps 2 --no-page", "--no-page: must come before everything that is"),
+        ("run toy/one --local 2 --trainer.max_steps 2 --no-page", "--no-page: must come before the options that are"),
         ("run toy/one --local 2 --grace 9", "did you mean --stop-grace or --trainer.strategy.grace?"),
         ("run toy/one --local 2 -- --sync-every 9", "did you mean --trainer.strategy.sync_every?"),
         ("run recipes/toy/own.py --local 2 --run_dir=x", "--run_dir would be passed on to recipes/toy/own.py; write"),
@@ -268,14 +268,14 @@ def test_a_module_that_a_recipe_names_goes_with_it(project: Path, capsys: pytest
     assert (project / "new/net.py").read_text() == "class Net: ..."
     (project / "new/mine.yaml").unlink()
     assert main(["cp", "toy/one", "new/mine.yaml"]) == 2
-    assert "net.py exists" in capsys.readouterr().err
+    assert "net.py already exists" in capsys.readouterr().err
     assert not (project / "new/mine.yaml").exists()
 
 
 def test_cp_overwrites_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "mine.yaml").write_text("precious")
     assert main(["cp", "toy/one", "mine.yaml"]) == 2
-    assert "mine.yaml exists and is not overwritten" in capsys.readouterr().err
+    assert "mine.yaml already exists" in capsys.readouterr().err
     assert (project / "mine.yaml").read_text() == "precious"
 
 
@@ -377,7 +377,7 @@ def test_status_of_an_address_without_a_token_says_where_to_find_it(
 ) -> None:
     monkeypatch.delenv("DILOCO_JOIN", raising=False)
     assert main(["status", "127.0.0.1:7654"]) == 2
-    assert "set DILOCO_JOIN to it, or pass --join" in capsys.readouterr().err
+    assert "set DILOCO_JOIN to the join string in RUN_DIR/join, or pass it with --join" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["nowhere", "."])

@@ -157,7 +157,7 @@ def test_a_torn_checkpoint_is_passed_over_and_said(run: Run) -> None:
 
 
 def test_a_pre_empted_learner_leaves_in_good_order_and_loses_no_step(run: Run) -> None:
-    assert "l3 was pre-empted (SIGTERM) and left; it is started again" in run.said
+    assert "l3 was preempted (SIGTERM) and left; it is restarted" in run.said
     leaves = [line for line in read_tape(run.folder / "tape" / "events.jsonl") if line["event"] == "leave"]
     assert [line["reason"] for line in leaves if line["learner"] == "l3"] == ["preempted", "finished"]
     first, second = run.lives("l3")

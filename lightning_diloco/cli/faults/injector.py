@@ -1,9 +1,9 @@
-"""Carries out a schedule of faults against the processes of a local run, and writes down what it did.
+"""Applies a schedule of faults to the processes of a local run and logs each of them.
 
-1. Every learner dials a proxy of its own; the certificate it pins is still the syncer's, TLS passes through.
-2. The schedule begins with the first inner step of the run; it is looked at from the main thread, never in one of its
-   own: signals go to processes that are certainly still ours.
-3. A fault that finds nothing to hit (its learner has left or ended, or suffers from the same kind already) is skipped.
+1. Every learner dials its own proxy. TLS passes through the proxy, and the learner pins the syncer's certificate.
+2. The schedule starts with the first inner step of the run. It runs in the main thread, so that signals reach only
+   processes of this run.
+3. A fault is skipped if its learner has left or ended, or if a fault of the same kind still lasts there.
 4. RUN_DIR/chaos/faults.jsonl has a line for each "begin", "end" and "skip", with the time, the process and the fault.
 """
 
@@ -29,11 +29,11 @@ Undo = Callable[[], None]
 
 
 class FaultInjector:
-    """One schedule, carried out once; leaving the `with` block takes back what still lasts.
+    """Applies one schedule once. Leaving the `with` block ends all lasting faults.
 
     Args:
-        faults: in the order of time.
-        path: log of what was done.
+        faults: faults in time order.
+        path: path of the fault log.
         clock: unix seconds.
     """
 
@@ -59,13 +59,13 @@ class FaultInjector:
             proxy.stop()
 
     def via(self, name: str, address: JoinAddress) -> JoinAddress:
-        """Where this learner dials: its proxy, which is started for it."""
+        """Start a proxy for this learner and return the address to dial."""
         proxy = self._proxies[name] = FaultProxy(address.host_port).start()
         host, port = split_host_port(proxy.address)
         return dataclasses.replace(address, host=host, port=port)
 
     def __call__(self, fleet: Fleet, status: Status | None) -> None:
-        """Do what is due."""
+        """Apply and end the faults that are due."""
         now_s = self._clock()
         if status is not None:
             self._phases = {learner.get("id"): learner.get("phase") for learner in status["learners"]}
@@ -84,8 +84,8 @@ class FaultInjector:
     def _begin(self, fleet: Fleet, fault: Fault) -> None:
         key = (fault.target, fault.kind)
         if key in self._lasting:
-            return self._note("skip", fault, why=f"{fault.target} suffers from the same kind already")
-        if self._phases.get(fault.target) == "left":  # started again, it would look for a run that may be over
+            return self._note("skip", fault, why=f"a fault of the same kind still lasts at {fault.target}")
+        if self._phases.get(fault.target) == "left":  # a restart would look for a run that may be over
             return self._note("skip", fault, why=f"{fault.target} has left")
         if fleet.outcome(fault.target) != "running":
             return self._note("skip", fault, why=f"{fault.target} has ended")
@@ -93,13 +93,13 @@ class FaultInjector:
         try:
             undo = self._apply(fault, pid, fleet)
         except ProcessLookupError:
-            return self._note("skip", fault, why=f"{fault.target} is being started again")
+            return self._note("skip", fault, why=f"{fault.target} is being restarted")
         self._note("begin", fault, pid=pid)
         if undo is not None:
             self._lasting[key] = (fault, pid, undo)
 
     def _apply(self, fault: Fault, pid: int, fleet: Fleet) -> Undo | None:
-        """Make it happen; returns how to take it back."""
+        """Apply a fault and return the function that ends it."""
         match fault.kind:
             case "kill" | "syncer":
                 os.killpg(pid, signal.SIGKILL)
@@ -128,7 +128,7 @@ class FaultInjector:
 
 
 def _go_on(fleet: Fleet, name: str, pid: int) -> None:
-    """A process that was killed meanwhile has been replaced, and its group is gone."""
+    """Continue a stopped process, unless it was killed and replaced meanwhile."""
     if fleet.pid(name) == pid and fleet.outcome(name) == "running":
         os.killpg(pid, signal.SIGCONT)
 

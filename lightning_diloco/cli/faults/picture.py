@@ -1,4 +1,4 @@
-"""Draws what a run went through: a line of steps per learner, its faults on it, and the commits below."""
+"""Draws a chaos run: one row of steps and faults per learner, and a row of commits below."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_diloco.cli.faults.schedule import KINDS, LASTS_S, SYNCER
 from lightning_diloco.cli.faults.story import Span, Story
 from lightning_diloco.errors import ConfigError
 
-# Okabe and Ito, as in all pictures; a learner's line is pale, so that faults stand out.
+# The Okabe-Ito palette, as in all plots. A learner's row is pale, so that faults stand out.
 _COLORS = {"kill": "#D55E00", "stop": "#E69F00", "cut": "#CC79A7", "slow": "#56B4E9", "syncer": "#222222"}
 _STEPPING, _COMMITS = "#8FD3BD", "#0072B2"
 _BREAK_S = 2.0
@@ -20,7 +20,7 @@ _DOTS_PER_INCH = 120
 
 
 def draw(story: Story, path: Path, *, title: str) -> None:
-    """Write the picture.
+    """Write the plot.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -30,7 +30,7 @@ def draw(story: Story, path: Path, *, title: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            f"the picture needs matplotlib ({error}); its numbers are in chaos.json; install lightning-diloco[plot]"
+            f"the plot needs matplotlib ({error}); install lightning-diloco[plot]; the numbers are in chaos.json"
         ) from error
     from lightning_diloco.plots.style import SETTINGS
 
@@ -61,7 +61,7 @@ def _fill(axes: Any, story: Story, rows: Sequence[str], title: str) -> None:
 
 
 def _mark(axes: Any, faults: Sequence[dict[str, Any]], rows: Sequence[str], begin_s: float) -> None:
-    """Kills as crosses, what lasts as bars below the learner's line; the first one of a kind names it."""
+    """Draw kills as crosses and lasting faults as bars below the learner's row; label the first of each kind."""
     for number, fault in enumerate(faults):
         kind, start_s, row = fault["kind"], fault["t"] - begin_s, rows.index(fault["target"])
         style = {"color": _COLORS[kind], "label": f"{kind}: {len(faults)}" if number == 0 else None}
@@ -72,7 +72,7 @@ def _mark(axes: Any, faults: Sequence[dict[str, Any]], rows: Sequence[str], begi
 
 
 def _stretches(life: Sequence[float]) -> list[Span]:
-    """Times in which steps followed each other."""
+    """Return the intervals without a break of more than `_BREAK_S` between steps."""
     steps = [t for t in life if not math.isnan(t)]
     starts = [steps[0], *(b for a, b in pairwise(steps) if b - a > _BREAK_S)]
     stops = [*(a for a, b in pairwise(steps) if b - a > _BREAK_S), steps[-1]]

@@ -1,17 +1,17 @@
-"""What came of a chaos run: RUN_DIR/chaos.json.
+"""The report of a chaos run: RUN_DIR/chaos.json.
 
-1. Tokens come from the summary, everything else from what was written down (`story.py`). What needs a step clock
-   is null where there is none.
-2. step efficiency: tokens merged / tokens of all inner steps executed, those of killed processes included; a little
-   stricter than merged / seen of the ledger, which does not hear of a killed process's last steps.
-3. availability: time between first and last step of each process, stops taken off, / planned time. The planned time of
-   a learner runs from its first step to its leave, downtime included.
-4. goodput: tokens merged / sum over learners of planned time x median tokens per second.
-5. longest gap: between two steps of the same process, stops of that process taken off, validation left out.
-6. recovery: until a commit names the learner again: from the kill on, or from the end of a stop or cut on; for the
-   syncer from the kill to the next commit, where a learner was stepping that could have one.
+1. Token counts come from the summary, everything else from the recorded files (`story.py`). Values that need a
+   step clock are null without one.
+2. Step efficiency is tokens merged / tokens of all inner steps executed, including those of killed processes. It is a
+   little stricter than the ledger's merged / seen, which does not count the last steps of a killed process.
+3. Availability is the time from first to last step of each process, without stops, / planned time. The planned time of
+   a learner runs from its first step to its leave and includes downtime.
+4. Goodput is tokens merged / sum over learners of planned time x median tokens per second.
+5. The longest gap is the longest time between two steps of one process, without its stops and without validation.
+6. Recovery is the time from a kill, or from the end of a stop or cut, to the next commit that names the learner. For
+   the syncer it is the time from the kill to the next commit, if a learner was stepping that could contribute.
 
-Source: our choice; the measures are those of `syncer/status/report.py`.
+Source: our choice; the definitions are those of `syncer/status/report.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHARES = ("step_efficiency", "merged_of_seen", "availability", "goodput", "part
 
 
 def measure(story: Story) -> Json:
-    """The report, as it goes into chaos.json."""
+    """Return the report in the form of chaos.json."""
     summary = story.summary or {}
     recoveries = [{"fault": f["number"], "target": f["target"], "kind": f["kind"], "recovery_s": recovery_s(story, f)}
                   for f in story.faults if f["kind"] != "slow"]  # fmt: skip
@@ -61,7 +61,7 @@ def measure(story: Story) -> Json:
 
 
 def recovery_s(story: Story, fault: Json) -> float | None:
-    """How long this fault kept its target from contributing; None: it never contributed again, or had no need to."""
+    """Return how long this fault kept its target from contributing; None if it did not contribute or was not needed."""
     name, since_s = fault["target"], fault["until_s"]
     if name == SYNCER:
         steps = (t for learner in story.learners.values() for life in learner.lives for t in life)
@@ -75,16 +75,17 @@ def recovery_s(story: Story, fault: Json) -> float | None:
 
 
 def steps_to_compare(story: Story, num_learners: int) -> int:
-    """Inner steps after which a run without faults has merged as many tokens."""
+    """Return the inner steps after which a run without faults has merged as many tokens."""
     summary = story.summary or {}
     size = tokens_per_step(summary)
     return max(1, round(_merged(summary) / (size * num_learners))) if size else 1
 
 
 def compared(report: Json, calm: Json) -> Json:
-    """The loss beside that of the run without faults.
+    """Compare the loss with that of the run without faults.
 
-    `eval_loss_excess` is the relative difference; null where the runs did not merge as many tokens, or one has no loss.
+    `eval_loss_excess` is the relative difference. It is null if the runs merged different numbers of tokens, or if one
+    has no loss.
     """
     loss, reference = report["eval_loss"], calm.get("eval_loss")
     merged, merged_calm = report["tokens_merged"] or 0, calm.get("tokens_merged") or 0
@@ -94,7 +95,7 @@ def compared(report: Json, calm: Json) -> Json:
 
 
 def view(report: Json, run_dir: Path) -> Table:
-    """The report as people read it."""
+    """Return the report as a table."""
     table = Table(title="chaos", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -122,13 +123,13 @@ def view(report: Json, run_dir: Path) -> Table:
 
 
 def tokens_per_step(summary: Json) -> float | None:
-    """Mean over the run, from what the syncer heard of each process."""
+    """Return the mean over the run, from the steps and tokens that processes reported to the syncer."""
     heard = [learner for learner in summary.get("learners", ()) if learner["step"] and learner["tokens"]]
     return sum(x["tokens"] for x in heard) / sum(x["step"] for x in heard) if heard else None
 
 
 def _shares(story: Story, summary: Json) -> Json:
-    """Step efficiency, availability and goodput, with what they are made of."""
+    """Return step efficiency, availability, goodput and their inputs."""
     merged, seen, size = summary.get("tokens_merged"), summary.get("tokens_seen"), tokens_per_step(summary)
     shares: Json = {"merged_of_seen": merged / seen if seen else None}
     if merged is None or size is None or not story.learners:
@@ -150,7 +151,7 @@ def _shares(story: Story, summary: Json) -> Json:
 
 
 def _merged(summary: Json) -> float:
-    """Tokens merged, each counted once."""
+    """Return the number of merged tokens, each counted once."""
     share: float = summary["tokens_merged"] / summary["tokens_seen"] if summary["tokens_seen"] else 0.0
     return share * float(summary["fleet_tokens"])
 

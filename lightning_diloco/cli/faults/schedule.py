@@ -1,8 +1,8 @@
-"""Which faults a chaos run has, and when: a Poisson process, the same for the same seed.
+"""The fault schedule of a chaos run: a seeded Poisson process.
 
-1. Times between faults are exponential, so faults also come close together and while others last.
-2. Kinds are dealt like cards, a freshly shuffled deck of all of them at a time: each is as frequent as the others.
-3. How long a fault lasts is log-uniform over `LASTS_S`: most are shorter than a lease, some are longer.
+1. Times between faults are exponential, so faults can come close together and overlap.
+2. Kinds are drawn from a shuffled deck that holds each kind once, so all kinds are equally frequent.
+3. Durations are log-uniform over `LASTS_S`. Most are shorter than a lease, some are longer.
 
 Source: our choice.
 """
@@ -30,15 +30,15 @@ class Fault:
     """One fault.
 
     Args:
-        number: 1, 2, ... in the order of time.
-        at_s: after the start of the schedule.
+        number: 1, 2, ... in time order.
+        at_s: seconds after the start of the schedule.
         kind: "kill": SIGKILL to a learner; "stop": SIGSTOP, later SIGCONT; "cut" and "slow": its network; "syncer":
             SIGKILL to the syncer.
         target: learner id, or "syncer".
-        lasts_s: until it is taken back; 0 for a kill.
-        is_half_open: a "cut" that resets nothing: connections stay, and nothing gets through.
-        delay_s: of a "slow" network, one way.
-        rate_bps: of a "slow" network, each direction.
+        lasts_s: duration; 0 for a kill.
+        is_half_open: whether a "cut" keeps connections open without passing data, instead of resetting them.
+        delay_s: one-way delay of a "slow" network.
+        rate_bps: rate of a "slow" network in each direction.
     """
 
     number: int
@@ -52,13 +52,13 @@ class Fault:
 
 
 def draw(kinds: Sequence[Kind], learners: Sequence[str], *, faults_per_hour: float, seed: int) -> Iterator[Fault]:
-    """Faults without end, in the order of time.
+    """Yield an endless sequence of faults in time order.
 
     Args:
-        kinds: those to be had.
-        learners: ids.
-        faults_per_hour: of all kinds and targets together, > 0.
-        seed: decides everything.
+        kinds: kinds of faults to draw.
+        learners: learner ids.
+        faults_per_hour: total over all kinds and targets, > 0.
+        seed: determines the whole schedule.
     """
     chance = random.Random(seed)
     at_s, deck = 0.0, list[Kind]()

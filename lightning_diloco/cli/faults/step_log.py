@@ -1,10 +1,9 @@
-"""A callback for chaos runs: writes down when each inner step ended, and ends training at a time of day or a step.
+"""A callback for chaos runs that records the end time of each inner step, and ends training at a given time or step.
 
-1. The file survives SIGKILL at any point: one write of 8 bytes per step, no buffer of our own.
-2. Times are unix seconds, float64, native byte order. A NaN stands between two steps with a validation in between: what
-   separates them is no step.
-3. The end is a time of day because a learner that is killed starts anew: a duration would start anew with it.
-4. Unlike `max_steps`, an end given here leaves schedules as long as they are.
+1. The file survives SIGKILL at any point, because each step is one unbuffered write of 8 bytes.
+2. Times are unix seconds, float64, native byte order. A NaN marks a validation between two steps.
+3. The end is an absolute time, because a duration would start again when a killed learner restarts.
+4. Unlike `max_steps`, an end given here does not change the length of schedules.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class StepClock(Callback):
     """Writes `steps-<pid>.f64` into Lightning's root directory.
 
     Args:
-        until_s: unix seconds after which training ends as if it had reached its last step; None: never.
-        until_step: the global step at which it ends likewise; None: never.
+        until_s: unix seconds after which training ends as after its last step; None for no limit.
+        until_step: global step at which training ends in the same way; None for no limit.
     """
 
     def __init__(self, until_s: float | None = None, until_step: int | None = None) -> None:
@@ -45,7 +44,7 @@ class StepClock(Callback):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        """Note the time of a step; a batch whose gradients are only accumulated is none."""
+        """Record the time of a step; a batch that only accumulates gradients is not a step."""
         now_s = time.time()
         if trainer.global_step != self._global_step:
             self._global_step = trainer.global_step
@@ -57,7 +56,7 @@ class StepClock(Callback):
             trainer.should_stop = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What came since the last step was no step."""
+        """Mark the time since the last step as validation."""
         self._write(float("nan"))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -72,7 +71,7 @@ class StepClock(Callback):
 
 
 def read_steps(path: Path) -> array[float]:
-    """What one process wrote; a torn last number is left out."""
+    """Read the times that one process wrote; an incomplete last number is left out."""
     data = path.read_bytes()
     times = array("d")
     times.frombytes(data[: len(data) // times.itemsize * times.itemsize])

@@ -1,7 +1,7 @@
-"""What a chaos run wrote down, read back: step clocks, faults, commits and leaves.
+"""Reads the records of a chaos run: step clocks, faults, commits and leaves.
 
-Steps come from the learners' step clocks, faults from the log of what was done, commits and leaves from the tape. A
-script has no step clock; its learners are missing here.
+Steps come from the learners' step clocks, faults from the fault log, commits and leaves from the tape. A script has no
+step clock, so its learners are missing here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ FAULTS = Path("chaos") / "faults.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """What one learner did.
+    """The record of one learner.
 
     Args:
-        name: its id.
-        lives: of each process in order, when its steps ended; NaN where a validation came between.
-        stops: when it was stopped.
-        left_s: when it left, finished; None: it did not.
+        name: learner id.
+        lives: end times of the steps of each process, in order; NaN marks a validation between two steps.
+        stops: intervals in which it was stopped.
+        left_s: time of its leave after it finished; None if it did not leave.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Learner:
         return max(span(life)[1] for life in self.lives)
 
     def gaps(self) -> list[float]:
-        """Between consecutive steps of the same process, stops taken off, validation left out."""
+        """Return times between consecutive steps of one process, without stops and validation."""
         pairs = (pair for life in self.lives for pair in pairwise(life) if not math.isnan(sum(pair)))
         return [max(0.0, stop - start - self._stopped_s(start, stop)) for start, stop in pairs]
 
     def stepping_s(self) -> float:
-        """Time in which there was a process that made steps."""
+        """Return the time in which a process of this learner made steps."""
         return sum(stop - start - self._stopped_s(start, stop) for start, stop in map(span, self.lives))
 
     def planned_s(self, end_s: float) -> float:
-        """Time in which it should have; end_s is the end of the run."""
+        """Return the time in which it should have made steps; end_s is the end of the run."""
         return (end_s if self.left_s is None else self.left_s) - self.first_s
 
     def _stopped_s(self, start: float, stop: float) -> float:
@@ -70,12 +70,12 @@ class Learner:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """All that was written down in a run directory.
+    """All records in a run directory.
 
     Args:
-        learners: those that made a step, by id.
-        faults: lines of faults.jsonl of what was "begin", each with `until_s`.
-        num_skipped: faults that found nothing to hit.
+        learners: learners that made a step, by id.
+        faults: the "begin" lines of faults.jsonl, each with `until_s`.
+        num_skipped: number of faults that had no target.
         commits: (unix seconds, ids of the contributors), in order.
         summary: summary.json; None if there is none.
     """
@@ -88,7 +88,7 @@ class Story:
 
 
 def read(run_dir: Path) -> Story:
-    """Collect what a run left behind."""
+    """Read the records of a run."""
     tape = list(read_tape(path)) if (path := run_dir / "tape" / "events.jsonl").exists() else []
     done = (run_dir / FAULTS).read_text(encoding="utf-8") if (run_dir / FAULTS).exists() else ""
     lines = [json.loads(line) for line in done.splitlines()]
@@ -116,6 +116,6 @@ def _lives(files: Iterable[Path]) -> tuple[Sequence[float], ...]:
 
 
 def span(times: Sequence[float]) -> Span:
-    """First and last step of a process."""
+    """Return the times of the first and last step of a process."""
     steps = [t for t in times if not math.isnan(t)]
     return steps[0], steps[-1]

@@ -1,6 +1,6 @@
-"""A run directory is one `diloco run`'s at a time: a second one is refused before it starts anything.
+"""Locks a run directory, so that a second `diloco run` is refused before it starts anything.
 
-The claim is a lock on the directory, which the system lets go of however the process ends. Source: our choice.
+The system releases the lock however the process ends. Source: our choice.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lightning_diloco.errors import ConfigError
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Hold a run directory while the block lasts.
+    """Lock a run directory for the duration of the block.
 
     Args:
-        run_dir: RUN_DIR; it exists.
+        run_dir: RUN_DIR, which must exist.
 
     Raises:
-        ConfigError: another `diloco run` or a syncer works in it.
+        ConfigError: another `diloco run` or a syncer uses it.
     """
     claim = _locked(run_dir)
     log = run_dir / "syncer" / "log"
@@ -31,8 +31,8 @@ def claimed(run_dir: Path) -> Iterator[None]:
         if claim is None or syncers is None:
             who = "`diloco run`" if claim is None else "syncer"
             raise ConfigError(
-                f"{run_dir} is in use by another {who}, and a run directory serves one at a time; look at it with "
-                f"`diloco status {run_dir}`, wait for its end or stop it, or choose another directory with --run-dir"
+                f"{run_dir} is in use by another {who}, and a run directory can serve only one; inspect it with "
+                f"`diloco status {run_dir}`, wait for it to end or stop it, or choose another directory with --run-dir"
             )
         if syncers != claim:
             os.close(syncers)  # our own syncer needs it
@@ -43,7 +43,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
 
 
 def _locked(folder: Path) -> int | None:
-    """The open folder, held against other processes; None: another one holds it."""
+    """Open and lock the folder; returns None if another process holds the lock."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Draws the state of a run: a live table at a terminal, plain lines elsewhere, and the summary at the end.
+"""Shows the state of a run as a live table on a terminal or as plain lines, and the summary at the end.
 
-Input is the syncer's status and `summary.json`; a value that is not known yet is shown as "-". Texts in them may be
-learners' own, so that each passes through `printable` on its way.
+The input is the syncer's status and `summary.json`. Unknown values are shown as "-". Texts may come from
+learners, so each passes through `printable`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BEFORE = {
     "waiting": "waiting for learners",
     "seeding": "the first learner's parameters become the anchors",
 }
-_WORDS = {"open": "training", "idle": "waiting for learners"}  # as the live page says it
+_WORDS = {"open": "training", "idle": "waiting for learners"}  # the words of the live page
 _STYLES = {
     "stepping": "green",
     "evaluating": "cyan",
@@ -45,14 +45,14 @@ _UNITS = (("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 class Screen:
-    """Where a run is shown while it lasts.
+    """Display of a run in progress.
 
     Args:
-        console: where to write.
-        live: redraw one table; else print lines.
+        console: console to write to.
+        live: whether to redraw one table instead of printing lines.
         period_s: pause between two sets of lines.
         clock: seconds, monotonic.
-        watch: of the live page; is told all that is shown here. None: there is no page.
+        watch: the live page's `Watch`, which receives everything shown here; None if there is no page.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Screen:
         self._console.print(Text(printable(text)), soft_wrap=True)
 
     def show(self, status: Status | None, problem: str | None = None) -> None:
-        """Show the state, unless it was shown a moment ago; without one, say what the problem is."""
+        """Show the state, at most once per period; without a state, show the problem."""
         if self._watch is not None:
             self._watch.saw(status, problem)
         if self._clock() < self._next_s or (status is None and problem is None):
@@ -105,7 +105,7 @@ class Screen:
 
 
 def status_view(status: Status, *, num_waits: int | None = None) -> Group:
-    """The state as a table of learners, a line on the run, and one line per wait (at most num_waits)."""
+    """Return the state as a table of learners, a line about the run, and one line per wait (at most num_waits)."""
     status = printable(status)
     table = Table("learner", "phase", title=Text(f"run {status['run']}"), title_justify="left")
     for heading in ("step", "loss", "tokens/s", "staleness", "last contribution"):
@@ -137,7 +137,7 @@ def _phase(learner: Mapping[str, Any]) -> Text:
 
 
 def status_lines(status: Status, age_s: float) -> list[str]:
-    """The state as plain lines: the run, then each learner; age_s goes on when the syncer is started again."""
+    """Return the state as plain lines, the run first, then each learner; age_s continues after a syncer restart."""
     stamp = f"{age_s:7.1f} s  "
     return [stamp + run_line(status)] + [
         f"{stamp}{learner['id']} {_phase(learner)}: step {learner['trainer_step']}, "
@@ -148,12 +148,12 @@ def status_lines(status: Status, age_s: float) -> list[str]:
 
 
 def run_line(status: Status) -> str:
-    """The run as a whole, in one line."""
+    """Return the state of the run in one line."""
     return ", ".join(line for lines in _parts(status).values() for line in lines)
 
 
 def _parts(status: Status) -> dict[str, list[str]]:
-    """What there is to say of the run as a whole, by what it is about."""
+    """Return the lines about the run, by topic."""
     if status["state"] in _BEFORE:
         return {"run": [_BEFORE[status["state"]]]}
     versions: Sequence[int] = status["versions"]
@@ -172,7 +172,7 @@ def _parts(status: Status) -> dict[str, list[str]]:
 
 
 def wait_lines(status: Status) -> Iterator[str]:
-    """Whom the run waits for, since when, until when, and what happens then; one line for each wait."""
+    """Yield a line for each wait: whom the run waits for, since when, until when, and what happens then."""
     if not status["waits"]:
         yield "waiting for nobody"
     for wait in status["waits"]:
@@ -182,7 +182,7 @@ def wait_lines(status: Status) -> Iterator[str]:
 
 
 def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
-    """What `summary.json` says, and where the files are."""
+    """Return the contents of `summary.json` and the path of the run directory as a table."""
     summary = printable(summary)
     merged, seen, paused_s = summary["tokens_merged"], summary["tokens_seen"], summary.get("paused_s")
     discarded = ", ".join(
@@ -215,14 +215,14 @@ def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:
     loss = summary["eval_loss"]
     if loss is None:
         return {"eval_loss of the anchor": f"- ({summary.get('eval_reason') or 'nobody validated it'})"}
-    # Where samples are counted the model is no language model; a loss that large is not nats per token.
+    # A run that counts samples has no language model, and a loss that large is not in nats per token.
     is_per_token = summary.get("token_unit") == "tokens" and loss < _LARGE_NATS
     perplexity = {"perplexity, if per token": f"{math.exp(loss):.2f}"} if is_per_token else {}
     return {"eval_loss of the anchor": f"{loss:.4f}", **perplexity}
 
 
 def _goodput(told: Mapping[str, Any]) -> str:
-    """Of a run that was stopped for a while, with that time and without."""
+    """Format the goodput; for a run that was stopped for a while, with and without that time."""
     whole, unpaused = told["goodput"], told.get("goodput_unpaused", told["goodput"])
     return _percent(whole) + (f" ({_percent(unpaused)} without the time it was stopped)" if unpaused != whole else "")
 

@@ -1,7 +1,7 @@
-"""Warnings of ours in the learners' logs, shown once each where the run is watched.
+"""Shows this package's warnings from the learners' logs on the display of the run, each once.
 
-A warning is a line as Python's `warnings` and Lightning's `rank_zero_warn` print it, from a file of this package. The
-same one of several learners, which may differ in numbers, is shown once. Source: our choice.
+A warning is a line in the format of Python's `warnings` or Lightning's `rank_zero_warn`, from a file of this package.
+Warnings that differ only in numbers count as the same. Source: our choice.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Echo:
-    """Reads what was added to logs since it was made.
+    """Reads the lines appended to logs after its creation.
 
     Args:
-        logs: by learner; they need not exist yet.
-        say: is told each warning.
+        logs: paths by learner; the files need not exist yet.
+        say: called with each warning.
     """
 
     def __init__(self, logs: Mapping[str, Path], say: Callable[[str], None]) -> None:
@@ -29,7 +29,7 @@ class Echo:
         self._said: set[str] = set()
 
     def look(self) -> None:
-        """Say what is new; never waits."""
+        """Report new warnings, without blocking."""
         for name, log in self._logs.items():
             for text in map(_OURS.fullmatch, self._new_lines(name, log)):
                 if text is not None and (kind := _NUMBER.sub("N", text[1])) not in self._said:
@@ -37,7 +37,7 @@ class Echo:
                     self._say(f"{name} warns: {text[1]}")
 
     def _new_lines(self, name: str, log: Path) -> list[str]:
-        """Whole ones; a line that has no end yet is read again."""
+        """Return complete new lines; an incomplete line is read again later."""
         if not log.exists() or log.stat().st_size <= self._read_bytes[name]:
             return []
         with log.open("rb") as file:

@@ -1,7 +1,7 @@
-"""Asks a syncer for its state, in a thread of its own: one that does not answer holds up nobody.
+"""Polls a syncer for its state in a background thread, so that a syncer that does not answer blocks nobody.
 
-A syncer that starts, ends or is busy for a moment is silent: an answer counts as the latest, and no silence as a
-problem, until a while has passed.
+A syncer may be silent for a moment while it starts, stops or is busy. The last answer stays valid, and the silence is
+not reported as a problem, until `patience_s` has passed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Fetch = Callable[[], Status]
 
 
 class StatusFeed:
-    """The latest answer to a question asked every period.
+    """The latest state of a syncer that is polled every period.
 
     Args:
         fetch: returns the syncer's state; called from the feed's thread only.
-        period_s: pause between an answer and the next question.
-        patience_s: how long a silence is no problem.
+        period_s: pause between an answer and the next request.
+        patience_s: silence in seconds that is tolerated.
     """
 
     def __init__(self, fetch: Fetch, *, period_s: float = 0.5, patience_s: float = 3.0) -> None:
@@ -53,7 +53,7 @@ class StatusFeed:
             try:
                 self.latest, self.problem = self._fetch(), None
                 answered_s = time.monotonic()
-            except Exception as error:  # whatever it is: a run does not end because it cannot be watched
+            except Exception as error:  # any error: a display problem must not end the run
                 if time.monotonic() - answered_s >= self._patience_s:
                     self.latest, self.problem = None, str(error) if isinstance(error, DiLoCoError) else repr(error)
             self._closing.wait(self._period_s)
@@ -61,7 +61,7 @@ class StatusFeed:
 
 @contextmanager
 def asking(address: JoinAddress, join: Path | None = None) -> Iterator[Fetch]:
-    """A way to ask the syncer at this address, while the block lasts; a join file says if its token was replaced."""
+    """Yield a function that fetches the state of the syncer at this address; the join file has its present token."""
     from lightning_diloco.learner.rotation import Followed
     from lightning_diloco.transport.flight import FlightConnection
 

@@ -1,16 +1,18 @@
-"""Child processes: started, watched, started again, and ended.
+"""Supervisor of child processes: starts, watches, restarts and stops them.
 
-1. Each child leads a session of its own, so that a Ctrl-C at the terminal reaches only us, and we decide the order.
-2. What a dead child left behind in its process group is killed before it is started again.
-3. Whatever happens to us, no child outlives us: leaving the `with` block ends them, and a leash does if we are killed.
-4. Exit code 0 is the end of a child's work, 2 a command line that is wrong (argparse, jsonargparse, Python and we
-   agree on it): neither is started again. Every other end is. 143 is that of a learner which SIGTERM asked to go, and
-   which left in good order: it is started again and nothing is held against it.
-5. A child that serves another one's work is not started again once that one has finished: it would find nobody. If it
-   was ended by a signal then, nothing of the work is lost. Nor is one that fails by itself after it has said, by a
-   file, that its work is done: it would do the last of it again, and fail again. A signal may hit it anywhere.
-6. To be asked to end is for a child itself, which decides about its own children; only SIGKILL goes to all of them.
-7. A child whose absence costs time has another process beside it, which waits on its stdin to be told to take over.
+1. Each child runs in its own session. Ctrl-C at the terminal reaches only this process, which decides the order of
+   shutdown.
+2. Before a restart, the remaining processes of the dead child's process group are killed.
+3. No child outlives this process. Leaving the `with` block ends the children; if this process is killed, a leash does
+   (leash.py).
+4. Exit code 0 means finished, and 2 means a wrong command line (as in argparse, jsonargparse and Python); neither is
+   restarted. All other exits are. 143 means that a learner left cleanly after SIGTERM; this restart does not count
+   towards the limit.
+5. A child with `until` is not restarted after that other child has finished. If it was ended by a signal, it counts as
+   finished, because no work is lost. A child that fails by itself after it has written `done_path` is not restarted
+   either: it would repeat the end of its work and fail again. A signal may end it anywhere, so then it is.
+6. SIGTERM goes only to the child, which stops its own children. SIGKILL goes to the whole process group.
+7. A child with `standby` has a second process that waits on its stdin for a line, and then takes over.
 
 Rules and bounds are our choice.
 """
@@ -38,21 +40,21 @@ _PREEMPTED_EXIT_CODE = 128 + signal.SIGTERM
 _POLL_S = 0.02
 _STANDBY_AFTER_S = 2.0  # the child itself starts first
 _TAIL_BYTES = 1 << 16
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")  # as it follows the frames of a traceback, which are indented
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")  # follows the indented frames of a traceback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What to run as one child, the same at every start.
+    """The command of one child, the same at every start.
 
     Args:
         name: the child's name, unique in its fleet.
         argv: program and arguments.
-        log_path: stdout and stderr are appended here; its folder is made.
-        env: added to our own environment.
-        until: a child after whose end there is nothing to do for this one.
-        done_path: a file that the child writes when its work is done; removed when it is started. None: there is none.
-        standby: program and arguments of a process that becomes this child when it reads a line; empty: none is kept.
+        log_path: file to which stdout and stderr are appended; its folder is created.
+        env: variables added to this process's environment.
+        until: name of a child; after it has finished, this one is not restarted.
+        done_path: file that the child writes when its work is done; removed when it is started. None for no such file.
+        standby: program and arguments of a process that becomes this child when it reads a line; empty for none.
     """
 
     name: str
@@ -71,7 +73,7 @@ class _Child:
     num_restarts: int = 0
     outcome: Outcome = "running"
     standby: subprocess.Popen[bytes] | None = None
-    log_bytes: int = 0  # of its log when it started: what earlier processes wrote is not its own
+    log_bytes: int = 0  # size of the log at its start; earlier processes wrote that part
     started_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -81,16 +83,16 @@ class _Child:
 
     @property
     def has_finished(self) -> bool:
-        """Whether it has, even if nobody has looked yet."""
+        """Whether it has exited with code 0, even if `watch` has not run since."""
         return self.outcome == "finished" or (self.outcome == "running" and self.process.poll() == 0)
 
 
 class Fleet:
-    """The children of one run. Not thread-safe: used from the main thread only (see leash.py).
+    """The children of one run. Use it from the main thread only (see leash.py).
 
     Args:
-        max_restarts: how often each child may be started again.
-        say: receives what there is to tell, in whole lines.
+        max_restarts: maximum number of restarts per child.
+        say: called with messages, in whole lines.
     """
 
     def __init__(self, *, max_restarts: int, say: Callable[[str], None]) -> None:
@@ -112,7 +114,7 @@ class Fleet:
         self._children[command.name] = _Child(command, _spawn(command, command.argv), log_bytes=log_bytes)
 
     def watch(self) -> None:
-        """Look once at every child; start the dead again, or say why not. Never waits."""
+        """Check every child once; restart dead ones, or report why not. Does not block."""
         for child in self._children.values():
             if child.outcome == "running" and child.process.poll() is not None:
                 _signal_group(child, signal.SIGKILL)
@@ -120,7 +122,7 @@ class Fleet:
             _keep_standby(child)
 
     def outcome(self, name: str) -> Outcome:
-        """What became of a child, as of the last `watch` or `stop`."""
+        """Return the state of a child as of the last `watch` or `stop`."""
         return self._children[name].outcome
 
     def is_done(self, name: str) -> bool:
@@ -128,7 +130,7 @@ class Fleet:
         return self._children[name].is_done
 
     def pid(self, name: str) -> int:
-        """The process (and process group) a child runs as now."""
+        """Return the current process id, and process group id, of a child."""
         return self._children[name].process.pid
 
     def stop(
@@ -139,13 +141,13 @@ class Fleet:
         is_urgent: Callable[[], bool] = lambda: False,
         is_done: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """Ask these children to end (SIGTERM), and kill what has not in time; returns once all are dead.
+        """Stop children with SIGTERM, kill those still running after `within_s`, and return once all are dead.
 
         Args:
-            names: of children.
-            within_s: how long they may take.
-            is_urgent: becomes true when there is no time any more.
-            is_done: whether the child of this name has done all it was to do, and is only slow to end.
+            names: names of the children.
+            within_s: time they may take.
+            is_urgent: returns true when they must be killed at once.
+            is_done: whether the child of this name has completed its work and is only slow to exit.
         """
         children = [child for name in names if (child := self._children[name]).outcome == "running"]
         for child in children:
@@ -160,9 +162,9 @@ class Fleet:
             time.sleep(_POLL_S)
         late = [child.command.name for child in children if child.process.poll() is None]
         if slow := [name for name in late if is_done(name)]:
-            self._say(f"{', '.join(slow)}: left in good order; the process was slow to end and is not waited for")
+            self._say(f"{', '.join(slow)}: left cleanly; the process was slow to exit and was killed")
         if late := [name for name in late if name not in slow]:
-            why = "there is no time" if is_urgent() else f"still running {within_s:g} s after being asked to end"
+            why = "second signal" if is_urgent() else f"still running {within_s:g} s after SIGTERM"
             self._say(f"{', '.join(late)}: {why}; killed")
         for child in children:
             _signal_group(child, signal.SIGKILL)
@@ -176,20 +178,20 @@ class Fleet:
             self._say(f"{name} finished")
         elif code == _USAGE_EXIT_CODE:
             self._give_up(
-                child, f"{name} ended with {how}: what it was asked to do is wrong, so it is not started again"
+                child, f"{name} ended with {how}: its command line or configuration is wrong, so it is not restarted"
             )
         elif child.command.until is not None and self._children[child.command.until].has_finished:
             self._bury_late(child, code, f"{name} died ({how}) after the end of {child.command.until}")
         elif child.is_done and code > 0 and code != _PREEMPTED_EXIT_CODE:
             self._give_up(child, f"{name} died ({how}) after the end of its training; it is not started again")
         elif code == _PREEMPTED_EXIT_CODE:
-            self._say(f"{name} was pre-empted (SIGTERM) and left; it is started again")
+            self._say(f"{name} was preempted (SIGTERM) and left; it is restarted")
             _start_again(child)
         elif child.num_restarts >= self._max_restarts:
             self._give_up(child, f"{name} died ({how}); restarts used up: {child.num_restarts} of {self._max_restarts}")
         else:
             child.num_restarts += 1
-            # What was said last before a signal has nothing to do with it.
+            # After a signal, the last line of the log is not the cause.
             why = f": {reason}" if code > 0 and (reason := last_words(child.command.log_path, child.log_bytes)) else ""
             self._say(f"{name} died ({how}{why}); restart {child.num_restarts} of {self._max_restarts}")
             _start_again(child)
@@ -197,7 +199,7 @@ class Fleet:
     def _bury_late(self, child: _Child, code: int, what: str) -> None:
         if code < 0 or code == _PREEMPTED_EXIT_CODE:
             child.outcome = "finished"
-            self._say(f"{what}; it is not started again")
+            self._say(f"{what}; it is not restarted")
         else:
             self._give_up(child, f"{what}; it is not started again")
 
@@ -207,7 +209,7 @@ class Fleet:
 
 
 def describe_exit(code: int) -> str:
-    """A `Popen.returncode` in words."""
+    """Describe a `Popen.returncode`."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -217,15 +219,15 @@ def describe_exit(code: int) -> str:
 
 
 def describe_log(path: Path, *, num_lines: int = 15, since_bytes: int = 0) -> str:
-    """The last lines of a log, indented, and where the rest is."""
+    """Return the last lines of a log, indented, and its path."""
     tail = "".join(f"    {line}\n" for line in last_lines(path, num_lines, since_bytes))
     return f"  its last lines:\n{tail}  the whole log: {path}"
 
 
 def last_words(path: Path, since_bytes: int = 0) -> str:
-    """Of the last traceback in a log, the exception's name and the first line of its message; else the last line.
+    """Return the exception and the first line of its message from the last traceback in a log, else the last line.
 
-    A message can have several lines, and what ends a process can say more after it.
+    A message can have several lines, and other output can follow the traceback.
     """
     lines = last_lines(path, _TAIL_BYTES, since_bytes)
     tracebacks = [k for k, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
@@ -234,11 +236,11 @@ def last_words(path: Path, since_bytes: int = 0) -> str:
 
 
 def last_lines(path: Path, num_lines: int, since_bytes: int = 0) -> list[str]:
-    """The last lines of a log after so many bytes; fewer if it is shorter."""
+    """Return up to `num_lines` last lines of a log, without its first `since_bytes` bytes."""
     with path.open("rb") as log:
         log.seek(max(since_bytes, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
         text = log.read().decode(errors="replace")
-    # A progress bar redraws its line after "\r"; only its last state is of interest.
+    # A progress bar redraws its line after "\r"; keep only the last state.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")] if text.strip() else []
     return lines[-num_lines:]
 
@@ -253,7 +255,7 @@ def _start_again(child: _Child) -> None:
 
 
 def _keep_standby(child: _Child) -> None:
-    """Have one beside a running child, and none beside another. One that died is not missed before it is needed."""
+    """Keep a standby for a running child, and none for any other. A standby that died is not replaced."""
     if child.outcome != "running":
         if child.standby is not None:
             _close_stdin(child.standby)
@@ -265,7 +267,7 @@ def _keep_standby(child: _Child) -> None:
 
 
 def _close_stdin(process: subprocess.Popen[bytes], last_words: bytes = b"") -> None:
-    with contextlib.suppress(BrokenPipeError):  # it has just died
+    with contextlib.suppress(BrokenPipeError):  # the process has just died
         assert process.stdin is not None
         process.stdin.write(last_words)
         process.stdin.close()
@@ -289,5 +291,5 @@ def _private(path: str, flags: int) -> int:
 
 
 def _signal_group(child: _Child, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
         os.killpg(child.process.pid, number)

@@ -1,9 +1,9 @@
 """Turns Ctrl-C, SIGTERM and a closed terminal into flags.
 
-1. An exception raised from a signal handler could fall between the start of a child and its entry in the books; a flag
-   that the one loop looks at cannot.
-2. The first signal asks to end in good order, the next one to end at once. What comes within SAME_S is the same one:
-   `timeout` and some shells send it to a process and to its group.
+1. An exception from a signal handler could be raised between the start of a child and its registration. A flag that the
+   main loop checks cannot.
+2. The first signal requests a clean shutdown, the second one an immediate end. Signals within SAME_S count as one,
+   because `timeout` and some shells send a signal to a process and again to its group.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from types import FrameType, TracebackType
 
 from lightning_diloco.config import LearnerConfig
 
-GRACE_S = LearnerConfig().preemption_s + 5.0  # learners end themselves before
-CTRL_C_GRACE_S = 3.5  # somebody sits there and waits: with what the syncer needs to end, 5 s
+GRACE_S = LearnerConfig().preemption_s + 5.0  # learners exit before that
+CTRL_C_GRACE_S = 3.5  # a user is waiting; 5 s together with the syncer's shutdown
 SAME_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interruption:
-    """While entered, signals that ask to end are only noted; main thread only.
+    """Records termination signals while entered. Use it in the main thread only.
 
     Args:
         clock: seconds.
 
     Attributes:
-        signal: the first one; None: there was none.
-        is_urgent: whether there was another.
+        signal: the first signal; None if there was none.
+        is_urgent: whether a second signal came.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,14 +40,14 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process ended by that signal: 130 for Ctrl-C."""
+        """The exit code that shells expect for this signal, such as 130 for Ctrl-C."""
         return 128 + (self.signal or 0)
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
     def __enter__(self) -> Interruption:
-        # nohup asks for a closed terminal to mean nothing, and gets it.
+        # Under nohup, a closed terminal is ignored.
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         noted = [number for number in _SIGNALS if number != signal.SIGHUP or not is_nohup]
         self._before = {number: signal.signal(number, self._note) for number in noted}

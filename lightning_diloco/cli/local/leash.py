@@ -1,11 +1,11 @@
-"""Becomes the given command, which then dies with the process that started it: `python leash.py PARENT_PID COMMAND...`.
+"""Runs a command that is killed when its parent process dies: `python leash.py PARENT_PID COMMAND...`.
 
-1. Linux sends SIGKILL to a process whose parent *thread* ended; so children are started from the main thread only.
-2. The request survives exec and is made here, not in a preexec_fn, which may deadlock in a parent that has threads.
-3. The parent may have died before the request was made: then nothing is run.
-4. SIGINT gets its default meaning back; a shell's background job ignores it, and so would all its children.
+1. Linux sends SIGKILL when the parent *thread* ends, so children must be started from the main thread.
+2. The setting survives exec. It is made here and not in a preexec_fn, which may deadlock in a parent with threads.
+3. If the parent died before the setting was made, nothing is run.
+4. SIGINT is reset to its default. Background jobs of a shell ignore it, and their children would inherit that.
 
-Run as a file, isolated, so that nothing else is imported. Source: prctl(2), PR_SET_PDEATHSIG.
+It runs as an isolated file, so that nothing else is imported. Source: prctl(2), PR_SET_PDEATHSIG.
 """
 
 import ctypes

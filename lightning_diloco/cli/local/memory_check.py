@@ -1,10 +1,10 @@
-"""Whether a recipe's language model fits this machine: asked before anything is loaded, in the words of `diloco plan`.
+"""Checks whether a recipe's language model fits this machine, before anything is loaded.
 
-1. Learners on CPUs, and a syncer, share the machine's memory, or what the container may have of it. A learner on GPUs
-   needs its share of the model on each.
-2. Only models of `lightning_diloco.hf` are looked at: any other is not built twice, for building it may do anything.
-   One whose vocabulary is that of a tokenizer which has to be fetched first is not looked at, either.
-3. What is counted is what the plan counts. A model just below the limit may still fail.
+1. Learners on CPUs and the syncer share the machine's memory, or the container's limit. A learner on GPUs needs its
+   share of the model on each GPU.
+2. Only models of `lightning_diloco.hf` are checked. The check builds the model, and building any other model twice may
+   have side effects. A model whose vocabulary size needs a tokenizer download is not checked either.
+3. The check counts the same memory as `diloco plan`. A model just below the limit may still fail.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lightning_diloco.process.machine import memory_here
 
 
 def check_room(recipe: Path, config: Any, num_here: int) -> None:
-    """Refuse what cannot fit.
+    """Refuse a model that cannot fit.
 
     Args:
-        recipe: named in messages.
-        config: it, parsed.
-        num_here: learners on this machine.
+        recipe: path of the recipe, for messages.
+        config: the parsed recipe.
+        num_here: number of learners on this machine.
 
     Raises:
-        ConfigError: it needs more than there is.
+        ConfigError: the model needs more memory than is available.
     """
     if not is_language_model(config) or not can_be_built(config):
         return
@@ -47,8 +47,8 @@ def check_room(recipe: Path, config: Any, num_here: int) -> None:
     if needed > there:
         raise ConfigError(
             f"{recipe} does not fit this machine: {what}; there are {gib(there)} "
-            f"{'on the device' if on_gpu else 'of memory'}; take a smaller model or a larger machine, "
-            f"`diloco plan {recipe}` says what it needs"
+            f"{'on the device' if on_gpu else 'of memory'}; use a smaller model or a larger machine; "
+            f"`diloco plan {recipe}` shows what it needs"
         )
 
 

@@ -1,11 +1,11 @@
 """A run on this machine: one syncer and N learners, until all of them have finished.
 
-1. Learners start once the syncer has written RUN_DIR/join.
-2. A learner that gives up leaves the others training; a syncer that gives up ends the run. Its end is the run's: a
-   learner that dies after it, on its way out, is not started again, nor is one whose script fails after its training.
-3. After the last learner the syncer has a while to write the summary; learners from elsewhere keep it going.
-4. An interrupted run ends in good order: learners are asked first (SIGTERM), so that the syncer still hears them leave
-   and merges their last contributions; each writes a checkpoint. A second signal ends all of it at once.
+1. Learners start after the syncer has written RUN_DIR/join.
+2. If a learner gives up, the others go on. If the syncer gives up, the run ends. After the syncer has finished, a
+   learner that dies during its exit is not restarted. Neither is one whose script fails after its training.
+3. After the last learner, the syncer has `linger_s` to write the summary. Learners from elsewhere keep it running.
+4. On an interrupt, learners get SIGTERM first and write a checkpoint. The syncer then still merges their last
+   contributions. A second signal kills everything at once.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _STOP_SYNCER_S, _SNAPSHOT_BPS = 10.0, 100e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to start, and how patient to be.
+    """The commands of a run, and its time limits.
 
     Args:
         run_dir: absolute path of the run directory.
         syncer_argv: command of the syncer.
         learner_argv: command of every learner.
         num_learners: N.
-        threads: OMP_NUM_THREADS of a learner; None: what the environment says, else the cores divided by N.
-        max_restarts: how often each process may be started again.
-        open_s: how long the syncer may take to write its join file.
-        linger_s: how long the syncer may take to end after the last learner did.
-        grace_s: how long learners may take to leave a run that is to end; None: CTRL_C_GRACE_S after Ctrl-C, else
+        threads: OMP_NUM_THREADS of a learner; None: the value of the environment, else the cores divided by N.
+        max_restarts: maximum number of restarts per process.
+        open_s: time that the syncer may take to write its join file.
+        linger_s: time that the syncer may take to end after the last learner.
+        grace_s: time that learners may take to leave an interrupted run; None: CTRL_C_GRACE_S after Ctrl-C, else
             GRACE_S.
-        via: where a learner dials instead of the syncer's address; None: that address.
-        tell: more variables of a learner's environment, from the run's id and the learner's; None: no more.
+        via: maps learner and syncer address to the address that the learner dials; None: the syncer's address.
+        tell: returns additional environment variables of a learner, from run id and learner id; None for none.
     """
 
     run_dir: Path
@@ -74,23 +74,23 @@ class Plan:
 
     @property
     def learners(self) -> list[str]:
-        """The ids l0..lN-1."""
+        """The learner ids l0..lN-1."""
         return [f"l{index}" for index in range(self.num_learners)]
 
     def syncer(self) -> Command:
-        """The syncer's command."""
+        """Return the syncer's command."""
         log_path = self.run_dir / "syncer" / "log.txt"
         return Command(name=_SYNCER, argv=self.syncer_argv, log_path=log_path, standby=standby.argv(self.syncer_argv))
 
     def learner(self, name: str, address: JoinAddress) -> Command:
-        """A learner's command; the secret travels in the environment, where other users cannot read it."""
+        """Return a learner's command; the secret is in its environment, which other users cannot read."""
         folder = self.run_dir / "learners" / name
         dialled = self.via(name, address) if self.via else address
         env = {
             "DILOCO_JOIN": dialled.join_string(),
             "DILOCO_LEARNER": name,
             "DILOCO_RUN_DIR": str(self.run_dir),
-            "PL_TRAINER_DEFAULT_ROOT_DIR": str(folder),  # read by Lightning where a script gives no other
+            "PL_TRAINER_DEFAULT_ROOT_DIR": str(folder),  # Lightning uses it if the script sets none
             **(self.tell(address.run, name) if self.tell else {}),
         }
         if self.threads is not None or "OMP_NUM_THREADS" not in os.environ:
@@ -105,17 +105,17 @@ class Plan:
         )
 
     def log_of(self, learner: str) -> Path:
-        """Where a learner's output goes."""
+        """Return the path of a learner's log."""
         return self.run_dir / "learners" / learner / "log.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a run ended.
+    """The result of a run.
 
     Args:
-        exit_code: 0: every learner finished and so did the run; 128 + signal: interrupted; 1: anything else.
-        summary: what the syncer wrote at the end; None if it did not.
+        exit_code: 0 if every learner and the run finished; 128 + signal if interrupted; 1 otherwise.
+        summary: the syncer's summary; None if it wrote none.
     """
 
     exit_code: int
@@ -125,13 +125,13 @@ class Ended:
 def execute(
     plan: Plan, screen: Screen, interruption: Interruption, ask: Ask = asking, meddle: Meddle | None = None
 ) -> Ended:
-    """Run to the end; main thread only.
+    """Run a plan to its end. Call it from the main thread only.
 
     Args:
-        plan: what to run.
-        screen: where it is shown.
-        interruption: ends it.
-        ask: how its state is asked for.
+        plan: the run.
+        screen: display of the run.
+        interruption: ends the run when a signal comes.
+        ask: opens a connection for state requests.
         meddle: called ten times a second while learners train, with the processes and the latest state.
     """
     summary_path = plan.run_dir / "summary.json"
@@ -167,7 +167,7 @@ class _Run:
         self._echo = Echo({name: plan.log_of(name) for name in plan.learners}, screen.say)
 
     def open(self) -> JoinAddress | None:
-        """Start the syncer; its address, or None if it did not come up."""
+        """Start the syncer and return its address, or None if it did not start."""
         join = self._plan.run_dir / "join"
         before = _stamp(join)
         self._fleet.start(self._plan.syncer())
@@ -182,30 +182,30 @@ class _Run:
         return read_join_file(join)
 
     def train(self, feed: StatusFeed) -> None:
-        """Wait for the learners, or for a syncer that gave up."""
+        """Wait until the learners have finished or the syncer has given up."""
         self._wait(lambda: not self._are_training() or self._fleet.outcome(_SYNCER) == "gave up", feed)
 
     def drain(self, feed: StatusFeed) -> None:
-        """Wait for the syncer to end by itself, as long as there is reason to."""
+        """Wait for the syncer to end by itself, if learners finished or others still use it."""
         if self._are_training() or self._interruption:
             return
         finished = [name for name in self._plan.learners if self._fleet.outcome(name) == "finished"]
         if len(finished) == self._plan.num_learners and self._is_unused(feed):
             self._screen.say(
                 "no learner took part in the run, so it cannot finish; "
-                'a script takes part by Trainer(strategy="decoupled_diloco"), after `import lightning_diloco`'
+                'a script must `import lightning_diloco` and use Trainer(strategy="decoupled_diloco")'
             )
             return
         deadline_s = time.monotonic() + (self._plan.linger_s if finished else 0.0)
         self._wait(lambda: not self._is_served() or (time.monotonic() > deadline_s and not self._is_used(feed)), feed)
 
     def stop(self, feed: StatusFeed) -> None:
-        """End what still runs."""
+        """Stop all processes that still run."""
         grace_s = self._grace_s
         if self._interruption.signal:
             self._screen.say(
-                f"{self._interruption.signal.name}: ending the run; learners have {grace_s:g} s to send what they have "
-                "and to write a checkpoint; a second signal ends it at once"
+                f"{self._interruption.signal.name}: ending the run; learners have {grace_s:g} s to send their last "
+                "contributions and to write a checkpoint; a second signal ends it at once"
             )
         for names, within_s in ((self._plan.learners, grace_s), ([_SYNCER], self._stop_syncer_s)):
             self._fleet.stop(
@@ -217,7 +217,7 @@ class _Run:
 
     @property
     def _stop_syncer_s(self) -> float:
-        """It writes a last snapshot, as large as the one that is there."""
+        """Seconds for the syncer's last snapshot, which is as large as the previous one."""
         files = (self._plan.run_dir / "syncer" / "snapshot").rglob("*")
         return _STOP_SYNCER_S + sum(file.stat().st_size for file in files if file.is_file()) / _SNAPSHOT_BPS
 
@@ -245,25 +245,25 @@ class _Run:
         return any(self._fleet.outcome(name) == "running" for name in self._plan.learners)
 
     def _is_unused(self, feed: StatusFeed) -> bool:
-        """Whether nobody ever took part; in a short run they may have come and gone since the syncer was asked."""
+        """Whether no learner ever took part; in a short run, learners may come and go between two looks."""
         if any(self._fleet.is_done(name) for name in self._plan.learners):
             return False
         return feed.latest is not None and not (feed.latest["learners"] or feed.latest.get("versions"))
 
     def _is_used(self, feed: StatusFeed) -> bool:
-        """Whether learners from elsewhere take part; ours have ended."""
+        """Whether learners from elsewhere take part."""
         present = [] if feed.latest is None else feed.latest["learners"]
         return any(it["phase"] not in _GONE and it["id"] not in self._plan.learners for it in present)
 
 
 def _has_left(feed: StatusFeed, learner: str) -> bool:
-    """Whether the syncer has heard this learner leave, with all it had."""
+    """Whether the syncer has received this learner's leave, and so all its contributions."""
     learners = [] if feed.latest is None else feed.latest["learners"]
     return any(it["id"] == learner and it["phase"] == "left" for it in learners)
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Changes whenever the file is written: one left by an earlier syncer of the run must not be taken for the new."""
+    """Return a value that changes with every write, to tell a new file from one of an earlier syncer of the run."""
     try:
         found = path.stat()
     except FileNotFoundError:

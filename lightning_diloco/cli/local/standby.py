@@ -1,7 +1,7 @@
-"""A syncer kept ready to take over: `python -m lightning_diloco.cli.local.standby MODULE WORDS...`.
+"""A standby process of the syncer: `python -m lightning_diloco.cli.local.standby MODULE WORDS...`.
 
-1. Nearly all of a syncer's start are its imports. They are done here ahead of need; nothing of the run is touched.
-2. A line on stdin: go on as `python -m MODULE WORDS...`. The end of stdin: nobody needs this process any more.
+1. Imports take nearly all of a syncer's start-up time, so they are done in advance. The run is not touched.
+2. A line on stdin makes the process continue as `python -m MODULE WORDS...`. The end of stdin makes it exit.
 
 Source: our choice.
 """
@@ -16,13 +16,13 @@ from lightning_diloco.cli.local.collector import kept
 
 
 def argv(command: tuple[str, ...]) -> tuple[str, ...]:
-    """What to start instead of `PYTHON -m MODULE WORDS...`, ahead of need; empty for any other command."""
+    """Return the command that starts a standby of `PYTHON -m MODULE WORDS...`; empty for any other command."""
     python, *words = command
     return (python, "-m", __name__, *words[1:]) if words[:1] == ["-m"] else ()
 
 
 def main() -> None:
-    """Import, wait, go on."""
+    """Import, wait for a line, and continue as the syncer."""
     with kept():
         import_module("lightning_diloco.syncer.process")
     if sys.stdin.readline():

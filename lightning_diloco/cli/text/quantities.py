@@ -1,4 +1,4 @@
-"""Times, rates, sizes and shares as people write them on a command line: 40ms, 5Gbit, 80GiB, 5%."""
+"""Parses times, rates, sizes and shares of a command line: 40ms, 5Gbit, 80GiB, 5%."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _BYTES = {
 
 
 def seconds(text: str) -> float:
-    """A time; without a unit, seconds."""
+    """Parse a time in seconds; without a unit, the number is in seconds."""
     return _quantity(text, _SECONDS, "s", "a time such as 200ms, 2s, 30min or 6h")
 
 
 def bits(text: str) -> float:
-    """Bits per second."""
+    """Parse a rate in bits per second."""
     return _quantity(text.removesuffix("/s"), _BITS, None, "a rate such as 500Mbit or 5Gbit")
 
 
 def nbytes(text: str) -> int:
-    """Bytes."""
+    """Parse a size in bytes."""
     return int(_quantity(text, _BYTES, "b", "a size such as 80GiB or 1TB"))
 
 
 def share(text: str) -> float:
-    """Part of a whole, at least 0 and less than 1."""
+    """Parse a share of at least 0 and less than 1."""
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
     value = float(matched[1]) / (100 if matched[2] else 1) if matched else 1.0
     if value >= 1:

@@ -109,7 +109,7 @@ def test_a_learner_that_was_pre_empted_is_started_again_and_nothing_is_held_agai
     once = f"from pathlib import Path; p = Path({str(tmp_path / 'once')!r}); first = not p.exists(); p.touch(); "
     harness = Harness(tmp_path, max_restarts=0)
     said = harness.run(once + "raise SystemExit(143 if first else 0)")
-    assert said == "l0 was pre-empted (SIGTERM) and left; it is started again\nl0 finished"
+    assert said == "l0 was preempted (SIGTERM) and left; it is restarted\nl0 finished"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_stop_kills_a_child_that_will_not_end(tmp_path: Path) -> None:
         pid = fleet.pid("l0")
         fleet.stop(["l0"], within_s=0.05)
         assert not is_alive(pid)
-    assert "l0: still running 0.05 s after being asked to end; killed" in harness.said
+    assert "l0: still running 0.05 s after SIGTERM; killed" in harness.said
 
 
 def test_stop_waits_for_nobody_once_there_is_no_time(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_stop_waits_for_nobody_once_there_is_no_time(tmp_path: Path) -> None:
     asked = iter([False, False])
     with harness.ready(STUBBORN) as fleet:
         fleet.stop(["l0"], within_s=math.inf, is_urgent=lambda: next(asked, True))
-    assert harness.said == ["l0: there is no time; killed"]
+    assert harness.said == ["l0: second signal; killed"]
 
 
 def test_only_the_child_itself_is_asked_to_end_not_the_processes_it_started(tmp_path: Path) -> None:
@@ -336,4 +336,4 @@ def test_a_child_that_has_done_all_and_is_slow_to_end_is_not_called_killed(tmp_p
         fleet.start(harness.command(STUBBORN))
         until(lambda: log.exists() and "ready" in log.read_text())
         fleet.stop(["l0"], within_s=0.01, is_done=lambda name: name == "l0")
-    assert harness.said == ["l0: left in good order; the process was slow to end and is not waited for"]
+    assert harness.said == ["l0: left cleanly; the process was slow to exit and was killed"]

@@ -233,7 +233,7 @@ def test_an_interrupted_run_ends_its_learners_first_and_at_once_when_asked_again
         said, _ = process.communicate(timeout=60.0)
     assert process.returncode == exit_code
     assert f"{number.name}: ending the run; learners have {grace_s:g} s" in said
-    assert ("l0, l1: there is no time; killed" in said) == bool(prefix)
+    assert ("l0, l1: second signal; killed" in said) == bool(prefix)
     assert (tmp_path / "summary.json").exists() != bool(prefix)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
