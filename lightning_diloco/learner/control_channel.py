@@ -65,6 +65,7 @@ class ControlChannel:
         self._cursor = cursor
         self._crew = crew
         self._hear, self._reconnect, self._tick = hear, reconnect, tick
+        self._must_introduce = threading.Event()
         self._outgoing: queue.SimpleQueue[messages.FromLearner] = queue.SimpleQueue()
         self._switching = threading.Lock()
         self._offline_since_s: float | None = None
@@ -154,12 +155,19 @@ class ControlChannel:
                 self._came_back()
             for message in heard:
                 self._hear(message)
+            if self._must_introduce.is_set():
+                self._must_introduce.clear()
+                self._came_back()
 
     def _poll(self) -> tuple[list[messages.FromSyncer], bool]:
         polled = self._connection.poll(self._session, self._cursor, self._poll_s if self.is_online else 0.0)
         self._cursor = polled.cursor
         heard = [messages.decode(said, messages.FromSyncer) for said in polled.messages if said != RESET]
         return cast("list[messages.FromSyncer]", heard), len(heard) < len(polled.messages)
+
+    def introduce(self) -> None:
+        """Have the listener say hello again, as after an outage."""
+        self._must_introduce.set()
 
     def _went_offline(self, error: RemoteError) -> None:
         with self._switching:

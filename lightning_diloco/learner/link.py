@@ -355,6 +355,8 @@ class Link(LearnerMetrics):
                 log.warning("%s", action.text)
             case actions.Fail():
                 self._fail(getattr(errors, action.error)(action.text))
+            case actions.SayHello():
+                self._line.introduce()
             case actions.Left():
                 self._left = action
                 self._freight.forget_all()

@@ -74,6 +74,11 @@ class Warn:
 
 
 @dataclass(frozen=True, slots=True)
+class SayHello:
+    """Answer with `Reconnected`, once: what this learner holds proves that the syncer's disk was rolled back."""
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """The leave is on record; nothing more will be said."""
 
@@ -88,7 +93,7 @@ class Promise:
     snapshot: tuple[int, ...]
 
 
-LearnerAction = Promise | Say | Snapshot | Upload | Fetch | Land | Forget | Fail | Warn | Left
+LearnerAction = Promise | Say | Snapshot | Upload | Fetch | Land | Forget | Fail | Warn | SayHello | Left
 
 # ------------------------------------------------------------------------------------------------------ by the syncer
 

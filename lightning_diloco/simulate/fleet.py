@@ -383,6 +383,8 @@ class Fleet:
                 learner.kept.pop((action.fragment, action.seq), None)
             case do.Fail():
                 learner.error = action.text
+            case do.SayHello():
+                self._after(0.0, partial(self._reconnect, learner))
             case do.Left():
                 learner.is_last = action.is_last
 

@@ -91,7 +91,7 @@ def trend(times_s: Sequence[float], values: Sequence[float], *, is_kept: bool) -
 
 
 class Sampler:
-    """Samples every process of a local run; passed to `execute` in place of a `Meddler`.
+    """Samples every process of a local run; passed to `execute` in place of a `FaultInjector`.
 
     Args:
         names: names of the run's processes.

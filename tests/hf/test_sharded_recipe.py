@@ -47,4 +47,4 @@ def test_tensor_parallel_is_refused_with_what_to_do(tmp_path: Path) -> None:
     sizes = [f"{STRATEGY}.init_args.data_parallel_size=1", f"{STRATEGY}.init_args.tensor_parallel_size=2"]
     done = fitted(tmp_path, *sizes)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "tensor_parallel_size=2: CausalLM is sharded" in done.stderr
+    assert "tensor_parallel_size=2: must be 1, because CausalLM is sharded" in done.stderr

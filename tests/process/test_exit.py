@@ -23,7 +23,7 @@ DYING = """
 import atexit, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
-from lightning_diloco.process.exit import end_as_ever, end_at_once_if_dying, end_at_once_with
+from lightning_diloco.process.exit import disarm_hard_exit, arm_hard_exit, hard_exit
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=1, world_size=2)
 thread = threading.Thread(target=dist.broadcast, args=(torch.zeros(1), 0), daemon=True)
@@ -60,20 +60,20 @@ def code_and_output(tmp_path: Path, protect: str, end: str) -> tuple[int, str]:
 
 
 def test_a_script_that_dies_of_an_error_ends_with_code_1(tmp_path: Path) -> None:
-    code, output = code_and_output(tmp_path, "end_at_once_if_dying()", "raise ValueError('boom')")
+    code, output = code_and_output(tmp_path, "arm_hard_exit()", "raise ValueError('boom')")
     assert code == 1, output
     assert "ValueError: boom" in output
     assert output.count("what was registered has run") == 1
 
 
 def test_a_process_whose_error_another_one_takes_ends_with_its_code(tmp_path: Path) -> None:
-    code, output = code_and_output(tmp_path, "end_at_once_with(3)", "sys.exit(3)")
+    code, output = code_and_output(tmp_path, "hard_exit(3)", "sys.exit(3)")
     assert code == 3, output
     assert output.count("what was registered has run") == 1
 
 
 @pytest.mark.parametrize("end", ["raise ValueError('boom')", "sys.exit(3)"])
-@pytest.mark.parametrize("protect", ["", "end_at_once_with(3); end_as_ever()"])
+@pytest.mark.parametrize("protect", ["", "hard_exit(3); disarm_hard_exit()"])
 def test_without_that_it_aborts(tmp_path: Path, protect: str, end: str) -> None:
     code, output = code_and_output(tmp_path, protect, end)
     assert code == -6, output
@@ -81,7 +81,7 @@ def test_without_that_it_aborts(tmp_path: Path, protect: str, end: str) -> None:
 
 def test_who_handles_the_error_keeps_the_exit_code(tmp_path: Path) -> None:
     """With no thread that waits, so that nothing aborts."""
-    code, output = code_and_output(tmp_path, "end_at_once_if_dying(); del sys.modules['last']", HANDLED)
+    code, output = code_and_output(tmp_path, "arm_hard_exit(); del sys.modules['last']", HANDLED)
     assert code == 7, output
 
 

@@ -152,7 +152,7 @@ class FollowerLink:
             for p in agreed.snapshot:
                 self._snapshots[p] = (self._ranks.num_begun, self.device.snapshot(p))
                 self._copies.put(self.device.settle)
-            if not self._holds_part:  # see `Relay.snapshot`
+            if not self._holds_part:  # see `ReplicatedDevice.snapshot`
                 self.device.settle()
         return agreed
 
@@ -270,7 +270,7 @@ class FollowerLink:
                 self.slot, self.data_seed = command["slot"], command["data_seed"]
 
     def _counted_anchor(self, p: int) -> Tensor:
-        """How often a fragment has landed, then this rank's anchor; see `SaysOfItself._mark`."""
+        """How often a fragment has landed, then this rank's anchor; see `LearnerMetrics._mark`."""
         while True:
             before = self._landed(p)
             anchor_L = self.device.anchor(p)

@@ -47,7 +47,7 @@ class LeaderLink(Link):
         boxes: what each rank holds of each parameter; None: all of it.
 
     Attributes:
-        make_relay: how parts come together.
+        make_shared_device: how parts come together.
         rank_bytes: what exchanging takes of the rank that it takes most of; 0: not known.
     """
 
@@ -207,7 +207,7 @@ class LeaderLink(Link):
         self._relay.expect(p, values)
 
     def _anchor(self, p: int) -> Tensor | None:
-        """See `SaysOfItself._anchor`."""
+        """See `LearnerMetrics._anchor`."""
         if not isinstance(self._relay, ShardedDevice):
             return super()._anchor(p)
         return self._relay.completed(p, self._relay.own_anchor(p))

@@ -367,6 +367,9 @@ class LearnerState:
             elif generation == self.generation:
                 f.offered = max(f.offered, message.versions[p])
                 todo += f.fetch(p) + f.ask_fate(now_s, at_once=True)
+        is_ahead = any(f.landed > version for f, version in zip(self.fragments, message.versions, strict=True))
+        if generation == self.generation and is_ahead:
+            return [*todo, do.SayHello()]  # what landed since the last hello has its proof, too
         self.generation = max(self.generation, generation)
         return [*todo, self._leave() if self._is_leaving else self._heartbeat(now_s)]
 

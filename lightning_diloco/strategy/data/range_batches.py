@@ -1,6 +1,6 @@
 """Training data read range by range: where the order of a data set is somebody else's to say.
 
-1. A desk says which range comes next: the run's lease table (`LeaseDesk`), or an order of one's own (`OwnOrder`).
+1. A desk says which range comes next: the run's lease table (`LeaseClient`), or an order of one's own (`OwnOrder`).
 2. Ranges are read ahead by a thread beside; batches are cut from one after another, across their borders.
 3. A batch counts when it was trained with. What was handed out and not trained with, because a loop ended or a trial
    was taken back, comes first the next time.
