@@ -56,6 +56,17 @@ def test_a_new_generation_books_lost_merges_and_drops_what_is_outstanding(learne
     assert learner.state.progress.pending == (((40, 50),), ())
 
 
+def test_what_landed_since_the_last_hello_is_proved_by_another_one(learner: Learner) -> None:
+    learner.snapshot()
+    learner.commit(0, 1, seq=1)
+    learner.land(0, 1, seq=1)
+    learner.hear(welcome(version=1))
+    assert of_kind(learner.actions, do.SayHello) == []
+
+    learner.hear(welcome(version=0))
+    assert of_kind(learner.actions, do.SayHello) == [do.SayHello()]
+
+
 def test_what_survived_the_roll_back_is_not_booked_as_lost(learner: Learner) -> None:
     learner.snapshot()
     learner.hear(welcome(generation=1, version=1, merged=(10, 0)))  # the outstanding contribution is in version 1
