@@ -19,7 +19,7 @@ import json
 import torch
 import torch_xla.runtime as xr
 from torch_xla.debug import metrics
-from lightning_diloco.devices import xla
+from lightning_diloco.devices.xla import ops as xla
 
 xr.device_type = lambda: "TPU"
 kept = xla.keep_compilations()
