@@ -61,7 +61,9 @@ class ParameterCopies:
             return []
         param = self._params[name]
         states = ((optimizer.state.get(param, {}), self._keys[id(optimizer)]) for optimizer in self._optimizers)
-        found = [_local(state[key]) for state, keys in states for key in keys if isinstance(state.get(key), Tensor)]
+        found = [
+            _local(state[key]) for state, keys in states for key in sorted(keys) if isinstance(state.get(key), Tensor)
+        ]
         own = _local(param).data_ptr()  # what is the parameter itself moves with it
         return list({copy.data_ptr(): copy for copy in found if copy.data_ptr() != own}.values())
 
@@ -75,7 +77,7 @@ class ParameterCopies:
             if id(optimizer) not in self._keys:
                 self._optimizers.append(optimizer)
                 self._keys[id(optimizer)] = set()
-            for key in _keys(optimizer):
+            for key in sorted(_keys(optimizer)):  # in the same order on all hosts, whose graphs must be alike
                 if self._looks.get((id(optimizer), key), 0) < NUM_LOOKS:
                     self._judge(optimizer, key)
 
