@@ -6,9 +6,15 @@ import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Processes
 
 # Libraries read these once, when they are first imported, and child processes inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,3 +41,13 @@ def _seeded() -> None:
         torch.manual_seed(0)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(0)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    """A syncer and learners as processes, none of which outlives the test."""
+    from tests.e2e.conftest import Processes  # the wire and its libraries, needed only here
+
+    made = Processes(tmp_path)
+    yield made
+    made.kill_all()

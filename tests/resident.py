@@ -15,9 +15,9 @@ def resident_at_most(pid: int) -> int:
     return _read(pid, "VmHWM")
 
 
-def forget_peak() -> None:
-    """From here on `resident_at_most` of this process counts anew."""
-    Path("/proc/self/clear_refs").write_text("5")
+def forget_peak(pid: int | None = None) -> None:
+    """From here on `resident_at_most` of a process of this user, by default of this one, counts anew."""
+    Path(f"/proc/{pid or 'self'}/clear_refs").write_text("5")
 
 
 def _read(pid: int, what: str) -> int:

@@ -13,7 +13,6 @@ To support more devices, add a final class and its line in `_FINAL_CLASSES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_diloco.config import Align, AnchorDevice, Evaluate, Guard, Merge, Wire
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy import backends
 from lightning_diloco.strategy import inner as inners
 from lightning_diloco.strategy.hooks import DiLoCoHooks
 from lightning_diloco.strategy.options import resolve
@@ -184,6 +184,4 @@ def final_class(devices: Sequence[torch.device], num_nodes: int) -> type[DiLoCoH
             f"a learner can have {allowed}; pass Trainer(accelerator=..., devices=1, num_nodes=1) and start one "
             "process per device, each a learner of its own"
         )
-    module, name = final
-    found: type[DiLoCoHooks] = getattr(import_module(f"lightning_diloco.strategy.backends.{module}"), name)
-    return found
+    return backends.load(*final)

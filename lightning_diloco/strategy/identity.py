@@ -1,10 +1,10 @@
 """Which learner this process is.
 
-1. `learner=` wins over DILOCO_LEARNER. Who joins a run without either is `<host>-<slot>`
-   (`learner/name.py`), so that one started again is the same learner.
+1. `learner=` wins over DILOCO_LEARNER. Without either, a learner that joins a run is `<host>-<slot>`
+   (`learner/name.py`), so that a process that is started again is the same learner.
 2. A process trains in a run that others have started once: the run is one fit, of one model. A second fit of the
    script would train another model in it, or find it over.
-3. Who starts a run of its own shares no path with anybody, and needs no name yet: the link gives it one.
+3. A learner that starts a run of its own shares no path with others. The link gives it a name later.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+
+from lightning_diloco.strategy import backends
 
 # Modules of backends/, imported when needed, and their classes.
 _FINAL_CLASSES: dict[type[Strategy], tuple[str, str]] = {
@@ -61,6 +62,4 @@ def _instead_of(name: str) -> str:
 
 def final_class(inner: Strategy) -> type[Any]:
     """The final class of a learner that trains with this strategy inside."""
-    module, name = _FINAL_CLASSES[type(inner)]
-    found: type[Any] = getattr(import_module(f"lightning_diloco.strategy.backends.{module}"), name)
-    return found
+    return backends.load(*_FINAL_CLASSES[type(inner)])

@@ -30,7 +30,7 @@ class Front:
         run_dir: RUN_DIR.
         listen: host:port; port 0 for any, which is then kept.
         address: run id and token.
-        identity: who the server is; None: no TLS.
+        identity: who the server is; None: a certificate is made, anew for each token.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Front:
 
     def follow_rotation(self) -> None:
         """Look, cheaply, whether the token was replaced; if so, serve with the new one."""
-        if self._written_ns() != self._seen_ns:
-            self._seen_ns = self._written_ns()
+        if (written_ns := self._written_ns()) != self._seen_ns:
+            self._seen_ns = written_ns
             self._take_token()
         if self._must_listen:
             try:

@@ -239,7 +239,7 @@ class SyncerService:
         return self.state.roster.get(session) is not None
 
     def _places(self, session: str, messages_: Sequence[Json]) -> AbstractContextManager[list[Place]]:
-        return self._quota.places(_checked(session), messages_, is_member=self._is_member(session))
+        return self._quota.places(session, messages_, is_member=self._is_member(session))
 
     def _check_open(self, session: str, num_events: int = 1) -> None:
         if self._is_member(session):

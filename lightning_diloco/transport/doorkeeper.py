@@ -18,7 +18,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from urllib.parse import unquote
 
 LOOK_S = 0.25
@@ -128,41 +129,46 @@ def _connections(port: int) -> Iterator[tuple[Peer, int]]:
             yield peer, number
 
 
-def _peer_of(number: int, port: int) -> Peer | None:
-    """Who is at the other end of this descriptor, if it is a connection to this port."""
+@contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket | None]:
+    """The socket of this descriptor, which stays gRPC's; None if it is none."""
     try:
         line = socket.socket(fileno=number)
-    except OSError:  # no socket, or closed by now
-        return None
+    except OSError:
+        yield None
+        return
     try:
-        if line.family not in (socket.AF_INET, socket.AF_INET6) or line.getsockname()[1] != port:
-            return None
-        host, far_port = line.getpeername()[:2]
-        return _plain(host), far_port
-    except OSError:  # it listens, or is closed by now
-        return None
+        yield line
     finally:
         line.detach()
+
+
+def _peer_of(number: int, port: int) -> Peer | None:
+    """Who is at the other end of this descriptor, if it is a connection to this port."""
+    with _borrowed(number) as line:
+        if line is None or line.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        try:
+            return _far_end(line) if line.getsockname()[1] == port else None
+        except OSError:  # it listens, or is closed by now
+            return None
 
 
 def _end(number: int | None, peer: Peer) -> None:
     """Shut a connection down, if this descriptor is still that connection."""
     if number is None:
         return
-    try:
-        line = socket.socket(fileno=number)
-    except OSError:
-        return
-    try:
-        host, far_port = line.getpeername()[:2]
-        if (_plain(host), far_port) == peer:
+    with _borrowed(number) as line, suppress(OSError):  # it may end by itself
+        if line is not None and _far_end(line) == peer:
             line.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it ended by itself
-        pass
-    finally:
-        line.detach()
 
 
+def _far_end(line: socket.socket) -> Peer:
+    host, port = line.getpeername()[:2]
+    return _plain(host), port
+
+
+@lru_cache(maxsize=4096)  # every call asks
 def _parsed(peer: str) -> Peer:
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     return _plain(host.strip("[]")), int(port)

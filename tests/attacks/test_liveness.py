@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -73,13 +72,6 @@ def test_a_syncer_that_stood_still_gives_everybody_a_whole_lease() -> None:
     syncer.beat("a")
     syncer.tick(0.2 * LEASE_S)
     assert [m.learner for m in syncer.state.roster.live()] == ["a"]
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.kill_all()
 
 
 def told(tape: Path, event: str) -> list[dict]:

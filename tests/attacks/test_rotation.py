@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,13 +102,6 @@ def test_a_run_that_is_not_served_has_its_next_syncer_take_the_token(
     said = capsys.readouterr().out
     assert "the next one takes it" in said
     assert now.token not in said
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.kill_all()
 
 
 @pytest.mark.slow

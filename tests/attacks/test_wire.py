@@ -217,13 +217,6 @@ def test_the_name_of_a_learner_that_is_still_joining_is_its_own(service: SyncerS
 # --- without a token: a syncer as it is started
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.kill_all()
-
-
 def limited_syncer(processes: Processes, max_files: int) -> psutil.Process:
     """`diloco syncer` under `ulimit -n`, soft and hard."""
     command = (

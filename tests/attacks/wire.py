@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pyarrow as pa
 import torch
@@ -21,8 +22,8 @@ from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk
 from lightning_diloco.transport.frames import SCHEMA, Envelope
 from lightning_diloco.transport.identity import HOSTNAME
-from lightning_diloco.transport.token_identity import learner_certificate
 from tests.fuzz.target import MODEL, OPTIONS, Peer
+from tests.transport.conftest import raw_client
 
 CALL_S = 10.0
 
@@ -108,15 +109,7 @@ def _with_token(address: JoinAddress, *, deadline_s: float = CALL_S, **options: 
 
 def stranger(address: JoinAddress, token: str) -> flight.FlightClient:
     """Whoever has this token, and found the syncer's certificate."""
-    certificate, key = learner_certificate(token)
-    return flight.FlightClient(
-        f"grpc+tls://{address.host_port}",
-        tls_root_certs=ssl.get_server_certificate((address.host, address.port)).encode(),
-        cert_chain=certificate,
-        private_key=key,
-        override_hostname=HOSTNAME,
-        generic_options=[("grpc.use_local_subchannel_pool", 1)],
-    )
+    return raw_client(replace(address, token=token))
 
 
 def _connected(address: JoinAddress) -> socket.socket:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import statistics
@@ -22,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.syncer.replay import replay
 from lightning_diloco.transport.address import JoinAddress
@@ -32,6 +29,7 @@ from tests.attacks import contributions, files, wire
 from tests.bench import report
 from tests.e2e.conftest import Processes, until
 from tests.fuzz.target import Peer
+from tests.resident import forget_peak, resident_at_most, resident_now
 
 HONEST = ("ada", "ben", "cho")
 QUIET_S, LOOK_S = 2.0, 6.0
@@ -55,9 +53,9 @@ class Attack:
     launch: Callable[[JoinAddress, str], object]
 
 
-def _held(hold: Callable[..., Any], num: int) -> Callable[[JoinAddress, str], None]:
+def _held(hold: Callable[..., Any]) -> Callable[[JoinAddress, str], None]:
     def launch(address: JoinAddress, name: str) -> None:
-        with hold(address, num):
+        with hold(address, NUM_STRANGERS):
             time.sleep(QUIET_S)
 
     return launch
@@ -78,9 +76,9 @@ def _busy(attack: Callable[[Any], object]) -> Callable[[JoinAddress, str], objec
 
 ATTACKS = (
     Attack("4 calls of 200 MiB", False, lambda address, _: wire.large_calls(address)),
-    Attack(f"{NUM_STRANGERS} idle connections", False, _held(wire.idle_sockets, NUM_STRANGERS)),
-    Attack(f"{NUM_STRANGERS} handshakes that stop", False, _held(wire.unfinished_handshakes, NUM_STRANGERS)),
-    Attack(f"{NUM_STRANGERS} calls that stop", False, _held(wire.unfinished_calls, NUM_STRANGERS)),
+    Attack(f"{NUM_STRANGERS} idle connections", False, _held(wire.idle_sockets)),
+    Attack(f"{NUM_STRANGERS} handshakes that stop", False, _held(wire.unfinished_handshakes)),
+    Attack(f"{NUM_STRANGERS} calls that stop", False, _held(wire.unfinished_calls)),
     Attack("a batch that inflates to 256 MiB", True, lambda a, _: wire.compressed_upload(a, num_bytes=256 << 20)),
     Attack("calls that nobody makes", True, lambda address, _: wire.odd_calls(address)),
     Attack("a flood of messages", True, _joined(lambda peer: wire.flood(peer, num_calls=400))),
@@ -90,27 +88,41 @@ ATTACKS = (
 )
 
 
+@dataclass(slots=True)
+class Launch:
+    """One attack, made by calling this.
+
+    Attributes:
+        error: how it ended, if with an error.
+    """
+
+    attack: Attack
+    address: JoinAddress
+    name: str
+    error: str = ""
+
+    def __call__(self) -> None:
+        try:
+            self.attack.launch(self.address, self.name)
+        except (DiLoCoError, AssertionError) as error:
+            self.error = type(error).__name__
+
+
 class Watch:
     """Looks at a run from outside.
 
     Args:
         processes: of the run.
-        syncer: its process.
     """
 
-    def __init__(self, processes: Processes, syncer: psutil.Process) -> None:
-        self._processes, self._syncer = processes, syncer
-        self.peak = self.resident()
-
-    def resident(self) -> int:
-        return int(self._syncer.memory_info().rss)
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
 
     def honest(self, status: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return (learner for learner in status["learners"] if learner["id"] in HONEST)
 
     def effect(self) -> str | None:
         """What is wrong with the run, if anything."""
-        self.peak = max(self.peak, self.resident())
         began_s = time.monotonic()
         try:
             before = self._processes.status()
@@ -148,21 +160,14 @@ def _run(processes: Processes, attacks: Sequence[Attack]) -> dict[str, Any]:
     syncer = processes.syncer(len(HONEST), record_contributions=True)
     learners = [processes.learner(name) for name in HONEST]
     processes.until_commits(40)
-    watch = Watch(processes, psutil.Process(syncer.pid))
+    watch = Watch(processes)
     assert watch.effect() is None
-    memory, rows, quiet, loud = watch.resident(), [], [], []
+    memory, rows, quiet, loud = resident_now(syncer.pid), [], [], []
     for number, attack in enumerate(attacks):
         quiet.append(_speed(watch, lambda: time.sleep(QUIET_S)))
-        name, watch.peak, said = f"mad{number}", watch.resident(), ""
+        launch = Launch(attack, processes.address, f"mad{number}")
+        forget_peak(syncer.pid)
         began_s = time.monotonic()
-
-        def launch(attack: Attack = attack, name: str = name) -> None:
-            nonlocal said
-            try:
-                attack.launch(processes.address, name)
-            except (DiLoCoError, AssertionError) as error:
-                said = type(error).__name__
-
         loud.append(_speed(watch, launch))
         took_s, effect = time.monotonic() - began_s, watch.effect()
         rows.append(
@@ -170,8 +175,8 @@ def _run(processes: Processes, attacks: Sequence[Attack]) -> dict[str, Any]:
                 "run": attack.name,
                 "token": "yes" if attack.needs_token else "no",
                 "seconds": round(took_s, 1),
-                "syncer [MiB]": f"{memory / 2**20:.0f} -> {watch.peak / 2**20:.0f}",
-                "its learner": watch.named(name) or said,
+                "syncer [MiB]": f"{memory / 2**20:.0f}, at most {resident_at_most(syncer.pid) / 2**20:.0f}",
+                "its learner": watch.named(launch.name) or launch.error,
                 "effect": effect or "none",
             }
         )
@@ -180,7 +185,7 @@ def _run(processes: Processes, attacks: Sequence[Attack]) -> dict[str, Any]:
     control = watch.effect()
     os.kill(learners[0].pid, signal.SIGCONT)
     until(lambda: watch.effect() is None, "the stopped learner", processes)
-    after = watch.resident()
+    after = resident_now(syncer.pid)
     processes.stop_file.touch()
     for learner in learners:
         processes.end(learner)
@@ -205,8 +210,10 @@ def _checked(
     summary = until(lambda: (processes.run_dir / "summary.json").exists() and processes.summary(), "the summary")
     hurt = [row["run"] for row in rows if row["effect"] != "none"]
     growth, left = memory[1] / memory[0] - 1, statistics.median(speed[1]) / statistics.median(speed[0])
-    with contextlib.suppress(DiLoCoError):
+    try:
         level = replay(processes.run_dir).level
+    except DiLoCoError as error:
+        level = f"nothing: {error}"
     checks = {
         f"{len(rows)} attacks, {len(hurt)} with an effect": not hurt,
         "the ledger is exact": bool(summary["ledger_exact"]),

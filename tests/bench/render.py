@@ -20,7 +20,6 @@ class Table:
     """The location of stored results, the README of their table, and the function that makes it."""
 
     results: Path
-    readme: Path
     make: Callable[[Results], str]
 
 
@@ -67,23 +66,23 @@ def _broken_learner(found: Results) -> str:
 
 BENCH, PROJECT = HERE / "README.md", HERE.parents[1] / "README.md"
 TABLES = {
-    "quality": Table(RECIPE.parent / "results" / "quality.json", BENCH, _losses),
-    "sweep": Table(RECIPE.parent / "results" / "sweep.json", BENCH, _losses),
-    "loss_by_participation": Table(HERE / "results" / "loss_by_participation.json", BENCH, _loss_by_participation),
-    "broken_learner": Table(HERE / "results" / "broken_learner.json", BENCH, _broken_learner),
-    "exchange": Table(HERE / "results" / "exchange.json", BENCH, _rows),
-    "straggler": Table(HERE / "results" / "straggler.json", BENCH, _rows),
-    "xla_step": Table(HERE / "results" / "xla_step.json", BENCH, _rows),
-    "ranks_step": Table(HERE / "results" / "ranks_step.json", BENCH, _rows),
-    "attacks": Table(HERE / "results" / "attacks.json", BENCH, _rows),
-    "forecast": Table(RECIPE.parent / "results" / "forecast.json", BENCH, _rows),
-    "memory": Table(RECIPE.parent / "results" / "memory.json", BENCH, _rows),
-    "chaos": Table(RECIPE.parent / "results" / "chaos.json", BENCH, _rows),
-    "recoveries": Table(HERE / "results" / "recoveries.json", BENCH, _checks),
-    "survivors": Table(HERE / "results" / "survivors.json", BENCH, _survivors),
-    "busy_survivors": Table(HERE / "results" / "busy_survivors.json", BENCH, _busy_survivors),
-    "loop": Table(HERE / "results" / "loop.json", BENCH, _rows),
-    "soak": Table(HERE / "results" / "soak.json", BENCH, _rows),
+    "quality": Table(RECIPE.parent / "results" / "quality.json", _losses),
+    "sweep": Table(RECIPE.parent / "results" / "sweep.json", _losses),
+    "loss_by_participation": Table(HERE / "results" / "loss_by_participation.json", _loss_by_participation),
+    "broken_learner": Table(HERE / "results" / "broken_learner.json", _broken_learner),
+    "exchange": Table(HERE / "results" / "exchange.json", _rows),
+    "straggler": Table(HERE / "results" / "straggler.json", _rows),
+    "xla_step": Table(HERE / "results" / "xla_step.json", _rows),
+    "ranks_step": Table(HERE / "results" / "ranks_step.json", _rows),
+    "attacks": Table(HERE / "results" / "attacks.json", _rows),
+    "forecast": Table(RECIPE.parent / "results" / "forecast.json", _rows),
+    "memory": Table(RECIPE.parent / "results" / "memory.json", _rows),
+    "chaos": Table(RECIPE.parent / "results" / "chaos.json", _rows),
+    "recoveries": Table(HERE / "results" / "recoveries.json", _checks),
+    "survivors": Table(HERE / "results" / "survivors.json", _survivors),
+    "busy_survivors": Table(HERE / "results" / "busy_survivors.json", _busy_survivors),
+    "loop": Table(HERE / "results" / "loop.json", _rows),
+    "soak": Table(HERE / "results" / "soak.json", _rows),
 }
 
 
@@ -175,7 +174,7 @@ def main() -> None:
     """Rewrite the READMEs."""
     report.insert(PROJECT, "summary", summary())
     for name, text in rendered().items():
-        report.insert(TABLES[name].readme, name, text)
+        report.insert(BENCH, name, text)
 
 
 if __name__ == "__main__":

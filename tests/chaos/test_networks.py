@@ -10,7 +10,7 @@ import pytest
 
 from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.transport.faults import FaultProxy
-from tests.e2e.conftest import Processes, processes, until  # noqa: F401  a fixture
+from tests.e2e.conftest import Processes, until
 from tests.e2e.learner import TOKENS
 
 pytestmark = pytest.mark.chaos
@@ -23,7 +23,7 @@ RECONNECT_S = 5.0  # TCP, TLS and the first call are three round trips
 
 
 @pytest.fixture
-def network(processes: Processes) -> Iterator[FaultProxy]:  # noqa: F811
+def network(processes: Processes) -> Iterator[FaultProxy]:
     processes.syncer(expect=2)
     with FaultProxy(processes.address.host_port) as proxy:
         yield proxy
@@ -34,12 +34,12 @@ def commits_of(run_dir: Path, name: str) -> int:
     return sum(line["event"] == "commit" and name in line["learners"] for line in lines)
 
 
-def until_merged_again(processes: Processes, name: str) -> None:  # noqa: F811
+def until_merged_again(processes: Processes, name: str) -> None:
     wanted = commits_of(processes.run_dir, name) + 2 * NUM_FRAGMENTS
     until(lambda: commits_of(processes.run_dir, name) >= wanted, f"commits that name {name}", processes)
 
 
-def assert_a_good_end(processes: Processes, *learners: Any) -> None:  # noqa: F811
+def assert_a_good_end(processes: Processes, *learners: Any) -> None:
     """All end by themselves and hold what was published; every token of every step is merged, once."""
     processes.stop_file.touch()
     assert [processes.end(learner) for learner in learners] == [0] * len(learners)
@@ -60,7 +60,7 @@ def assert_a_good_end(processes: Processes, *learners: Any) -> None:  # noqa: F8
 
 
 def test_a_network_that_is_cut_half_open_or_late_costs_nothing_but_time(
-    processes: Processes,  # noqa: F811
+    processes: Processes,
     network: FaultProxy,
 ) -> None:
     learners = processes.learner("l0", through=network), processes.learner("l1")
@@ -77,7 +77,7 @@ def test_a_network_that_is_cut_half_open_or_late_costs_nothing_but_time(
 
 
 def test_a_network_that_is_slow_delayed_and_full_of_resets_costs_nothing_but_time(
-    processes: Processes,  # noqa: F811
+    processes: Processes,
     network: FaultProxy,
 ) -> None:
     learners = processes.learner("l0", through=network, deadline_s=RECONNECT_S), processes.learner("l1")

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from lightning_diloco.errors import RestoringError, TransportError
 from lightning_diloco.transport.address import JoinAddress, read_join_file, split_host_port
@@ -161,10 +160,3 @@ class Processes:
                     child.kill()
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.kill_all()

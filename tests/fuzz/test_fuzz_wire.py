@@ -97,13 +97,6 @@ class Intruder:
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    made = Processes(tmp_path)
-    yield made
-    made.kill_all()
-
-
-@pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Target, FlightServer]]:
     target = Target(tmp_path)
     server = FlightServer(

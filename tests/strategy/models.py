@@ -83,3 +83,14 @@ OWN_STATE = {
     WithCodebook: {"codebook", "usage", "scale"},
 }
 OWN_STATE[WithQueue] = OWN_STATE[WithTeacher] | {"queue", "next"}
+
+
+class WithBackbone(TinyModel):
+    """A part that finetuning callbacks freeze at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Linear(4, 4)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) + self.backbone(self.embedding(batch["input_ids"])).square().mean()

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from tests.strategy.conftest import Sequences, TinyModel
-from tests.strategy.models import OWN_STATE, WithBatchNorm
+from tests.strategy.models import OWN_STATE, WithBackbone, WithBatchNorm
 from tests.strategy.optimizers import Lookahead, ScheduleFree
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Swapping scheduler")]
@@ -140,15 +140,6 @@ class ByHand(TinyModel):
 def test_raw_optimizers_by_hand(agree):
     _, _, found = agree(ByHand)
     assert found["tokens_seen"] == 4 * 6 * 4 * 6 * 2
-
-
-class WithBackbone(TinyModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Linear(4, 4)
-
-    def loss(self, batch):
-        return super().loss(batch) + self.backbone(self.embedding(batch["input_ids"])).square().mean()
 
 
 def test_backbone_finetuning(agree):

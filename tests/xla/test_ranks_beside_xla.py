@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.e2e.conftest import Processes
 from tests.e2e.test_ranks import PACED, furthest
 
 pytestmark = pytest.mark.xla
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    started = Processes(tmp_path)
-    try:
-        yield started
-    finally:
-        started.kill_all()
 
 
 def test_ranks_give_the_anchors_of_one_device_although_fsdp2_moves_uneven_shards(processes: Processes) -> None:

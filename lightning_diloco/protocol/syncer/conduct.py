@@ -1,4 +1,4 @@
-"""Who sends odd contributions, and what comes of it: quarantine, and the way out of it.
+"""Quarantine of learners that send odd contributions, and their release.
 
 1. STRIKES odd contributions in a row, over all fragments, put a learner in quarantine. Whether one is odd is found by
    `syncer/judging.py`. It also is if the last NUM_LIKENESSES of this learner go against the others' (a mean likeness

@@ -5,8 +5,8 @@
 2. Joining lives in `joins.py`, leases of data in `leasing.py`, rounds in `rounds.py`, contributions in
    `contributions.py`, token books in `ledger.py`. This file hands events to them and joins their answers.
 3. Leaves and fences wait for a commit that is being written and names the leaver; both are repeated until answered.
-4. Whoever speaks of another generation, or of a version not reached here, is welcomed to what there is. Only who proves
-   that it was published (`proofs.py`) shows that the disk was rolled back, and a new generation begins.
+4. If a learner speaks of another generation, or of a version not reached here, the answer is a Welcome to the present
+   one. If it proves that this version was published (`proofs.py`), the disk was rolled back: a new generation begins.
 5. Leases run by the time at which events came, not by that at which they are handled. Time in which this process stood
    still counts against nobody.
 

@@ -1,6 +1,6 @@
 """Whether a seeder's manifest can be the start of a run: checked before anything is computed from it.
 
-1. It has the fields of `make_manifest` and no others, of their types (`codec`) and within bounds (`plausible`).
+1. It has the fields of `make_manifest` and no others, of their types (`codec`) and within bounds (`limits`).
 2. Its plan can be computed in seconds: so many slices, and so much dealing of shapes to fragments, at most. Whether the
    plan is the one it claims, and fits the values, is seen when the values are there.
 """

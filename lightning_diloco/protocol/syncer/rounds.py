@@ -9,7 +9,7 @@
 4. Learners that end together evaluate before they drain. One that drains waits for those who evaluate, and its rounds
    for everybody, as long as it can, so that contributions are merged by direction rather than added up.
 5. What a learner says of itself lengthens no wait of others beyond a few steps of theirs (`_believed_s`), nor beyond
-   MAX_WAIT_S. Who has not answered ANSWER_STEPS after that is not in the electorate any more, whatever the quorum.
+   MAX_WAIT_S. A learner that has not answered ANSWER_STEPS after that leaves the electorate, whatever the quorum.
 6. How far each contribution moves the anchor does not depend on who else is in the round (`shares.py`).
 7. What is merged is checked against the fence twice: at receipt and when the commit is recorded.
 
@@ -102,11 +102,10 @@ class Rounds:
         """Those who drain waited for somebody who evaluated."""
         wanted = [(self.roster[session], intent) for session, intent in f.wanted.items()]
         f.wanted.clear()
-        unmerged = [each for each in wanted if self.contributions.has_unmerged(each[0], p)]
-        if not unmerged:
-            return []
-        opener, intent = unmerged[0]
-        return self._open(f, opener.session, intent, now_s)
+        for member, intent in wanted:
+            if self.contributions.has_unmerged(member, p):
+                return self._open(f, member.session, intent, now_s)
+        return []
 
     def ready(self, member: Member, ready: msg.Ready, now_s: float) -> list[SyncerAction]:
         if self._is_being_written(member, ready.fragment):
@@ -405,7 +404,7 @@ class Rounds:
         return [note, *self._refuse_unjudged(p, f)]
 
     def _refuse_unjudged(self, p: int, f: FragmentRounds) -> list[SyncerAction]:
-        """Who is in quarantine and has nobody to be compared with is told so, rather than left waiting."""
+        """Refuse what learners in quarantine sent if there is no contribution to compare it with."""
         todo: list[SyncerAction] = []
         for contribution in self._on_trial(f):
             member = self.roster[contribution.session]

@@ -4,8 +4,9 @@
    next epoch's, and so on. So in an outage of any length a learner reads no sample twice in an epoch, and all of them
    before it begins the next.
 2. Each learner has an order of its own: those that are cut off together read different data for as long as there are.
-3. All of it may be leased by somebody later, or have been: it counts as repeated (`lessee.py`). After the outage the
-   table leases this epoch's ranges as if nothing had happened, so a sample may be trained on twice in that epoch.
+3. All of it may be leased by somebody later, or have been: it counts as repeated (`protocol/learner/leases.py`). After
+   the outage the table leases this epoch's ranges as if nothing had happened, so a sample may be trained on twice in
+   that epoch.
 
 Source: our choice.
 """

@@ -3,7 +3,7 @@
 The learner's directory is `<root>/learners/<id>`: root is DILOCO_RUN_DIR if set, else the Trainer's default_root_dir.
 
 1. Done before Lightning looks for checkpoints to resume from, sets up callbacks and opens loggers; possible only if the
-   id is known by then (identity.py). Without one nothing is moved: there is one learner only.
+   id is known by then (strategy/identity.py). Without one nothing is moved: there is one learner only.
 2. Explicit directories of file loggers and checkpoints get `learners/<id>` appended. In a run directory those below the
    working directory move below the learner's own, with the same relative path.
 3. What already lies in the learner's directory is left alone: a launcher may start the process with

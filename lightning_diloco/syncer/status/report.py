@@ -1,6 +1,7 @@
 """A run in figures: what `status` shows while it lasts, and what `summary.json` holds at its end.
 
-Every figure is defined once: here, in `ledger.py` (tokens) and in `learner/step_timer.py` (stall, rate).
+Every figure is defined once: here, in `protocol/syncer/ledger.py` (tokens) and in `learner/step_timer.py` (stall,
+rate).
 """
 
 from __future__ import annotations

@@ -8,21 +8,11 @@ from torch import nn
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.trainer.parameters import trainable_parameters
 from tests.strategy.conftest import TinyModel
+from tests.strategy.models import WithBackbone
 
 HEAD = {"embedding.weight", "body.weight", "body.bias"}
 FROZEN = {"frozen.weight", "frozen.bias"}
 EPOCHS = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 2, "limit_val_batches": 0}
-
-
-class WithBackbone(TinyModel):
-    """Its backbone is what `body` was."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Linear(4, 4)
-
-    def loss(self, batch):
-        return super().loss(batch) + self.backbone(self.embedding(batch["input_ids"])).square().mean()
 
 
 class Unfreezes(Callback):

@@ -87,14 +87,20 @@ def test_the_step_that_is_shown_is_the_trainer_s() -> None:
     assert [(row["step"], row["trainer_step"]) for row in status["learners"]] == [(3, 103)]
 
 
-def test_goodput_is_told_with_and_without_the_time_a_run_was_stopped() -> None:
-    first = Member("a", "l0", 1, 0, state="left", active_s=0.0, ended_s=4.0, tokens_per_s=10.0)
-    second = Member("b", "l0", 2, 0, state="left", active_s=8.0, ended_s=10.0, tokens_per_s=10.0)
+def trained(first: Member, its_tokens: int, second: Member, other_tokens: int) -> SyncerState:
+    """A run of two processes of one learner; everything they trained is merged."""
     state = run_of(first, second)
-    for member, tokens in ((first, 30), (second, 15)):
+    for member, tokens in ((first, its_tokens), (second, other_tokens)):
         account = state.ledger.account("l0", member.incarnation)
         account.merge(0, member.incarnation, 0, tokens)
         account.seen = tokens
+    return state
+
+
+def test_goodput_is_told_with_and_without_the_time_a_run_was_stopped() -> None:
+    first = Member("a", "l0", 1, 0, state="left", active_s=0.0, ended_s=4.0, tokens_per_s=10.0)
+    second = Member("b", "l0", 2, 0, state="left", active_s=8.0, ended_s=10.0, tokens_per_s=10.0)
+    state = trained(first, 30, second, 15)
     told = report.summary(state, status="finished", wall_s=10.0, pauses=[(4.5, 7.5), (11.0, 12.0)], **FIGURES)
     assert told["goodput"] == pytest.approx(45 / 100)
     assert told["goodput_unpaused"] == pytest.approx(45 / 70)
@@ -104,11 +110,7 @@ def test_goodput_is_told_with_and_without_the_time_a_run_was_stopped() -> None:
 def test_goodput_counts_downtime_and_every_incarnation_by_what_it_trained() -> None:
     first = Member("a", "l0", 1, 0, state="fenced", active_s=0.0, ended_s=6.0, tokens_per_s=5.0)
     second = Member("b", "l0", 2, 0, state="left", active_s=6.0, ended_s=8.0, tokens_per_s=10.0)
-    state = run_of(first, second)
-    for member, tokens in ((first, 20), (second, 10)):
-        account = state.ledger.account("l0", member.incarnation)
-        account.merge(0, member.incarnation, 0, tokens)
-        account.seen = tokens
+    state = trained(first, 20, second, 10)
     undisturbed = (20 + 10) / (20 / 5.0 + 10 / 10.0)
     assert report.goodput(state, 10.0) == pytest.approx(30 / (8.0 * undisturbed))
 
