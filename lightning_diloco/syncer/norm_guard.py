@@ -8,7 +8,8 @@
    times is refused. By the word of one, or of its own past, it is scaled down at NORM_GUARD times: who of two is broken
    cannot be told. A learner that has always been longer, because its learning rate is another one, or because the
    others have just begun to warm up, may stay so: its own usual norm counts up to NORM_GUARD times that of the others.
-4. Alone, a learner is judged by all that it sent, once that is MIN_SAMPLES.
+4. Alone, a learner is judged by all that it sent, once that is MIN_SAMPLES. If all of it was zero, as that of frozen
+   parameters is, nothing is known of it.
 5. Contributions of other lengths are compared by the steps in them. Steps in one direction add up, independent ones
    grow by the square root: of twice the steps, the norm may be twice as long, of half the steps, half the root.
 6. Learnt anew from the tape after a restart. Commits do not depend on it: each is on record with its limits.
@@ -96,7 +97,8 @@ class NormGuard:
                 return Limit(SCALE_DOWN * base, NORM_GUARD * base, middle, len(usual))
             return Limit(NORM_GUARD * base, math.inf, middle, 1)
         everything = self._recent[p][learner].all
-        return Limit(NORM_GUARD * _usual(everything, steps) if len(everything) >= MIN_SAMPLES else math.inf)
+        own_norm = _usual(everything, steps) if len(everything) >= MIN_SAMPLES else 0.0
+        return Limit(NORM_GUARD * own_norm or math.inf)
 
 
 def _usual(samples: Sequence[Sample] | deque[Sample], steps: int) -> float:

@@ -89,6 +89,19 @@ def test_what_is_cut_off_goes_into_the_next_contributions(tmp_path: Path, seed: 
         assert summary["tokens_merged"] == summary["tokens_seen"]
 
 
+def test_weights_that_move_after_a_long_rest_are_merged_whole(tmp_path: Path) -> None:
+    with Fleet(tmp_path, run_options=ALONE) as fleet:
+        learner = watched(fleet)
+        wanted, learner.target = learner.target, {name: param.detach().clone() for name, param in learner.params.items()}
+        learner.until_commits(fleet, 3 * MIN_SAMPLES * learner.link.plan.num_fragments)
+        learner.target = wanted
+        learner.until_commits(fleet, 30)
+        assert learner.end(fleet) < 0.05
+        (member,) = fleet.service.state.roster.members.values()
+        assert member.num_clipped == 0
+        assert_exact(fleet.stop())
+
+
 def taught(**norms: float) -> NormGuard:
     """MIN_SAMPLES contributions of each learner to fragment 0, of four steps each."""
     usual = NormGuard()
@@ -151,3 +164,8 @@ def test_alone_a_learner_is_limited_by_its_own_past() -> None:
     assert usual.limit(0, "a", 4, {"a": (1.0, 4)}).norm == float("inf")
     usual.learn(0, ["a"], [2.0], [4], [0.5])
     assert usual.limit(0, "a", 4, {}).norm == NORM_GUARD * 2.0
+
+
+def test_of_one_that_only_sent_zeros_nothing_is_known() -> None:
+    assert taught(a=0.0).limit(0, "a", 4, {}) == Limit()
+    assert taught(a=0.0, b=0.0, c=0.0).limit(0, "a", 4, {}) == Limit()

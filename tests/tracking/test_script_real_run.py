@@ -43,7 +43,7 @@ def test_a_script_s_own_logger_joins_the_group(tmp_path: Path, named: str, proje
         [*argv, "--wandb", "mine", "--no-page"], cwd=tmp_path, env=given, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the script's own WandbLogger logs its learners into this group" in done.stdout
+    assert "the script's own WandbLogger logs its learners to this group" in done.stdout
     syncer, *learners = sorted(read(tmp_path), key=lambda run: (run.job_type != "syncer", run.name))
     assert (syncer.id, syncer.project) == (f"{syncer.group}-syncer", "mine")
     assert [run.name for run in learners] == ["l0", "l1"]
