@@ -92,7 +92,7 @@ def test_what_is_cut_off_goes_into_the_next_contributions(tmp_path: Path, seed: 
 def test_weights_that_move_after_a_long_rest_are_merged_whole(tmp_path: Path) -> None:
     with Fleet(tmp_path, run_options=ALONE) as fleet:
         learner = watched(fleet)
-        wanted, learner.target = learner.target, {name: param.detach().clone() for name, param in learner.params.items()}
+        wanted, learner.target = learner.target, {name: param.detach() for name, param in learner.undisturbed.items()}
         learner.until_commits(fleet, 3 * MIN_SAMPLES * learner.link.plan.num_fragments)
         learner.target = wanted
         learner.until_commits(fleet, 30)

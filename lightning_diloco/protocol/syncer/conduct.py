@@ -9,7 +9,9 @@
    others' and refused, with the reason; it adopts the anchor after each, and so gets rid of what made them odd.
 3. RELEASE_AFTER contributions in a row with nothing odd release it, if the last NUM_LIKENESSES go the others' way
    (NEAR times their likeness, or more). Left alone it stays: there is nobody to tell.
-4. It takes the word of two other learners to call a contribution odd, or sound.
+4. It takes the word of two other learners to call a contribution odd, or sound. Only learners that take part now are
+   asked, and most of them stay out of quarantine: of two halves, nobody can tell which one is broken. Where data differ
+   between learners, contributions point away from each other once the anchor is good for all of them.
 5. It is the learner id that is in quarantine, restarts of its process and of the syncer notwithstanding. What counts in
    a row begins anew when the syncer is started again.
 
@@ -61,7 +63,7 @@ class Conduct:
         elif verdict.is_telling:
             self._num_odd[name] = 0
             self._num_sound[name] = self._num_sound[name] + 1 if self._is_near(name) else 0
-        if odd is not None and self._num_odd[name] >= STRIKES and name not in self._roster.quarantined:
+        if odd is not None and self._num_odd[name] >= STRIKES and self._is_alone(name):
             return records.Quarantined(name, f"{STRIKES} odd contributions in a row, the last one: {odd}")
         if name in self._roster.quarantined and self._num_sound[name] >= RELEASE_AFTER:
             return records.Released(name)
@@ -75,6 +77,16 @@ class Conduct:
             self._roster.quarantined[record.learner] = record.reason
         else:
             self._roster.quarantined.pop(record.learner, None)
+
+    def _is_alone(self, name: str) -> bool:
+        """Whether it is not in quarantine, and with it most learners would still not be."""
+        if name in self._roster.quarantined:
+            return False
+        num_live = len({member.learner for member in self._roster.live()} | {name})
+        return len(self._trusted_others(name)) > num_live / 2
+
+    def _trusted_others(self, name: str) -> set[str]:
+        return {member.learner for member in self._roster.trusted()} - {name}
 
     def _unlike(self, name: str) -> str | None:
         """Whether its last contributions, taken together, do not go where the others' go."""
@@ -96,7 +108,7 @@ class Conduct:
 
     def _likeness_of_others(self, name: str) -> float:
         """Of most of them; 0: not known."""
-        others = [mean for other in self._likenesses if other != name and (mean := self.likeness(other)) is not None]
+        others = [mean for other in self._trusted_others(name) if (mean := self.likeness(other)) is not None]
         return median_high(others) if len(others) >= 2 else 0.0
 
     def likeness(self, name: str) -> float | None:

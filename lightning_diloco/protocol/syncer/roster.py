@@ -162,7 +162,7 @@ class Roster:
         """Whether nobody waits for it, and what it sends is not merged."""
         return self.members[session].learner in self.quarantined
 
-    def _trusted(self) -> list[Member]:
+    def trusted(self) -> list[Member]:
         return [m for m in self.live() if m.learner not in self.quarantined]
 
     def next_incarnation(self, learner: str) -> int:
@@ -197,7 +197,7 @@ class Roster:
         return member.state in ("joining", "confirmed") or member.is_live
 
     def at_work(self, now_s: float, heartbeat_s: float) -> list[Member]:
-        return [m for m in self._trusted() if m.is_at_work(now_s, heartbeat_s)]
+        return [m for m in self.trusted() if m.is_at_work(now_s, heartbeat_s)]
 
     def electorate(self, now_s: float, heartbeat_s: float) -> set[str]:
-        return {m.session for m in self._trusted() if m.takes_part(now_s, heartbeat_s)}
+        return {m.session for m in self.trusted() if m.takes_part(now_s, heartbeat_s)}

@@ -186,3 +186,25 @@ def test_a_payload_that_misses_its_round_is_waited_for_once() -> None:
     syncer.payload("b", ready())
     syncer.intent("a")
     assert members(syncer.contribute("a", ready(seq=3, start=200, stop=300, base=2))) == ["a", "b"]
+
+
+def test_most_learners_stay_out_of_quarantine(rounds: Rounds) -> None:
+    conduct, roster = rounds.state.rounds.conduct, rounds.state.roster
+    for session in ("a", "b", "c", "mad"):
+        found = [conduct.hear(roster[session], ODD) for _ in range(STRIKES)]
+        for record in filter(None, found):
+            conduct.apply(record)
+
+    assert set(roster.quarantined) == {"a"}, "of four, two would be half of them"
+
+
+def test_whoever_left_is_not_asked(rounds: Rounds) -> None:
+    conduct, roster = rounds.state.rounds.conduct, rounds.state.roster
+    for _ in range(NUM_LIKENESSES):
+        conduct.hear(roster["c"], Verdict(None, likeness=0.5, is_telling=True))
+        conduct.hear(roster["mad"], Verdict(None, likeness=0.5, is_telling=True))
+    roster["c"].state = roster["mad"].state = "left"
+    for _ in range(NUM_LIKENESSES + STRIKES):
+        # The anchor is as good for both as it can be: each pulls its own way.
+        assert conduct.hear(roster["b"], Verdict(None, likeness=-0.5, is_telling=True)) is None
+        assert conduct.hear(roster["a"], Verdict(None, likeness=-0.5, is_telling=True)) is None
