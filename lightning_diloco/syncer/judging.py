@@ -54,7 +54,7 @@ class Judge:
 
     def __init__(self, usual: NormGuard) -> None:
         self._usual = usual
-        self._last: dict[tuple[str, int], tuple[int, tuple[float, ...]]] = {}
+        self._last: dict[tuple[str, int], tuple[tuple[str, int], tuple[float, ...]]] = {}  # by learner and fragment
 
     def judge(
         self, p: int, contributions: Sequence[Contribution], on_trial: Sequence[Contribution], measured: Measured
@@ -83,9 +83,10 @@ class Judge:
 
     def _is_repeated(self, p: int, c: Contribution, slices: tuple[float, ...]) -> bool:
         """Whether the last one of this process was the same, and not zero; a round may be judged again."""
-        seq, last = self._last.get((c.session, p), (c.ready.seq, ()))
-        self._last[c.session, p] = (c.ready.seq, slices)
-        return seq != c.ready.seq and last == slices and any(slices)
+        this = (c.session, c.ready.seq)
+        (session, seq), last = self._last.get((c.learner, p), (this, ()))
+        self._last[c.learner, p] = (this, slices)
+        return session == c.session and seq != c.ready.seq and last == slices and any(slices)
 
 
 def _oddity(norm: float, limit: Limit, *, is_repeated: bool) -> tuple[str | None, bool]:
