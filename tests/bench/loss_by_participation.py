@@ -6,8 +6,8 @@ python -m tests.bench.loss_by_participation --tasks classifier --learners 2 8 --
 1. The real state machines and arithmetic run in one process with a simulated clock. Participation is forced (learners
    receive only rounds that their group opened), or results from slow networks, slow learners and late starts.
 2. Each arm trains for the same number of steps per learner, with two exceptions. A slow learner makes fewer steps, so
-   the fleet trains on fewer tokens; this arm is compared with a run of as many tokens in which all take part. And in
-   "one leaves, one comes", one learner leaves at half time and another one joins.
+   less of its part of the data is read; "without the slow one", none of it is. And in "one leaves, one comes", one
+   learner leaves at half time and another one joins.
 3. In the control, weights are shares of the round, as in the paper.
 """
 
@@ -35,7 +35,7 @@ from tests.bench.training_fleet import TrainingFleet
 
 STEPS = {"classifier": 800, "gan": 1200}
 BOUND, BOUND_PLAIN = 0.02, 0.05
-FULL, CONTROL = "all in every round", "control: shares of the round"
+FULL, CONTROL, SHORT = "all in every round", "control: shares of the round", "without the slow one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Arm:
         waits: whether the grace window is long enough for all learners, instead of 0.
         staggered: whether learners start at different times within one period.
         slowdown: factor by which the last learner is slower.
-        tokens_as: slowdown; all learners make fewer steps, so that the fleet trains on as many tokens as with it.
+        is_short: whether the last learner takes no part, and nobody reads its part of the data.
         changes: whether the first learner leaves at half time and the last one joins then.
         normalized: whether weights are shares of the round instead of the fleet.
     """
@@ -58,7 +58,7 @@ class Arm:
     waits: bool = True
     staggered: bool = False
     slowdown: int = 1
-    tokens_as: int = 1
+    is_short: bool = False
     changes: bool = False
     normalized: bool = False
 
@@ -72,15 +72,10 @@ ARMS = {
     "slow network, nobody waits": Arm(latency_steps=3, waits=False, staggered=True),
     "slower network, nobody waits": Arm(latency_steps=10, waits=False, staggered=True),
     "one is 4x slower": Arm(slowdown=4, waits=False),
-    "all, as many tokens as with 4x": Arm(tokens_as=4),
     "one is 10x slower": Arm(slowdown=10, waits=False),
-    "all, as many tokens as with 10x": Arm(tokens_as=10),
+    SHORT: Arm(is_short=True),
     "one leaves, one comes": Arm(changes=True),
     CONTROL: replace(QUARTER, normalized=True),
-}
-FEWER_TOKENS = {
-    "one is 4x slower": "all, as many tokens as with 4x",
-    "one is 10x slower": "all, as many tokens as with 10x",
 }
 
 
@@ -94,7 +89,7 @@ def anchor_loss(task: Task, arm: Arm, *, learners: int, steps: int, **options: A
         steps: inner steps of each learner; a slower one makes fewer.
         options: run options.
     """
-    steps = round(steps * (learners - 1 + 1 / arm.tokens_as) / learners)
+    parts, learners = learners, learners - arm.is_short
     config = RunConfig(num_fragments=6, grace=10.0 if arm.waits else 0.0, **options)
     spread_s = config.sync_every / learners if arm.staggered else 0.0
     paces = [Pace(tokens=BATCH, num_steps=steps, starts_s=m * spread_s, drain_s=120.0) for m in range(learners)]
@@ -106,7 +101,7 @@ def anchor_loss(task: Task, arm: Arm, *, learners: int, steps: int, **options: A
         config,
         LearnerConfig(),
         [task.model() for _ in range(learners)],
-        [task.batches(part, learners) for part in range(learners)],
+        [task.batches(part, parts) for part in range(learners)],
         paces,
         together=max(1, round(arm.together * learners)),
         latency_s=arm.latency_steps,
@@ -149,7 +144,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append(row)
     for row, (task, arm, m) in zip(rows, wanted, strict=True):
         if arm is not None:
-            row["against all"] = row["loss"] / means[task, FEWER_TOKENS.get(arm, FULL), m] - 1
+            row["against all"] = row["loss"] / means[task, FULL, m] - 1
             row["against plain"] = row["loss"] / means[task, None, m] - 1
     return rows
 
@@ -157,7 +152,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     """Return the checks of the classifier; a GAN's losses differ too much between seeds."""
     rows = [row for row in rows if row["task"] == "classifier" and "against all" in row]
-    ours = [row for row in rows if row["run"] not in (CONTROL, "one leaves, one comes", *FEWER_TOKENS.values())]
+    ours = [row for row in rows if row["run"] not in (CONTROL, SHORT, "one leaves, one comes")]
     control = min((row["against all"] for row in rows if row["run"] == CONTROL), default=0.0)
     worst, plain = (max(row[against] for row in ours) for against in ("against all", "against plain"))
     return {
