@@ -136,4 +136,4 @@ def test_a_syncer_that_is_started_again_answers_while_it_reads_its_disk(
     monkeypatch.setattr(SyncerStore, "restore", restored)
     with pytest.raises(CorruptLogError, match="enough"):
         syncer.serve(syncer.SyncerOptions(run_dir=tmp_path))
-    assert "the syncer restores its run (its log is checked, record" in answers[0]
+    assert "the syncer restores its run (checking the log, record" in answers[0]
