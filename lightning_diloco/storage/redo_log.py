@@ -145,8 +145,8 @@ class RedoLog:
             last, segments = self.last_lsn, list(self._segments)
         if from_lsn < segments[0]:
             raise CorruptLogError(
-                f"{self.directory}: asked for the records from lsn {from_lsn} on, the oldest kept is {segments[0]}; the "
-                f"log must reach back to its snapshot; restore the missing segments from a backup"
+                f"{self.directory}: asked for the records from lsn {from_lsn} on, the oldest kept is {segments[0]}; "
+                f"the log must reach back to its snapshot; restore the missing segments from a backup"
             )
         for first, beyond in zip(segments, [*segments[1:], last + 1], strict=True):
             if from_lsn < beyond:
