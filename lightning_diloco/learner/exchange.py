@@ -97,25 +97,25 @@ class FragmentExchange:
     # ------------------------------------------------------------------------------- called while the machine is locked
 
     def encode(self, ready: messages.Ready) -> None:
-        """Training thread: snapshot this fragment, and have it encoded."""
+        """Take a snapshot of a fragment and queue its encoding. Training thread."""
         snapshot = self._device.snapshot(ready.fragment)
         self._wanted.add((ready.fragment, ready.seq))
         self._copies.put(partial(self._collect, ready, snapshot))
 
     def aside(self, job: Job) -> None:
-        """Have this done by the thread that may wait for the device."""
+        """Run a job in the thread that may wait for the device."""
         self._copies.put(job)
 
     def upload(self, ready: messages.Ready) -> None:
-        """Have its kept bytes sent."""
+        """Queue the upload of a contribution's bytes."""
         self._up.put(partial(self._upload, ready))
 
     def fetch(self, wanted: actions.Fetch) -> None:
-        """Have an update fetched and staged."""
+        """Queue the download of an update, which is then staged."""
         self._down.put(partial(self._fetch, wanted))
 
     def land(self, p: int) -> None:
-        """Training thread: the staged update becomes current."""
+        """Land the staged update of a fragment. Training thread."""
         staged, adopted = self._staged.pop(p)
         if adopted is not None:
             self._device.adopt(p, adopted)
@@ -123,18 +123,18 @@ class FragmentExchange:
             self._device.land(p, staged)
 
     def forget(self, p: int, seq: int) -> None:
-        """These bytes will not be asked for again."""
+        """Drop the bytes of a contribution."""
         self._wanted.discard((p, seq))
         self._kept.pop((p, seq), None)
 
     def forget_all(self) -> None:
-        """This learner has left: nothing will be asked for again."""
+        """Drop all bytes, after the learner has left."""
         self._wanted.clear()
 
     # ----------------------------------------------------------------------------------------------------------- after
 
     def take_final(self, p: int, generation: int, have: int) -> None:
-        """Training is over: bring this fragment's anchor to the newest version, and wait for it.
+        """Fetch and land the newest version of a fragment's anchor, after training; waits for it.
 
         Raises:
             DiLoCoError: it could not be fetched.
@@ -143,7 +143,7 @@ class FragmentExchange:
         if (bulk.header["generation"], bulk.header["version"]) != (generation, have):
             staged: list[Any] = []
             self._work.do(lambda: staged.append(self._device.stage(p, self._update(p, bulk, None))))
-            if staged:  # else the worker failed, and that error is told
+            if staged:  # otherwise the worker has failed, and its error is raised
                 self._device.land(p, staged[0])
 
     def stop(self) -> None:

@@ -57,7 +57,7 @@ def loads(raw: bytes, max_bytes: int = MAX_JSON_BYTES) -> Json:
     try:
         value = json.loads(raw, parse_constant=_finite, parse_float=_finite)
         if _SURROGATE in raw.lower():
-            dumps(value)  # half a character can be read and stored, but never be told to anybody
+            dumps(value)  # raises for lone surrogates, which cannot be encoded again
     except (ValueError, RecursionError) as error:
         raise CorruptMessageError(
             f"{len(raw)} bytes that are not JSON ({error}); must be an object; {_AGAIN}"

@@ -54,7 +54,7 @@ class StatusPublisher:
         self._news = News()
         self.looking = threading.Lock()
 
-    # ------------------------------------------------------------------------------------------------------- is told
+    # --------------------------------------------------------------------------------------------------------- input
 
     def refresh(self) -> None:
         """Update the news. Loop thread, at each tick."""
@@ -84,7 +84,7 @@ class StatusPublisher:
             self.noted("resumed", {})
         self._disk = None
 
-    # --------------------------------------------------------------------------------------------------------- tells
+    # -------------------------------------------------------------------------------------------------------- output
 
     def age_s(self) -> float:
         """Return the seconds since the run began."""

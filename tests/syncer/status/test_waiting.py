@@ -33,11 +33,11 @@ def test_the_first_step_waits_for_the_expected_learners_for_a_minute() -> None:
     syncer.seed("l0")
     syncer.hello("l1")
     what = "the first step, with 3 learners"
-    assert waits(syncer) == [(what, ["l0", "l1"], None, None, "whoever is ready begins")]
+    assert waits(syncer) == [(what, ["l0", "l1"], None, None, "the learners that are ready begin")]
     for session in ("l0", "l1"):
         syncer.tell(session, confirm())
     syncer.now_s += 20.0
-    assert waits(syncer)[0] == (what, ["1 more learners"], 20.0, 40.0, "whoever is ready begins")
+    assert waits(syncer)[0] == (what, ["1 more learners"], 20.0, 40.0, "the learners that are ready begin")
 
 
 def test_nobody_is_waited_for_while_no_round_is_open() -> None:
@@ -75,10 +75,10 @@ def test_a_closed_round_waits_for_payloads_then_for_the_merge_and_the_disk() -> 
     syncer.payload("l0", ready())
     assert waits(syncer)[0][1:] == (["the merge"], 0.0, None, "the outer gradient is written to disk")
     syncer.merge()
-    assert waits(syncer)[0][1:] == (["the disk"], 0.0, None, "the new version is offered to everyone")
+    assert waits(syncer)[0][1:] == (["the disk"], 0.0, None, "the new version is offered to all learners")
     syncer.handle(on.CommitFailed(0, 1, "full"))
     assert waits(syncer, ("full", syncer.now_s - 3.0)) == [
-        ("the disk: full", ["the disk"], 3.0, None, "commits go on"),
+        ("the disk: full", ["the disk"], 3.0, None, "commits continue"),
         ("fragment 0, round 1, suspended", ["the disk"], 0.0, 2.0, "the commit is tried again"),
     ]
 
