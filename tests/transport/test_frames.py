@@ -68,7 +68,7 @@ def test_more_than_declared_is_refused_as_soon_as_it_comes(envelope):
 
 
 def test_a_batch_without_bytes_is_refused(envelope):
-    with pytest.raises(CorruptMessageError, match="without bytes"):
+    with pytest.raises(CorruptMessageError, match="has no bytes"):
         from_slices(envelope, [None])
 
 
