@@ -1,1 +1,1 @@
-"""A learner's process: its link to the syncer, and all that runs beside training."""
+"""The learner process: its link to the syncer, and all that runs in parallel with training."""

@@ -1,10 +1,11 @@
-"""A learner's control line to its syncer: what is said and heard, and whether anybody is there.
+"""The control channel of a learner: sends and receives messages, and detects outages.
 
-1. One thread sends, in order, and lets time pass; one listens. Neither touches tensors.
-2. While the syncer cannot be reached, what is said is dropped: all of it is said again after the hello.
-3. Any failure of a call means offline, a certificate or token that stopped being right included: whoever answers there
-   now, training goes on. It is tried again for as long as the learner lives.
-4. The line is back when a poll is answered. A RESET says that the syncer forgot what it had for us: a hello follows.
+1. One thread sends messages in order, and ticks; one thread polls. Neither touches tensors.
+2. While the syncer cannot be reached, messages are dropped; the state machine repeats them after the next hello.
+3. Any failed call means offline, also one because of a certificate or token that is no longer valid. Training
+   continues, and polls are repeated as long as the learner runs.
+4. The channel is online again when a poll is answered. A RESET means that the syncer lost messages for this learner; a
+   hello follows.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class ControlChannel:
     """One session's control messages.
 
     Args:
-        connection: to the syncer.
-        session: this process's nonce.
-        cursor: where polls go on.
+        connection: connection to the syncer.
+        session: nonce of this process.
+        cursor: cursor of the next poll.
         crew: runs the two threads.
         hear: called with each message, in order.
-        reconnect: called with the number of the new connection; says hello.
+        reconnect: called with the number of the new connection; sends a hello.
         tick: called about every TICK_S.
 
     Attributes:
-        news: what the syncer told last of the run.
+        news: last news of the run from the syncer.
     """
 
     def __init__(
@@ -82,31 +83,28 @@ class ControlChannel:
 
     @property
     def outage_s(self) -> float | None:
-        """For how long the syncer has been out of reach; None: it answers."""
+        """Seconds since the syncer could last be reached; None while online."""
         since_s = self._offline_since_s
         return None if since_s is None else time.monotonic() - since_s
 
     @property
     def offline_s(self) -> float:
-        """Time without a syncer, up to now."""
+        """Total seconds offline."""
         return self._offline_s + (self.outage_s or 0.0)
 
     def say(self, message: messages.FromLearner) -> None:
-        """Send this in its turn; never waits."""
+        """Queue a message; never waits."""
         self._outgoing.put(message)
 
     def say_now(self, message: messages.FromLearner, *, within_s: float) -> None:
-        """Send this at once, and wait for it to arrive, again for so long: nobody will say it later."""
+        """Send a message at once and wait for its delivery, with retries; for the end of the run."""
         try:
             retry(partial(self._send, [message]), within_s=within_s)
         except RemoteError as error:
             log.warning("the syncer did not hear %s: %s", type(message).__name__, error)
 
     def hurry(self) -> None:
-        """Nothing much will come any more: let `_listen_loop` end soon after the crew stops.
-
-        In its own thread, if it has just heard so: the next poll would wait otherwise.
-        """
+        """Shorten polls, so that `_listen_loop` ends soon after the crew stops. Also from that thread."""
         self._poll_s = LAST_POLLS_S
 
     # --------------------------------------------------------------------------------------------------------- sender
@@ -166,14 +164,14 @@ class ControlChannel:
         return cast("list[messages.FromSyncer]", heard), len(heard) < len(polled.messages)
 
     def introduce(self) -> None:
-        """Have the listener say hello again, as after an outage."""
+        """Make the listener send a hello again, as after an outage."""
         self._must_introduce.set()
 
     def _went_offline(self, error: RemoteError) -> None:
         with self._switching:
             if self.is_online and not self._crew.stopping.is_set():
                 self._offline_since_s = time.monotonic()
-                if self._poll_s == POLL_S:  # else this learner has left, and the syncer may have ended
+                if self._poll_s == POLL_S:  # otherwise this learner has left, and the syncer may have ended
                     log.warning("the syncer cannot be reached, training on: %s", error)
 
     def _came_back(self) -> None:

@@ -1,10 +1,10 @@
-"""A syncer of one's own: started by the first learner of a run that nobody else has started.
+"""The embedded syncer, which a learner starts if it joins no other run.
 
-1. It is a process group of its own, so that Ctrl-C in the learner's terminal does not take it down while others still
-   use it. It yields cores that are short to training: nobody waits for it.
-2. It ends by itself: soon after its last learner left, or a lease after that learner was killed.
-3. If it ends before that, its starter starts it again, on the same run directory and at the same address: the run goes
-   on where it was, bit for bit, and learners reconnect. Pauses between attempts grow, and there is no last one.
+1. It has its own process group, so Ctrl-C in the learner's terminal does not end it while other learners use it. It
+   runs at low priority, to leave the cores to training.
+2. It ends by itself soon after its last learner has left, or `lease_s` after that learner was killed.
+3. If it ends earlier, its starter restarts it with the same run directory and address. The run continues bit for bit,
+   and learners reconnect. Restarts are repeated without limit, with growing pauses.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _outliving: list[subprocess.Popen[bytes]] = []
 
 
 class EmbeddedSyncer:
-    """A syncer on loopback, as a child process; constructing it waits until it can be joined.
+    """A syncer on loopback in a child process; the constructor waits until it can be joined.
 
     Args:
         run_dir: a new RUN_DIR.
 
     Attributes:
-        address: how to join it.
+        address: its join address.
         run_dir: its RUN_DIR.
 
     Raises:
-        JoinError: it did not come up; the end of its log is shown.
+        JoinError: it did not start; the message has the end of its log.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -80,11 +80,11 @@ class EmbeddedSyncer:
         return process
 
     def watch(self, stopping: threading.Event, is_needed: Callable[[], bool]) -> None:
-        """Start it again whenever it ends while it is needed; for a thread beside training.
+        """Restart the syncer when it ends while it is needed. Runs in its own thread.
 
         Args:
             stopping: ends this call.
-            is_needed: whether its starter still takes part. Later it may end by itself, but not fail.
+            is_needed: returns whether the starter takes part. If not, the syncer is only restarted after a failure.
         """
         pause_s = AGAIN_S
         began_s = time.monotonic()
@@ -105,15 +105,15 @@ class EmbeddedSyncer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is gone."""
+        """Whether its process has ended."""
         return self._process.poll() is not None
 
     def let_go(self, *, was_joined: bool, is_last: bool) -> None:
-        """Its starter needs it no longer.
+        """Release the syncer, because its starter no longer needs it.
 
         Args:
-            was_joined: the starter took part; otherwise nobody can need it.
-            is_last: nobody else takes part, so it ends now; its summary is waited for.
+            was_joined: the starter took part; otherwise the syncer is ended.
+            is_last: no other learner takes part; waits for the syncer to end, so that its summary is written.
         """
         if not was_joined:
             self._process.terminate()
@@ -129,5 +129,5 @@ def _private(path: str, flags: int) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """One thread is what the merge is written for; learners need the cores."""
+    """Return the environment, with one thread for the merge, because learners need the cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}

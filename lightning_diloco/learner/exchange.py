@@ -1,13 +1,12 @@
-"""A learner's tensors on their way: encoded and uploaded, downloaded and staged.
+"""The exchange of a learner's fragments: encode and upload contributions, download and stage updates.
 
-1. Four threads: one uploads, one downloads, so that neither waits for the other, one computes, and one copies what was
-   just snapshotted, or waits until the device has computed it (losses, too): who computes waits for nothing, or
-   updates would be staged only when a device some steps behind has got as far as a snapshot (on CUDA it still waits for
-   its own stream). None of them changes live parameters.
-2. A contribution's bytes are kept until the machine forgets them: whatever is sent again is identical.
-3. At most one download is held beside the staged ones: the next begins when the last is staged.
-4. A call that fails, for whatever reason the syncer or the wire has, is reported to the machine, which asks again.
-   A contribution that is not finite is uploaded as a bare complaint, so that its refusal is decided in one place.
+1. Four threads: one uploads, one downloads, one computes, and one copies snapshots or waits until the device has
+   computed them (and losses). So staging an update does not wait for a device that runs some steps behind (on CUDA it
+   waits for its own stream). No thread changes live parameters.
+2. The bytes of a contribution are kept until the state machine forgets them, so a repeated upload is identical.
+3. The next download starts when the last one is staged, so at most one is held besides the staged ones.
+4. A failed call is reported to the state machine, which asks again. A contribution that is not finite is sent as an
+   error without payload, so that the syncer decides all refusals.
 """
 
 from __future__ import annotations
@@ -39,30 +38,30 @@ FETCH_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A contribution whose fate has not landed: its bytes, or what is wrong with it."""
+    """A contribution whose fate has not landed: its bytes, or its error."""
 
     payload: Tensor
     error: str | None = None
 
 
 class FragmentExchange:
-    """Carries the fragments of one learner.
+    """Exchanges the fragments of one learner.
 
     Args:
-        connection: to the syncer.
-        session: this process's nonce.
+        connection: connection to the syncer.
+        session: nonce of this process.
         device: anchors and parameters.
-        plan: how the model is cut.
-        config: of the run.
+        plan: division of the model into fragments.
+        config: options of the run.
         crew: runs the threads.
-        handle: takes the machine's events.
-        is_online: whether it is worth trying.
-        expect: told of values that will be adopted, before that is possible.
+        handle: called with events for the state machine.
+        is_online: returns whether the syncer can be reached.
+        expect: called with values that will be adopted, before they are.
 
     Attributes:
-        norm: of the last pseudo-gradient.
-        relative_error: of its encoding.
-        bytes_up, bytes_down: payloads so far.
+        norm: norm of the last pseudo-gradient.
+        relative_error: relative error of its encoding.
+        bytes_up, bytes_down: payload bytes so far.
     """
 
     def __init__(
@@ -98,25 +97,25 @@ class FragmentExchange:
     # ------------------------------------------------------------------------------- called while the machine is locked
 
     def encode(self, ready: messages.Ready) -> None:
-        """Training thread: snapshot this fragment, and have it encoded."""
+        """Take a snapshot of a fragment and queue its encoding. Training thread."""
         snapshot = self._device.snapshot(ready.fragment)
         self._wanted.add((ready.fragment, ready.seq))
         self._copies.put(partial(self._collect, ready, snapshot))
 
     def aside(self, job: Job) -> None:
-        """Have this done by the thread that may wait for the device."""
+        """Run a job in the thread that may wait for the device."""
         self._copies.put(job)
 
     def upload(self, ready: messages.Ready) -> None:
-        """Have its kept bytes sent."""
+        """Queue the upload of a contribution's bytes."""
         self._up.put(partial(self._upload, ready))
 
     def fetch(self, wanted: actions.Fetch) -> None:
-        """Have an update fetched and staged."""
+        """Queue the download of an update, which is then staged."""
         self._down.put(partial(self._fetch, wanted))
 
     def land(self, p: int) -> None:
-        """Training thread: the staged update becomes current."""
+        """Land the staged update of a fragment. Training thread."""
         staged, adopted = self._staged.pop(p)
         if adopted is not None:
             self._device.adopt(p, adopted)
@@ -124,18 +123,18 @@ class FragmentExchange:
             self._device.land(p, staged)
 
     def forget(self, p: int, seq: int) -> None:
-        """These bytes will not be asked for again."""
+        """Drop the bytes of a contribution."""
         self._wanted.discard((p, seq))
         self._kept.pop((p, seq), None)
 
     def forget_all(self) -> None:
-        """This learner has left: nothing will be asked for again."""
+        """Drop all bytes, after the learner has left."""
         self._wanted.clear()
 
     # ----------------------------------------------------------------------------------------------------------- after
 
     def take_final(self, p: int, generation: int, have: int) -> None:
-        """Training is over: bring this fragment's anchor to the newest version, and wait for it.
+        """Fetch and land the newest version of a fragment's anchor, after training; waits for it.
 
         Raises:
             DiLoCoError: it could not be fetched.
@@ -144,11 +143,11 @@ class FragmentExchange:
         if (bulk.header["generation"], bulk.header["version"]) != (generation, have):
             staged: list[Any] = []
             self._work.do(lambda: staged.append(self._device.stage(p, self._update(p, bulk, None))))
-            if staged:  # else the worker failed, and that error is told
+            if staged:  # otherwise the worker has failed, and its error is raised
                 self._device.land(p, staged[0])
 
     def stop(self) -> None:
-        """Wake all threads, so that they see that the crew ends."""
+        """Wake all threads, so that they end."""
         for jobs in (self._work, self._up, self._down, self._copies):
             jobs.stop()
 
@@ -160,7 +159,7 @@ class FragmentExchange:
         self._work.put(partial(self._encode, ready, snapshot))
 
     def _encode(self, ready: messages.Ready, snapshot: Any) -> None:
-        if (ready.fragment, ready.seq) not in self._wanted:  # decided while a device was still computing it
+        if (ready.fragment, ready.seq) not in self._wanted:  # its fate was decided while the device was computing
             return
         try:
             encoded = self._device.encode(snapshot)
@@ -176,7 +175,7 @@ class FragmentExchange:
     def _upload(self, ready: messages.Ready) -> None:
         kept = self._kept.get((ready.fragment, ready.seq))
         try:
-            if kept is not None and self._is_online():  # else decided meanwhile, or no use in trying
+            if kept is not None and self._is_online():  # otherwise its fate is decided, or the syncer is offline
                 header: Json = {"what": "contribution", "session": self._session, "ready": codec.dump(ready)}
                 header |= {"error": kept.error}
                 self._connection.put(Bulk(header, bytes_of(kept.payload)), deadline_s=BULK_S)
@@ -212,7 +211,7 @@ class FragmentExchange:
 
     def _stage(self, wanted: actions.Fetch, bulk: Bulk) -> None:
         p, header = wanted.fragment, bulk.header
-        # By what was merged, not by what was outstanding when it was asked: that may have been sent in between.
+        # The reply names the merged contribution; the outstanding one may have changed since the request.
         mine = None if header["merged_seq"] is None else self._kept.get((p, header["merged_seq"]))
         try:
             update = self._update(p, bulk, None if mine is None else self._merged_part(p, mine, header["kept"]))
@@ -232,7 +231,7 @@ class FragmentExchange:
         self._handle(events.Staged(p, *about))
 
     def _merged_part(self, p: int, mine: _Kept, kept: float) -> Tensor:
-        """What the syncer merged of my contribution: the same bytes, where the norm guard scaled it down."""
+        """Return the part of the contribution that was merged, to the same bytes as at the syncer."""
         if kept == 1:
             return mine.payload
         about = {"wire": self._config.wire, "block_size": self._config.block_size}

@@ -1,9 +1,9 @@
-"""The one wait: from the first hello to the moment a learner may step.
+"""Joining a run: from the first hello until the learner may step. Only here does training wait for the syncer.
 
-1. A learner that cannot reach the syncer says so, names it, and tries again until a deadline; or until it finds the
-   run's summary, where it shares the run's directory, or the machine on which it was served last.
-2. In an empty run one learner seeds; everybody else adopts the run's anchors before its first step.
-3. The conversation is asked again until answered; every message of it may be repeated safely.
+1. If the syncer cannot be reached, the learner warns and tries again until a deadline. It stops earlier if the run
+   directory, on this machine or shared, says that the run has finished.
+2. In an empty run one learner seeds. All others adopt the run's anchors before their first step.
+3. Each message is repeated until it is answered; repeating is safe.
 """
 
 from __future__ import annotations
@@ -63,15 +63,18 @@ RESTORING_S = 600.0  # without progress
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a learner knows when it may step.
+    """The result of joining.
 
     Args:
-        welcome: incarnation, manifest and the versions that were adopted.
+        welcome: incarnation, manifest and adopted versions.
         active: open rounds.
-        cursor: where its polls go on.
-        transfer_s: what adopting a fragment took, at most.
-        proofs: that what was adopted was published, per fragment.
-        differing: frozen parameters that are not as the run's first learner built them.
+        plan: plan of the run.
+        config: options of the run.
+        device: device with the adopted anchors.
+        cursor: cursor of the next poll.
+        transfer_s: longest time to adopt a fragment.
+        proofs: proofs of the adopted versions, per fragment.
+        differing: frozen parameters that differ from those of the run's first learner.
     """
 
     welcome: messages.Welcome
@@ -86,11 +89,11 @@ class Joined:
 
     @property
     def run_steps(self) -> int:
-        """Inner steps that the run had made when it was joined: each version of a fragment took one period of them."""
+        """Inner steps that the run had made at the join; each version of a fragment takes sync_every steps."""
         return max(self.welcome.versions) * self.config.sync_every
 
     def machine(self, learner: str, own: LearnerConfig, *, has_ranks: bool = False) -> LearnerState:
-        """The protocol machine of this learner, which may step."""
+        """Return the learner's state machine."""
         return LearnerState(
             learner=learner,
             incarnation=self.welcome.incarnation,
@@ -108,16 +111,16 @@ class Joined:
 
 
 class Joining:
-    """One attempt of one process to take part.
+    """One attempt of a process to join.
 
     Args:
-        connection: to the syncer.
-        address: whom it leads to, for messages to people.
-        session: this process's nonce.
+        connection: connection to the syncer.
+        address: address of the syncer, for messages to users.
+        session: nonce of this process.
         learner: learner id.
         options: explicit run options.
-        model: of this learner.
-        make_device: builds anchors for a plan.
+        model: description of this learner's model.
+        make_device: makes the device for a plan.
         run_dir: RUN_DIR, if it is on this machine.
     """
 
@@ -151,11 +154,11 @@ class Joining:
         """Block until this learner may step.
 
         Raises:
-            JoinError: the syncer cannot be reached, or refused.
+            JoinError: the syncer cannot be reached, or refused the join.
             RunOverError: the run has ended.
             AuthError: wrong token or certificate.
             ConfigError: an explicit option contradicts the run's.
-            PlanMismatchError: another model than the run's.
+            PlanMismatchError: the model is not the run's.
         """
         hello = messages.Hello(self._learner, 1, PROTOCOL_VERSION, self._options, run=self._address.run, where=where())
         answer = self._ask(hello, messages.Welcome | messages.SeedGrant)
@@ -178,7 +181,7 @@ class Joining:
     def _seed(
         self, hello: messages.Hello, grant: messages.SeedGrant
     ) -> tuple[messages.Welcome | messages.SeedGrant, FragmentDevice[Any, Any]]:
-        """Offer this learner's values as the start of the run; a grant in answer means: offer them again."""
+        """Send this learner's values as start values; if the answer is a SeedGrant, they must be sent again."""
         options = {**grant.options, **self._options}
         self._offered, plan = make_manifest(self._model, options)
         config = RunConfig.from_dict(self._offered["config"])
@@ -196,7 +199,7 @@ class Joining:
         while True:
             self._insist(partial(self._connection.send, self._session, [seed_plan]))
             answer = self._ask(hello, messages.Welcome | messages.SeedGrant)
-            # The same lease again: it is being stored, or the disk did not take it yet. A reset lost the values.
+            # The same grant again means that the values are still being stored. After a reset they are lost.
             if answer != grant or self._num_resets > num_resets:
                 return answer, device
             if (waited_s := time.monotonic() - offered_s) >= STORED_S:
@@ -204,13 +207,13 @@ class Joining:
                     f"the syncer at {self._address} has not stored the start values that it was given {waited_s:.0f} s "
                     "ago; look at its log and at `diloco status`; its disk must take three times the run's state"
                 )
-            time.sleep(pause_s)  # less than a lease: who is silent for longer loses that of the seed
+            time.sleep(pause_s)  # shorter than lease_s, after which a silent seeder loses the seed lease
             pause_s = min(2 * pause_s, AGAIN_S)
 
     def _adopt(
         self, welcome: messages.Welcome, plan: FragmentPlan, config: RunConfig, device: FragmentDevice[Any, Any]
     ) -> messages.Welcome:
-        """Take over the anchors as they are now; the versions in the answer are what was really adopted."""
+        """Adopt the current anchors; returns the welcome with the versions that were adopted."""
         generations, versions, proofs = [], [], []
         for p in range(plan.num_fragments):
             numel, began_s = plan.layout(p, config.block_size).padded_numel, time.monotonic()
@@ -231,7 +234,7 @@ class Joining:
     # --------------------------------------------------------------------------------------------------- conversation
 
     def _ask(self, question: messages.FromLearner, wanted: Any) -> Any:
-        """Say it until one of the wanted messages is heard."""
+        """Repeat a message until one of the wanted answers comes."""
         deadline_s = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
             for message in self._insist(partial(self._converse, question)):
@@ -259,17 +262,16 @@ class Joining:
 def reached(
     call: Callable[[], T], address: JoinAddress, run_dir: Path | None, heard_s: Callable[[], float] = lambda: -math.inf
 ) -> T:
-    """Try until the syncer answers.
+    """Repeat a call until the syncer answers.
 
-    What the syncer, or this side, says is wrong with a message is not a network that fails: it is raised if it is found
-    MAX_CORRUPT times in a row, and any other refusal at once. A syncer that restores its run is waited for as long as
-    it gets on.
+    Only network failures are repeated. A corrupt message is raised after MAX_CORRUPT times in a row, and any other
+    error at once. If the syncer restores its run, this waits while the syncer makes progress.
 
     Args:
-        call: may be made several times.
-        address: whom it leads to, for messages to people.
+        call: the call, which may be repeated.
+        address: address of the syncer, for messages to users.
         run_dir: RUN_DIR, if it is on this machine.
-        heard_s: when the syncer was last heard of meanwhile, on the monotonic clock.
+        heard_s: returns when the syncer was last heard from, on the monotonic clock.
 
     Raises:
         JoinError: the syncer has not been reached for REACH_S.
@@ -315,17 +317,17 @@ def reached(
 
 
 def full_values(bulk: Bulk, numel: int) -> Tensor:
-    """The published values of a fragment, as they were sent.
+    """Return the published values in the syncer's answer.
 
     Args:
         bulk: the syncer's answer.
-        numel: of the padded fragment.
+        numel: size of the padded fragment.
 
     Returns:
-        float32 (P,); the payload's memory, if nobody else has that.
+        float32 (P,), in the payload's memory if that is writable.
 
     Raises:
-        CorruptMessageError: not this many, or not those the syncer took the digest of.
+        CorruptMessageError: the number of values or their digest is wrong.
     """
     header = bulk.header
     if header["kind"] != "full" or bulk.payload.nbytes != 4 * numel:
@@ -343,7 +345,7 @@ def full_values(bulk: Bulk, numel: int) -> Tensor:
 
 
 def where() -> str:
-    """This process, for people."""
+    """Return host and process id, for messages to users."""
     return f"{socket.gethostname()}:{os.getpid()}"
 
 

@@ -1,7 +1,7 @@
-"""A learner's leases as the thread that trains sees them: it takes what is there, and says what it trained on.
+"""The training thread's access to data leases: takes ranges, and reports what it trained on.
 
-Asking for more, and hearing of it, is done by the link's threads; nothing here waits for the network, the very first
-leases apart: before them there is nothing to train on.
+The link's threads request leases and receive them. Only the wait for the first lease waits for the network, because
+there is nothing to train on before it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FIRST_S = 300.0
 
 
 class LeaseClient:
-    """The leases of one link.
+    """The data leases of one link.
 
     Args:
-        lessee: of its machine.
-        changed: the machine's lock, notified after every event.
+        lessee: leases in the state machine.
+        changed: lock of the state machine, notified after each event.
         catalogue: the data that is read.
-        raise_error: raises what stopped the link, if anything did.
+        raise_error: raises the error that stopped the link, if there is one.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class LeaseClient:
             lessee.catalogue = catalogue
 
     def take(self) -> Lease | None:
-        """The next range to read, if one is there."""
+        """Take the next range to read; None if there is none."""
         with self._changed:
             return self._lessee.take()
 
     def first(self) -> Lease:
-        """Wait for a range: nothing has been read yet.
+        """Wait for the first range.
 
         Raises:
-            JoinError: none came.
+            JoinError: none came within FIRST_S.
         """
         if (lease := self.within(FIRST_S)) is None:
             raise JoinError(
@@ -59,7 +59,7 @@ class LeaseClient:
         return lease
 
     def within(self, for_s: float) -> Lease | None:
-        """Wait so long for a range."""
+        """Wait up to for_s seconds for a range; returns None if none came."""
         taken: list[Lease] = []
 
         def has_come() -> bool:
@@ -71,26 +71,26 @@ class LeaseClient:
             return taken[0] if self._changed.wait_for(has_come, for_s) else None
 
     def need(self, num_ranges: int) -> None:
-        """So many ranges are in one batch: have more of them at hand."""
+        """Keep enough leases for two batches, of `num_ranges` ranges each."""
         with self._changed:
             self._lessee.need(num_ranges)
 
     def holds(self, number: int) -> bool:
-        """Whether a lease that was taken is still this learner's."""
+        """Return whether a lease that was taken is still this learner's."""
         with self._changed:
             return self._lessee.holds(number)
 
     def ended(self, lease: Lease) -> None:
-        """The source ends with this range, or before it."""
+        """Note that the source ends with this range or before it."""
         with self._changed:
             self._lessee.ended(lease)
 
     def trained(self, pieces: Iterable[Piece]) -> None:
-        """These are in the step that is being computed."""
+        """Note parts of the batches in the current step."""
         self._pieces += pieces
 
     def collect(self) -> tuple[Piece, ...]:
-        """All that was read since the last call: the step is done."""
+        """Return the parts noted since the last call, at the end of a step."""
         pieces, self._pieces = tuple(self._pieces), []
         return pieces
 

@@ -1,9 +1,9 @@
-"""What runs with an embedded syncer leave on disk: 12 to 15 bytes for each parameter, once they have finished.
+"""Removes old tensors of finished runs with an embedded syncer, which take 12 to 15 bytes per parameter.
 
-1. The newest KEPT finished runs in a directory stay as they are: they can be exported, replayed and gone on with.
-2. Of older ones, the next run removes the syncer's tensors and says so; summary and tape stay. Who wants to keep one
-   moves its directory elsewhere.
-3. A run that did not finish, or that somebody serves, is left alone; deleting its directory is all that it takes.
+1. The newest KEPT finished runs in a directory are kept: they can be exported, replayed and continued.
+2. The next run removes the syncer's tensors of older ones, with a warning; summary and tape stay. To keep a run, move
+   its directory elsewhere.
+3. Runs that have not finished, or that are being served, are left alone. Their directories can simply be deleted.
 
 Source: our choice.
 """
@@ -26,10 +26,10 @@ _STATE = ("snapshot", "log", "contributions")
 
 
 def tidy(folder: Path) -> None:
-    """Remove the tensors of old finished runs; what cannot be removed is left.
+    """Remove the tensors of old finished runs, where possible.
 
     Args:
-        folder: where run directories of embedded syncers lie.
+        folder: folder with the run directories of embedded syncers.
     """
     runs = [run for run in folder.glob("*") if _has_finished(run)]
     old = sorted(runs, key=lambda run: (run / "summary.json").stat().st_mtime)[:-KEPT]
@@ -47,7 +47,7 @@ def _has_finished(run: Path) -> bool:
         summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
         return (run / "syncer" / "snapshot").is_dir() and is_over(run, summary["run"])
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # no run of ours
+        return False  # not a run directory
 
 
 def _remove_state(run: Path) -> bool:

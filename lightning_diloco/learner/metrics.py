@@ -1,4 +1,4 @@
-"""What a link says of its learner: to the syncer, with heartbeats and hellos, to loggers, and to the progress bar."""
+"""Metrics of a learner: for heartbeats and hellos, for loggers, and for the progress bar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_diloco.protocol.metric_names import COUNTS_TOKENS, EVAL_LOSS, EXC
 
 
 class LearnerMetrics:
-    """Mixin of `Link`; the training thread calls it, and threads beside it what is private."""
+    """Mixin of `Link`; the training thread calls public methods, background threads private ones."""
 
     device: FragmentDevice[Any, Any]
     _changed: threading.Condition
@@ -33,19 +33,19 @@ class LearnerMetrics:
     def __init__(self) -> None:
         self._watch = StepTimer()
         self._losses: dict[str, float] = {}
-        self.trainer_step = 0  # steps of the Trainer, those before it was started again included
+        self.trainer_step = 0  # steps of the Trainer, including those before a restart
 
     def held_up(self, for_s: float) -> None:
-        """Something else of ours took the training thread for so long."""
+        """Count time for which other code of this package held the training thread as stall."""
         self._watch.interrupted()
         self._watch.stall_s += for_s
 
     def set_loss(self, read: Callable[[], float | None], *, aside: bool) -> None:
-        """What people see beside this learner.
+        """Set the loss shown for this learner.
 
         Args:
-            read: tells it; None: it cannot be told.
-            aside: a thread beside training reads it, as it may wait for a device.
+            read: returns the loss, or None if it is unknown.
+            aside: read it in a background thread, because reading may wait for a device.
         """
         if aside:
             self._freight.aside(partial(self._set_late_loss, read))
@@ -54,20 +54,20 @@ class LearnerMetrics:
 
     def _set_late_loss(self, read: Callable[[], float | None]) -> None:
         self.set_loss(read, aside=False)
-        with self._changed:  # at the end no step may come that would tell it
+        with self._changed:  # there may be no later step that reports it
             self._machine.metrics = {**self._machine.metrics, **self._losses}
 
     def set_eval_loss(self, loss: float) -> None:
-        """What this learner found when it validated the anchor."""
+        """Set the loss of the anchor that this learner has evaluated."""
         self._losses[EVAL_LOSS] = loss
 
     def metrics(self) -> dict[str, float]:
-        """What goes to loggers, by name."""
+        """Return the metrics for loggers, by name."""
         with self._changed:
             return metrics(self._machine, self._watch, self._freight, self._line)
 
     def standing(self) -> LearnerStatus:
-        """Where this learner stands, for its progress bar."""
+        """Return the status of this learner, for its progress bar."""
         with self._changed:
             return standing(self._machine, self._line)
 
@@ -77,10 +77,9 @@ class LearnerMetrics:
         return {**own, **counts, **self._losses}
 
     def _mark(self, p: int) -> messages.Mark:
-        """What this learner has of a fragment.
+        """Return generation, version, digest and proof of a fragment's anchor.
 
-        Training goes on while a device, which may be some steps behind, says what its anchor is. Where another one
-        lands meanwhile, it is asked again.
+        Training continues while the anchor is read from the device. If an update lands meanwhile, it is read again.
         """
         while True:
             before = self._landed(p)
@@ -90,11 +89,11 @@ class LearnerMetrics:
                 return messages.Mark(generation, version, digest(anchor_P), proof)
 
     def _landed(self, p: int) -> tuple[int, int, str]:
-        """Generation, version and its proof; between two landings, as a landing holds the lock."""
+        """Return generation, version and proof; consistent, because a landing holds the lock."""
         with self._changed:
             f = self._machine.fragments[p]
             return f.generation, f.landed, f.proof
 
     def _anchor(self, p: int) -> Tensor | None:
-        """None: not all parts of it are of one version at present."""
+        """Return the anchor; None if its parts have different versions at the moment."""
         return self.device.anchor(p)

@@ -1,9 +1,9 @@
-"""A learner without a name takes the first slot that is free on its machine: `<host>-<slot>`.
+"""Default learner ids: `<host>-<slot>`, with the first free slot of the machine.
 
-1. A slot is held by a lock on a file, which the system lets go of however the process ends: started again, a learner
-   finds its slot free and has its old name.
-2. The lock is of the kind that child processes do not inherit: a data worker that outlives its learner holds nothing.
-3. Slots are counted per user and run. A process is one learner of a run, so it holds at most one slot of each.
+1. A slot is held by a file lock, which the system releases when the process ends. So a restarted learner gets its old
+   id again.
+2. Child processes do not inherit the lock, so a data worker that outlives its learner does not hold the slot.
+3. Slots are counted per user and run. A process holds at most one slot per run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _held: dict[str, tuple[str, int]] = {}  # run -> name, and the open lock file
 
 
 def own_name(run: str) -> str:
-    """This process's name in a run, a valid learner id; the same for the life of the process.
+    """Return this process's default learner id in a run, which never changes during the process.
 
     Args:
         run: run id.
@@ -37,7 +37,7 @@ def own_name(run: str) -> str:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor whose lock ends with this process; None if another process holds it."""
+    """Lock a file until the process ends; returns the descriptor, or None if another process holds the lock."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

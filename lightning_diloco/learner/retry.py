@@ -1,4 +1,4 @@
-"""Calls at the end of a run, which nobody will make later: those that the network fails are made again for a while."""
+"""Retries of calls at the end of a run, after network failures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Result = TypeVar("Result")
 
 
 def retry(call: Callable[[], Result], *, within_s: float) -> Result:
-    """Make this call until it is answered.
+    """Repeat a call until it is answered.
 
     Args:
-        call: may be made several times.
-        within_s: for how long it is made again; one call takes as long as its own deadline.
+        call: the call, which may be repeated.
+        within_s: seconds in which a new attempt may start; one attempt takes up to its own deadline.
 
     Raises:
-        TransportError: of the last call.
+        TransportError: the error of the last attempt.
     """
     until_s = time.monotonic() + within_s
     while True:

@@ -1,9 +1,9 @@
-"""A run's token is replaced: the syncer takes the new one at once, and whoever can read RUN_DIR/join follows.
+"""Replaces the token of a run.
 
-1. To rotate is to replace the join file. A running syncer sees that it names another token and serves with that; one
-   that starts later reads it anyway. From then on the old token lets nobody in.
-2. A connection that knows a join file looks into it when a call fails, and goes on with what it names. Learners that do
-   not share the file with the syncer train on and are refused, until they are started with the new join string.
+1. `rotate` replaces the token in RUN_DIR/join. A running syncer notices this and serves with the new token; the old
+   token is refused from then on.
+2. A connection that has access to the join file reads it after a failed call, and continues with the new token.
+   Learners without access train on, but are refused until they are restarted with the new join string.
 
 Source: our choice.
 """
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 
 def rotate(run_dir: Path) -> JoinAddress:
-    """Give a run another token; returns how it is joined now.
+    """Give a run a new token; returns the new join address.
 
     Args:
         run_dir: RUN_DIR.
 
     Raises:
-        ConfigError: nothing was served from there yet.
+        ConfigError: the directory was never served.
     """
     join = run_dir / "join"
     address = replace(read_join_file(join), token=new_token())
@@ -39,7 +39,7 @@ def rotate(run_dir: Path) -> JoinAddress:
 
 
 def current(address: JoinAddress, join: Path | None) -> JoinAddress:
-    """The same address, with the secrets that this join file names now, if it is of the same run."""
+    """Return the address with token and fingerprint from the join file, if the file is of the same run."""
     if join is None or not join.exists():
         return address
     try:
@@ -50,12 +50,12 @@ def current(address: JoinAddress, join: Path | None) -> JoinAddress:
 
 
 class Followed:
-    """Implements `Connection` over one that is replaced when the join file names other secrets.
+    """Implements `Connection` with one that is replaced when the join file changes.
 
     Args:
         connect: makes a connection.
-        address: of the run.
-        join: its join file, if it is on this machine; None: the address stays as it is.
+        address: address of the run.
+        join: join file, if it is on this machine; None: the address never changes.
     """
 
     def __init__(self, connect: Callable[[JoinAddress], Connection], address: JoinAddress, join: Path | None) -> None:
@@ -90,7 +90,7 @@ class Followed:
             raise
 
     def _follow(self) -> None:
-        """The next call goes to whom the join file names; this one failed, whatever the reason."""
+        """After a failed call, make a new connection if the join file has changed."""
         with self._replacing:
             address = current(self._address, self._join)
             if address.join_string() != self._address.join_string():

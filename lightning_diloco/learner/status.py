@@ -1,4 +1,4 @@
-"""Where a learner stands in its run at this moment: for its progress bar, and in figures for its loggers."""
+"""Status of a learner for its progress bar, and metrics for its loggers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_diloco.protocol.metric_names import EXCHANGE_P95, STALL
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus:
-    """A learner's place in its run.
+    """Status of a learner.
 
     Args:
-        versions: oldest and newest anchor version it holds.
-        staleness_versions: how far its stalest fragment is behind what was offered.
-        in_flight: fragments whose contribution is on its way.
-        num_learners: that take part, itself included; None: not heard yet.
-        offline_s: for how long the syncer has been out of reach; None: it answers.
+        versions: oldest and newest anchor version of its fragments.
+        staleness_versions: versions that its stalest fragment is behind the newest offer.
+        in_flight: fragments with an outstanding contribution.
+        num_learners: number of live learners, including this one; None: unknown.
+        offline_s: seconds since the syncer could last be reached; None while online.
     """
 
     versions: tuple[int, int]
@@ -31,7 +31,7 @@ class LearnerStatus:
 
 
 def standing(machine: LearnerState, line: ControlChannel) -> LearnerStatus:
-    """Read it off; the machine is locked by the caller."""
+    """Return the status; the caller must hold the state machine's lock."""
     landed = [f.landed for f in machine.fragments]
     return LearnerStatus(
         versions=(min(landed), max(landed)),
@@ -45,7 +45,7 @@ def standing(machine: LearnerState, line: ControlChannel) -> LearnerStatus:
 def metrics(
     machine: LearnerState, watch: StepTimer, freight: FragmentExchange, line: ControlChannel
 ) -> dict[str, float]:
-    """What goes to loggers, by name; what has not been heard of yet is left out. The caller locks the machine."""
+    """Return the known metrics, by name; the caller must hold the state machine's lock."""
     news = line.news
     told = {"fleet_tokens": news.fleet_tokens, "fleet/learners": news.num_learners, "diloco/cosine": news.cosine}
     return {

@@ -1,10 +1,12 @@
-"""How fast a learner goes, and how much of its time our hooks take.
+"""Measures a learner's speed, and the time that the package's hooks take.
 
-Source: our choice. Stall is all time inside our hooks on the training thread. The undisturbed rate is
-the median over the whole run of tokens per second between two hooks, hooks left out: goodput compares the run with it,
-so a machine that speeds up or slows down in the course of the run must count with all its speeds. A step much longer
-than the usual one is doubted (it compiled, or wrote a checkpoint) and believed once most steps are like it. Values are
-kept in order of size: every step asks for these figures, and sorting them each time was half of its hook.
+1. Stall is all time inside the package's hooks on the training thread.
+2. The undisturbed rate is the median, over the whole run, of tokens per second between two hooks. Goodput compares the
+   run with this rate, so all speeds of a machine count that becomes faster or slower during the run.
+3. A step much longer than usual is left out (it compiled, or wrote a checkpoint), unless most recent steps are as long.
+4. Values are kept sorted, because each step reads these figures, and sorting took half of the time of a hook.
+
+Source: our choice.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ NUM_RECENT = 200
 NUM_SAMPLES = 512
 NUM_WARM_UP = 2
 COMPILE_FACTOR = 5.0
-NUM_DOUBTED = 9  # steps of which most must be long
+NUM_DOUBTED = 9  # last steps, most of which must be long
 
 
 class _Ordered:
-    """Values in order of size."""
+    """Sorted values."""
 
     def __init__(self) -> None:
         self._ordered: list[float] = []
@@ -35,7 +37,7 @@ class _Ordered:
 
 
 class Sample(_Ordered):
-    """An even sample of a sequence of any length: full, it drops every other value and takes half as many then."""
+    """An even sample of a sequence; when it is full, it drops every other value and doubles its stride."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class Recent(_Ordered):
 
 
 class StepTimer:
-    """Fed with the moments at which the training thread enters and leaves the step hook, and what settling took."""
+    """Takes the times at which the training thread enters and leaves the step hook, and the time of settling."""
 
     def __init__(self) -> None:
         self._left_s: float | None = None
@@ -95,7 +97,7 @@ class StepTimer:
         self.num_exchanges = self._last_exchanges = 0
 
     def entered(self, now_s: float, tokens: int) -> None:
-        """A step is done; `tokens` were in it."""
+        """Note the end of a step with this number of tokens."""
         if self._left_s is None:
             return
         self._seen += 1
@@ -111,7 +113,7 @@ class StepTimer:
             self._believe()
 
     def _believe(self) -> None:
-        """Steps have become longer to stay: how long they were before counts in the rate of the whole run only."""
+        """Accept longer steps; earlier steps then count only in the rate of the whole run."""
         self._step_s = Recent()
         for step_s, tokens, was_doubted in self._lately:
             self._step_s.add(step_s)
@@ -120,7 +122,7 @@ class StepTimer:
         self._lately.clear()
 
     def left(self, entered_s: float, now_s: float, *, num_exchanges: int) -> None:
-        """The hook is done; it snapshotted or landed this many fragments."""
+        """Note the end of a hook, which snapshotted or landed this number of fragments."""
         self._left_s = now_s
         self.stall_s += now_s - entered_s
         self.num_exchanges, self._last_exchanges = self.num_exchanges + num_exchanges, num_exchanges
@@ -128,7 +130,7 @@ class StepTimer:
             self._exchange_s.add((now_s - entered_s) / num_exchanges)
 
     def settled(self, for_s: float) -> None:
-        """Within a step, copies of what the hook before it snapshotted took the training thread so long."""
+        """Note the time that copies of the last snapshot took on the training thread, within a step."""
         self.stall_s += for_s
         if self._left_s is not None:
             self._left_s += for_s
@@ -136,7 +138,7 @@ class StepTimer:
             self._exchange_s.add_to_last(for_s / self._last_exchanges)
 
     def interrupted(self) -> None:
-        """What follows until the next step is no step: validation, a checkpoint."""
+        """Leave out the time until the next step, for example validation or a checkpoint."""
         self._left_s = None
 
     @property
@@ -156,5 +158,5 @@ class StepTimer:
 
     @property
     def exchange_p95_s(self) -> float:
-        """95th percentile of the hook's time per snapshot or landing, what settling takes included."""
+        """95th percentile of the hook's time per snapshot or landing, including settling."""
         return self._exchange_s.p95

@@ -1,1 +1,1 @@
-"""What every process of a run needs of its operating system: threads, exit codes, memory."""
+"""Operating system functions that all processes of a run use: threads, exit codes, memory."""

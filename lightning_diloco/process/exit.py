@@ -1,14 +1,14 @@
-"""How a process ends whose threads still wait for other ranks.
+"""The end of a process whose threads still wait for other ranks.
 
-1. Such a thread comes back when a peer ends, at any moment. If the interpreter is being taken down just then, Python
-   ends the thread in the midst of C++ code, and the process aborts, whatever its exit code would have been.
-2. So a script that dies of an exception, which Python has printed by then, ends as soon as everything that is
-   registered for its exit has run: with exit code 1, as Python's own. Nothing of the interpreter is taken down.
-3. A process that ends with a code because somebody else takes its exception, such as a spawned one, does likewise.
-4. Who handles the exception, exits with a code of its own, or sits at a prompt ends as ever.
-5. gloo's threads let go of tensors a moment after whoever waited for them goes on, which aborts a process in the same
-   way. They end with their groups, but not with those that a sharded model still holds: so these threads get the time
-   to become idle.
+1. Such a thread wakes up when a peer ends. If this happens during the shutdown of the interpreter, Python ends the
+   thread inside C++ code, and the process aborts instead of returning its exit code.
+2. So a script that ends with an exception skips the shutdown: after Python has printed the exception and all exit
+   handlers have run, the process ends at once with Python's exit code 1.
+3. A process whose exception is handled elsewhere, such as a spawned one, sets its exit code and ends the same way.
+4. A process that handles the exception, exits with its own code or is interactive ends normally.
+5. gloo's threads release tensors a moment after the waiting thread continues, which may abort the process in the same
+   way. They end with their process group, but a sharded model keeps its group, so the process waits until they are
+   idle.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import time
 from pathlib import Path
 
 IDLE_S = 0.01
-_TASKS = Path("/proc/self/task")  # where there is none, threads get twice IDLE_S
-_codes: list[int] = []  # with which this process is about to end, if that is known
+_TASKS = Path("/proc/self/task")  # without it, the wait is twice IDLE_S
+_codes: list[int] = []  # exit code of this process, if it is known
 
 
 def arm_hard_exit() -> None:
-    """This process may have threads that nothing can wake, until `disarm_hard_exit`."""
+    """Skip the shutdown of the interpreter after an exception, until `disarm_hard_exit`."""
     atexit.unregister(_end)
     atexit.register(_end)  # the last one registered runs first
 
 
 def hard_exit(code: int) -> None:
-    """This process is about to exit with this code, see rule 3."""
+    """Skip the shutdown of the interpreter, and end with this code (rule 3)."""
     _codes[:] = [code]
     arm_hard_exit()
 
 
 def disarm_hard_exit() -> None:
-    """There are no such threads any more."""
+    """End the process normally again."""
     atexit.unregister(_end)
 
 
@@ -58,20 +58,20 @@ def _end() -> None:
 
 
 def let_threads_become_idle(within_s: float = 2.0) -> None:
-    """Wait until no other thread of this process computes, or waits for the interpreter's lock.
+    """Wait until no other thread of this process computes or waits for the GIL.
 
     Args:
-        within_s: at most.
+        within_s: time limit.
     """
     num_idle, until_s = 0, time.monotonic() + within_s
     while num_idle < 2 and time.monotonic() < until_s:
-        time.sleep(IDLE_S)  # lets go of the lock: who waited for it computes when this returns, or is done
+        time.sleep(IDLE_S)  # releases the GIL: a thread that waited for it runs now, or is done
         num_idle = 0 if _others_compute() else num_idle + 1
 
 
 def _others_compute() -> bool:
     for path in _TASKS.glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # that thread has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             state = path.read_text().rpartition(")")[2].split()[0]
             if state == "R" and path.parent.name != str(threading.get_native_id()):
                 return True

@@ -1,6 +1,6 @@
-"""What gRPC writes to standard error, kept to errors: else every handshake of a stranger is a line in the syncer's log.
+"""Limits gRPC's log to errors; otherwise each failed handshake adds a line to the syncer's log.
 
-gRPC knows its environment variable alone for this, and reads it once, when its first server or client is made.
+gRPC can only be configured by an environment variable, which it reads when its first server or client is made.
 """
 
 from __future__ import annotations
@@ -9,6 +9,6 @@ import os
 
 
 def keep_to_errors() -> None:
-    """To be called before the first server or client is made; what the user has set stays."""
+    """Set the log level, unless the user has set it. Call this before the first server or client is made."""
     if "GRPC_VERBOSITY" not in os.environ:
         os.environ["GRPC_VERBOSITY"] = "ERROR"

@@ -1,8 +1,8 @@
-"""How many heaps the allocator keeps: a syncer's payloads pass through whichever of gRPC's threads is free.
+"""Limits the number of glibc's heaps, to save memory in the syncer.
 
-glibc gives threads heaps of their own, up to eight for each core, and none gives memory back to another: a process that
-does the same thing all the time grows until each has held the largest payload once. Two are enough for a process whose
-work is one thread's.
+glibc gives threads their own heaps, up to eight per core, and heaps do not share free memory. gRPC handles a payload in
+any of its threads, so the process would grow until each heap has held the largest payload. Two heaps are enough for a
+process that works mostly in one thread.
 
 Source: mallopt(3), M_ARENA_MAX; the number is our choice.
 """
@@ -17,10 +17,10 @@ _M_ARENA_MAX = -8
 
 
 def keep_few_heaps() -> bool:
-    """To be called before there are other threads.
+    """Limit the heaps. Call this before other threads start.
 
     Returns:
-        Whether it was done: other allocators than glibc's are left alone.
+        Whether the allocator is glibc's, so that the limit was set.
     """
     if sys.platform != "linux":
         return False

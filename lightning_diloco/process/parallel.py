@@ -1,4 +1,4 @@
-"""Work on fragments by all cores: fragments are independent, what concerns one of them stays in order."""
+"""Work on fragments with all cores: fragments are independent, and calls for one fragment stay in order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_diloco.process.threads import compute_alone
 
 
 class ByFragment:
-    """Threads, each for some of the fragments; a context, whose end waits for all work.
+    """Threads that each work on some of the fragments; a context manager that waits for all work at its end.
 
     Args:
-        num_fragments: of the run.
-        num_threads: None: as many as there are cores.
+        num_fragments: number of fragments.
+        num_threads: number of threads; None: one per core.
     """
 
     def __init__(self, num_fragments: int, num_threads: int | None = None) -> None:
@@ -27,14 +27,14 @@ class ByFragment:
         self._waiting: deque[Future[Any]] = deque()
 
     def do(self, p: int, call: Callable[..., object], *args: object, **kwargs: object) -> None:
-        """Have this done to fragment p, soon; raises errors of earlier calls, of which few wait at a time."""
+        """Queue a call for fragment p; waits if many are queued, and raises the errors of earlier calls."""
         thread = self._threads[p % len(self._threads)]
         self._waiting.append(thread.submit(partial(call, *args, **kwargs)))
         while len(self._waiting) > 2 * len(self._threads):
             self._waiting.popleft().result()
 
     def settle(self) -> None:
-        """Wait for all of it, and raise the first error."""
+        """Wait for all queued calls; raises the first error."""
         while self._waiting:
             self._waiting.popleft().result()
 

@@ -1,4 +1,4 @@
-"""Threads beside training: they end together, the first error of any is told, and none takes cores from training."""
+"""Background threads of a learner: they end together, report errors, and leave the cores to training."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import torch
 Job = Callable[[], None]
 T = TypeVar("T")
 
-NICENESS = 10  # of what nobody waits for
+NICENESS = 10  # of background work
 
 _counting = threading.Lock()
 
 
 class Crew:
-    """Daemon threads with one end.
+    """A group of daemon threads that end together.
 
     Args:
-        failed: called, in the thread that failed, with what it raised.
+        failed: called with an exception, in the thread that raised it.
 
     Attributes:
-        stopping: set when all of them are to end.
+        stopping: set when all threads must end.
     """
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
@@ -37,13 +37,13 @@ class Crew:
         self._threads: list[threading.Thread] = []
 
     def start(self, name: str, run: Job) -> None:
-        """Run this in a thread until it returns."""
+        """Run a function in a new thread."""
         thread = threading.Thread(target=self._guarded, args=(run,), name=f"diloco-{name}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def join(self, within_s: float) -> list[str]:
-        """Wait for all of them; returns the names of those still running."""
+        """Wait for all threads; returns the names of those still running."""
         until_s = time.monotonic() + within_s
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -58,12 +58,12 @@ class Crew:
 
 
 class Jobs:
-    """Work that one thread of a crew does, one piece after another.
+    """A thread of a crew that runs jobs in order.
 
     Args:
-        crew: which.
-        name: of the thread.
-        yields: cores that are short to training; not where training may wait for this work.
+        crew: the crew.
+        name: name of the thread.
+        yields: run at low priority; False if training may wait for the jobs.
     """
 
     def __init__(self, crew: Crew, name: str, *, yields: bool = True) -> None:
@@ -73,11 +73,11 @@ class Jobs:
         crew.start(name, self._run)
 
     def put(self, job: Job) -> None:
-        """Have this done; does not wait."""
+        """Queue a job; does not wait."""
         self._queue.put(job)
 
     def do(self, job: Job) -> None:
-        """Have this done and wait for it, or for the end of the crew; not from a job of this thread."""
+        """Run a job and wait for it, or for the end of the crew. Do not call this from a job of this thread."""
         done = threading.Event()
 
         def run() -> None:
@@ -91,7 +91,7 @@ class Jobs:
             pass
 
     def stop(self) -> None:
-        """Wake the thread, so that it sees that the crew ends."""
+        """Wake the thread, so that it ends."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -100,17 +100,17 @@ class Jobs:
             yield_cores()
         while (job := self._queue.get()) is not None and not self._crew.stopping.is_set():
             job()
-            del job  # or what it worked on would be held until the next one
+            del job  # frees its tensors before the next job comes
 
 
 def compute_alone() -> None:
-    """Tensor operations of the calling thread use this thread only.
+    """Run tensor operations of the calling thread in this thread only.
 
-    Many small operations with threads of their own collapse on a busy machine, and training needs the cores. Only the
-    caller is changed: `torch.set_num_threads` also sets what threads that begin later get, which is put back.
+    Many small operations with several threads each are very slow on a busy machine, and training needs the cores. Later
+    threads keep the default: `torch.set_num_threads` changes it too, so it is restored here.
     """
     with _counting:
-        before = torch.get_num_threads()  # also has this thread take the default now, not in place of the 1 below
+        before = torch.get_num_threads()  # also initializes this thread now, which would otherwise overwrite the 1
         torch.set_num_threads(1)
         restoring = threading.Thread(target=torch.set_num_threads, args=(before,), name="diloco-restoring")
         restoring.start()
@@ -118,19 +118,19 @@ def compute_alone() -> None:
 
 
 def yielding(run: Callable[[], T]) -> T:
-    """Run this in a thread that yields its cores, and wait for it; so do the threads that it starts."""
+    """Run a function in a thread of low priority, which its own threads inherit, and wait for the result."""
     with ThreadPoolExecutor(1, initializer=yield_cores) as pool:
         return pool.submit(run).result()
 
 
 def yield_cores(who: int | None = None) -> None:
-    """A thread, or a process that has started no other yet, gets what training leaves of the cores.
+    """Lower the priority of a thread, or of a process without other threads, so that training gets the cores.
 
-    What it starts from then on, threads for its tensor operations too, is like it. Threads have a priority of their own
-    on Linux; elsewhere the calling one stays as it is.
+    Threads and processes that it starts later inherit the priority. Only Linux has priorities per thread; elsewhere
+    the calling thread is not changed.
 
     Args:
-        who: its id, as the kernel counts; None: the calling thread.
+        who: id in the kernel; None: the calling thread.
     """
     if who is None:
         if sys.platform != "linux":

@@ -1,5 +1,5 @@
-"""Who may do what, and when: pure state machines, `handle(event, now_s) -> list[Action]`.
+"""The protocol of learner and syncer as pure state machines: `handle(event, now_s) -> list[Action]`.
 
-No clock, socket, thread or tensor is in here. Learner and syncer drive these machines with real ones; the simulator and
-the property tests drive the very same machines with made-up ones.
+This package has no clocks, sockets, threads or tensors. Learner and syncer drive the machines with real ones, the
+simulator and the property tests with simulated ones.
 """

@@ -1,9 +1,9 @@
-"""What is said of ranges of samples: the data they are of, who has leased them, and which tokens were trained on them.
+"""Ranges of training samples, their leases, and the tokens trained on them.
 
-1. All learners draw the samples of a source in one order, which is a function of data and epoch. A range is the
-   `range_size` samples of a source from `index * range_size` on; `skip` leaves out those that are merged already.
-2. A lease is known by its number. A range that goes on to somebody else gets a new one.
-3. A span says which tokens of a learner's counter were trained on a lease, from its first sample on and without gaps.
+1. All learners read the samples of a source in the same order, which is a function of data and epoch. A range is
+   `range_size` samples of a source, starting at `index * range_size`; the first `skip` are merged already and left out.
+2. A number identifies a lease. If another learner takes over a range, it gets a new lease.
+3. A span says which tokens of a learner's counter were trained on a lease, from its first sample on, without gaps.
 
 Source: our choice.
 """
@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """The data that is leased.
+    """The data of a run, as it is leased.
 
     Args:
-        digest: of the data, their order and the size of ranges; learners that read other data are turned away.
-        num_sources: sequences of ranges: 1 for a data set of known length, the number of shards for a stream.
-        num_ranges: of each source; None: nobody knows before a learner meets its end.
+        digest: digest of the data, its order and the size of ranges; learners with another digest are refused.
+        num_sources: number of sources: 1 for a data set of known length, the number of shards for a stream.
+        num_ranges: number of ranges in each source; None: unknown until a learner reaches the end of a source.
     """
 
     digest: str
@@ -31,12 +31,12 @@ class Catalogue:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to train on a range, once.
+    """The permission to train on a range once.
 
     Args:
-        number: names this lease, in one run.
-        epoch, source, index: which range.
-        skip: samples at its beginning that are merged already.
+        number: identifies the lease in its run.
+        epoch, source, index: position of the range.
+        skip: samples at the start of the range that are merged already.
     """
 
     number: int
@@ -48,14 +48,14 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How far a learner is with a lease.
+    """A learner's progress in a lease.
 
     Args:
-        number: of the lease.
-        samples: trained so far, after those skipped.
-        start, stop: the tokens of the learner's counter that they were.
-        is_whole: there are no more samples in the range.
-        is_last: there are no more ranges in the source.
+        number: number of the lease.
+        samples: samples trained so far, without skipped ones.
+        start, stop: their tokens [start, stop) in the learner's counter.
+        is_whole: all samples of the range are trained.
+        is_last: the source has no ranges after this one.
     """
 
     number: int
@@ -71,8 +71,8 @@ class Piece:
     """The part of a batch that comes from one lease.
 
     Args:
-        number: of the lease; None: samples read without one, because none was there.
-        samples, tokens: in this part.
+        number: number of the lease; None: the samples were read without a lease, because there was none.
+        samples, tokens: samples and tokens in this part.
         is_whole, is_last: as in `Span`.
     """
 
@@ -84,7 +84,7 @@ class Piece:
 
 
 def divided(pieces: Iterable[Piece], tokens: int) -> tuple[Piece, ...]:
-    """The same pieces with so many tokens in all, by samples; no token is lost to rounding."""
+    """Divide `tokens` among the pieces in proportion to their samples; the parts sum to `tokens` exactly."""
     pieces = tuple(pieces)
     total, done, given, found = sum(piece.samples for piece in pieces), 0, 0, []
     for piece in pieces:
@@ -97,10 +97,13 @@ def divided(pieces: Iterable[Piece], tokens: int) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A lease, whose it is, and how far that session is with it.
+    """A lease with its holder.
 
     Args:
-        drops: the holder's landing rule drops tokens, so that what it no longer holds counts as merged.
+        lease: the lease.
+        session: its holder.
+        span: the holder's progress.
+        drops: the holder's landing rule drops tokens; dropped tokens then count as done.
     """
 
     lease: Lease
@@ -111,11 +114,12 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A lease that begins.
+    """The start of a lease.
 
     Args:
-        taken: the lease it replaces, or which its holder takes up again; None: nobody had this range.
-        lost_from, lost_to: tokens of the former holder that somebody else trains on again.
+        lease: the lease.
+        taken: number of the lease that it replaces or continues; None: the range was never leased.
+        lost_from, lost_to: tokens of the former holder whose samples are trained again.
     """
 
     lease: Lease

@@ -11,15 +11,15 @@ Ranges = list[tuple[int, int]]
 class IntervalSet:
     """A set of non-negative integers, kept as sorted, disjoint, non-touching ranges [start, stop).
 
-    Integers below `floor` are settled: nothing is added there any more, and how many of them are in the set is all that
-    is kept of them.
+    Integers below `floor` are settled: no more can be added there, and only their number is kept.
 
     Args:
-        ranges: those from the floor on.
-        floor, num_settled: see above.
+        ranges: ranges from `floor` on.
+        floor: end of the settled integers.
+        num_settled: number of integers of the set below `floor`.
 
     Attributes:
-        size: how many integers are in the set.
+        size: number of integers in the set.
     """
 
     __slots__ = ("_starts", "_stops", "floor", "num_settled", "size")
@@ -50,12 +50,12 @@ class IntervalSet:
         return self.floor, self.num_settled, self._starts, self._stops
 
     def overlap(self, start: int, stop: int) -> int:
-        """How many integers of [start, stop) are in the set, or settled."""
+        """Return how many integers of [start, stop) are in the set or below the floor."""
         settled = max(0, min(stop, self.floor) - start)
         return settled + sum(max(0, min(stop, b) - max(start, a)) for a, b in self._near(start, stop))
 
     def settle(self, floor: int) -> None:
-        """Nothing below this will be added any more; a range that reaches beyond it stays as it is."""
+        """Raise the floor; a range that contains it stays whole, and the floor then is its start."""
         num = bisect_right(self._stops, floor)
         if num < len(self._starts):
             floor = min(floor, self._starts[num])
@@ -64,7 +64,7 @@ class IntervalSet:
         self.floor = max(self.floor, floor)
 
     def _near(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The ranges that reach into [start, stop)."""
+        """Return the ranges that overlap [start, stop)."""
         first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         return zip(self._starts[first:last], self._stops[first:last], strict=True)
 
@@ -72,7 +72,7 @@ class IntervalSet:
         """Add [start, stop); empty ranges change nothing.
 
         Raises:
-            ValueError: a part of it is in the set already.
+            ValueError: a part of the range is in the set already.
         """
         if stop <= start:
             return
@@ -86,9 +86,9 @@ class IntervalSet:
         self._stops[first:last] = [max([stop, *touched_stops])]
 
     def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The parts of [start, stop) that are neither in the set nor settled, in order."""
+        """Return the parts of [start, stop) that are neither in the set nor settled, in order."""
         gaps, at = [], max(start, self.floor)
-        if at >= stop or not self._stops or self._stops[-1] <= at:  # as it is for what was not merged yet
+        if at >= stop or not self._stops or self._stops[-1] <= at:  # the usual case: not merged yet
             return [(at, stop)] if at < stop else []
         for a, b in self._near(at, stop):
             if a > at:
@@ -100,7 +100,7 @@ class IntervalSet:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The same integers as sorted ranges that do not touch."""
+    """Return the union of ranges as sorted ranges that do not touch."""
     found: Ranges = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1]:
@@ -111,7 +111,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def minus(ranges: Iterable[tuple[int, int]], holes: Iterable[tuple[int, int]]) -> Ranges:
-    """What of these ranges is in none of the holes."""
+    """Return the parts of the ranges that are in none of the holes."""
     left = [(start, stop) for start, stop in ranges if start < stop]
     for a, b in holes:
         left = [

@@ -1,6 +1,6 @@
-"""One checkpoint as a file: tensors as safetensors, and the plain rest as JSON in its header (`tree.py`).
+"""The file of one checkpoint: tensors as safetensors, other values as JSON in its header (`tree.py`).
 
-Nothing is pickled. Who reads one knows the digest that its bytes must have.
+Nothing is pickled. A reader must know the digest of the file.
 
 Source: our choice.
 """
@@ -26,16 +26,16 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a learner needs besides the anchors to go on.
+    """The state that a learner needs, besides the anchors, to continue.
 
     Args:
-        run, learner, incarnation: whose it is.
-        process: a nonce of the process that wrote it.
+        run, learner, incarnation: writer of the checkpoint.
+        process: nonce of the process that wrote it.
         step: optimizer steps of the trainer so far.
         state: tensors and plain values.
-        marker: the last marker that was seen before it was taken.
-        layout: how several ranks hold the model; None: one device does.
-        parts: digests of what each rank holds, by rank.
+        marker: last marker seen before the checkpoint was taken.
+        layout: how several ranks hold the model; None: a single device holds it.
+        parts: digests of the ranks' parts, in the order of ranks.
     """
 
     run: str
@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def write(path: Path, checkpoint: Checkpoint) -> str:
-    """Fill this file; returns its digest. Raises `UnstorableError` for what is neither plain nor a tensor."""
+    """Write a file; returns its digest. Raises `UnstorableError` for values that are neither plain nor tensors."""
     tensors: dict[str, Tensor] = {}
     about = {"format": FORMAT, "run": checkpoint.run, "learner": checkpoint.learner, "step": checkpoint.step}
     about |= {"incarnation": checkpoint.incarnation, "process": checkpoint.process, "marker": checkpoint.marker}
@@ -60,26 +60,26 @@ def write(path: Path, checkpoint: Checkpoint) -> str:
 
 
 def read(path: Path, digest: str, *, name: str) -> Checkpoint:
-    """The inverse.
+    """Read a file.
 
     Args:
         path: a local file.
-        digest: of a whole one.
-        name: what it is called where it comes from.
+        digest: expected digest.
+        name: name of the checkpoint, for errors.
 
     Raises:
-        StorageError: it is damaged.
+        StorageError: the file is damaged.
     """
     if (found := _digest(path)) != digest:
         raise _damaged(name, f"has the digest {found}")
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {})["diloco"])
-            # Copies: an optimizer that goes on from them must not hang on a file that is removed some day.
+            # Copies, because the optimizer continues with them, and the file may be removed.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         return _checkpoint(about, tensors)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(name, f"is not one ({type(error).__name__}: {error})") from error
+        raise _damaged(name, f"cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _checkpoint(about: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
@@ -109,5 +109,5 @@ def _digest(path: Path) -> str:
 
 def _damaged(path: str, found: str) -> StorageError:
     return StorageError(
-        f"the checkpoint {path} {found}; a whole one has the digest of its name; it is passed over, and may be removed"
+        f"the checkpoint {path} {found}; its digest must be the one in its name; it is not used, and may be removed"
     )

@@ -1,16 +1,16 @@
-"""The checkpoints of a run's learners: where a process that died finds its optimizer again, and a new one a peer's.
+"""The store of the learners' checkpoints, from which a restarted or new learner takes its optimizer state.
 
-    <store>/<learner>/<unix ms>-<step>-<digest>.safetensors     the last NUM_KEPT of each learner
-    <store>/<learner>/parts/<rank>-<digest>.safetensors         what each of its ranks holds, if it has several
-    <store>/wanted                                              a marker: each learner is asked for one
+    <store>/<learner>/<unix ms>-<step>-<digest>.safetensors     the last NUM_KEPT checkpoints of each learner
+    <store>/<learner>/parts/<rank>-<digest>.safetensors         the part of each rank, if a learner has several
+    <store>/wanted                                              a marker that asks each learner for a checkpoint
 
 1. A checkpoint is one file (`checkpoint_file.py`).
-2. Its name holds the digest of its bytes and is given last, so what has the name is whole; a reader checks it anyhow.
-3. A store is a local folder or any URL that fsspec knows. A local file is durable before it has its name.
+2. Its name holds the digest of its content and is set last, so a named file is complete. Readers check the digest.
+3. A store is a local folder or any URL that fsspec supports. A local file is durable before it gets its name.
 4. A learner that sees a marker takes a checkpoint soon, and names the marker in it and in all later ones.
-5. What a killed process was writing is removed by the next one that writes in its place.
-6. The checkpoint of several ranks holds nothing itself but the digests of their parts. It is written when all of them
-   are there, so what can be listed is complete; parts that none names are removed.
+5. Incomplete files of a killed process are removed by the next writer.
+6. The checkpoint of several ranks only holds the digests of their parts. It is written after all parts, so a listed
+   checkpoint is complete. Parts that no checkpoint names are removed.
 
 Source: our choice.
 """
@@ -45,13 +45,13 @@ _PARTS, _WANTED, _PARTIAL = "parts", "wanted", ".partial"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
-    """A checkpoint that is there, unread; they order by time.
+    """A checkpoint in the store; entries are ordered by time.
 
     Args:
-        written_ms: unix time by the clock of its learner.
-        step: of the trainer.
-        digest: of its bytes.
-        learner: whose it is.
+        written_ms: unix time on the learner's clock, in milliseconds.
+        step: optimizer step of the trainer.
+        digest: digest of the file.
+        learner: learner id.
     """
 
     written_ms: int
@@ -68,10 +68,10 @@ class CheckpointStore:
     """All checkpoints of one run.
 
     Args:
-        url: a folder, or a URL of any file system that fsspec knows; made when it is first written to.
+        url: a folder, or a URL of any file system that fsspec supports; created by the first write.
 
     Attributes:
-        is_local: whether it is a folder here.
+        is_local: whether it is a local folder.
     """
 
     def __init__(self, url: str) -> None:
@@ -80,14 +80,14 @@ class CheckpointStore:
         self.is_local = isinstance(self._fs, LocalFileSystem)
 
     def write(self, checkpoint: Checkpoint) -> Entry:
-        """Keep this one, and remove the learner's oldest.
+        """Write a checkpoint, and remove the learner's oldest.
 
         Args:
-            checkpoint: with CPU tensors that share no memory.
+            checkpoint: checkpoint whose tensors are on the CPU and share no memory.
 
         Raises:
-            StorageError: the store did not take it; what it had is still there.
-            UnstorableError: the state holds something that is neither plain nor a tensor.
+            StorageError: writing failed; earlier checkpoints are kept.
+            UnstorableError: the state holds a value that is neither plain nor a tensor.
         """
         before = self.entries(checkpoint.learner)
         with self._telling("write a checkpoint to"), self._scratch(checkpoint.learner) as scratch:
@@ -100,40 +100,40 @@ class CheckpointStore:
         return entry
 
     def read(self, entry: Entry) -> Checkpoint:
-        """Read one back.
+        """Read a checkpoint.
 
         Raises:
-            StorageError: it is damaged, or cannot be read.
+            StorageError: it is damaged or cannot be read.
         """
         return self._read(self._path(entry), entry.digest)
 
     def entries(self, learner: str) -> list[Entry]:
-        """The checkpoints of a learner, the newest first; raises `StorageError`."""
+        """Return the checkpoints of a learner, the newest first; raises `StorageError`."""
         matches = [match for name in self._names(learner) if (match := _NAME.fullmatch(name))]
         return sorted((Entry(int(m[1]), int(m[2]), m[3], learner) for m in matches), reverse=True)
 
     def write_part(self, rank: int, part: Checkpoint) -> str:
-        """Keep what this rank holds, for a checkpoint that will name it; returns its digest. Raises as `write`."""
+        """Write the part of a rank; returns its digest, for the checkpoint that names it. Raises like `write`."""
         with self._telling("write a checkpoint to"), self._scratch(part.learner, _PARTS, str(rank)) as scratch:
             digest = checkpoint_file.write(scratch, part)
             self._publish(scratch, self._part_path(part.learner, rank, digest))
         return digest
 
     def read_part(self, learner: str, rank: int, digest: str) -> Checkpoint:
-        """Read back what this rank held; raises `StorageError`."""
+        """Read the part of a rank; raises `StorageError`."""
         return self._read(self._part_path(learner, rank, digest), digest)
 
     def parts_named(self, learner: str) -> set[str]:
-        """Digests of all parts that a checkpoint of this learner names; raises `StorageError`."""
+        """Return the digests of all parts that checkpoints of this learner name; raises `StorageError`."""
         return {digest for entry in self.entries(learner) for digest in self.read(entry).parts}
 
     def remove_parts(self, learner: str, ranks: tuple[int, int], named: set[str]) -> None:
         """Remove parts that are not named.
 
         Args:
-            learner: whose.
-            ranks: (r, n): of the ranks r, r + n, r + 2n, ..., so that n ranks of today remove those of any number.
-            named: digests of what stays.
+            learner: learner id.
+            ranks: (r, n) removes parts of the ranks r, r + n, r + 2n, ..., so that n ranks together handle all parts.
+            named: digests of the parts to keep.
 
         Raises:
             StorageError: the store failed.
@@ -146,17 +146,17 @@ class CheckpointStore:
                     self._fs.rm_file(self._part_path(learner, int(match[1]), match[2]))
 
     def copy(self, source: CheckpointStore, entry: Entry) -> None:
-        """Keep one of another store here, with all its parts; raises `StorageError`."""
+        """Copy a checkpoint with all its parts from another store; raises `StorageError`."""
         whole = source.read(entry)
         parts = [source.read_part(entry.learner, rank, digest) for rank, digest in enumerate(whole.parts)]
         self.write(replace(whole, parts=tuple(self.write_part(rank, part) for rank, part in enumerate(parts))))
 
     def learners(self) -> list[str]:
-        """Who has a folder here, in order; raises `StorageError`."""
+        """Return the ids of learners with a folder here, sorted; raises `StorageError`."""
         return sorted(name for name in self._names() if name != _WANTED)
 
     def ask(self, marker: str | None) -> None:
-        """Ask every learner for a checkpoint that names this marker; None: nobody is asked any more."""
+        """Ask each learner for a checkpoint that names this marker; None ends this."""
         with self._telling("leave a marker in"):
             if marker is None:
                 self._fs.rm_file(f"{self._root}/{_WANTED}")
@@ -165,7 +165,7 @@ class CheckpointStore:
                 self._fs.pipe_file(f"{self._root}/{_WANTED}", marker.encode())
 
     def asked(self) -> str | None:
-        """The marker, if there is one."""
+        """Return the marker, if there is one."""
         with self._telling("look for a marker in"):
             try:
                 found: bytes = self._fs.cat_file(f"{self._root}/{_WANTED}")
@@ -193,11 +193,11 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _scratch(self, learner: str, *of_rank: str) -> Iterator[Path]:
-        """A local file to fill; for a local store beside its final place, so that it can be renamed.
+        """Yield a temporary local file; for a local store in its final folder, so that it can be renamed.
 
         Args:
-            learner: whose.
-            of_rank: (_PARTS, rank) of a part; other ranks write theirs in the same folder at the same time.
+            learner: learner id.
+            of_rank: (_PARTS, rank) for a part; other ranks write to the same folder at the same time.
         """
         below = (learner, *of_rank[:1])
         if self.is_local:
@@ -207,7 +207,7 @@ class CheckpointStore:
             place = hashlib.sha256("/".join((self.url, learner, *of_rank)).encode()).hexdigest()[:16]
             folder, prefix = Path(tempfile.gettempdir()), f"diloco-{place}-"
         for left_behind in folder.glob(f"{glob.escape(prefix)}*{_PARTIAL}"):
-            with contextlib.suppress(OSError):  # of another user, where all write to one folder
+            with contextlib.suppress(OSError):  # another user's file in a shared folder
                 left_behind.unlink()
         number, name = tempfile.mkstemp(_PARTIAL, prefix, folder)
         os.close(number)
@@ -237,7 +237,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _telling(self, doing: str) -> Iterator[None]:
-        """Whatever a file system raises leaves as one kind of error."""
+        """Convert errors of the file system to `StorageError`."""
         try:
             yield
         except (StorageError, UnstorableError):

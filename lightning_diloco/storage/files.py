@@ -1,9 +1,9 @@
-"""Files that hold what they were given, or say that they do not.
+"""Durable and atomic writes to files.
 
-1. What is *durable* has been fsynced, and so has the directory that names it.
-2. `AppendFile.append` and `write_whole` succeed as a whole or change nothing a later reader would believe.
-3. Every `OSError` leaves as a `StorageError` that names the path, what the system said and what to do.
-4. Only the owner may read: files are created 0600, directories 0700. No link is followed to write.
+1. *Durable* means that the file and its directory have been fsynced.
+2. `AppendFile.append` and `write_whole` either succeed completely or change nothing that a reader uses.
+3. An `OSError` becomes a `StorageError` with the path, the system's message and advice.
+4. Files are readable only by their owner: mode 0600, directories 0700. Writing never follows links.
 
 Source: our choice.
 """
@@ -25,18 +25,18 @@ Faults = Callable[[str], None]
 
 
 def no_faults(point: str) -> None:
-    """The default hook: nothing happens at any of the named points."""
+    """Do nothing; the default hook."""
 
 
 class AppendFile:
-    """A file that only grows, one whole append at a time.
+    """An append-only file.
 
-    Bytes beyond `end` are leftovers of an append that failed or was interrupted; they are cut before the next one. A
-    failed `sync` takes back everything since the last good one, because after it nobody can say which of it is on disk.
+    Bytes beyond `end` are leftovers of a failed or interrupted append; the next append cuts them off. A failed `sync`
+    removes everything since the last successful one, because it is unknown which bytes are on disk.
 
     Args:
-        path: created, with mode 0600, if it is not there; its present content counts as durable.
-        faults: called at "sync:before" and "sync:after"; an `OSError` from it is one of the disk.
+        path: path of the file; created with mode 0600 if it does not exist. Existing content counts as durable.
+        faults: called at "sync:before" and "sync:after"; an `OSError` from it is treated as one of the disk.
 
     Attributes:
         end: bytes appended so far.
@@ -50,7 +50,7 @@ class AppendFile:
         with storage("open", path):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                # Even if it was there: its creator may have died before the name was durable.
+                # Also for an existing file: its creator may have died before the name was durable.
                 sync_directory(path.parent)
                 self.end = self.durable_end = os.fstat(self._fd).st_size
             except OSError:
@@ -59,7 +59,7 @@ class AppendFile:
 
     @property
     def is_open(self) -> bool:
-        """False once closed."""
+        """Whether the file has not been closed."""
         return self._fd >= 0
 
     def append(self, pieces: Iterable[Buffer]) -> None:
@@ -78,7 +78,7 @@ class AppendFile:
             self.end, self._has_leftovers = offset, False
 
     def sync(self) -> None:
-        """Make everything appended durable, or take it back; raises `StorageError`."""
+        """Make all appended bytes durable; if it raises `StorageError`, those since the last sync are removed."""
         with storage("fsync", self.path):
             self._cut_leftovers()
             try:
@@ -101,7 +101,7 @@ class AppendFile:
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """Let go of the file without syncing it; idempotent."""
+        """Close the file without syncing it; idempotent."""
         if self.is_open:
             os.close(self._fd)
             self._fd = -1
@@ -114,7 +114,7 @@ class AppendFile:
 
 @contextlib.contextmanager
 def storage(doing: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `StorageError` with its errno, the path and what to do about it."""
+    """Convert an `OSError` of the block to a `StorageError` with errno, path and advice."""
     try:
         yield
     except StorageError:
@@ -123,7 +123,7 @@ def storage(doing: str, path: Path) -> Iterator[None]:
         advice = _ADVICE.get(error.errno or 0, "check the disk and its mount, then try again")
         raise StorageError(
             error.errno,
-            f"could not {doing} {path}: {error.strerror or error}; what was durable before still is; {advice}",
+            f"could not {doing} {path}: {error.strerror or error}; earlier durable data is unchanged; {advice}",
         ) from error
 
 
@@ -146,9 +146,9 @@ def make_directory(path: Path) -> None:
 
 
 def write_file(path: Path, *pieces: Buffer) -> None:
-    """Create a file with this content, piece by piece, and fsync it; its name becomes durable with `sync_directory`.
+    """Create a file from pieces and fsync it; `sync_directory` then makes its name durable.
 
-    What lies there already, a link that somebody planted perhaps, is an error.
+    An existing file or link at this path is an error.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -173,22 +173,22 @@ def write_whole(path: Path, data: Buffer) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory with all it holds, durably; nothing happens if it is not there."""
+    """Remove a directory with its content, durably; does nothing if it does not exist."""
     with storage("remove", path), contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path)
         sync_directory(path.parent)
 
 
 _ADVICE = {
-    errno.ENOSPC: "free some space on this file system; it goes on by itself once there is room",
-    errno.EDQUOT: "free some space within your quota; it goes on by itself once there is room",
+    errno.ENOSPC: "free some space on this file system; writing then continues by itself",
+    errno.EDQUOT: "free some space within your quota; writing then continues by itself",
     errno.EROFS: "remount the file system for writing, or choose another run directory",
     errno.EACCES: "give this user the right to write there, or choose another run directory",
 }
 
 
 def _write_at(fd: int, offset: int, data: Buffer) -> int:
-    # One write may take less than it was given: Linux stops at 2 GiB, and a full disk stops anywhere.
+    # One call may write less than requested: Linux stops at 2 GiB, and a full disk stops anywhere.
     rest = memoryview(data).cast("B")
     while rest:
         written = os.pwrite(fd, rest, offset)

@@ -1,8 +1,8 @@
-"""Runs that this user served on this machine: where their directories are, and whether they are over.
+"""Finds the directories of runs that this user served on this machine, and whether these runs are over.
 
-There is a link for each run, in a folder of the user's own.
+A private folder holds a link for each run. A learner that finds no syncer can so find out that the run has ended.
 
-A learner that finds no syncer learns from the run directory that the run has ended. Source: our choice.
+Source: our choice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def note(run: str, run_dir: Path) -> None:
-    """This run is served from this directory; that it cannot be noted harms nobody."""
+    """Note the directory of a run; errors are ignored."""
     with contextlib.suppress(OSError):
         _folder().mkdir(mode=0o700, exist_ok=True)
         link = _folder() / f"{run}.run"
@@ -24,7 +24,7 @@ def note(run: str, run_dir: Path) -> None:
 
 
 def find(run: str) -> Path | None:
-    """The directory of a run that this user served on this machine; None: none is known."""
+    """Return the directory of a run that this user served on this machine; None if it is unknown."""
     try:
         return Path(os.readlink(_folder() / f"{run}.run"))
     except OSError:
@@ -36,7 +36,7 @@ def _folder() -> Path:
 
 
 def is_over(run_dir: Path, run: str) -> bool:
-    """Whether this run has finished, and nobody has served its directory since.
+    """Return whether a run has finished and its directory was not served since.
 
     Args:
         run_dir: RUN_DIR.

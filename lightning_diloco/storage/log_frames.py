@@ -1,12 +1,12 @@
-"""How one record of the redo log lies on disk, and how to tell a whole one from a damaged one.
+"""The format of a record in the redo log, and the detection of damaged records.
 
 Little endian:
 
     magic | version | header length | payload length | lsn | durable lsn | checksum of header and payload
     checksum of the line above | header (JSON) | payload (raw bytes)
 
-The lengths have a checksum of their own, so that a damaged payload still tells where the next record begins. `durable
-lsn` is how far the log was on disk when the record was written: it tells a torn end from corruption.
+The lengths have their own checksum, so the next record can be found after a damaged payload. `durable lsn` is the last
+durable record at the time of writing; it distinguishes a torn end from corruption.
 
 Source: our choice.
 """
@@ -34,10 +34,10 @@ _SEARCH_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record as read back.
+    """One record of the log.
 
     Args:
-        lsn: its log sequence number.
+        lsn: log sequence number.
         header: the JSON object given to `RedoLog.append`.
         payload: the raw bytes given to `RedoLog.append`; empty if there were none.
     """
@@ -49,7 +49,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A record, where it ends in its file, and how far the log was durable when it was written."""
+    """A record, the offset of its end in the file, and the durable lsn when it was written."""
 
     record: Record
     end: int
@@ -57,10 +57,10 @@ class Placed:
 
 
 def encode(lsn: int, durable_lsn: int, header: Mapping[str, object], payload: Buffer) -> tuple[bytes, memoryview]:
-    """What to write for one record: everything up to the payload, and the payload as bytes, not copied.
+    """Encode a record; returns the bytes before the payload, and the payload without a copy.
 
     Raises:
-        ValueError: the header holds NaN or Inf, which JSON cannot.
+        ValueError: the header holds NaN or Inf.
     """
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     body = memoryview(payload).cast("B")
@@ -70,10 +70,10 @@ def encode(lsn: int, durable_lsn: int, header: Mapping[str, object], payload: Bu
 
 
 def read_at(fd: int, offset: int, size: int) -> Placed | None:
-    """Read the record at this byte of a file of `size` bytes; None if no whole, undamaged one is there.
+    """Read the record at an offset of a file of `size` bytes; returns None if it is incomplete or damaged.
 
     Raises:
-        StorageError: the record is whole, but of a format this package does not know.
+        StorageError: the record has a format that this version cannot read.
     """
     line = _pread(fd, offset, _PREFIX_BYTES)
     if len(line) < _PREFIX_BYTES or line[_PREFIX.size :] != _CHECKSUM.pack(zlib.crc32(line[: _PREFIX.size])):
@@ -83,7 +83,7 @@ def read_at(fd: int, offset: int, size: int) -> Placed | None:
         return None
     if version != _VERSION:
         raise StorageError(
-            f"the log is of format {version}; this package reads format {_VERSION}; use the one that wrote it"
+            f"the log has format {version}, this version reads format {_VERSION}; use the version that wrote it"
         )
     header_at = offset + _PREFIX_BYTES
     end = header_at + header_bytes + payload_bytes
@@ -97,7 +97,7 @@ def read_at(fd: int, offset: int, size: int) -> Placed | None:
 
 
 def was_durable(fd: int, offset: int, size: int, lsn: int) -> bool:
-    """Whether a whole record after this damaged one was written when `lsn` was already on disk."""
+    """Return whether a later record shows that `lsn` was durable."""
     while (offset := _next_magic(fd, offset + 1, size)) >= 0:
         placed = read_at(fd, offset, size)
         if placed is not None and placed.durable_lsn >= lsn:
@@ -110,7 +110,7 @@ def _next_magic(fd: int, offset: int, size: int) -> int:
         window = _pread(fd, offset, _SEARCH_BYTES)
         if (found := window.find(_MAGIC)) >= 0:
             return offset + found
-        # Windows overlap, or a magic on their border would be missed.
+        # Windows overlap, so that a magic at their border is found.
         offset += max(1, len(window) - len(_MAGIC) + 1)
     return -1
 

@@ -1,4 +1,4 @@
-"""Reads a redo log that nobody writes, and changes nothing: a restart would cut a torn end off."""
+"""Reads a redo log without changing it, while no syncer uses it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_diloco.storage.log_frames import Record, read_at, was_durable
 
 
 def log_records(directory: Path, needed_lsn: int) -> Iterator[Record]:
-    """All records of a log that nobody writes, as `RedoLog` reads them, but with nothing cut off.
+    """Yield all records of a log; unlike `RedoLog`, this does not cut off a torn end.
 
     Raises:
-        CorruptLogError: one that had been durable cannot be read, or those from needed_lsn on do not begin there.
+        CorruptLogError: a durable record is damaged, or the log starts after needed_lsn.
     """
     paths = sorted(directory.glob("*.log"))
     lsn = int(paths[0].stem) if paths else needed_lsn
@@ -31,7 +31,7 @@ def log_records(directory: Path, needed_lsn: int) -> Iterator[Record]:
                 placed = read_at(fd, offset, size)
                 if placed is None or placed.record.lsn != lsn:
                     if path == paths[-1] and not was_durable(fd, offset, size, lsn):
-                        return  # torn, as a crash may leave it, unless the tape knows better
+                        return  # a torn end, left by a crash; the caller compares with the tape
                     raise _gap(f"{path} is damaged at byte {offset}", lsn)
                 yield placed.record
                 lsn, offset = lsn + 1, placed.end
@@ -39,16 +39,16 @@ def log_records(directory: Path, needed_lsn: int) -> Iterator[Record]:
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """Keep syncers away while it is read."""
+    """Lock the log against syncers during the block."""
     if not directory.is_dir():
-        raise StorageError(f"{directory} is not there; it is a part of every run directory; give RUN_DIR")
+        raise StorageError(f"{directory} does not exist; a run directory must have it; give RUN_DIR")
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
     except BlockingIOError as error:
         raise StorageError(
-            f"{directory} is in use by a syncer; a run is replayed when it is over; stop it first"
+            f"{directory} is in use by a syncer; replay needs a run that is not served; stop the syncer first"
         ) from error
     finally:
         os.close(fd)

@@ -1,15 +1,16 @@
-"""The redo log: what the syncer decided, on disk before anybody is told.
+"""The redo log: the syncer's decisions, written to disk before they are announced.
 
-1. Records carry consecutive log sequence numbers (lsn), from 1 on. `append` writes, `sync` makes durable.
-2. A record counts if it is whole: checksums cover every byte of it. The log ends before the first one that is not.
-3. Every record says how far the log was durable when it was written. A damaged record that a later one knows to have
-   been durable is corruption and stops the restart; any other is the torn end of a crash: cut off, and reported.
-4. A segment is named by its first lsn. The next one is created only after this one is durable, so damage in any segment
-   but the last is corruption. An empty last segment keeps the lsn when all others were dropped.
-5. An append or sync that fails leaves the log as it was, and the next one tries again.
+1. Records have consecutive log sequence numbers (lsn), starting at 1. `append` writes, `sync` makes durable.
+2. Checksums cover all bytes of a record. The log ends before the first incomplete or damaged record.
+3. Each record holds the last durable lsn at the time of writing. If a later record shows that a damaged one was
+   durable, the log is corrupt, and the restart stops. Otherwise the damage is the torn end left by a crash; it is cut
+   off and reported.
+4. A segment is named by its first lsn. The next one is created after this one is durable, so damage in any segment but
+   the last is corruption. An empty last segment keeps the lsn if all others were dropped.
+5. A failed append or sync leaves the log as it was, and can be tried again.
 6. One process at a time: the directory is locked until `close` or the end of the process.
 
-Source: our choice; the rules are those of write-ahead logs.
+Source: our choice, after write-ahead logs.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ __all__ = ["Record", "RedoLog"]
 class RedoLog:
     """An append-only log of JSON headers with raw payloads; safe to use from several threads.
 
-    Opening reads and checks the whole log, and cuts a torn end off.
+    Opening reads and checks the whole log, and cuts off a torn end.
 
     Args:
-        directory: created if it is not there.
+        directory: directory of the log; created if it does not exist.
         faults: called at "append:before", "append:after_header", "append:after_payload", "sync:before", "sync:after",
             "rotate:before", "rotate:after_create" and "drop:before", for tests that fail or crash there.
-        locked: called when the directory is this process's, before the log is read.
-        tell: told in words how far opening is.
+        locked: called when this process has locked the directory, before the log is read.
+        tell: called with a description of the progress of opening.
 
     Attributes:
-        torn_bytes: what was cut off at opening.
-        last_lsn: of the last record appended; 0 if there never was one.
-        durable_lsn: of the last record known to be on disk.
+        torn_bytes: bytes that were cut off at opening.
+        last_lsn: lsn of the last appended record; 0 if there never was one.
+        durable_lsn: lsn of the last record known to be on disk.
 
     Raises:
-        CorruptLogError: a record that had been durable cannot be read.
+        CorruptLogError: a durable record is damaged.
         StorageError: the directory cannot be used, or another process uses it.
     """
 
@@ -80,24 +81,24 @@ class RedoLog:
             undo.callback(self._active.close)
             self.last_lsn, end = self._check_segments()
             self.torn_bytes = self._active.end - end
-            # Also without a torn end: what a killed process left in the page cache counts from now on.
+            # Also without a torn end: this makes records durable that a killed process left in the page cache.
             self._active.cut(end)
             undo.pop_all()
         self.durable_lsn = self.last_lsn
 
     @property
     def first_lsn(self) -> int:
-        """The oldest lsn still kept; `last_lsn + 1` if no record is."""
+        """The oldest lsn that is kept; `last_lsn + 1` if there are no records."""
         return self._segments[0]
 
     @property
     def nbytes(self) -> int:
-        """Size of all segments."""
+        """Size of all segments, in bytes."""
         with self._mutex:
             return sum(self._path(first).stat().st_size for first in self._segments[:-1]) + self._active.end
 
     def append(self, header: Mapping[str, object], payload: Buffer = b"") -> int:
-        """Write one record; it may be told to anybody once `sync` returned.
+        """Write one record, which is durable after the next `sync`.
 
         Args:
             header: a JSON object with finite numbers.
@@ -107,7 +108,7 @@ class RedoLog:
             The record's lsn.
 
         Raises:
-            StorageError: the disk did not take it; the log is as before.
+            StorageError: writing failed; the log is unchanged.
         """
         with self._mutex:
             lsn = self.last_lsn + 1
@@ -122,7 +123,7 @@ class RedoLog:
             The last durable lsn.
 
         Raises:
-            StorageError: the disk failed; all records since the last good sync are taken back, their lsns free again.
+            StorageError: the disk failed; all records since the last good sync are removed.
         """
         with self._mutex:
             if self.durable_lsn < self.last_lsn:
@@ -135,17 +136,17 @@ class RedoLog:
             return self.durable_lsn
 
     def records(self, from_lsn: int) -> Iterator[Record]:
-        """Read the records from this lsn up to the last one appended before the first is taken.
+        """Yield the records from this lsn up to the last one at the time of the first read.
 
         Raises:
-            CorruptLogError: one of them cannot be read, or is no longer kept.
+            CorruptLogError: a record is damaged or no longer kept.
         """
         with self._mutex:
             last, segments = self.last_lsn, list(self._segments)
         if from_lsn < segments[0]:
             raise CorruptLogError(
-                f"{self.directory}: asked for the records from lsn {from_lsn} on, the oldest kept is {segments[0]}; a "
-                f"log must reach back to its snapshot; restore the missing segments from a backup"
+                f"{self.directory}: asked for the records from lsn {from_lsn} on, the oldest kept is {segments[0]}; "
+                f"the log must reach back to its snapshot; restore the missing segments from a backup"
             )
         for first, beyond in zip(segments, [*segments[1:], last + 1], strict=True):
             if from_lsn < beyond:
@@ -153,7 +154,7 @@ class RedoLog:
                 yield from (record for record in records if record.lsn >= from_lsn)
 
     def rotate(self) -> None:
-        """Sync, then begin a new segment so that `drop_before` can remove the older ones; raises `StorageError`."""
+        """Sync, then start a new segment, so that `drop_before` can remove the older ones; raises `StorageError`."""
         with self._mutex, storage("begin a new segment in", self.directory):
             self._faults("rotate:before")
             self.sync()
@@ -163,7 +164,7 @@ class RedoLog:
             try:
                 opened = AppendFile(self._path(first), faults=self._faults)
             except StorageError:
-                # An empty segment in the middle of a log that went on would look like lost records.
+                # The log continues in the old segment; an empty one after it would look like lost records.
                 self._path(first).unlink(missing_ok=True)
                 raise
             self._active.close()
@@ -172,7 +173,7 @@ class RedoLog:
             self._faults("rotate:after_create")
 
     def drop_before(self, lsn: int) -> None:
-        """Remove the segments that hold only records before this lsn, never the one being written."""
+        """Remove segments that hold only records before this lsn, but never the one being written."""
         with self._mutex, storage("drop old segments of", self.directory):
             self._faults("drop:before")
             while len(self._segments) > 1 and self._segments[1] <= lsn:
@@ -181,10 +182,10 @@ class RedoLog:
             sync_directory(self.directory)
 
     def close(self, *, sync: bool = True) -> None:
-        """Sync, let go of the files and of the lock; idempotent.
+        """Sync, then close the files and release the lock; idempotent.
 
         Args:
-            sync: False leaves the disk as a crash at this moment would.
+            sync: False leaves the disk as after a crash, for tests.
         """
         with self._mutex:
             if self._lock_fd < 0:
@@ -211,22 +212,22 @@ class RedoLog:
         return sorted(int(path.stem) for path in self.directory.glob("*.log") if path.stem.isdigit()) or [1]
 
     def _check_segments(self) -> tuple[int, int]:
-        """Walk the whole log; returns its last lsn and where that record ends in the last segment."""
+        """Read the whole log; returns its last lsn and where that record ends in the last segment."""
         last_lsn, end = self._segments[0] - 1, 0
         for first in self._segments:
             if first != last_lsn + 1:
                 raise CorruptLogError(
-                    f"{self._path(first)} begins at lsn {first}, expected {last_lsn + 1}; a log has no gaps; restore "
-                    f"the missing segments from a backup"
+                    f"{self._path(first)} begins at lsn {first}, expected {last_lsn + 1}; a log must have no gaps; "
+                    f"restore the missing segments from a backup"
                 )
             end = 0
             for record, record_end in self._walk(first):
                 last_lsn, end = record.lsn, record_end
-                self._tell(f"its log is checked, record {last_lsn}")
+                self._tell(f"checking the log, record {last_lsn}")
         return last_lsn, end
 
     def _walk(self, first: int, beyond: int | None = None) -> Iterator[tuple[Record, int]]:
-        """The records of one segment, each with the byte after it; up to `beyond`, or to its possibly torn end."""
+        """Yield the records of a segment with the offsets of their ends, up to lsn `beyond` or a torn end."""
         path = self._path(first)
         with storage("read", path), path.open("rb", buffering=0) as file:
             fd, size = file.fileno(), os.fstat(file.fileno()).st_size
@@ -244,13 +245,13 @@ class RedoLog:
 
 def _damaged(path: Path, offset: int, lsn: int) -> CorruptLogError:
     return CorruptLogError(
-        f"{path}: the record of lsn {lsn} at byte {offset} is damaged; it had been durable, and only the end of a log "
-        f"may be torn; restore this file from a backup, or begin anew from the learners with `diloco syncer --reseed`"
+        f"{path}: the record of lsn {lsn} at byte {offset} is damaged; it was durable, and only the end of a log may "
+        f"be torn; restore this file from a backup, or start again from the learners with `diloco syncer --reseed`"
     )
 
 
 def _lock_directory(directory: Path) -> int:
-    """Hold this directory against other processes; the system lets go of it when this one ends."""
+    """Lock a directory against other processes; the system releases the lock when this process ends."""
     with storage("lock", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -258,7 +259,7 @@ def _lock_directory(directory: Path) -> int:
         except BlockingIOError as error:
             os.close(fd)
             raise StorageError(
-                f"{directory} is in use by another syncer; a run directory serves one at a time; stop the other one or "
+                f"{directory} is in use by another syncer; a run directory can serve only one; stop the other one or "
                 f"choose another run directory"
             ) from error
         except OSError:

@@ -1,14 +1,14 @@
-"""Snapshots: the syncer's whole durable state as of one log sequence number.
+"""Snapshots: the syncer's whole durable state at one log sequence number.
 
-    <directory>/<lsn>/state.json                  the protocol machine's state, JSON
+    <directory>/<lsn>/state.json                  the state machine's state, JSON
     <directory>/<lsn>/tensors-<stem>.safetensors  the tensors, one file per stem (a fragment)
-    <directory>/<lsn>/B2SUMS                      checksums of all the others; `b2sum -c B2SUMS` checks them too
+    <directory>/<lsn>/B2SUMS                      checksums of the other files, for `b2sum -c B2SUMS`
 
-1. A snapshot is written under another name, fsynced file by file, then renamed: under its own name it is complete.
-2. The old one is removed after the new one is durable, unless a log is to be replayed from it. What a crash left behind
-   is removed at the next `latest`.
+1. A snapshot is written under a temporary name, fsynced file by file, then renamed. So a named snapshot is complete.
+2. The old snapshot is removed after the new one is durable, unless a replay starts from it. Incomplete snapshots left
+   by a crash are removed when a snapshot is opened.
 3. A file is verified before its content is used. Nothing is pickled.
-4. Tensors are written and read file by file, so that one fragment at a time is in memory.
+4. Tensors are written and read file by file, so that only one fragment at a time is in memory.
 
 Source: our choice.
 """
@@ -46,7 +46,7 @@ class SnapshotStore:
     """The directory of snapshots of one syncer; one writer at a time.
 
     Args:
-        directory: created by the first `write`.
+        directory: directory of the snapshots; created by the first `write`.
         faults: called at "snapshot:before", "snapshot:after_file", "snapshot:before_rename", "snapshot:after_rename"
             and "snapshot:after_remove", for tests that fail or crash there.
     """
@@ -63,16 +63,16 @@ class SnapshotStore:
         *,
         keeps_oldest: bool = False,
     ) -> None:
-        """Write a snapshot, then remove the older ones; there is nothing to do if this lsn has one.
+        """Write a snapshot, then remove older ones; does nothing if there is one of this lsn.
 
         Args:
-            lsn: the last log record this state contains; never lower than that of a snapshot already there.
+            lsn: last log record in the state; not lower than that of an existing snapshot.
             state: a JSON object with finite numbers.
-            tensors: (stem, tensors by name), taken one by one; CPU tensors that share no memory.
-            keeps_oldest: all but the oldest one, from which a log is replayed.
+            tensors: (stem, tensors by name), consumed one by one; CPU tensors that share no memory.
+            keeps_oldest: keep the oldest snapshot too, for a replay.
 
         Raises:
-            StorageError: the disk did not take it; the previous snapshot stays.
+            StorageError: writing failed; the previous snapshot is kept.
         """
         make_directory(self.directory)
         older = self._lsns()
@@ -95,17 +95,17 @@ class SnapshotStore:
             self._faults("snapshot:after_remove")
 
     def oldest(self) -> Snapshot | None:
-        """Like `latest`, but the oldest that is kept."""
+        """Open the oldest snapshot; see `latest`."""
         return self._open(0)
 
     def latest(self) -> Snapshot | None:
-        """Open the newest snapshot, and remove what a crash left unfinished.
+        """Open the newest snapshot, and remove incomplete ones.
 
         Returns:
-            The snapshot, its state verified and its tensors verified as they are read; None if there is none.
+            The snapshot with verified state, whose tensors are verified when they are read; None if there is none.
 
         Raises:
-            CorruptLogError: it had been complete and is damaged.
+            CorruptLogError: the snapshot is damaged.
         """
         return self._open(-1)
 
@@ -149,8 +149,8 @@ class Snapshot:
     """A durable state.
 
     Args:
-        lsn: the last log record it contains.
-        state: the JSON object it was written with.
+        lsn: last log record in the state.
+        state: JSON object given to `SnapshotStore.write`.
         tensors: stem -> tensors by name; each access reads and verifies one file.
     """
 
@@ -221,6 +221,6 @@ def _read(path: Path) -> bytes:
 
 def _damaged(path: Path, found: str) -> CorruptLogError:
     return CorruptLogError(
-        f"{path} {found}; a complete snapshot must be as it was written; restore its directory from a backup, or begin "
-        f"anew from the learners with `diloco syncer --reseed`"
+        f"{path} {found}; the snapshot is damaged; restore its directory from a backup, or start again from the "
+        f"learners with `diloco syncer --reseed`"
     )

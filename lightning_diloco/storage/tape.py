@@ -1,15 +1,15 @@
-"""The tape: what happened in a run, one JSON object per line, in the order it happened.
+"""The tape: the events of a run, one JSON object per line, in order.
 
 1. A line is `{"t": unix seconds, "event": name, "lsn": log sequence number or null, ...}`.
-2. The tape is not fsynced line by line: after a crash it may lack its end, or be ahead of a log that lost its own. It
-   is then cut to the log (`truncate_after`), and who joined and left is completed from it. Therefore it is synced
-   before the log drops records.
-3. A line without its end, left by a crash, is cut at opening, which reads no more than the end of a tape: it grows by
-   about half a kilobyte with each commit, and a restart reads all of it once (`syncer/status/history.py`).
+2. Lines are not fsynced one by one. After a crash the tape may lack its end, or be ahead of the log. It is then cut to
+   the log (`truncate_after`), and missing joins and leaves are added from the log. So the tape is synced before the log
+   drops records.
+3. Opening cuts off an incomplete last line, left by a crash. It reads only the end of the tape, which grows by about
+   half a kilobyte per commit; a restart reads the whole tape once (`syncer/status/history.py`).
 
-Non-finite numbers are written as Python writes them: NaN, Infinity.
+Non-finite numbers are written as Python does: NaN, Infinity.
 
-Source: the paper (Sec. 5) names an event tape; its form is our choice.
+Source: the paper (Sec. 5) mentions an event tape; the format is our choice.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Tape:
     """An append-only `events.jsonl`; safe to use from several threads.
 
     Args:
-        path: created, with its directories, if it is not there.
-        clock: wall-clock time in unix seconds.
+        path: path of the file; created, with its directories, if it does not exist.
+        clock: returns the wall-clock time in unix seconds.
 
     Attributes:
         last_lsn: the highest log sequence number on the tape; 0 if there is none.
-        torn_bytes: what was cut off at opening.
+        torn_bytes: bytes that were cut off at opening.
 
     Raises:
-        CorruptLogError: the last whole line is not JSON; `read_tape` looks at the others.
+        CorruptLogError: the last complete line is not JSON; `read_tape` checks the others.
         StorageError: the file cannot be used.
     """
 
@@ -66,13 +66,13 @@ class Tape:
         """Write one line.
 
         Args:
-            event: its name.
-            lsn: the log record it tells of; None if it is in no log. Never lower than one already on the tape.
-            late_s: how long ago it happened; a disk that was slow may have held it up.
-            **fields: JSON values; `t`, `event` and `lsn` are taken.
+            event: name of the event.
+            lsn: lsn of its log record, which never decreases; None if it has none.
+            late_s: seconds since the event happened.
+            **fields: JSON values; `t`, `event` and `lsn` are reserved.
 
         Raises:
-            StorageError: the disk did not take it; the tape is as before.
+            StorageError: writing failed; the tape is unchanged.
         """
         with self._mutex:
             assert fields.keys().isdisjoint({"t"}), "the tape stamps the time itself"
@@ -82,14 +82,14 @@ class Tape:
             self.last_lsn = max(self.last_lsn, lsn or 0)
 
     def truncate_after(self, lsn: int) -> int:
-        """Cut the tape before the first line that tells of a later log record.
+        """Cut the tape before the first line with a later lsn.
 
         Returns:
-            The bytes cut off.
+            The number of bytes cut off.
         """
         with self._mutex:
             if self.last_lsn <= lsn:
-                return 0  # without reading all of it once more
+                return 0  # without reading the whole tape again
             before = self._file.end
             end = self._measure(up_to_lsn=lsn)
             if end < before:
@@ -97,12 +97,12 @@ class Tape:
             return before - end
 
     def sync(self) -> None:
-        """Make every line durable, or take back those since the last sync; raises `StorageError`."""
+        """Make all lines durable; if it raises `StorageError`, those since the last sync are removed."""
         with self._mutex:
             self._sync()
 
     def close(self) -> None:
-        """Make the tape durable and let go of it; idempotent."""
+        """Sync and close the tape; idempotent."""
         with self._mutex:
             if self._file.is_open:
                 try:
@@ -118,24 +118,24 @@ class Tape:
             raise
 
     def _measure_end(self) -> int:
-        """Where the last whole line ends; sets `last_lsn`, which never falls from line to line."""
+        """Return where the last complete line ends; sets `last_lsn`, which never decreases from line to line."""
         num_bytes, size = _END_BYTES, self._file.end
         while num_bytes < size:
             with storage("read", self.path), self.path.open("rb") as file:
                 file.seek(size - num_bytes)
                 lines = file.read().split(b"\n")
-            try:  # the first is a part of one, the last is torn, or nothing
+            try:  # the first may be a part of a line, the last is incomplete or empty
                 known = (lsn for line in lines[-2:0:-1] if (lsn := _parse(self.path, 0, line)["lsn"]) is not None)
                 if (last_lsn := next(known, None)) is not None:
                     self.last_lsn = last_lsn
                     return size - len(lines[-1])
             except CorruptLogError:
-                break  # the line's number is told by who counts them
+                break  # reading all lines gives the number of the damaged one
             num_bytes *= 4
         return self._measure()
 
     def _measure(self, *, up_to_lsn: int = _MAX, before: int = _MAX) -> int:
-        """Where the last whole line before this byte and of no later lsn ends; sets `last_lsn` to match."""
+        """Return where the last complete line ends that is within both limits; sets `last_lsn` to match."""
         self.last_lsn, end = 0, 0
         for line, line_end in _lines(self.path):
             lsn = line["lsn"] or 0
@@ -146,7 +146,7 @@ class Tape:
 
 
 def read_tape(path: str | os.PathLike[str]) -> Iterator[Json]:
-    """The lines of a tape, also of one still being written; an unfinished last line is left out.
+    """Yield the lines of a tape, which may still be written; skips an incomplete last line.
 
     Raises:
         CorruptLogError: a line other than the last is not JSON.
@@ -173,6 +173,6 @@ def _parse(path: Path, number: int, text: bytes) -> Json:
     if not isinstance(line, dict) or not {"t", "event", "lsn"} <= line.keys():
         raise CorruptLogError(
             f"{path}, line {number}, is {text[:60]!r}; a line must be a JSON object with t, event and lsn; restore the "
-            f"tape from a backup, or move it away and let it begin anew from the log"
+            f"tape from a backup, or move it away to start a new one from the log"
         )
     return line

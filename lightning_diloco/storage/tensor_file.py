@@ -1,6 +1,6 @@
-"""A safetensors file, written and read without a second copy of its tensors in memory.
+"""Writes and reads safetensors files without a second copy of the tensors in memory.
 
-The library's own `save` and `load` hold all of a file up to two more times, as bytes.
+The library's `save` and `load` need up to two more copies of the file in memory.
 
 Source: the format as https://github.com/huggingface/safetensors describes it.
 """
@@ -24,10 +24,10 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def pieces(tensors: Mapping[str, Tensor]) -> Iterator[Buffer]:
-    """The file, piece by piece.
+    """Yield the content of a file in pieces.
 
     Args:
-        tensors: by name; contiguous, on the host, float32, bfloat16, uint8 or int64.
+        tensors: tensors by name; contiguous, on the host, float32, bfloat16, uint8 or int64.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
@@ -41,7 +41,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[Buffer]:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that is known to be sound, in memory of their own."""
+    """Read the tensors of a file that was verified before, into new memory."""
     with path.open("rb") as file:
         header = json.loads(file.read(*struct.unpack("<Q", file.read(8))))
         header.pop("__metadata__", None)
@@ -54,7 +54,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def checksum(path: Path) -> str:
-    """BLAKE2b of a file, in hex."""
+    """Return the BLAKE2b checksum of a file, in hex."""
     found = hashlib.blake2b()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):

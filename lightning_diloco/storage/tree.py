@@ -1,8 +1,8 @@
-"""Nested plain values and tensors as JSON beside named tensors: what safetensors files can hold, and nothing that runs.
+"""Converts nested plain values and tensors to JSON and named tensors, which safetensors files can hold.
 
-1. None, booleans, numbers, strings, lists, tuples, dicts with plain keys, Counters and tensors come back as they were;
-   subclasses of these come back as these.
-2. Anything else is refused by its place in the tree: there is no pickle to fall back to.
+1. None, booleans, numbers, strings, lists, tuples, dicts with plain keys, Counters and tensors are restored as they
+   were; subclasses are restored as these types.
+2. Other values are refused, and the error names their place in the tree. Nothing is pickled.
 
 Source: our choice.
 """
@@ -22,19 +22,19 @@ Packed: TypeAlias = "bool | int | float | str | list[Packed] | dict[str, Packed]
 
 
 class UnstorableError(LocalError, TypeError):
-    """A value that is neither plain nor a tensor."""
+    """A value is neither plain nor a tensor."""
 
 
 def pack(tree: object, tensors: dict[str, Tensor], where: str = "") -> Packed:
-    """A JSON value for this tree.
+    """Convert a tree to JSON.
 
     Args:
-        tree: the values.
-        tensors: receives the tensors, under names that tell where they were.
-        where: name of the place of `tree` itself.
+        tree: nested values.
+        tensors: receives the tensors, named by their place in the tree.
+        where: place of `tree` itself.
 
     Raises:
-        UnstorableError: something is neither plain nor a tensor.
+        UnstorableError: a value is neither plain nor a tensor.
     """
     match tree:
         case None | bool() | int() | float() | str():
@@ -50,13 +50,13 @@ def pack(tree: object, tensors: dict[str, Tensor], where: str = "") -> Packed:
             pairs: list[Packed] = [[key, pack(value, tensors, f"{where}.{key}")] for key, value in tree.items()]
             return {"counter" if isinstance(tree, Counter) else "dict": pairs}
     raise UnstorableError(
-        f"{where or 'the value'} is a {type(tree).__name__}; plain values, lists, tuples, dicts with plain keys, and "
-        "tensors can be kept; leave it out of the state, or keep it as one of these"
+        f"{where or 'the value'} is a {type(tree).__name__}; only plain values, lists, tuples, dicts with plain keys "
+        "and tensors can be kept; leave it out of the state, or convert it to one of these"
     )
 
 
 def unpack(packed: Packed, tensors: Mapping[str, Tensor]) -> Tree:
-    """The inverse of `pack`; raises `KeyError` or `ValueError` for what it never wrote."""
+    """Convert the result of `pack` back; raises `KeyError` or `ValueError` for other values."""
     if isinstance(packed, list):
         return [unpack(value, tensors) for value in packed]
     if not isinstance(packed, dict):

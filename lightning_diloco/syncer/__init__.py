@@ -1,1 +1,1 @@
-"""The syncer's process: the protocol machine behind a server, the arithmetic of a merge, and the disk."""
+"""The syncer process: state machine, server, merge arithmetic and storage."""

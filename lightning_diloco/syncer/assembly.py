@@ -1,14 +1,12 @@
-"""Contributions that come in parts, one from each rank of a learner, or in portions of these, until they are whole.
+"""Assembles contributions that come in parts, one from each rank of a learner, or in portions of parts.
 
-1. All parts are of the same session and the same contribution; the protocol hears of it when the last one is there.
-   Ranks have no incarnation, no fate and no refusal of their own: what is wrong with a part is told to its sender only.
-2. One contribution per session and fragment is put together at a time: a higher seq replaces a lower one, and a part
-   that comes twice changes nothing. Bytes are put where they belong in the whole, whose memory is there from the first
-   of them: never more than whole contributions would take.
-3. A part that is long comes in portions, in order (see `transport/portions.py`); what does not follow on what is here
-   is not used, and its sender is told how much is.
-4. Parts are dropped with the contribution: decided, of a process that was fenced off or has left, of a generation that
-   is over.
+1. All parts belong to one session and one contribution. The state machine hears of it when the last part is here. An
+   error in a part is reported to its sender only.
+2. One contribution per session and fragment is assembled at a time. A higher seq replaces a lower one; a repeated part
+   changes nothing. The memory of the whole contribution is allocated with its first part.
+3. A long part comes in portions, in order (`transport/portions.py`). A portion that does not follow the received bytes
+   is ignored, and its sender is told how many there are.
+4. The parts of a contribution that cannot be merged any more are dropped.
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ MAX_PARTS = 1 << 16
 
 @dataclass(slots=True)
 class _Assembly:
-    """One contribution, as far as it is here."""
+    """One incomplete contribution."""
 
     ready: messages.Ready
     num_parts: int
     whole: Tensor
-    have: dict[int, int] = field(default_factory=dict)  # bytes by part
-    num_whole: int = 0  # parts
+    have: dict[int, int] = field(default_factory=dict)  # received bytes, by part
+    num_whole: int = 0  # number of complete parts
     filling: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Assemblies:
-    """What is here of contributions that are not whole."""
+    """All incomplete contributions; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], _Assembly] = {}
@@ -52,7 +50,7 @@ class Assemblies:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all contributions that are not whole."""
+        """Bytes of memory of all incomplete contributions."""
         with self._lock:
             return sum(each.whole.nbytes for each in self._open.values())
 
@@ -62,23 +60,23 @@ class Assemblies:
         """Keep a part, or a portion of it.
 
         Args:
-            session: whose it is.
-            ready: which contribution it belongs to.
-            bulk: header {"part": k, "num_parts": n}, without which it is the only part; its bytes.
-            numel: values of the fragment.
-            config: of the run.
+            session: the sender.
+            ready: description of the contribution.
+            bulk: header {"part": k, "num_parts": n} and bytes; without these fields it is the only part.
+            numel: number of values in the fragment.
+            config: options of the run.
 
         Returns:
-            Bytes of this part that are here; and the whole contribution, if this was all that was missing.
+            The received bytes of this part; and the whole contribution if it is complete, else None.
 
         Raises:
-            CorruptMessageError: it is no part of this contribution.
+            CorruptMessageError: it is not a part of this contribution.
         """
         (k, n), (at, of) = _numbers(bulk.header), place(bulk)
         start, stop = part_range(k, n, numel, config.block_size)
         if of != (wanted := wire_nbytes(stop - start, config.wire, config.block_size)):
             raise CorruptMessageError(
-                f"{of} bytes as part {k} of {n} of fragment {ready.fragment}; it takes {wanted} as "
+                f"{of} bytes as part {k} of {n} of fragment {ready.fragment}; it must have {wanted} in "
                 f"{config.wire}; nothing of it was used; do all ranks run the same version?"
             )
         with self._lock:
@@ -88,12 +86,12 @@ class Assemblies:
                 found = self._open[session, ready.fragment] = _Assembly(ready, n, whole)
             if (found.ready, found.num_parts) != (ready, n):
                 raise CorruptMessageError(
-                    f"part {k} of {n} of {ready}; parts of {found.ready} in {found.num_parts} are awaited; nothing of "
-                    "it was used; all ranks must send parts of the newest contribution"
+                    f"part {k} of {n} of {ready}; expected {found.num_parts} parts of {found.ready}; nothing of it "
+                    "was used; all ranks must send parts of the newest contribution"
                 )
         with found.filling:
             have = found.have.get(k)
-            if have == of or (have or 0) != at:  # once more, or out of order
+            if have == of or (have or 0) != at:  # repeated, or out of order
                 return have or 0, None
             _put(found.whole, bulk.payload, at, part=(start, stop), numel=numel, config=config)
             found.have[k] = have = at + bulk.payload.nbytes
@@ -104,14 +102,14 @@ class Assemblies:
         return have, found.whole
 
     def drop(self, session: str, fragment: int, seq: int) -> None:
-        """Parts up to this contribution are not needed any more."""
+        """Drop the parts of contributions up to this seq."""
         with self._lock:
             found = self._open.get((session, fragment))
             if found is not None and found.ready.seq <= seq:
                 del self._open[session, fragment]
 
     def prune(self, state: SyncerState) -> None:
-        """Drop what cannot be merged any more, whoever decided so."""
+        """Drop contributions that cannot be merged any more."""
         if self._open:
             with self._lock:
                 kept = {key: each for key, each in self._open.items() if state.may_merge(key[0], each.ready)}
@@ -119,7 +117,7 @@ class Assemblies:
 
 
 def _put(whole: Tensor, payload: memoryview, at: int, *, part: tuple[int, int], numel: int, config: RunConfig) -> None:
-    """Bytes of a part, of which `at` come before them: integers go among the integers, scales among the scales."""
+    """Copy bytes of a part, starting at its byte `at`, to the integers and scales of the whole."""
     start, stop = part
     first, last, end = (integers_nbytes(value, config.wire, config.block_size) for value in (start, stop, numel))
     num_integers = min(max(last - first - at, 0), payload.nbytes)

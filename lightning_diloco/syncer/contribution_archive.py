@@ -1,11 +1,11 @@
-"""What `--record contributions` keeps: everything from which a run's anchors and ledger can be computed again.
+"""The files of `--record contributions`, from which a replay computes a run's anchors and ledger again.
 
     <directory>/seed-<fragment>.safetensors                  the start values, float32
-    <directory>/commit-<fragment>-<version>.safetensors      the bytes received, in the order they were merged
+    <directory>/commit-<fragment>-<version>.safetensors      the received bytes, in the order of the merge
 
-1. A file is written and fsynced before the log record of its commit: every commit in the log has one. One without a
-   commit was left by a crash, and is replaced when that version is tried again.
-2. Each file says what it is about, and has a checksum over that and all its tensors.
+1. A file is written and fsynced before the log record of its commit, so each commit in the log has one. A crash may
+   leave a file without a commit; it is replaced when that version is committed.
+2. Each file has a description, and a checksum over the description and all tensors.
 
 Source: our choice.
 """
@@ -33,12 +33,12 @@ from lightning_diloco.syncer.anchors import AnchorStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """One commit as it was made.
+    """One recorded commit.
 
     Args:
         record: the commit's log record.
-        sessions: whose contributions, in the order they were merged; on it depends the last bit of the result.
-        max_norms: of each; a longer contribution was scaled down to its limit.
+        sessions: the contributors, in the order of the merge; the last bit of the result depends on this order.
+        max_norms: norm limit of each contribution; a longer one was scaled down to it.
         payloads: encoded contributions, uint8.
     """
 
@@ -65,7 +65,7 @@ class Recorder:
             _write(self._directory / f"seed-{p:04d}.safetensors", about, {"values": store.anchor(p).published})
 
     def keep(self, recorded: Recorded) -> None:
-        """Keep a commit that is about to be made; raises `StorageError`."""
+        """Keep a commit before its record is logged; raises `StorageError`."""
         about: Json = {
             "record": recorded.record,
             "sessions": list(recorded.sessions),
@@ -80,7 +80,7 @@ def read_commit(path: Path) -> Recorded:
     """Read a file of `Recorder.keep`.
 
     Raises:
-        CorruptLogError: it is not as it was written.
+        CorruptLogError: the file is damaged.
     """
     about, tensors = _read(path)
     limits = cast("Sequence[float | None]", about["max_norms"])
@@ -96,7 +96,7 @@ def read_seed(path: Path) -> Tensor:
     """Read a file of `Recorder.keep_seed`: float32 (P,).
 
     Raises:
-        CorruptLogError: it is not as it was written.
+        CorruptLogError: the file is damaged.
     """
     return _read(path)[1]["values"]
 
@@ -111,7 +111,7 @@ def _read(path: Path) -> tuple[Json, dict[str, Tensor]]:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
         said = metadata["about"]
         is_whole = metadata["sha256"] == _checksum(said, tensors)
     except (SafetensorError, KeyError, ValueError) as error:
@@ -131,6 +131,5 @@ def _checksum(said: str, tensors: Mapping[str, Tensor]) -> str:
 
 def _damaged(path: Path, found: str) -> CorruptLogError:
     return CorruptLogError(
-        f"{path}: {found}; a recorded file must be as it was written; restore it from a backup, or replay from a later "
-        "snapshot"
+        f"{path}: {found}; the recorded file is damaged; restore it from a backup, or replay from a later snapshot"
     )

@@ -1,8 +1,8 @@
-"""Where a run is served: the address, and the token that lets others in, which may be replaced while it is served.
+"""The server of a run, and the replacement of its token.
 
-1. RUN_DIR/join holds both. If its token is replaced (`learner/rotation.py`), the server is made anew with the new one:
-   calls under way end, and nothing gets in with the old token any more.
-2. An address that is not free yet is tried again, at every look.
+1. RUN_DIR/join holds address and token. If the token there is replaced (`learner/rotation.py`), a new server with the
+   new token replaces the old one: running calls end, and the old token is refused from then on.
+2. If the address is not free yet, each call of `follow_rotation` tries again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Front:
     """The server of a run.
 
     Args:
-        handler: is served.
+        handler: handles the calls.
         run_dir: RUN_DIR.
-        listen: host:port; port 0 for any, which is then kept.
+        listen: host:port; port 0 for any free port, which is then kept.
         address: run id and token.
-        identity: who the server is; None: a certificate is made, anew for each token.
+        identity: certificate of the server; None makes a new one for each token.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Front:
         return FlightServer(self._handler, listen, token=self._address.token, tls=self._identity)
 
     def listen(self) -> JoinAddress:
-        """Serve, and write down how to join.
+        """Start to serve, and write RUN_DIR/join.
 
         Raises:
-            TransportError: the address is taken, or not of this machine.
+            TransportError: the address is in use, or not one of this machine.
         """
         self._server.start()
         self._must_listen = False
@@ -60,13 +60,13 @@ class Front:
         return self._address
 
     def follow_rotation(self) -> None:
-        """Look, cheaply, whether the token was replaced; if so, serve with the new one."""
+        """Serve with the new token if it was replaced; cheap enough to call often."""
         if (written_ns := self._written_ns()) != self._seen_ns:
             self._seen_ns = written_ns
             self._take_token()
         if self._must_listen:
             try:
-                log.warning("the token of the run was replaced; it is served at %s", self.listen())
+                log.warning("the token of the run was replaced; the run is served at %s", self.listen())
             except TransportError as error:
                 log.warning("not served with the new token yet: %s", error)
 
@@ -74,7 +74,7 @@ class Front:
         try:
             known = read_join_file(self._join)
         except ConfigError as error:
-            log.warning("the token stays as it was: %s", error)
+            log.warning("the token is unchanged: %s", error)
             return
         if known.run != self._address.run or known.token == self._address.token:
             return
@@ -84,7 +84,7 @@ class Front:
         self._server, self._must_listen = self._made(listened_on), True
 
     def stop(self) -> None:
-        """Serve no longer; idempotent."""
+        """Stop to serve; idempotent."""
         self._server.stop()
 
     def _written_ns(self) -> int | None:
@@ -95,7 +95,7 @@ class Front:
 
 
 def _reachable_host(listen: str) -> str | None:
-    """How learners elsewhere reach this machine when it listens on every address."""
+    """Return this machine's name for other machines if the server listens on all addresses."""
     host, _ = split_host_port(listen)
     if host in ("0.0.0.0", "::"):
         return os.environ.get("DILOCO_HOST") or socket.getfqdn()

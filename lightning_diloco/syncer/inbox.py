@@ -1,12 +1,11 @@
-"""What the syncer is told, in the order in which it came, and with the time at which it came.
+"""The queue of events for the syncer's loop thread, with their arrival times.
 
-1. Transport threads and the merge thread put events, a clock thread puts ticks, the loop thread takes both. However
-   long the loop was held up, by a slow disk perhaps: what came before a tick is taken before it. So nobody lapses whose
-   heartbeats wait here.
+1. Transport threads and the merge thread put events, a clock thread puts ticks, and the loop thread takes both in order
+   of arrival. So a learner does not lapse while its heartbeats wait here, for example because of a slow disk.
 2. At most one tick waits.
-3. A clock that wakes up more than STOOD_STILL_S late tells that the whole process stood still (SIGSTOP, a debugger, a
-   machine that swaps): nobody could be heard meanwhile.
-4. A tick carries who has been heard from without an event: by a payload, or by a call that was refused.
+3. If the clock thread wakes up more than STOOD_STILL_S late, the process was suspended (SIGSTOP, a debugger, swapping)
+   and could not receive messages. It then puts an event that says so.
+4. A tick carries the sessions that were heard from without an event: by a payload, or by a call that was refused.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Events on their way to the loop thread, beside ticks; safe to use from several threads."""
+    """A queue of events and ticks; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[float, T | events.Tick | events.StoodStill] | None] = queue.SimpleQueue()
@@ -36,32 +35,32 @@ class Inbox(Generic[T]):
 
     @property
     def num_waiting(self) -> int:
-        return max(0, self._queue.qsize() - self._has_tick)  # a tick is no event of anybody
+        return max(0, self._queue.qsize() - self._has_tick)  # ticks do not count
 
     def put(self, event: T | events.Tick | events.StoodStill) -> None:
-        """Stamp this and leave it for the loop thread; times never fall from one event to the next."""
+        """Add an event with the current time; times never decrease from one event to the next."""
         with self._putting:
             self._queue.put((time.monotonic(), event))
 
     def heard(self, session: str) -> None:
-        """This session is alive, whatever it said."""
+        """Note that a session is alive."""
         with self._putting:
             self._heard[session] = time.monotonic()
 
     def take(self) -> tuple[float, T | events.Tick | events.StoodStill] | None:
-        """Wait for the next event and the time at which it came; None: closed, and everything was taken."""
+        """Wait for the next event; returns its arrival time and the event, or None when closed and empty."""
         taken = self._queue.get()
         if taken is not None and isinstance(taken[1], events.Tick):
             self._has_tick = False
         return taken
 
     def close(self) -> None:
-        """End the clock, and the loop once it has taken what is here."""
+        """End the clock thread now, and the loop thread after the waiting events."""
         self._closed.set()
         self._queue.put(None)
 
     def run_clock(self) -> None:
-        """Put ticks until closed; in a thread of its own."""
+        """Put ticks until closed. Runs in its own thread."""
         woke_s = time.monotonic()
         while not self._closed.wait(TICK_S):
             slept_s, woke_s = time.monotonic() - woke_s, time.monotonic()

@@ -1,14 +1,15 @@
-"""Compares the contributions of a round with each other; `protocol/syncer/conduct.py` decides what follows.
+"""Compares the contributions of a round with each other; `protocol/syncer/conduct.py` decides on quarantine.
 
-A contribution is odd, and refused, if
+A contribution is odd and refused, if there are at least two other learners to compare with, and
 
-1. it is much longer than usual by the word of two other learners (`norm_guard.py`).
-2. it is, to the last bit of its norms, the one that its learner sent last, and there are two others to tell.
+1. it is much longer than usual (`norm_guard.py`), or
+2. all its norms equal those of the learner's previous contribution to the last bit.
 
-It is odd, and merged for it does no harm, if nearly nothing is in it where others have something (NOTHING).
+It is odd but merged, because it is harmless, if it is shorter than NOTHING times the usual norm.
 
-How alike contributions are is the median of the cosines with each of the others, which one broken learner does not
-move; it takes two others in the round. Contributions on trial are compared with the others', not they with it.
+The likeness of a contribution is the median of its cosines with the other contributions of the round. It needs two
+others, so that one broken learner cannot move it. Contributions of learners in quarantine ("on trial") are compared
+with the others, but the others are not compared with them.
 
 Source: our choice.
 """
@@ -24,16 +25,16 @@ from lightning_diloco.protocol.actions import Contribution
 from lightning_diloco.protocol.events import Verdict
 from lightning_diloco.syncer.norm_guard import Limit, NormGuard
 
-NOTHING = 1e-3  # of the usual norm: the first contributions of a long warm-up are longer
+NOTHING = 1e-3  # part of the usual norm; even the first contributions of a long warm-up are longer
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is found of a round.
+    """The result of comparing a round's contributions.
 
     Args:
-        max_norms: of each contribution that may be merged.
-        verdicts: by session, on trial or not.
+        max_norms: norm limit of each contribution that may be merged.
+        verdicts: verdict on each contribution, by session.
     """
 
     max_norms: tuple[float, ...]
@@ -41,7 +42,7 @@ class Judgement:
 
     @property
     def refused(self) -> dict[str, Verdict]:
-        """Verdicts on contributions that must not be merged."""
+        """Verdicts that refuse the contribution."""
         return {session: verdict for session, verdict in self.verdicts.items() if verdict.is_refused}
 
 
@@ -49,7 +50,7 @@ class Judge:
     """Compares the contributions of rounds.
 
     Args:
-        usual: norms of the run.
+        usual: usual norms of the run.
     """
 
     def __init__(self, usual: NormGuard) -> None:
@@ -59,13 +60,13 @@ class Judge:
     def judge(
         self, p: int, contributions: Sequence[Contribution], on_trial: Sequence[Contribution], measured: Measured
     ) -> Judgement:
-        """Look at a round.
+        """Compare the contributions of a round.
 
         Args:
-            p: the fragment.
-            contributions: to be merged.
-            on_trial: to be compared only.
-            measured: all of these, in this order.
+            p: fragment.
+            contributions: contributions to be merged.
+            on_trial: contributions of learners in quarantine, which are only compared.
+            measured: norms and cosines of all of these, in this order.
         """
         everybody, norms = [*contributions, *on_trial], measured.norms
         present = {c.learner: (norm, c.steps) for c, norm in zip(contributions, norms, strict=False)}
@@ -82,7 +83,7 @@ class Judge:
         return Judgement(tuple(limit.norm for limit in limits[: len(contributions)]), verdicts)
 
     def _is_repeated(self, p: int, c: Contribution, slices: tuple[float, ...]) -> bool:
-        """Whether the last one of this process was the same, and not zero; a round may be judged again."""
+        """Whether the norms equal those of the process's previous seq and are not zero; a round may be judged twice."""
         this = (c.session, c.ready.seq)
         (session, seq), last = self._last.get((c.learner, p), (this, ()))
         self._last[c.learner, p] = (this, slices)
@@ -90,12 +91,12 @@ class Judge:
 
 
 def _oddity(norm: float, limit: Limit, *, is_repeated: bool) -> tuple[str | None, bool]:
-    """What is wrong with a contribution, if anything, and whether it is refused for that."""
-    usual = f"others' are usually {limit.usual:.3g} long for as much work"
+    """Return what is odd about a contribution, if anything, and whether it is refused for that."""
+    usual = f"the others' norm is usually {limit.usual:.3g} for as much work"
     if norm > limit.refused:
         return f"its norm is {norm:.3g}; {usual}; at most {limit.refused:.3g} is accepted", True
     if is_repeated:
-        return "it equals the one before it to the last bit", True
+        return "it equals the previous one to the last bit", True
     if limit.num_others >= 2 and norm < NOTHING * limit.usual:
         return f"its norm is {norm:.3g}; {usual}", False
     return None, False

@@ -1,18 +1,18 @@
-"""How long contributions usually are for the work in them, and how long one may be.
+"""The norm guard: usual norms of contributions, and the limit for each new one.
 
-1. A learner is judged by others: by the median of their usual norms, each being the median of its own last ones. A few
-   broken learners do not move it. What counts is what was merged whole, and what others sent to the same round.
-2. Learners that have sent MIN_SAMPLES to a fragment judge the others. Before that, all do: first rounds have nothing
-   else to go by.
-3. By the word of two others or more, what is SCALE_DOWN times the usual norm is scaled down, and what is NORM_GUARD
-   times is refused. By the word of one, or of its own past, it is scaled down at NORM_GUARD times: who of two is broken
-   cannot be told. A learner that has always been longer, because its learning rate is another one, or because the
-   others have just begun to warm up, may stay so: its own usual norm counts up to NORM_GUARD times that of the others.
-4. Alone, a learner is judged by all that it sent, once that is MIN_SAMPLES. If all of it was zero, as that of frozen
-   parameters is, nothing is known of it.
-5. Contributions of other lengths are compared by the steps in them. Steps in one direction add up, independent ones
-   grow by the square root: of twice the steps, the norm may be twice as long, of half the steps, half the root.
-6. Learnt anew from the tape after a restart. Commits do not depend on it: each is on record with its limits.
+1. The usual norm of one learner is the median over its last contributions that were merged without scaling. A learner
+   is compared with the median of the others' usual norms, so a few broken learners do not move its limit.
+2. Others are used if they have MIN_SAMPLES in the fragment. While fewer than two have, and the learner itself has fewer
+   too, all others are used, together with what they sent to the same round.
+3. If at least two others are used, a contribution longer than SCALE_DOWN times the usual norm is scaled down, and one
+   longer than NORM_GUARD times is refused. With one other it is scaled down to NORM_GUARD times and never refused: of
+   two learners, nobody can tell which is broken. A learner may stay longer than the others, for example because of a
+   higher learning rate: its own usual norm is used if it is larger, up to NORM_GUARD times the others'.
+4. Without others, the limit is NORM_GUARD times the median of all that the learner sent, once it has MIN_SAMPLES. If
+   all its norms were zero, as those of frozen parameters are, there is no limit.
+5. Norms are compared for the same number of steps. Steps in one direction add up linearly, independent ones by the
+   square root; the larger of the two is used. So twice the steps allow twice the norm, half the steps 0.7 times.
+6. After a restart the norms are read from the tape. Replays do not need them: recorded commits have their limits.
 
 Source: our choice.
 """
@@ -34,13 +34,13 @@ Sample = tuple[float, int]  # norm, steps
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How long one contribution may be.
+    """Limits for the norm of one contribution.
 
     Args:
-        norm: a longer one is scaled down to this; infinite while nothing is known.
-        refused: a longer one is refused.
-        usual: what others' contributions usually are, for as much work; 0: there are no others.
-        num_others: learners that say so.
+        norm: a longer contribution is scaled down to this; infinite: no limit.
+        refused: a longer contribution is refused.
+        usual: the others' usual norm for the same number of steps; 0: there are no others.
+        num_others: number of other learners used.
     """
 
     norm: float = math.inf
@@ -50,7 +50,7 @@ class Limit:
 
 
 class _Recent:
-    """The last norms of one learner in one fragment: all of them, and those that were merged whole."""
+    """The last norms of one learner in one fragment: all, and those merged without scaling."""
 
     def __init__(self) -> None:
         self.all: deque[Sample] = deque(maxlen=NUM_RECENT)
@@ -58,7 +58,7 @@ class _Recent:
 
 
 class NormGuard:
-    """The norms of one run."""
+    """Usual norms of one run, per fragment and learner."""
 
     def __init__(self) -> None:
         self._recent: dict[int, dict[str, _Recent]] = defaultdict(lambda: defaultdict(_Recent))
@@ -66,7 +66,7 @@ class NormGuard:
     def learn(
         self, p: int, learners: Sequence[str], norms: Sequence[float], steps: Sequence[int], kept: Sequence[float]
     ) -> None:
-        """These were committed to this fragment; norms as they came, before any was scaled down to the part kept."""
+        """Learn the norms of committed contributions, as they were before scaling by `kept`."""
         for learner, *sample, part in zip(learners, norms, steps, kept, strict=True):
             recent = self._recent[p][learner]
             recent.all.append((sample[0], sample[1]))
@@ -74,12 +74,12 @@ class NormGuard:
                 recent.whole.append((sample[0], sample[1]))
 
     def limit(self, p: int, learner: str, steps: int, present: Mapping[str, Sample]) -> Limit:
-        """How long a contribution of this learner may be, with so many steps.
+        """Return the limits for a contribution.
 
         Args:
-            p: the fragment.
-            learner: whose it is.
-            steps: in it.
+            p: fragment.
+            learner: its learner.
+            steps: number of steps in it.
             present: norms and steps of the contributions to the same round, by learner.
         """
         known = {name: list(recent.whole) for name, recent in self._recent[p].items()}
@@ -102,7 +102,7 @@ class NormGuard:
 
 
 def _usual(samples: Sequence[Sample] | deque[Sample], steps: int) -> float:
-    """The norm that a contribution of so many steps would usually have; 0: not known."""
+    """Return the usual norm of a contribution with this number of steps; 0: not known."""
     norms = [norm * _growth(steps / num_steps) for norm, num_steps in samples if norm > 0]
     return median(norms) if norms else 0.0
 

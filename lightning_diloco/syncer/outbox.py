@@ -1,11 +1,11 @@
-"""The syncer's messages, waiting for learners to take them.
+"""Queues of the syncer's messages, which learners poll.
 
-1. Each session has a queue; a poll acknowledges everything up to its cursor and takes what came after.
-2. Cursors start from the wall clock at boot, so a cursor of an earlier syncer process is recognised: the answer is then
-   a single RESET, and the learner says hello again.
-3. A session that nobody polls holds at most MAX_WAITING messages; older ones are dropped, and its next poll gets RESET.
-4. There are at most MAX_SESSIONS queues, whatever sessions somebody makes up: the one that was not used for the longest
-   time is forgotten, of a session that is no member's if there is one, and its next poll gets RESET.
+1. Each session has a queue. A poll acknowledges all messages up to its cursor and returns the later ones.
+2. Cursors start from the wall clock at the start of the process, so a cursor of an earlier syncer process is
+   recognized. The answer to it is a single RESET, and the learner sends a hello again.
+3. A queue holds at most MAX_WAITING messages. Older ones are dropped, and the next poll gets RESET.
+4. There are at most MAX_SESSIONS queues, because anybody can make up session ids. A further one replaces the least
+   recently used queue, of a session that has not joined if there is one; its next poll gets RESET.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Outbox:
     """Queues of all sessions; safe to use from several threads.
 
     Args:
-        is_member: whether the run knows a session.
+        is_member: returns whether a session has joined the run.
     """
 
     def __init__(self, is_member: Callable[[str], bool] = lambda session: False) -> None:
@@ -47,7 +47,7 @@ class Outbox:
         self._is_closed = False
 
     def put(self, session: str, message: Json) -> None:
-        """Leave a message for this session."""
+        """Queue a message for a session."""
         with self._changed:
             queue = self._queue(session)
             queue.messages.append(message)
@@ -57,7 +57,7 @@ class Outbox:
             self._changed.notify_all()
 
     def poll(self, session: str, cursor: int, wait_s: float) -> Polled:
-        """Take what came after cursor, waiting up to wait_s for it."""
+        """Return the messages after `cursor`; waits up to `wait_s` for one."""
         until_s = time.monotonic() + wait_s
         with self._changed:
             queue = self._queue(session)
@@ -74,7 +74,7 @@ class Outbox:
             return Polled(queue.head, tuple(queue.messages))
 
     def close(self) -> None:
-        """Let all waiting polls return."""
+        """End all waiting polls."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -85,5 +85,5 @@ class Outbox:
         if len(self._queues) > MAX_SESSIONS:
             oldest = next((each for each in self._queues if not self._is_member(each)), next(iter(self._queues)))
             forgotten = self._queues.pop(oldest)
-            self._start = max(self._start, forgotten.head + 1)  # no cursor of it fits a queue to come
+            self._start = max(self._start, forgotten.head + 1)  # a cursor of this queue must fit no later one
         return queue

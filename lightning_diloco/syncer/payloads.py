@@ -1,12 +1,12 @@
-"""Tensors at the syncer's door: what comes in is checked and kept until it is used, what goes out is accounted for.
+"""Payloads at the syncer: received ones are checked and kept until they are used; updates are sent.
 
-1. Transport threads call this. A payload that is not what it should be becomes an event with an error, not an
-   exception: the machine refuses it, and tells.
-2. At most one payload per session and fragment is kept, from its arrival to the machine's word that it is not needed;
-   what comes again after it was decided is not kept. Of start values, those of the one lease that was granted.
-   What comes in parts or portions is such a payload when all of it is here (`assembly.py`, `transport/portions.py`).
-3. An update that goes out in portions stays as it is until all of it went, or for GIVING_S; one for each session.
-4. A reply says which contribution of the asker is part of it, as of the version it carries.
+1. Transport threads call this. An invalid payload becomes an event with an error, not an exception, so that the state
+   machine refuses it and tells the learner.
+2. At most one payload per session and fragment is kept, until the state machine drops it. A payload whose fate is
+   decided is not kept again. Start values are kept only for the granted seed lease. A payload that comes in parts or
+   portions is complete when all of them are here (`assembly.py`, `transport/portions.py`).
+3. An update that is sent in portions stays unchanged until it is complete, or for GIVING_S; one per session.
+4. A reply names the learner's contribution that is part of the update, as of the version of the update.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from lightning_diloco.transport import portions
 from lightning_diloco.transport.base import Bulk, Json
 
 GIVING_S = 600.0
-_TOO_LATE = "decided before, or not of a process that takes part now"
+_TOO_LATE = "already decided, or from a process that is not active"
 
 
 @dataclass(slots=True)
 class _Seed:
-    """Start values of one fragment, float32 as bytes, of which the first num_bytes are here."""
+    """Start values of one fragment, float32 as bytes; the first num_bytes are received."""
 
     values: Tensor
     num_bytes: int
@@ -48,7 +48,7 @@ class _Seed:
 
 @dataclass(slots=True)
 class _Given:
-    """An update on its way to a session."""
+    """An update that is being sent to a session."""
 
     mark: str
     answer: Json
@@ -60,7 +60,7 @@ class Payloads:
     """Payloads of contributions and of the seed.
 
     Attributes:
-        bytes_up, bytes_down: payload bytes so far.
+        bytes_up, bytes_down: payload bytes received and sent so far.
     """
 
     def __init__(self) -> None:
@@ -81,14 +81,14 @@ class Payloads:
         """Keep a contribution's payload, if it may be merged.
 
         Returns:
-            What the machine is to be told, if anything, and how many bytes of what the sender sends need not be sent.
+            The event for the state machine, if any; and the bytes of this transfer that need not be sent again.
         """
         self._count_up(bulk)
         config, ready = state.config, _described(bulk.header)
         if store is None or not 0 <= ready.fragment < len(store.layouts):
             raise CorruptMessageError(f"a contribution to fragment {ready.fragment}; the run has no such fragment yet")
         layout, (_, have) = store.layouts[ready.fragment], portions.place(bulk)
-        if (error := bulk.header.get("error")) is not None:  # the learner itself says what is wrong, and sends nothing
+        if (error := bulk.header.get("error")) is not None:  # the learner reports an error instead of a payload
             if not isinstance(error, str) or len(error) > limits.MAX_CHARS:
                 raise CorruptMessageError(
                     f"error={error!r:.80}; must be a text of at most {limits.MAX_CHARS} characters"
@@ -100,7 +100,7 @@ class Payloads:
             if not state.may_merge(session, ready):
                 return events.PayloadReceived(session, ready, _TOO_LATE), have
             if self._has(session, ready):
-                return None, have  # whole already
+                return None, have  # complete already
             have, whole = self._assemblies.add(session, ready, bulk, numel=layout.padded_numel, config=config)
             if whole is None:
                 return None, have
@@ -111,7 +111,9 @@ class Payloads:
                     f"{payload.numel()} bytes, fragment {ready.fragment} takes {wanted} as {config.wire}"
                 )
             check_fragment(layout, payload, config.wire, config.block_size)
-            Decoder(payload, layout.padded_numel, config.wire, config.block_size)  # all that a merge will insist on
+            Decoder(
+                payload, layout.padded_numel, config.wire, config.block_size
+            )  # raises for all that a merge would refuse
         except (ValueError, CorruptMessageError) as error:
             return events.PayloadReceived(session, ready, str(error)), have
         if not state.may_merge(session, ready):
@@ -124,8 +126,8 @@ class Payloads:
             seq, _ = self._payloads.get((session, ready.fragment), (ready.seq, payload))
             if seq != ready.seq:
                 raise CorruptMessageError(
-                    f"seq {ready.seq} of fragment {ready.fragment} came while seq {seq} is undecided; one is taken at "
-                    "a time; nothing of it was used; ask for the fate of the other one first"
+                    f"seq {ready.seq} of fragment {ready.fragment} came while seq {seq} is undecided; only one may be "
+                    "undecided; nothing of it was used; ask for the fate of the other one first"
                 )
             self._payloads[session, ready.fragment] = (ready.seq, payload)
         self._assemblies.drop(session, ready.fragment, ready.seq)
@@ -138,16 +140,16 @@ class Payloads:
         """Keep start values of one fragment.
 
         Args:
-            session: whose they are.
-            bulk: header {"fragment", "lease"}, float32 values, or a portion of them.
-            granted: session and lease that may seed the run; the values of any other are dropped.
+            session: the sender.
+            bulk: header {"fragment", "lease"} and float32 values, or a portion of them.
+            granted: session and number of the seed lease; values of others are dropped.
 
         Returns:
-            How many bytes of them need not be sent.
+            The bytes of the values that need not be sent again.
 
         Raises:
-            CorruptMessageError: not what the header must say.
-            JoinError: more than the memory of this machine.
+            CorruptMessageError: the header is invalid.
+            JoinError: the values take more than the memory of this machine.
         """
         self._count_up(bulk)
         p, lease, (at, of) = bulk.header.get("fragment"), bulk.header.get("lease"), portions.place(bulk)
@@ -184,14 +186,17 @@ class Payloads:
         is_known: bool = False,
         proof: Callable[[int, int, int, str], str] = lambda *_: "",
     ) -> Bulk:
-        """What brings a learner up to date.
+        """Return the update that a learner needs.
 
         Args:
-            session: who asks.
-            header: {"fragment", "generation", "have"}, and {"at", "mark"} if it continues what came in portions.
+            session: the learner's session.
+            header: {"fragment", "generation", "have"}, and {"at", "mark"} to continue an update in portions.
             store: the anchors, if there are any.
-            is_known: whether an update may be kept for this session until all of it went.
-            proof: that a version was published, see `SyncerState.proof`.
+            is_known: whether the session has joined, so that an update may be kept until it is complete.
+            proof: returns the proof of a version, see `SyncerState.proof`.
+
+        Raises:
+            CorruptMessageError: the header is invalid, or the run has no such fragment.
         """
         at, mark = header.get("at", 0), header.get("mark")
         given = self._given.pop(session, None)
@@ -215,16 +220,14 @@ class Payloads:
     ) -> _Given:
         p = header.get("fragment")
         if store is None or type(p) is not int or not 0 <= p < len(store.layouts):
-            raise CorruptMessageError(
-                f"fragment {p!r} was asked for; the run has none of that number, or no values yet"
-            )
+            raise CorruptMessageError(f"fragment {p!r} was asked for; the run has no such fragment, or no values yet")
         have, generation = header.get("have"), header.get("generation")
         if not all(number is None or type(number) is int for number in (have, generation)):
             raise CorruptMessageError(
                 f"have={have!r:.40}, generation={generation!r:.40}; both must be integers or null"
             )
         update = store.update_for(p, have, generation=generation)
-        # Read after the update: a merge noted meanwhile has a higher version and is not part of it.
+        # Read after the update: a merge that is noted meanwhile has a higher version, and so is not part of it.
         seq, version, kept = self._merged.get((session, p), (None, 0, 1.0))
         answer = {
             "kind": update.kind,
@@ -246,14 +249,14 @@ class Payloads:
     # ------------------------------------------------------------------------------------------- called by the service
 
     def payloads(self, action: actions.Merge) -> tuple[Tensor, ...]:
-        """Of all contributions to a round, and then of those on trial."""
+        """Return the payloads of the contributions to a round, followed by those of learners in quarantine."""
         wanted = (*action.contributions, *action.on_trial)
         kept = [(self._payloads[c.session, action.fragment], c.ready.seq) for c in wanted]
         assert all(seq == wanted for (seq, _), wanted in kept)
         return tuple(payload for (_, payload), _ in kept)
 
     def drop(self, action: actions.DropPayload) -> None:
-        """It is not needed any more."""
+        """Drop a payload that is no longer needed."""
         with self._keeping:
             seq, _ = self._payloads.get((action.session, action.fragment), (None, None))
             if seq == action.seq:
@@ -261,14 +264,14 @@ class Payloads:
         self._assemblies.drop(action.session, action.fragment, action.seq)
 
     def prune(self, state: SyncerState) -> None:
-        """Drop parts whose contribution will never be whole, and updates whose rest nobody asks for."""
+        """Drop parts of contributions that cannot be merged any more, and updates that were not fetched further."""
         self._assemblies.prune(state)
         for session, given in self._given.copy().items():
             if time.monotonic() - given.asked_s > GIVING_S:
                 self._given.pop(session, None)
 
     def seed(self, action: actions.StoreSeed) -> list[Tensor] | None:
-        """The start values of all fragments; None until all are here."""
+        """Return the start values of all fragments; None until all are here."""
         num_fragments = action.manifest["num_fragments"]
         assert isinstance(num_fragments, int)
         found = [self._seed.get((action.session, action.lease, p)) for p in range(num_fragments)]
@@ -276,16 +279,16 @@ class Payloads:
         return [seed.values.view(torch.float32) for seed in seeds] if len(seeds) == num_fragments else None
 
     def drop_seed(self) -> None:
-        """The run has its start values."""
+        """Drop received start values."""
         self._seed.clear()
 
     def note_merged(self, commit: CommitRecord) -> None:
-        """Before a commit is installed: its updates will say what is in them."""
+        """Note the contributions in a commit, before it is installed and sent as an update."""
         for merge in commit.merges:
             self._merged[merge.session, commit.fragment] = (merge.ready.seq, commit.version, merge.kept)
 
     def remember_merged(self, roster: Roster) -> None:
-        """After a restart, from the fates on record."""
+        """Restore the noted contributions after a restart, from the recorded fates."""
         for member in roster.members.values():
             for p, (seq, fate, version, _, kept) in member.fates.items():
                 if fate == "merged" and version is not None:
@@ -293,7 +296,7 @@ class Payloads:
 
 
 def _described(header: Json) -> messages.Ready:
-    """The description of a contribution in its header."""
+    """Decode the description of a contribution in a header."""
     fields = header.get("ready")
     if not isinstance(fields, dict):
         raise CorruptMessageError(f"ready={fields!r:.80}; must be an object; do both sides run the same version?")

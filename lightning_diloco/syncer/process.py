@@ -1,9 +1,9 @@
 """The syncer process: a service behind a Flight server, from its start to the end of the run.
 
-1. Run id, token and certificate are made at a run directory's first start, and kept: learners still dial and trust
-   them after a restart.
-2. A syncer that is started again listens before it reads its disk, and says how far it is.
-3. A run directory that has lost a part of a run that learners may know is not opened by chance.
+1. Run id, token and certificate are made at the first start of a run directory and then kept, so that learners find
+   and trust a restarted syncer.
+2. A restarted syncer listens before it reads its disk, and reports its progress.
+3. A run directory that has lost files of a run that learners may know is refused, unless `reseed` is set.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def serve(options: SyncerOptions) -> int:
 
     def listen() -> None:
         join = front.listen()
-        if options.embedded_by is None:  # a folder of links would grow with every script
+        if options.embedded_by is None:  # otherwise each script would add a link
             local_runs.note(join.run, options.run_dir)
         log.info("run %s is served at %s; the whole join string is in %s/join", join.run, join, options.run_dir)
 
     is_known = (options.run_dir / "join").exists()
     try:
-        # Who knows the run is told from the first moment on that it is being restored; a new run has nothing to read.
+        # Learners of a known run must hear at once that it is being restored; a new run has nothing to restore.
         durable = SyncerStore(options.run_dir, locked=listen if is_known else lambda: None, tell=door.tell)
         service = SyncerService(options, run=address.run, durable=durable)
     except BaseException:
@@ -79,17 +79,17 @@ def serve(options: SyncerOptions) -> int:
 
 
 def _address_and_identity(options: SyncerOptions) -> tuple[JoinAddress, ServerIdentity]:
-    """The run id, token and certificate of this run directory; made at its first start, kept ever after."""
+    """Return run id, token and certificate of a run directory; makes them at its first start."""
     host, port = split_host_port(options.listen)
     join, redo_log = options.run_dir / "join", options.run_dir / "syncer" / "log"
-    # An empty log without a join string was left by a first start that was cut short: nobody knows of that run.
+    # An empty log without a join string is left by a first start that was interrupted; no learner knows of that run.
     has_records = any(segment.stat().st_size for segment in redo_log.glob("*.log"))
     is_incomplete = not redo_log.exists() if join.exists() else has_records
     if is_incomplete and not options.reseed:
         found, lost = (join, redo_log) if join.exists() else (redo_log, join)
         raise ConfigError(
             f"{found} is there, {lost} is not: this run directory has lost a part of a run that learners know. "
-            "Restore it; or begin the run anew from the learners' checkpoints with --reseed"
+            "Restore it, or start the run again from the learners' checkpoints with --reseed"
         )
     identity = ServerIdentity.load_or_create(options.run_dir / "syncer")
     if join.exists():

@@ -1,11 +1,11 @@
-"""How much of what waits for the syncer's loop may be one session's: a flood makes its sender wait, and nobody else.
+"""Limits on the events that wait for the syncer's loop, per session, so that a flood delays only its own sender.
 
-1. A session of the run may have MAX_OWN events waiting, of MAX_OWN_BYTES in all.
-2. Whoever is no member may have MAX_STRANGE events waiting, a few more than a join takes, and all of them together
-   MAX_STRANGERS: sessions cost nothing to make up.
-3. What does not fit is refused whole, with an error that says to try again.
+1. A session of the run may have MAX_OWN events waiting, MAX_OWN_BYTES in total.
+2. A session that has not joined may have MAX_STRANGE events waiting, a few more than a join needs. All these sessions
+   together may have MAX_STRANGERS, because anybody can make up session ids.
+3. A call that exceeds a limit is refused as a whole, with an error that says to try again.
 
-Source: our choice; a returning learner of 4,096 fragments asks for the fate of each, in calls one after the other.
+Source: our choice; a learner of 4,096 fragments asks for up to 4,096 fates after a reconnect, in successive calls.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MAX_OWN = 1000
 MAX_STRANGE = 8
 MAX_STRANGERS = 1000
 MAX_OWN_BYTES = 16 << 20
-_EACH_BYTES = 64  # a value, or a place in a table, as Python holds it
+_EACH_BYTES = 64  # size of a Python value, or of a place in a table
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one event takes while it waits."""
+    """The place of one waiting event in the limits."""
 
     session: str
     num_bytes: int
@@ -38,14 +38,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An event that waits, and its place."""
+    """A waiting event and its place."""
 
     event: events.SyncerEvent
     place: Place
 
 
 class Quota:
-    """Counts what waits, by session; safe to use from several threads."""
+    """Counts waiting events by session; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._events: Counter[str] = Counter()
@@ -55,15 +55,15 @@ class Quota:
 
     @contextmanager
     def places(self, session: str, messages: Sequence[Json], *, is_member: bool) -> Iterator[list[Place]]:
-        """Set places aside, one for each message; they are free again if the block raises.
+        """Reserve one place per message; they are freed if the block raises.
 
         Args:
-            session: whose they are.
-            messages: as they came.
-            is_member: whether the run knows the session.
+            session: sender of the messages.
+            messages: received messages.
+            is_member: whether the session has joined the run.
 
         Raises:
-            TransportError: there are not so many; none was taken.
+            TransportError: a limit is exceeded; nothing was reserved.
         """
         taken = [Place(session, size(message), is_member) for message in messages]
         self._take(session, taken, is_member=is_member)
@@ -83,15 +83,15 @@ class Quota:
             if waiting > most or num_strange > MAX_STRANGERS or waiting_bytes > MAX_OWN_BYTES:
                 raise TransportError(
                     f"{waiting} events of {waiting_bytes} bytes of this session wait for the syncer; at most {most} of "
-                    f"{MAX_OWN_BYTES} bytes may, and at most {MAX_STRANGERS} of all who have not joined; nothing of "
-                    "this was used; try again"
+                    f"{MAX_OWN_BYTES} bytes may, and at most {MAX_STRANGERS} of all sessions that have not joined; "
+                    "nothing of the call was used; try again"
                 )
             self._events[session] = waiting
             self._bytes[session] = waiting_bytes
             self._num_strange += 0 if is_member else num
 
     def free(self, place: Place) -> None:
-        """An event waits no more."""
+        """Free the place of an event that was taken."""
         with self._lock:
             _subtract(self._events, place.session, 1)
             _subtract(self._bytes, place.session, place.num_bytes)
@@ -99,7 +99,7 @@ class Quota:
 
 
 def size(value: object) -> int:
-    """About what parsed JSON takes in memory."""
+    """Estimate the memory of a parsed JSON value, in bytes."""
     if isinstance(value, str):
         return _EACH_BYTES + len(value)
     if isinstance(value, dict):

@@ -1,14 +1,15 @@
-"""A run computed again from what lies on its disk, and compared bit for bit with what it said it did.
+"""Replay: computes a run again from its files and compares the result bit for bit.
 
-1. "outer steps": from the oldest snapshot, every outer step in the log gives the anchors whose digests are on the tape.
-2. "merges", where contributions were recorded from the start: from the start values, every outer gradient is merged
-   again from the received bytes and equals the one in the log; the anchors equal those of snapshot and log in master,
-   published values, momentum and chain.
-3. The ledger's merged ranges are those of the commits, none twice; its totals are those of the summary.
-4. Nothing is changed on the disk, and a run that is being served is left alone. A damaged byte anywhere in what is
-   replayed is an error; so is a log that ends before the tape does.
+1. Level "outer steps": starting from the oldest snapshot, all outer steps in the log are computed again. The digests of
+   the anchors must equal those on the tape.
+2. Level "merges", if contributions were recorded from the start: all outer gradients are merged again from the received
+   bytes and must equal those in the log. The anchors must equal those of snapshot and log in master, published values,
+   momentum and chain.
+3. The ledger's merged ranges must be those of the commits, none twice, and its totals those of the summary.
+4. Replay changes no file, and refuses a run that is being served. A damaged byte in a replayed file is an error; so
+   is a log that ends before the tape.
 
-Source: our choice; the paper (Sec. 5) has an event tape for it.
+Source: our choice; the paper (Sec. 5) uses an event tape for replay.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class Replayed:
     """What was computed again and found equal.
 
     Args:
-        level: how deep it went; see the module.
-        num_merges: outer gradients merged again.
-        num_outer_steps: outer steps done again from the log.
-        num_digests: anchors whose digest was on the tape.
-        versions: of the fragments at the end.
-        tokens_merged: token x fragment.
-        is_summarized: whether there was a summary of this state to compare with.
+        level: depth of the replay; see the module docstring.
+        num_merges: number of outer gradients merged again.
+        num_outer_steps: number of outer steps computed again.
+        num_digests: number of anchors compared with a digest on the tape.
+        versions: final version of each fragment.
+        tokens_merged: merged tokens, in token x fragment.
+        is_summarized: the result was also compared with summary.json.
     """
 
     level: Level
@@ -67,10 +68,10 @@ def replay(run_dir: Path) -> Replayed:
     """Compute a run again.
 
     Args:
-        run_dir: RUN_DIR of a run that nobody serves.
+        run_dir: RUN_DIR of a run that is not being served.
 
     Raises:
-        CorruptLogError: something is damaged, or comes out differently.
+        CorruptLogError: a file is damaged, or a result differs.
         StorageError: there is nothing to replay, or the run is being served.
     """
     with held(run_dir / "syncer" / "log"):
@@ -93,7 +94,7 @@ class _Replay:
         snapshot = SnapshotStore(self._run_dir / "syncer" / "snapshot").oldest()
         if snapshot is None:
             raise StorageError(
-                f"{self._run_dir} has no start values yet; a run must have begun; there is nothing to do"
+                f"{self._run_dir} has no start values: there is nothing to replay; wait until a learner trains"
             )
         tape_lsn = self._read_tape()
         self._state = SyncerState(run="")
@@ -103,7 +104,7 @@ class _Replay:
         self._store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors)
         last_lsn = self._redo(snapshot.lsn, SnapshotStore(self._run_dir / "syncer" / "snapshot").latest())
         if tape_lsn > last_lsn:
-            raise _differs("the log", f"ends at lsn {last_lsn}", f"lsn {tape_lsn}, which the tape tells of")
+            raise _differs("the log", f"ends at lsn {last_lsn}", f"lsn {tape_lsn} as on the tape")
         is_recorded = (self._recorded / "seed-0000.safetensors").exists()
         num_merges = sum(self._merge_again(p, snapshot) for p in range(self._plan.num_fragments)) if is_recorded else 0
         if is_recorded:
@@ -125,7 +126,7 @@ class _Replay:
     # ------------------------------------------------------------------------------------------------ the outer steps
 
     def _read_tape(self) -> int:
-        """Remember the digests it tells of; returns its last lsn."""
+        """Collect the digests on the tape; returns its last lsn."""
         path, last_lsn = self._run_dir / "tape" / "events.jsonl", 0
         for line in read_tape(path) if path.exists() else ():
             last_lsn = max(last_lsn, line["lsn"] or 0)
@@ -134,7 +135,7 @@ class _Replay:
         return last_lsn
 
     def _redo(self, snapshot_lsn: int, newest: Snapshot | None) -> int:
-        """Do what the log says, as a restart does; returns its last lsn. A newer snapshot must be what comes out."""
+        """Apply the log, as a restart does, and compare with the newest snapshot; returns the last lsn."""
         last_lsn = snapshot_lsn
         for record in log_records(self._run_dir / "syncer" / "log", snapshot_lsn + 1):
             last_lsn = max(last_lsn, record.lsn)
@@ -169,7 +170,7 @@ class _Replay:
     # ----------------------------------------------------------------------------------------------------- the merges
 
     def _merge_again(self, p: int, snapshot: Snapshot) -> int:
-        """Compute a fragment from its start values and the received bytes; returns how many merges there were."""
+        """Compute a fragment from its start values and the received bytes; returns the number of merges."""
         store = AnchorStore(self._plan, self._config)
         store.seed(p, read_seed(self._recorded / f"seed-{p:04d}.safetensors"))
         kept = cast("list[dict[str, int]]", snapshot.state["anchors"])[p]
@@ -224,7 +225,7 @@ class _Replay:
                     raise _differs(what, f"has {account.merged[p]}", f"{wanted} as in the commits")
 
     def _check_summary(self) -> bool:
-        """Compare with summary.json, if it is of this state; returns whether it is."""
+        """Compare with summary.json if it describes this state; returns whether it does."""
         path, join = self._run_dir / "summary.json", self._run_dir / "join"
         if not path.exists() or (join.exists() and join.stat().st_mtime_ns > path.stat().st_mtime_ns):
             return False
@@ -232,7 +233,7 @@ class _Replay:
         self._state.finish()
         totals = self._state.ledger.totals()
         found: Json = {"versions": list(self._versions), "tokens_merged": totals.merged}
-        if summary["status"] == "finished":  # else learners may have told more than the log had to know
+        if summary["status"] == "finished":  # otherwise learners may have reported more than the log has
             found |= {"tokens_seen": totals.seen, "tokens_pending": totals.pending}
             found |= {"tokens_discarded": {cause: n for cause, n in totals.discarded.items() if n}}
             summary["tokens_discarded"] = {cause: n for cause, n in summary["tokens_discarded"].items() if n}
@@ -243,7 +244,7 @@ class _Replay:
 
 
 def _shares(path: Path, recorded: Recorded, record: records.CommitRecord) -> list[float]:
-    """Of the contributors, in the order in which they were merged."""
+    """Return the contributors' shares, in the order of the merge."""
     shares = {merge.session: merge.share for merge in record.merges}
     if sorted(shares) != sorted(recorded.sessions):
         raise _differs(f"{path}", f"holds contributions of {sorted(recorded.sessions)}", f"{sorted(shares)}")
@@ -258,7 +259,7 @@ def _check_kept(p: int, record: records.CommitRecord, recorded: Recorded, found:
 
 
 def _advance(store: AnchorStore, p: int, generation: int) -> None:
-    """A new generation begins without a chain."""
+    """Begin a new generation, which has an empty chain."""
     anchor = store.anchor(p)
     if generation > anchor.generation:
         tensors = store.state_tensors(p)
@@ -269,7 +270,7 @@ def _advance(store: AnchorStore, p: int, generation: int) -> None:
 def _compare(p: int, version: int, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
     for name in found:
         if bytes_of(found[name]) != bytes_of(wanted[name]):
-            raise _differs(f"{name} of {_named(p, version)}", "comes out with other bits", f"those of {where}")
+            raise _differs(f"{name} of {_named(p, version)}", "has other bits", f"those of {where}")
 
 
 def _named(p: int, version: int) -> str:
@@ -277,6 +278,4 @@ def _named(p: int, version: int) -> str:
 
 
 def _differs(what: str, found: str, allowed: str) -> CorruptLogError:
-    return CorruptLogError(
-        f"{what} {found}; must be {allowed}; this run directory is not as it was written: restore it from a backup"
-    )
+    return CorruptLogError(f"{what} {found}; must be {allowed}; the run directory is damaged: restore it from a backup")

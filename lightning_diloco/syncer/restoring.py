@@ -1,4 +1,4 @@
-"""What learners find at a syncer's address while it reads its disk: somebody who says so, and how far it is."""
+"""Answers calls while a syncer reads its disk: refuses them and reports the progress."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from lightning_diloco.transport.base import Bulk, Handler, Json, Polled
 
 
 class RestoringHandler:
-    """Implements the transport's `Handler`: refuses calls until the service is there, then passes them on."""
+    """Implements the transport's `Handler`: refuses calls until the service is ready, then forwards them."""
 
     def __init__(self) -> None:
         self._service: Handler | None = None
-        self._doing = "it begins"
+        self._doing = "starting"
 
     def tell(self, doing: str) -> None:
-        """What is being done now."""
+        """Set the progress that refused callers are told."""
         self._doing = doing
 
     def open(self, service: Handler) -> None:
-        """It is there."""
+        """Forward calls to this service from now on."""
         self._service = service
 
     def on_send(self, session: str, messages: Sequence[Json]) -> Json:
@@ -42,6 +42,6 @@ class RestoringHandler:
     def _inner(self) -> Handler:
         if self._service is None:
             raise RestoringError(
-                f"the syncer restores its run ({self._doing}); nothing of the call was used; it will be ready by itself"
+                f"the syncer restores its run ({self._doing}); nothing of the call was used; wait until it is ready"
             )
         return self._service

@@ -1,13 +1,13 @@
-"""When a run is over by itself: its fleet has gone, and the last one to leave has spoken.
+"""Decides when a run ends by itself.
 
-1. A syncer that expects N learners ends when as many have finished and nobody is left. In a run that had been stopped
-   or had ended, and was opened again to go on, those that finished before do not count.
-2. An embedded one ends when nobody is left; or when its starter died before anybody took part. While its starter lives,
-   who has only lapsed counts as there: a suspended laptop, or a script behind Ctrl-Z, goes on later.
-3. The last leaver evaluates the final anchor. It is waited for as long as it listens, up to EVALUATE_WAIT_S, or
-   three times the longest validation of this run. A syncer that was started again meanwhile gives it time to come back.
-4. Any other syncer serves until it is told to stop.
-5. A learner that is started again beside the run directory may find a summary instead of a syncer.
+1. A syncer that expects N learners ends when N have finished and none is left. In a run that was stopped and then
+   continued, learners that finished before the stop do not count.
+2. An embedded syncer ends when no learner is left, or when its starter died before any learner took part. While the
+   starter lives, lapsed learners count as present: a suspended laptop or script may continue later.
+3. The last learner to leave evaluates the final anchor. The syncer waits while that learner polls, for at most
+   EVALUATE_WAIT_S, or EVALUATE_WAITS times the longest validation of this run if that is longer. After a restart, the
+   syncer gives the learner BACK_S to reconnect.
+4. Any other syncer runs until it is stopped.
 
 Source: our choice.
 """
@@ -21,15 +21,15 @@ from lightning_diloco.protocol.syncer.machine import SyncerState
 
 EVALUATE_WAIT_S, EVALUATE_WAITS = 3600.0, 3.0
 LISTENING_S = 3.0
-BACK_S = 5.0  # within which learners find a syncer that was started again
+BACK_S = 5.0  # within which learners reconnect to a restarted syncer
 
 
 class RunEnd:
-    """Watches for the end.
+    """Watches for the end of a run.
 
     Args:
-        expect: learners that have to finish.
-        embedded_by: process id of the learner that started this process; None: nobody did.
+        expect: number of learners that must finish; None: the syncer does not end by itself, unless it is embedded.
+        embedded_by: process id of the learner that started this syncer; None: it is not embedded.
     """
 
     def __init__(self, *, expect: int | None, embedded_by: int | None) -> None:
@@ -43,24 +43,24 @@ class RunEnd:
         self._counts_from_s = float("-inf")
 
     def reopened(self) -> None:
-        """The run had been closed, and not only its syncer killed."""
+        """Note that the run was stopped before, not killed (rule 1)."""
         self._counts_from_s = self._began_s
 
     def contacted(self) -> None:
-        """Somebody called."""
+        """Note a call."""
         self._contact_s = time.monotonic()
 
     def polled(self, session: str) -> None:
-        """This session listens."""
+        """Note a poll of this session."""
         self._polled_s[session] = self._contact_s = time.monotonic()
 
     def stood_still(self) -> None:
-        """Nobody could call: whoever listened a moment before counts as listening now."""
+        """Treat the last polls as made now: while the process was suspended, no learner could call."""
         self._contact_s = time.monotonic()
         self._polled_s = dict.fromkeys(self._polled_s, self._contact_s)
 
     def has_come(self, state: SyncerState, now_s: float) -> bool:
-        """Whether the run is over; to be asked from time to time."""
+        """Return whether the run is over; call this periodically."""
         self._watch_validations(state, now_s)
         if not self._is_deserted(state, now_s):
             self._quiet_since_s = None

@@ -4,15 +4,15 @@
     DIR/checkpoints/<learner>/         one checkpoint of each learner
     DIR/snapshot.json                  what it holds; written last
 
-1. The syncer's part is cut first: its snapshot and log as they lie on disk, together a state it was in. Then a marker
-   goes to the learners, which answer with a checkpoint. So no learner is older than a contribution of its own that the
-   cut holds as merged, and nothing that it holds is trained with again.
-2. What was on its way at the cut is in neither part: pending in the cut's ledger. A run made from the snapshot gives
-   every learner a new incarnation, which adopts the anchors; what was pending is booked as lapsed then, as it is with
-   any process that does not come back. The ledger stays exact.
-3. The copy is opened, its checksums and its ledger checked, before it counts.
-4. Run id, token and certificate are those of the run: the directory is as secret as RUN_DIR is, and only its owner may
-   read it. The run made from it listens on a port of its own, so that both can be served at once.
+1. The syncer's snapshot and log are copied first; together they are a state of the run (the cut). Then a marker is sent
+   to the learners, and each answers with a checkpoint. So each checkpoint is newer than all contributions that are
+   merged in the cut, and no data of these is trained on again.
+2. Contributions that were on their way at the cut are in neither part, and pending in its ledger. In a run made from
+   the snapshot, each learner gets a new incarnation and adopts the anchors; what was pending is then booked as lapsed.
+   The ledger stays exact.
+3. The copy is opened and checked (checksums, ledger) before it is accepted.
+4. The copy has the run id, token and certificate of the run, so it is as secret as RUN_DIR, and readable by its owner
+   only. The run made from it gets its own port, so that both runs can be served at the same time.
 
 Source: Chandy and Lamport, "Distributed Snapshots" (1985).
 """
@@ -51,10 +51,10 @@ class RunSnapshot:
 
     Args:
         run: run id.
-        lsn: last log record of the syncer's part.
-        versions: of the anchors, by fragment.
-        steps: optimizer steps of each learner's checkpoint, by learner id.
-        tokens_merged, tokens_pending: of the cut's ledger, in token x fragment; pending is what was on its way.
+        lsn: number of the last log record.
+        versions: version of each fragment.
+        steps: optimizer steps in each learner's checkpoint, by learner id.
+        tokens_merged, tokens_pending: totals of the ledger, in token x fragment.
     """
 
     run: str
@@ -71,11 +71,11 @@ def take(
     """Take a snapshot of a run.
 
     Args:
-        run_dir: of a syncer that is running, or not.
+        run_dir: RUN_DIR; its syncer may be running.
         to: a new or empty directory.
-        store: where the learners' checkpoints lie.
-        stepping: ids of the learners that are training now; asked again and again.
-        within_s: how long to wait for their checkpoints.
+        store: store of the learners' checkpoints.
+        stepping: returns the ids of the learners that are training now; called repeatedly.
+        within_s: seconds to wait for their checkpoints.
 
     Raises:
         ConfigError: `to` is not empty, or there is no run.
@@ -100,13 +100,13 @@ def take(
 
 
 def begin_from(snapshot: Path, run_dir: Path) -> Json:
-    """Make a new run directory from a snapshot; `diloco syncer --run-dir` and learners go on from it.
+    """Make a new run directory from a snapshot, which `diloco syncer --run-dir` and learners can continue.
 
     Returns:
-        What snapshot.json says.
+        The content of snapshot.json.
 
     Raises:
-        ConfigError: there is no whole snapshot, or the run directory holds a run already.
+        ConfigError: the snapshot is missing or incomplete, or the run directory is in use.
     """
     if not (snapshot / ABOUT).is_file():
         raise ConfigError(f"{snapshot} has no {ABOUT}: it is not a whole snapshot; take one: diloco snapshot")
@@ -122,26 +122,26 @@ def begin_from(snapshot: Path, run_dir: Path) -> Json:
 
 
 def _cut(run_dir: Path, to: Path) -> RunSnapshot:
-    """Copy the syncer's part; its disk goes on changing meanwhile, so that it may take more than one attempt."""
+    """Copy the syncer's files; tries again if they change during the copy."""
     if not (run_dir / "join").exists():
         raise ConfigError(f"{run_dir} holds no run: it has no join file; name the directory of a run that was started")
     if not (run_dir / "syncer" / "snapshot").exists():
-        raise ConfigError(f"{run_dir} has no start values yet: there is nothing to keep; wait until a learner trains")
+        raise ConfigError(f"{run_dir} has no start values yet; wait until a learner trains")
     for attempt in range(1, NUM_ATTEMPTS + 1):
         try:
             _copy(run_dir, to)
             return _opened(to)
         except (FileNotFoundError, CorruptLogError, shutil.Error) as error:
-            log.info("the disk changed while it was copied, attempt %d of %d: %s", attempt, NUM_ATTEMPTS, error)
+            log.info("files changed during the copy, attempt %d of %d: %s", attempt, NUM_ATTEMPTS, error)
             shutil.rmtree(to / "syncer", ignore_errors=True)
             last = error
-    raise StorageError(f"{run_dir} could not be copied as a whole in {NUM_ATTEMPTS} attempts: {last}; try again")
+    raise StorageError(f"{run_dir} changed during each of {NUM_ATTEMPTS} copies: {last}; try again")
 
 
 def _copy(run_dir: Path, to: Path) -> None:
     shutil.copytree(run_dir / "tape", to / "tape", dirs_exist_ok=True)
     shutil.copytree(run_dir / "syncer" / "snapshot", to / "syncer" / "snapshot")
-    # After the snapshot: a log that no longer reaches back to it shows when the copy is opened.
+    # The log is copied after the snapshot: if it no longer reaches back to it, opening the copy fails.
     shutil.copytree(run_dir / "syncer" / "log", to / "syncer" / "log")
     shutil.copy2(run_dir / "join", to / "join")
     if (run_dir / "syncer" / _IDENTITY).exists():
@@ -149,14 +149,14 @@ def _copy(run_dir: Path, to: Path) -> None:
 
 
 def _opened(to: Path) -> RunSnapshot:
-    """Restore the copy as a syncer would, which cuts the record that was being written."""
+    """Open and check the copy as a syncer does; this removes an incomplete last record."""
     state, durable = SyncerState(run="any"), SyncerStore(to)
     try:
         if durable.restore(state, time.monotonic()) is None:
-            raise CorruptLogError("the start values are there, but not yet the record that says so")
+            raise CorruptLogError("the log has no record of the start values yet")
         totals = state.ledger.totals()
         if not totals.is_exact:
-            raise StorageError(f"the ledger of the copy does not add up: {totals}; nothing was kept")
+            raise StorageError(f"the ledger of the copy does not add up: {totals}; the snapshot was not written")
         versions = tuple(f.version for f in state.rounds.fragments)
         return RunSnapshot(state.run, durable.log.last_lsn, versions, {}, totals.merged, totals.pending)
     finally:
@@ -166,15 +166,15 @@ def _opened(to: Path) -> RunSnapshot:
 def _answers(
     store: CheckpointStore, marker: str, stepping: Callable[[], Iterable[str]], within_s: float
 ) -> list[Entry]:
-    """A checkpoint of each learner: of those that train one that names the marker, of the others the newest."""
+    """Collect a checkpoint of each learner: one with the marker of those that train, the newest of the others."""
     deadline_s, answers = time.monotonic() + within_s, dict[str, Entry]()
     while missing := sorted(set(stepping()) - answers.keys()):
         answers |= {name: entry for name in missing if (entry := _answer(store, name, marker)) is not None}
         late = sorted(set(missing) - answers.keys())
         if late and time.monotonic() > deadline_s:
             raise StorageError(
-                f"no checkpoint of {', '.join(late)} came within {within_s:.0f} s; every learner that trains must "
-                f"write to {store.url}; give it more time, or set checkpoint_every and checkpoint_store there"
+                f"no checkpoint of {', '.join(late)} came within {within_s:.0f} s; each learner that trains must write "
+                f"to {store.url}; wait longer, or set checkpoint_every and checkpoint_store there"
             )
         time.sleep(LOOK_S)
     others = {name: entries[0] for name in store.learners() if name not in answers and (entries := store.entries(name))}
@@ -199,7 +199,7 @@ def _about(found: RunSnapshot) -> Json:
 
 
 def _free_port(host: str) -> int:
-    """Of this machine; an address elsewhere keeps none of its ports here."""
+    """Return a free port of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host if is_loopback(host) else "", 0))
         return int(probe.getsockname()[1])

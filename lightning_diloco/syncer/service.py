@@ -1,14 +1,14 @@
-"""The syncer at work: the protocol machine, the anchors and the disk, behind a transport.
+"""The syncer's service: connects state machine, anchors and disk with a transport.
 
-1. One loop thread drives the machine: transport threads only queue events (and look, under a lock, for `status`). The
-   machine goes by the time at which an event came, however late the loop gets to it (`inbox.py`). Actions are carried
-   out in order: a message is sent only after every record before it is on disk.
-2. One merge thread does the arithmetic (`merge_worker.py`). The loop thread installs and tells what it made durable.
-3. Payloads are checked where they arrive, before the machine hears of them.
-4. A disk that does not take a record holds back whatever comes after it, and is tried again; learners train on. Calls
-   are refused while more than MAX_WAITING events wait, or more of one session than `quota.py` grants: a flood, or a
-   disk that is gone for long, costs bounded memory.
-5. A snapshot is taken between two actions, when no commit is on its way to disk.
+1. One loop thread drives the state machine. Transport threads only queue events, and read the state under a lock for
+   `status`. The machine uses the arrival time of an event (`inbox.py`). Actions are carried out in order: a message is
+   sent only after all records before it are on disk.
+2. One merge thread does the arithmetic (`merge_worker.py`). The loop thread installs and announces durable commits.
+3. Transport threads check payloads before the state machine hears of them.
+4. If the disk fails to write a record, later actions wait until a retry succeeds; learners keep training. A call is
+   refused while more than MAX_WAITING events wait, or more of one session than `quota.py` allows. So a flood or a long
+   disk failure needs bounded memory.
+5. A snapshot is taken between two actions, while no commit is being written.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ MAX_SESSION_CHARS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncerOptions:
-    """What a syncer process is started with.
+    """Options of a syncer process.
 
     Args:
         run_dir: RUN_DIR.
-        listen: host:port; port 0 for any.
-        expect: learners to hold the first step for; the run ends when as many have finished.
-        embedded_by: process id of the learner that started it; it ends when the last learner is gone.
+        listen: host:port; port 0 for any free port.
+        expect: number of learners that the first step waits for; the run ends when as many have finished.
+        embedded_by: process id of the learner that started this syncer, which then ends with the last learner.
         run_options: explicit `RunConfig` options.
-        reseed: open an empty run directory although learners may know the run.
-        record_contributions: also keep the received bytes.
+        reseed: open an incomplete run directory although learners may know the run.
+        record_contributions: also keep the received bytes, for replay.
     """
 
     run_dir: Path
@@ -83,9 +83,9 @@ class SyncerService:
     """Implements the transport's `Handler`.
 
     Args:
-        options: see `SyncerOptions`.
-        run: run id of a new run directory.
-        durable: the run directory's state on disk; None: opened here.
+        options: options of the process.
+        run: run id, used if the run directory is new.
+        durable: the opened run directory; None opens it here.
     """
 
     def __init__(self, options: SyncerOptions, *, run: str, durable: SyncerStore | None = None) -> None:
@@ -129,17 +129,17 @@ class SyncerService:
     # ------------------------------------------------------------------------------------------------------- lifetime
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the threads."""
         self._loop_thread.start()
         self._merge_thread.start()
         self._clock_thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the run has ended by itself, or the syncer failed; returns whether it has."""
+        """Wait until the run has ended or the syncer has failed; returns False after timeout_s."""
         return self._ended.wait(timeout_s)
 
     def stop(self) -> Json:
-        """Refuse calls, finish what is being committed, close the disk.
+        """Refuse calls, finish the commits being written, and close all files.
 
         Returns:
             The run's summary, also written to RUN_DIR/summary.json.
@@ -147,17 +147,17 @@ class SyncerService:
         self._is_stopping = True
         self._jobs.put(None)
         _join(self._merge_thread)
-        self._inbox.close()  # after what the merge thread made durable
+        self._inbox.close()  # after the last durable commit was queued
         _join(self._loop_thread)
         _join(self._clock_thread)
         self._outbox.close()
-        may_rest = self.error is None and not self._todo  # else the machine knows what the disk does not
+        may_rest = self.error is None and not self._todo  # otherwise the state is ahead of the disk
         saved = codec.dump(self.state.saved()) if may_rest else {}
         is_finished = self.state.is_finished and self.state.ended_by_finishing and self.error is None
         self.state.finish()
         status = "finished" if is_finished else "interrupted"
         summary = self._board.summary(status)
-        if self.error is None:  # else it is started again
+        if self.error is None:  # after an error, it will be restarted
             self._durable.note(CLOSED)
         try:
             write_whole(self._options.run_dir / "summary.json", _json(summary))
@@ -169,12 +169,12 @@ class SyncerService:
         return summary
 
     def _rest(self, saved: Json) -> None:
-        is_own = self._options.embedded_by is not None  # a script's, which nobody computes again
+        is_own = self._options.embedded_by is not None  # a script's run needs no log for a replay
         if self._store is not None and self.state.manifest is not None:
             self._durable.rest(saved, self.state.manifest, self._store, keeps_log=not is_own)
 
     def _guarded(self, run_thread: Any) -> None:
-        """A thread that fails ends the process with its error: nothing runs on half."""
+        """Run a thread; if it fails, the whole process ends with its error."""
         try:
             run_thread()
         except BaseException as error:
@@ -185,7 +185,7 @@ class SyncerService:
     # -------------------------------------------------------------------------------------------- called by transport
 
     def on_send(self, session: str, messages_: Sequence[Json]) -> Json:
-        """Queue control messages for the machine; the answer is the news."""
+        """Queue control messages for the state machine; returns the news."""
         self._check_open(_checked(session), len(messages_))
         with self._places(session, messages_) as places:
             decoded = [messages.decode(message, messages.FromLearner) for message in messages_]
@@ -195,9 +195,9 @@ class SyncerService:
         return codec.dump(self._board.news(session))
 
     def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
-        """Hand out waiting messages."""
+        """Return the messages that wait for a session."""
         self._ending.contacted()
-        if self._is_member(_checked(session)):  # not one that somebody made up
+        if self._is_member(_checked(session)):  # ignore made-up sessions
             self._ending.polled(session)
         polled = self._outbox.poll(session, cursor, wait_s)
         if not polled.messages and self._is_stopping:
@@ -208,29 +208,29 @@ class SyncerService:
         """Take a contribution, or a part of the seed."""
         session = self._enter(bulk.header)
         if bulk.header.get("what") == "seed":
-            if self._store is not None:  # a run that has its start values needs no others
+            if self._store is not None:  # the run has its start values already
                 return {"have": portions.place(bulk)[1]}
             return {"have": self._desk.take_seed(session, bulk, self.state.seed_grant)}
         with self._places(session, [bulk.header]) as (place,):
             event, have = self._desk.take_contribution(session, bulk, self._store, self.state)
-        if event is None:  # some of it is missing
+        if event is None:  # parts are missing
             self._quota.free(place)
         else:
             self._inbox.put(Placed(event, place))
         return {"have": have}
 
     def on_get(self, header: Json) -> Bulk:
-        """What brings a learner up to date: {"session", "fragment", "generation", "have"} -> update."""
+        """Return the update that a learner needs: {"session", "fragment", "generation", "have"} -> update."""
         session = self._enter(header)
         is_known = self._is_member(session)
         return self._desk.give(session, header, self._store, is_known=is_known, proof=self.state.proof)
 
     def on_status(self) -> Json:
-        """The run as people see it."""
+        """Return the status of the run."""
         return self._board.status()
 
     def _enter(self, header: Json) -> str:
-        """Bulk moves: its session is alive."""
+        """Check the session of a bulk transfer, and note that it is alive."""
         session = _checked(header.get("session"))
         self._check_open(session)
         return session
@@ -243,7 +243,7 @@ class SyncerService:
 
     def _check_open(self, session: str, num_events: int = 1) -> None:
         if self._is_member(session):
-            self._inbox.heard(session)  # it is alive, even if what it says cannot be taken now
+            self._inbox.heard(session)  # it is alive, even if the call is refused
         if self._is_stopping:
             raise _stopping()
         if (waiting := num_events + self._inbox.num_waiting + len(self._todo)) > MAX_WAITING:
@@ -266,7 +266,7 @@ class SyncerService:
                 case events.Tick():
                     self._tick(event, came_s)
                 case events.StoodStill():
-                    log.warning("this process stood still for %.1f s; everybody has a new lease", event.for_s)
+                    log.warning("this process was suspended for %.1f s; all leases are renewed", event.for_s)
                     self._ending.stood_still()
                     self._handle(event, came_s)
                 case _:
@@ -293,7 +293,7 @@ class SyncerService:
         self._do([replace(action, at_s=now_s) if isinstance(action, actions.Note) else action for action in todo])
 
     def _do(self, todo: Sequence[actions.SyncerAction]) -> None:
-        """Carry out actions in order. A record that the disk does not take holds up all that come after it."""
+        """Carry out actions in order; if the disk fails to write a record, all later actions wait."""
         is_blocked = bool(self._todo)
         self._todo.extend(action for action in todo if not (is_blocked and self._comes_again(action)))
         while self._todo and time.monotonic() >= self._retry_s:
@@ -308,7 +308,7 @@ class SyncerService:
             self._snapshot_if_quiet()
 
     def _comes_again(self, action: actions.SyncerAction) -> bool:
-        """Whether this need not wait for the disk: what is repeated until answered would pile up."""
+        """Whether an action can be dropped while the disk fails, because it will be repeated."""
         match action:
             case actions.Send():
                 return isinstance(action.message, (messages.Announce, messages.RunIs)) or action in self._todo
@@ -324,13 +324,13 @@ class SyncerService:
                 if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
                     self._store.regenerate(self.state.rounds.generation)
             case actions.Send():
-                if self._said is None or self._said[0] is not action.message:  # a commit is told to everybody
+                if self._said is None or self._said[0] is not action.message:  # a commit is sent to all learners
                     self._said = action.message, messages.encode(action.message)
                 self._outbox.put(action.session, self._said[1])
             case actions.Merge():
                 self._jobs.put(MergeJob(action, self._desk.payloads(action)))
             case actions.Apply():
-                self._held_back.append(action)  # until it is clear whether a snapshot comes first
+                self._held_back.append(action)  # until it is decided whether a snapshot comes first
             case actions.DropPayload():
                 self._desk.drop(action)
             case actions.StoreSeed():
@@ -341,7 +341,7 @@ class SyncerService:
                 self._board.noted(action.event, action.fields)
 
     def _snapshot_if_quiet(self) -> None:
-        """Begin a snapshot if one is due, which needs a moment without commits; else let commits begin."""
+        """Start a snapshot if one is due and no commit is being written; otherwise start the waiting commits."""
         store, manifest = self._store, self.state.manifest
         if not self._held_back or store is None or manifest is None:
             return
@@ -373,11 +373,11 @@ class SyncerService:
     # --------------------------------------------------------------------------------------------------------- start
 
     def _store_seed(self, now_s: float) -> None:
-        """Once all parts of the seed are here, make them the anchors at version 0."""
+        """Make the start values the anchors at version 0, if all of them are here."""
         if self._seed is None or self._todo or time.monotonic() < self._retry_s:
             return
         if self.state.seed_grant != (self._seed.session, self._seed.lease):
-            self._seed = None  # the lease has passed on while the disk took nothing
+            self._seed = None  # the seed lease has passed to another learner meanwhile
             return
         action, values = self._seed, self._desk.seed(self._seed)
         if values is None:
@@ -395,7 +395,7 @@ class SyncerService:
         except StorageError as problem:
             self._retry_s = time.monotonic() + RETRY_S
             self._board.disk_failed(str(problem))
-            error = str(problem)  # the values stay; the seeder asks again
+            error = str(problem)  # the values are kept; the seeder asks again
         except (NonFiniteError, PlanMismatchError) as problem:
             error, is_refused = str(problem), True
             self._desk.drop_seed()
@@ -406,7 +406,7 @@ class SyncerService:
     def _write_manifest(self, manifest: Json) -> None:
         try:
             write_whole(self._options.run_dir / "manifest.json", _json(manifest_file(manifest)))
-        except StorageError as error:  # a copy for people: the log has what counts
+        except StorageError as error:  # only a copy for users; the log is authoritative
             log.warning("%s", error)
 
     # ---------------------------------------------------------------------------------------------------- merge thread
@@ -421,7 +421,7 @@ class SyncerService:
 
 
 def _checked(session: object) -> str:
-    """A session as it may be said."""
+    """Check that a session id is a short text."""
     if not isinstance(session, str) or len(session) > MAX_SESSION_CHARS:
         raise CorruptMessageError(
             f"session={session!r:.80}; must be a text of at most {MAX_SESSION_CHARS} characters; nothing was used; do "
@@ -431,7 +431,7 @@ def _checked(session: object) -> str:
 
 
 def _stopping() -> TransportError:
-    return TransportError("the syncer is stopping; it must run; nothing of the call was used; try again")
+    return TransportError("the syncer is stopping; nothing of the call was used; try again")
 
 
 def _join(thread: threading.Thread) -> None:

@@ -1,10 +1,10 @@
-"""The syncer's state on disk: redo log, snapshots and tape of one run directory, and the way back from them.
+"""The syncer's state on disk: redo log, snapshots and tape of a run directory, and how to restore them.
 
-1. Nothing counts before `sync` returned: the log comes first, then tensors and messages.
-2. `restore` is snapshot + log. It changes state by the very records the live machine wrote, so what comes out is what
-   was there: anchors, momentum, versions and ledger, bit for bit.
-3. A snapshot is due when the log has grown as large as the state; log and snapshot stay under three times that size.
-   A clean stop writes one, too, beside the one that the log follows on; while the next is written there are three.
+1. A record is durable when `sync` has returned; only then tensors are installed and messages are sent.
+2. `restore` loads a snapshot and applies the log to it. It applies the records that the live machine wrote, so anchors,
+   momentum, versions and ledger are restored bit for bit.
+3. A snapshot is due when the log has grown as large as the state, so log and snapshot stay under three times that size.
+   A clean stop writes a snapshot too, and keeps the one that the log starts from.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class SyncerStore:
     Args:
         run_dir: RUN_DIR.
         faults: hook at named points, for crash tests.
-        locked: called when the directory is this process's, before anything is read.
-        tell: told in words how far opening and `restore` are.
+        locked: called when this process has locked the directory, before anything is read.
+        tell: called with a description of the progress of opening and `restore`.
 
     Attributes:
-        past: the run before this process, once it is restored.
+        past: history of the run before this process; set by `restore`.
     """
 
     def __init__(
@@ -68,17 +68,21 @@ class SyncerStore:
         self._writing: threading.Thread | None = None
         self._snapshot_again_s = 0.0
         self._tape_failed = False
-        # A failed fsync takes back everything since the last good one: never two writers' records at once.
+        # A failed fsync undoes all writes since the last one that succeeded, so only one record is written at a time.
         self._one_record = threading.Lock()
 
     def restore(self, state: SyncerState, now_s: float) -> AnchorStore | None:
-        """Bring a fresh machine, and the anchors, to where the disk says they were.
+        """Restore the state machine and the anchors from disk.
+
+        Args:
+            state: a new state machine; changed in place.
+            now_s: current time on its clock.
 
         Returns:
             The anchors; None if the run has no start values yet.
 
         Raises:
-            CorruptLogError: what had been durable cannot be read back.
+            CorruptLogError: a durable file is damaged.
         """
         unix_s = time.time()  # the moment of now_s
         in_log: list[Json] = []
@@ -89,11 +93,11 @@ class SyncerStore:
             store = _new_store(cast("Json", snapshot.state["manifest"]))
         with ByFragment(len(store.layouts) if store else 1) as threads:
             if snapshot is not None and store is not None:
-                self._tell("its snapshot is read")
+                self._tell("reading the snapshot")
                 store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors, do=threads.do)
                 threads.settle()
             for record in self.log.records(snapshot.lsn + 1 if snapshot else self.log.first_lsn):
-                self._tell(f"its log is replayed, record {record.lsn} of {self.log.last_lsn}")
+                self._tell(f"replaying the log, record {record.lsn} of {self.log.last_lsn}")
                 change = records.decode(record.header)
                 state.apply(change)
                 in_log += _told_of(change, state)
@@ -108,19 +112,19 @@ class SyncerStore:
                     threads.settle()
                     store.regenerate(change.generation)
             threads.settle()
-            self._tell("digests are taken")
+            self._tell("computing digests")
             for p in range(len(store.layouts) if store and store.is_seeded else 0):
                 threads.do(p, cast("AnchorStore", store).digest, p)
         self.tape.truncate_after(self.log.last_lsn)
         self.past = recall(state.roster, self._completed_tape(in_log), now_s=now_s, unix_s=unix_s)
         if state.manifest is None or store is None:
-            return None  # a seed that was stored but never recorded is stored again
+            return None  # a seed without a record is stored again
         state.set_digests(store.digests())
         state.resume(now_s)
         return store
 
     def _completed_tape(self, in_log: Sequence[Json]) -> Iterator[Json]:
-        """The tape, read once, for it is long; who joined and left and is only in the log is told at its end, late."""
+        """Yield the lines of the tape, and append joins and leaves that only the log has. Reads the tape once."""
         on_tape: list[Json] = []
         for line in read_tape(self.tape.path):
             if line["event"] in ("join", "leave"):
@@ -132,19 +136,19 @@ class SyncerStore:
                 yield {**told, "t": time.time()}
 
     def write(self, record: Json, payload: Buffer = b"") -> None:
-        """Append a record and make it durable, or raise `StorageError` and leave the log as it was."""
+        """Append a record and make it durable; if it raises `StorageError`, the log is unchanged."""
         with self._one_record:
             self.log.append(record, payload)
             self.log.sync()
 
     def note(self, event: str, *, late_s: float = 0.0, **fields: object) -> None:
-        """Write a line to the tape. A full disk loses the line, not the run: the log has what counts."""
+        """Write a line to the tape; if the disk is full, the line is lost and the run continues."""
         try:
             self.tape.record(event, lsn=max(self.log.last_lsn, self.tape.last_lsn), late_s=late_s, **fields)
             self._tape_failed = False
         except StorageError as error:
             if not self._tape_failed:
-                log.warning("the tape misses %s and what follows: %s", event, error)
+                log.warning("the tape misses %s and the following events: %s", event, error)
             self._tape_failed = True
 
     def store_seed(self, state: Json, manifest: Json, store: AnchorStore) -> None:
@@ -156,16 +160,16 @@ class SyncerStore:
         return self._writing is not None and self._writing.is_alive()
 
     def is_snapshot_due(self, store: AnchorStore) -> bool:
-        """Whether the log has grown as large as the state, and no attempt failed a moment ago."""
+        """Return whether the log has grown as large as the state; False for a while after a failed attempt."""
         if self.is_writing or time.monotonic() < self._snapshot_again_s:
             return False
         return self.log.nbytes > max(MIN_LOG_BYTES, sum(12 * layout.padded_numel for layout in store.layouts))
 
     def begin_snapshot(self, machine: Json, manifest: Json, store: AnchorStore) -> None:
-        """Write a snapshot of this moment in the background; commits go on meanwhile.
+        """Write a snapshot of the current state in the background, while commits continue.
 
-        No commit may be between its log record and its installation. A disk that does not take it makes the log grow,
-        and is tried again after SNAPSHOT_AGAIN_S.
+        No commit may be between its log record and its installation. If writing fails, the log keeps growing, and a
+        snapshot is due again after SNAPSHOT_AGAIN_S.
         """
         try:
             self.tape.sync()
@@ -187,7 +191,7 @@ class SyncerStore:
 
     def _snapshot_failed(self, error: Exception) -> None:
         self._snapshot_again_s = time.monotonic() + SNAPSHOT_AGAIN_S
-        log.error("no snapshot was written, the log goes on growing: %s", error)
+        log.error("the snapshot was not written, the log keeps growing: %s", error)
 
     def _write(
         self, lsn: int, machine: Json, manifest: Json, numbers: Any, tensors: Any, *, keeps_oldest: bool = False
@@ -196,13 +200,13 @@ class SyncerStore:
         self.snapshots.write(lsn, state, tensors, keeps_oldest=keeps_oldest)
 
     def rest(self, machine: Json, manifest: Json, store: AnchorStore, *, keeps_log: bool) -> None:
-        """At a clean stop: a last snapshot, so that the next start has no log to replay.
+        """Write a last snapshot at a clean stop, so that the next start has no log to replay.
 
-        Nothing may be on its way to disk. A disk that does not take it leaves things as they were.
+        No write may be in progress. If writing fails, the files stay as they are.
 
         Args:
-            machine, manifest, store: what to write.
-            keeps_log: also keep the log, and the snapshot that it begins after, so that the run can be computed again.
+            machine, manifest, store: state to write.
+            keeps_log: also keep the log, and the snapshot that it starts from, for a replay.
         """
         if self._writing is not None:
             self._writing.join()
@@ -214,10 +218,10 @@ class SyncerStore:
                 self.log.rotate()
                 self.log.drop_before(self.log.last_lsn + 1)
         except StorageError as error:
-            log.warning("no last snapshot was written, the next start replays the log: %s", error)
+            log.warning("the last snapshot was not written, the next start replays the log: %s", error)
 
     def close(self) -> None:
-        """Wait for a snapshot being written, and let go of all files; raises `StorageError`."""
+        """Wait for a snapshot that is being written, and close all files; raises `StorageError`."""
         if self._writing is not None:
             self._writing.join()
         try:
@@ -227,7 +231,7 @@ class SyncerStore:
 
 
 def _told_of(change: records.LogRecord, state: SyncerState) -> list[Json]:
-    """What the tape has about this record, if it is one that figures of the whole run need; the state is after it."""
+    """Return the tape lines of a record that statistics of the whole run need; `state` has the record applied."""
     match change:
         case records.Activated():
             member = state.roster[change.session]
@@ -239,29 +243,28 @@ def _told_of(change: records.LogRecord, state: SyncerState) -> list[Json]:
 
 
 def seeded_store(manifest: Json, values: Sequence[Tensor]) -> AnchorStore:
-    """Anchors at version 0.
+    """Create anchors at version 0 from start values.
 
     Args:
-        manifest: as the seeder sent it.
-        values: of every fragment, float32 (P,).
+        manifest: the seeder's manifest.
+        values: start values of each fragment, float32 (P,).
 
     Raises:
-        PlanMismatchError: no plan, or another one, follows from the manifest; or the values do not fit it.
-        NonFiniteError: NaN or Inf among the values.
+        PlanMismatchError: the manifest is invalid, its digest is not that of its plan, or the values do not fit.
+        NonFiniteError: the values hold NaN or Inf.
     """
     try:
         _check_size(manifest["shapes"], values)
         plan, config = plan_of(manifest)
     except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanMismatchError(
-            f"no plan follows from the manifest ({type(error).__name__}: {error}); it must have config, shapes and "
+            f"no plan can be made from the manifest ({type(error).__name__}: {error}); it must have config, shapes and "
             "mean_names; do both sides run the same version?"
         ) from error
     if (plan.digest, plan.num_fragments) != (manifest["plan_digest"], len(values)):
         raise PlanMismatchError(
-            f"the manifest has the plan digest {manifest['plan_digest']!s:.12} for {len(values)} fragments, what "
-            f"follows from it {plan.digest:.12} for {plan.num_fragments}; they must be equal; do both sides run the "
-            "same version?"
+            f"the manifest has the plan digest {manifest['plan_digest']!s:.12} for {len(values)} fragments, its plan "
+            f"has {plan.digest:.12} for {plan.num_fragments}; they must be equal; do both sides run the same version?"
         )
     store = AnchorStore(plan, config)
     for p, values_P in enumerate(values):
@@ -270,11 +273,11 @@ def seeded_store(manifest: Json, values: Sequence[Tensor]) -> AnchorStore:
 
 
 def _check_size(shapes: Mapping[str, Sequence[int]], values: Sequence[Tensor]) -> None:
-    """Before a plan is computed for shapes that nobody sent values of."""
+    """Refuse shapes with more values than were sent, before a plan is computed for them."""
     claimed, came = sum(map(math.prod, shapes.values())), sum(each.numel() for each in values)
     if claimed > came:
         raise PlanMismatchError(
-            f"the manifest has shapes of {claimed} values, {came} came; all must; do both sides run the same version?"
+            f"the shapes in the manifest have {claimed} values, but {came} came; do both sides run the same version?"
         )
 
 

@@ -1,10 +1,10 @@
-"""Where a run is, and the secret that lets a learner in.
+"""The address of a run, with the token that is needed to join.
 
     diloco://host:port/run#token,sha256
 
-1. The string is the whole secret: whoever has it can join. It is written to files of mode 0600 and never logged.
+1. The join string is a secret: it is all that is needed to join. It is written to files of mode 0600 and never logged.
 2. `str`, `repr` and `redacted()` hide the token; only `join_string()` shows it. No error message contains it.
-3. Without a SHA-256 of the certificate an address is good only with a public key infrastructure of the user's own.
+3. An address without the certificate's SHA-256 needs the user's own public key infrastructure.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 
 @dataclass(frozen=True, slots=True)
 class JoinAddress:
-    """Everything a learner needs to join a run.
+    """All that a learner needs to join a run.
 
     Args:
         host: name or IP address; IPv6 without brackets.
         port: 1..65535.
         run: run id, 1 to 64 letters, digits, '.', '_' or '-'.
         token: letters, digits, '_' and '-'; see `new_token`.
-        fingerprint: SHA-256 of the syncer's certificate (DER), 64 hex digits; None: nothing is pinned.
+        fingerprint: SHA-256 of the syncer's certificate (DER), 64 hex digits; None: not pinned.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: some fields are invalid; the message lists all problems.
     """
 
     host: str
@@ -74,10 +74,10 @@ class JoinAddress:
 
     @classmethod
     def parse(cls, text: str) -> JoinAddress:
-        """The inverse of `join_string`.
+        """Parse a join string.
 
         Raises:
-            ConfigError: not of the form `diloco://host:port/run#token,sha256`; the message never shows the token.
+            ConfigError: it is not of the form `diloco://host:port/run#token,sha256`; the message never has the token.
         """
         shown = text.strip().partition("#")[0]
         try:
@@ -96,12 +96,12 @@ class JoinAddress:
         return join_host_port(self.host, self.port)
 
     def join_string(self) -> str:
-        """The whole secret."""
+        """Return the join string, with the token."""
         secret = self.token if self.fingerprint is None else f"{self.token},{self.fingerprint}"
         return f"{SCHEME}://{self.host_port}/{self.run}#{secret}"
 
     def redacted(self) -> str:
-        """What may be shown: everything but the token."""
+        """Return the join string without the token."""
         pinned = "" if self.fingerprint is None else f",{self.fingerprint}"
         return f"{SCHEME}://{self.host_port}/{self.run}#***{pinned}"
 
@@ -110,7 +110,7 @@ class JoinAddress:
 
 
 def redact(text: str) -> str:
-    """The same text, with all that a join string at its beginning keeps secret left out."""
+    """Remove the token from a text that starts with a join string."""
     if not text.strip().startswith(f"{SCHEME}://"):
         return text
     try:
@@ -120,12 +120,12 @@ def redact(text: str) -> str:
 
 
 def new_token() -> str:
-    """A fresh secret of 256 bits."""
+    """Return a new token of 256 random bits."""
     return secrets.token_urlsafe(32)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether traffic to this host stays on this machine."""
+    """Return whether traffic to a host stays on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -133,15 +133,15 @@ def is_loopback(host: str) -> bool:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Join host and port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_host_port(text: str) -> tuple[str, int]:
-    """The inverse of `join_host_port`; port 0 is allowed and means any.
+    """Split `host:port`; port 0 means any free port.
 
     Raises:
-        ConfigError: not of this form.
+        ConfigError: the text is not of this form.
     """
     host, _, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -151,15 +151,15 @@ def split_host_port(text: str) -> tuple[str, int]:
 
 
 def write_join_file(path: str | os.PathLike[str], address: JoinAddress) -> None:
-    """Write the join string, readable by the owner alone; readers see the old file or the new one, never half."""
+    """Write the join string atomically, readable only by its owner."""
     write_private(Path(path), (address.join_string() + "\n").encode())
 
 
 def read_join_file(path: str | os.PathLike[str]) -> JoinAddress:
-    """Read what `write_join_file` wrote.
+    """Read a join file.
 
     Raises:
-        ConfigError: there is no such file, or no join string in it.
+        ConfigError: the file cannot be read, or does not hold a join string.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -169,7 +169,7 @@ def read_join_file(path: str | os.PathLike[str]) -> JoinAddress:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace a file atomically and durably; its mode is 0600 from the first byte on."""
+    """Replace a file atomically and durably, with mode 0600 from the start."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

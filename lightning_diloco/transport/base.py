@@ -1,12 +1,12 @@
-"""The seam between what is said and how it travels.
+"""The interface of transports.
 
-A transport moves JSON objects (control) and byte payloads with a JSON header (bulk). It knows nothing of rounds or
-tensors. Learners only dial out, so the syncer's messages wait in an outbox until the learner's poll takes them.
+A transport sends JSON objects (control) and byte payloads with a JSON header (bulk). It knows nothing of rounds or
+tensors. Only learners open connections, so the syncer's messages wait in an outbox until the learner polls.
 
-1. Control and bulk use connections of their own: bulk never delays a heartbeat.
-2. Every call has a deadline, and every connection keepalive; a call either returns or raises `TransportError`
-   (`AuthError` for a token or certificate that is wrong). Nothing is retried here.
-3. Payloads are checked for length and checksum before a handler sees them.
+1. Control and bulk use separate connections, so bulk never delays a heartbeat.
+2. Each call has a deadline, and each connection uses keepalive. A call either returns or raises `TransportError`
+   (`AuthError` for a wrong token or certificate). A transport does not retry.
+3. Length and checksum of a payload are checked before a handler gets it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Polled:
-    """What a poll brought.
+    """The result of a poll.
 
     Args:
-        cursor: pass this to the next poll; it acknowledges everything up to here.
-        messages: in the order they were sent; empty if the wait ended without any.
+        cursor: cursor for the next poll, which acknowledges these messages.
+        messages: messages in the order they were sent; empty if none came in time.
     """
 
     cursor: int
@@ -45,7 +45,7 @@ class Bulk:
 
 
 class Connection(Protocol):
-    """A learner's way to its syncer."""
+    """A learner's connection to its syncer."""
 
     def send(self, session: str, messages: Sequence[Json]) -> Json:
         """Deliver control messages, all or none; returns the syncer's acknowledgement."""
@@ -54,20 +54,20 @@ class Connection(Protocol):
         """Wait up to wait_s for messages to this session after cursor."""
 
     def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
-        """Upload; returns the syncer's answer once it has the whole payload."""
+        """Upload a payload; returns the syncer's answer."""
 
     def get(self, header: Json, *, deadline_s: float) -> Bulk:
-        """Download what the header asks for."""
+        """Download the payload that the header asks for."""
 
     def status(self) -> Json:
-        """The syncer's public state, for people."""
+        """Return the status of the run."""
 
     def close(self) -> None:
-        """Let go of all connections; idempotent."""
+        """Close all connections; idempotent."""
 
 
 class Handler(Protocol):
-    """The syncer's side; called from transport threads, several at once."""
+    """The syncer's side; its methods are called from several transport threads at once."""
 
     def on_send(self, session: str, messages: Sequence[Json]) -> Json: ...
 

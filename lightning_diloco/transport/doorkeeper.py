@@ -1,10 +1,10 @@
-"""Ends connections to a server that ask for nothing, or begin and do not go on.
+"""Ends connections to a server that make no call, and uploads that stop.
 
-1. A connection is a stranger's until a call came through on it; without the token none can. Strangers have HANDSHAKE_S,
-   and there are at most so many of them: one more, and the oldest has to go.
-2. An upload that brings nothing for SILENT_S ends, and its connection with it: its memory was set aside (`frames`).
-3. pyarrow offers no limits of gRPC's server, so this looks at the sockets of the process: those at the server's port.
-   It shuts them down, never closes them: they are gRPC's.
+1. A connection is unknown until a call arrives on it, which needs the token. An unknown connection is ended after
+   HANDSHAKE_S. At most MAX_STRANGERS may be open; a further one ends the oldest.
+2. An upload without data for SILENT_S is ended with its connection, because memory is reserved for it (`frames`).
+3. pyarrow does not offer the limits of gRPC's server, so this looks at the sockets of the process at the server's port.
+   It shuts them down but never closes them, because gRPC owns them.
 
 Source: our choice.
 """
@@ -32,13 +32,13 @@ Peer = tuple[str, int]
 
 
 class Doorkeeper:
-    """Watches the connections to one port from a thread of its own, from `start` to `stop`.
+    """Watches the connections to one port in its own thread.
 
     Args:
-        max_strangers: connections without a call at a time; None: half of the open files that this process may have,
-            at most MAX_STRANGERS.
-        handshake_s: how long one may be without a call.
-        silent_s: how long an upload may bring nothing.
+        max_strangers: limit of connections without a call; None: half of the limit of open files, at most
+            MAX_STRANGERS.
+        handshake_s: seconds that a connection may stay without a call.
+        silent_s: seconds that an upload may stay without data.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Doorkeeper:
         self._handshake_s = handshake_s
         self._silent_s = silent_s
         self._known: set[Peer] = set()
-        self._since_s: dict[Peer, float] = {}  # of strangers, the oldest first
+        self._since_s: dict[Peer, float] = {}  # of unknown connections, the oldest first
         self._uploads: dict[object, tuple[Peer, float]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, port: int) -> None:
-        """Begin to watch."""
+        """Start to watch."""
         self._thread = threading.Thread(target=self._watch, args=(port,), name="flight-doorkeeper", daemon=True)
         self._thread.start()
 
@@ -66,17 +66,17 @@ class Doorkeeper:
             self._thread.join()
 
     def called(self, peer: str) -> None:
-        """A call came through on this connection: it is no stranger's.
+        """Note a call on a connection, which is known from now on.
 
         Args:
-            peer: as gRPC writes it, `ipv4:127.0.0.1:41000` or `ipv6:%5B::1%5D:41000`.
+            peer: peer as written by gRPC, `ipv4:127.0.0.1:41000` or `ipv6:%5B::1%5D:41000`.
         """
         with self._lock:
             self._known.add(_parsed(peer))
 
     @contextmanager
     def uploading(self, peer: str) -> Iterator[Callable[[], None]]:
-        """Around an upload; what is yielded is to be called whenever some of it came."""
+        """Watch an upload during the block; call the yielded function whenever data arrives."""
         key, whose = object(), _parsed(peer)
 
         def came() -> None:
@@ -95,7 +95,7 @@ class Doorkeeper:
             self.look(port)
 
     def look(self, port: int) -> None:
-        """Look once at all connections, and end those that must."""
+        """Check all connections once, and end those that break a limit."""
         with self._lock:
             known, now_s = self._known.copy(), time.monotonic()
         here = dict(_connections(port))
@@ -118,10 +118,10 @@ class Doorkeeper:
 
 
 def _connections(port: int) -> Iterator[tuple[Peer, int]]:
-    """Peer and descriptor of every connection to this port of this process."""
+    """Yield peer and descriptor of each connection to a port of this process."""
     try:
         numbers = [int(name) for name in os.listdir("/dev/fd")]
-    except OSError:  # no descriptor is left to read it with
+    except OSError:  # no free descriptor to open it with
         numbers = list(range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MAX_SCANNED)))
     for number in numbers:
         peer = _peer_of(number, port)
@@ -131,7 +131,7 @@ def _connections(port: int) -> Iterator[tuple[Peer, int]]:
 
 @contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket | None]:
-    """The socket of this descriptor, which stays gRPC's; None if it is none."""
+    """Yield the socket of a descriptor without owning it; None if it is not a socket."""
     try:
         line = socket.socket(fileno=number)
     except OSError:
@@ -144,18 +144,18 @@ def _borrowed(number: int) -> Iterator[socket.socket | None]:
 
 
 def _peer_of(number: int, port: int) -> Peer | None:
-    """Who is at the other end of this descriptor, if it is a connection to this port."""
+    """Return the peer of a descriptor, if it is a connection to this port."""
     with _borrowed(number) as line:
         if line is None or line.family not in (socket.AF_INET, socket.AF_INET6):
             return None
         try:
             return _far_end(line) if line.getsockname()[1] == port else None
-        except OSError:  # it listens, or is closed by now
+        except OSError:  # a listening socket, or closed meanwhile
             return None
 
 
 def _end(number: int | None, peer: Peer) -> None:
-    """Shut a connection down, if this descriptor is still that connection."""
+    """Shut down a connection, if the descriptor still belongs to it."""
     if number is None:
         return
     with _borrowed(number) as line, suppress(OSError):  # it may end by itself
@@ -168,13 +168,13 @@ def _far_end(line: socket.socket) -> Peer:
     return _plain(host), port
 
 
-@lru_cache(maxsize=4096)  # every call asks
+@lru_cache(maxsize=4096)  # needed for each call
 def _parsed(peer: str) -> Peer:
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     return _plain(host.strip("[]")), int(port)
 
 
 def _plain(host: str) -> str:
-    """One spelling for one address: without a zone, and IPv4 as IPv4 where it arrives on an IPv6 socket."""
+    """Normalize an address: without a zone, and IPv4 as IPv4 also on an IPv6 socket."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)

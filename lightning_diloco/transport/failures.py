@@ -1,8 +1,8 @@
-"""How errors cross the seam, the same over every transport.
+"""Errors of a handler as the caller sees them, the same for all transports.
 
-1. An error of our tree, raised by a handler, arrives at the caller as the same class with the same text.
-2. Anything else a handler raises is a defect of the syncer: it is reported there, and the caller gets a
-   `TransportError` that names its type: text and traceback may name paths, and stay there.
+1. A `DiLoCoError` raised by a handler arrives at the caller as the same class with the same text.
+2. Any other exception is a bug in the syncer. It is reported there, and the caller gets a `TransportError` with its
+   type. Text and traceback are not sent, because they may contain paths.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from lightning_diloco.transport.base import Json
 
 OnError = Callable[[Exception], None]
 
-# The trailing metadata of a gRPC call, of which this becomes a part, may be dropped whole above 8 KiB.
+# The text becomes part of the trailing metadata of a gRPC call, which may be dropped above 8 KiB.
 _MAX_TEXT_BYTES = 1500
 _log = logging.getLogger(__name__)
 
 
 def log_error(error: Exception) -> None:
-    """The default report: one log record with the traceback."""
+    """Log an error with its traceback; the default report."""
     _log.error("internal error at the syncer", exc_info=error)
 
 
 @contextmanager
 def handling(on_error: OnError) -> Iterator[None]:
-    """Around every call of a handler: rule 2."""
+    """Apply rule 2 to the block, which calls a handler."""
     try:
         yield
     except DiLoCoError:
@@ -39,13 +39,13 @@ def handling(on_error: OnError) -> Iterator[None]:
 
 
 def internal_error(error: Exception, on_error: OnError) -> TransportError:
-    """Report a defect, and say what may be said of it: rule 2."""
+    """Report a bug, and return the error for the caller (rule 2)."""
     on_error(error)
     return TransportError(f"internal error at the syncer: {type(error).__name__}; its log says more")
 
 
 def to_json(error: DiLoCoError) -> Json:
-    """What is said of an error; its class is the nearest one that `lightning_diloco.errors` has."""
+    """Convert an error to JSON; its class becomes the nearest one in `lightning_diloco.errors`."""
     known = next(cls for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
     text = str(error).encode(errors="replace")
     if len(text) > _MAX_TEXT_BYTES:
@@ -54,7 +54,7 @@ def to_json(error: DiLoCoError) -> Json:
 
 
 def from_json(told: Json) -> DiLoCoError:
-    """The inverse of `to_json`; a class unknown here becomes a `TransportError`."""
+    """Convert JSON to an error; an unknown class becomes a `TransportError`."""
     cls = getattr(errors, str(told.get("error")), None)
     if not (isinstance(cls, type) and issubclass(cls, DiLoCoError)):
         cls = TransportError

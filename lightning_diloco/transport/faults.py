@@ -1,8 +1,8 @@
-"""A bad network in user space: a TCP proxy that delays, throttles, cuts, freezes and counts.
+"""Simulates a bad network: a TCP proxy that delays, throttles, cuts, freezes and counts.
 
-1. It knows nothing of what it carries, so it works in front of TLS; its byte counters are what a network card sees.
-2. Everything can be changed while connections are open; when a method returns, it has taken effect.
-3. Delay and rate are of the link, each direction by itself: all connections share the rate, none of them the delay.
+1. It does not interpret the data, so it works in front of TLS. Its byte counters show what a network card would see.
+2. All settings can be changed while connections are open. When a method returns, it has taken effect.
+3. Rate and delay apply to each direction separately. All connections share the rate.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _InFlight = asyncio.Queue[tuple[float, bytes]]
 
 
 class FaultProxy:
-    """Listens on an address of its own and passes everything on to the target.
+    """Listens on its own address and forwards all connections to the target.
 
     Args:
         target: `host:port`.
-        listen: `host:port`; port 0 for any.
-        delay_s: one way; may be set at any time.
-        rate_bps: bits per second, each direction; None: no limit; may be set at any time.
-        reset_probability: that a chunk of up to 64 KiB resets its connection instead; may be set at any time.
-        seed: of these resets.
+        listen: `host:port`; port 0 for any free port.
+        delay_s: delay in each direction; may be set at any time.
+        rate_bps: bits per second in each direction; None: no limit; may be set at any time.
+        reset_probability: probability that a chunk of up to 64 KiB resets its connection; may be set at any time.
+        seed: seed of the resets.
 
     Attributes:
-        bytes_up: passed on to the target so far.
-        bytes_down: passed back so far.
-        num_connections: accepted so far.
+        bytes_up: bytes sent to the target so far.
+        bytes_down: bytes sent back so far.
+        num_connections: connections accepted so far.
     """
 
     def __init__(
@@ -64,24 +64,24 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._server: asyncio.Server | None = None
-        self._flowing = _flowing()  # of connections to come; those that are there have theirs
+        self._flowing = _flowing()  # of new connections; open ones keep their own event
         self._held = asyncio.Event()
         self._links: set[asyncio.Task[None]] = set()
         self._free_at_s = {"up": 0.0, "down": 0.0}
 
     @property
     def address(self) -> str:
-        """`host:port` to dial instead of the target's."""
+        """`host:port` to connect to instead of the target."""
         return join_host_port(self._host, self._port)
 
     def start(self) -> FaultProxy:
-        """Begin to listen; returns self."""
+        """Start to listen; returns self."""
         self._thread.start()
         self._run(self._listen)
         return self
 
     def stop(self) -> None:
-        """Drop everything and end the thread; idempotent."""
+        """Reset all connections and end the thread; idempotent."""
         if not self._thread.is_alive():
             return
         self.cut()
@@ -94,15 +94,15 @@ class FaultProxy:
         self._run(self._cut)
 
     def freeze(self) -> None:
-        """Accept, but let nothing through and close nothing, until `heal`: the peer that is only half there."""
+        """Accept connections but forward and close nothing, until `heal`, like a frozen peer."""
         self._run(self._set_flowing, False)
 
     def hold(self) -> None:
-        """Freeze the connections that are there; new ones flow. After `heal` an old one is heard after a newer one."""
+        """Freeze the open connections, but not new ones; after `heal`, old data arrives after newer data."""
         self._run(self._hold)
 
     def heal(self) -> None:
-        """End `cut`, `freeze` and `hold`; what was frozen flows on."""
+        """End `cut`, `freeze` and `hold`; frozen connections continue."""
         self._run(self._set_flowing, True)
         self._run(self._listen)
 
@@ -115,7 +115,7 @@ class FaultProxy:
     def _run(self, step: Callable[..., object], *args: object) -> None:
         """Run a step, or a coroutine function, in the loop's thread and wait for it."""
         if not self._thread.is_alive():
-            raise LocalError("the proxy does not run; it must be started and not stopped; call start() first")
+            raise LocalError("the proxy does not run; call start() first")
 
         async def call() -> None:
             result = step(*args)
@@ -131,7 +131,7 @@ class FaultProxy:
 
     async def _cut(self) -> None:
         if self._server is not None:
-            # asyncio loses a connection that it has accepted and not yet handed over when a server closes.
+            # When a server closes, asyncio loses connections that are accepted but not handed over yet.
             for listening in self._server.sockets:
                 self._loop.remove_reader(listening.fileno())
             for _ in range(_TURNS_TO_HAND_OVER):
@@ -151,13 +151,13 @@ class FaultProxy:
             self._flowing.clear()
 
     def _hold(self) -> None:
-        """Connections of an earlier hold are let go, for the sake of simplicity."""
+        """Hold the open connections; those of an earlier hold continue, for simplicity."""
         self._held.set()
         self._held, self._flowing = self._flowing, _flowing()
         self._held.clear()
 
     async def _serve(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-        """One connection, from accept to reset or close."""
+        """Serve one connection until it is reset or closed."""
         task = asyncio.current_task()
         assert task is not None
         self._links.add(task)
@@ -192,7 +192,7 @@ class FaultProxy:
     async def _depart(
         self, way: str, reader: asyncio.StreamReader, in_flight: _InFlight, flowing: asyncio.Event
     ) -> None:
-        """Put what comes on the link, at its rate; an empty chunk stands for the end of the stream."""
+        """Put received chunks on the link at its rate; an empty chunk marks the end of the stream."""
         data = b" "
         while data:
             data = await reader.read(_CHUNK_BYTES)
@@ -205,7 +205,7 @@ class FaultProxy:
     async def _arrive(
         self, way: str, in_flight: _InFlight, writer: asyncio.StreamWriter, flowing: asyncio.Event
     ) -> None:
-        """Take what is due off the link."""
+        """Send the chunks whose delay is over."""
         while True:
             due_s, data = await in_flight.get()
             await asyncio.sleep(due_s - self._loop.time())
@@ -213,7 +213,7 @@ class FaultProxy:
             if not data:
                 writer.write_eof()
                 return
-            # Counted first: whoever has received the bytes finds them counted.
+            # Counted first, so that bytes are counted when the receiver has them.
             if way == "up":
                 self.bytes_up += len(data)
             else:
@@ -222,7 +222,7 @@ class FaultProxy:
             await writer.drain()
 
     async def _transmit(self, way: str, num_bytes: int) -> None:
-        """Wait until the link has sent these bytes after all that came before."""
+        """Wait until the link has sent all earlier bytes and these."""
         if self.rate_bps is None:
             return
         now_s = self._loop.time()
@@ -237,6 +237,6 @@ def _flowing() -> asyncio.Event:
 
 
 def _reset_on_close(writer: asyncio.StreamWriter) -> None:
-    """Closing shall send a reset and drop what is buffered; without this the peer sees an orderly end."""
+    """Make closing send a reset and drop buffered data; otherwise the peer sees a normal end."""
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

@@ -1,12 +1,13 @@
 """The transport between machines: Arrow Flight over gRPC.
 
-1. A connection is three: control, polls, bulk. A waiting poll never delays a send, and bulk delays neither.
-2. Control is `do_action`, JSON in and out. Bulk is `do_put` and `do_get`; see `frames`.
-3. Every call has a deadline and every connection keepalive: against a peer that froze, keepalive frees an upload (its
-   deadline does not) and the deadline frees a download (keepalive does not). So a call ends by its deadline, an upload
-   over a frozen line by twice keepalive_s if that is later.
-4. There is TLS, on loopback, too: the syncer shows the pinned certificate, the learner one that follows from the token.
-   Every call carries the token.
+1. A connection uses three TCP connections: control, polls, bulk. A waiting poll never delays a send, and bulk delays
+   neither.
+2. Control calls are `do_action` with JSON in both directions. Bulk calls are `do_put` and `do_get`; see `frames`.
+3. Each call has a deadline, and each connection uses keepalive. If a peer freezes, keepalive ends an upload (the
+   deadline does not), and the deadline ends a download (keepalive does not). So a call ends at its deadline; an upload
+   to a frozen peer may end after twice keepalive_s, if that is later.
+4. TLS is always used, also on loopback. The syncer presents the pinned certificate, the learner one made from the
+   token. Each call carries the token.
 """
 
 from lightning_diloco.transport.flight_client import FlightConnection

@@ -1,11 +1,10 @@
-"""A learner's end of Arrow Flight; see `flight`.
+"""The Arrow Flight client; see `flight`.
 
-1. Constructing stores, the first call connects, and the first one after a failure connects anew.
-2. So a call that found nobody gives its connection up: gRPC would fail calls for seconds before it looked again. And so
-   does one that missed its deadline: a path that swallows everything would keep a connection for a minute, where a new
-   one may get through at once.
-3. A client ends with its last use and is never closed: closing one that another thread is in crashes the process.
-4. What went wrong is told apart: `AuthError` (token, certificate) needs a person, `TransportError` needs patience.
+1. The constructor does not connect. The first call connects, and so does the first call after a failure.
+2. A call that finds no server, or misses its deadline, drops its connection. Otherwise gRPC would fail calls for
+   seconds before it connects again, and keep a connection over a dead path for a minute.
+3. A client is released after its last use and never closed: closing one that another thread uses crashes the process.
+4. `AuthError` (token, certificate) needs the user; `TransportError` may go away by itself.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ class FlightConnection:
     """Implements `Connection`; all methods may be called from several threads.
 
     Args:
-        address: of the run; with a fingerprint, that one certificate is trusted.
-        identity: of a public key infrastructure of the user's own; what it leaves out follows from the address.
-        control_deadline_s: of send, status, and of poll beyond its wait.
-        keepalive_s: how long the line may be silent before it is probed, and how long the probe may go unanswered.
-        max_payload_bytes: of one call.
+        address: address of the run; if it has a fingerprint, only that certificate is trusted.
+        identity: identity in the user's own public key infrastructure; the address gives what it leaves out.
+        control_deadline_s: deadline of send and status, and of poll beyond its wait.
+        keepalive_s: silence after which the connection is probed, and the time limit for the answer.
+        max_payload_bytes: limit of the payload of one call.
 
     Raises:
-        ConfigError: an address with nothing to verify the syncer by.
+        ConfigError: neither address nor identity can verify the syncer.
     """
 
     def __init__(
@@ -71,9 +70,9 @@ class FlightConnection:
         self._identity = identity or ClientIdentity()
         if address.fingerprint is None and self._identity.server_ca is None:
             raise ConfigError(
-                f"{address.redacted()} without a certificate hash, which every join string has (those of older "
-                "versions had none on loopback); copy the whole string from RUN_DIR/join of a syncer of this version, "
-                "or give the authority's certificate (server_ca)"
+                f"{address.redacted()} has no certificate hash; a join string must have one (older versions had none "
+                "on loopback); copy the whole string from RUN_DIR/join of a syncer of this version, or give the "
+                "authority's certificate (server_ca)"
             )
         shown = self._identity.certificate, self._identity.key
         self._shown = shown if None not in shown else learner_certificate(address.token)
@@ -101,14 +100,14 @@ class FlightConnection:
         descriptor = flight.FlightDescriptor.for_command(Envelope.of(bulk).encode())
         with self._call("bulk", "put", deadline_s) as (client, options):
             writer, answers = client.do_put(descriptor, SCHEMA, options)
-            # Only close() brings the syncer's own error; a failed write just says that the stream broke.
+            # Only close() raises the syncer's own error; a failed write only says that the stream broke.
             with writer:
                 for part in to_slices(bulk.payload):
                     writer.write_with_metadata(EMPTY, part)
                 writer.done_writing()
                 answer = answers.read()
         if answer is None:
-            raise CorruptMessageError("an upload without an answer; there must be one; send it again")
+            raise CorruptMessageError("the upload got no answer; send it again")
         return loads(answer.to_pybytes())
 
     def get(self, header: Json, *, deadline_s: float) -> Bulk:
@@ -125,7 +124,7 @@ class FlightConnection:
                 raise
 
     def close(self) -> None:
-        """No more calls; those under way end by their own deadlines."""
+        """Refuse further calls; running ones end at their deadlines."""
         with self._lock:
             self._closed = True
             self._clients.clear()
@@ -151,7 +150,7 @@ class FlightConnection:
                 self._forget(channel)
             refusal = self._refusal(error, deadline_s - waited_s)
             translated = refusal or self._translated(error, name, waited_s, deadline_s)
-            # What the syncer answered says all there is to say; Arrow's traceback above it would be read first.
+            # The syncer's own error is complete; Arrow's traceback above it would only distract.
             raise translated from (error if isinstance(translated, TransportError) else None)
 
     def _client(self, channel: Channel, timeout_s: float) -> flight.FlightClient:
@@ -162,25 +161,23 @@ class FlightConnection:
             with self._lock:
                 client = made if self._closed else self._clients.setdefault(channel, made)
         if self._closed:
-            raise TransportError(
-                f"the connection to {self._address.host_port} is closed; it must be open; make a new one"
-            )
+            raise TransportError(f"the connection to {self._address.host_port} is closed; make a new one")
         return client
 
     def _forget(self, channel: Channel) -> None:
-        """The next call makes a new connection; others that use this one end by their own deadlines."""
+        """Drop a connection; the next call makes a new one, and running calls end at their deadlines."""
         with self._lock:
             self._clients.pop(channel, None)
 
     def _connected(self, timeout_s: float) -> flight.FlightClient:
-        """A client with its own TCP connection, which it makes at its first call."""
+        """Return a client with its own TCP connection, which its first call opens."""
         keepalive_ms = round(1000 * self._keepalive_s)
-        # max_pings_without_data stays at its default: lifted, a server drops a line after 5 s of probes.
+        # max_pings_without_data keeps its default: without a limit, servers drop a connection after 5 s of probes.
         options = [
             ("grpc.keepalive_time_ms", keepalive_ms),
             ("grpc.keepalive_timeout_ms", keepalive_ms),
-            ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),  # how long one attempt may take
-            ("grpc.use_local_subchannel_pool", 1),  # else a new client inherits how long the last one is to wait
+            ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),  # time limit of one attempt
+            ("grpc.use_local_subchannel_pool", 1),  # otherwise a new client inherits the backoff of the last one
         ]
         roots, name = self._identity.server_ca, None
         if self._address.fingerprint is not None:
@@ -197,7 +194,7 @@ class FlightConnection:
         )
 
     def _refusal(self, error: Exception, left_s: float) -> AuthError | None:
-        """gRPC calls a certificate that changed, or that is refused, `unavailable`; look whether that is why."""
+        """Return an `AuthError` if gRPC's "unavailable" means a changed or refused certificate."""
         if isinstance(error, flight.FlightUnavailableError) and self._address.fingerprint is not None and left_s > 0:
             try:
                 pinned_certificate(self._address, self._shown, min(left_s, _PIN_CHECK_S))

@@ -1,11 +1,10 @@
-"""The syncer's end of Arrow Flight; see `flight`.
+"""The Arrow Flight server; see `flight`.
 
-1. Nobody gets past the TLS handshake without a certificate that follows from the token (`token_identity`), or one by
-   the authority of the user's own; so nothing of a stranger's call is read. No RPC gets past the middleware without the
-   token, compared in constant time. Connections that do not come so far are few and end soon (`doorkeeper`).
-2. A payload's memory is set aside before it is received, and only so much for all together: an upload that does not
-   fit waits, and its sender with it.
-3. Nothing waits longer than `_SLICE_S` without looking whether its caller is still there and the server not stopping.
+1. The TLS handshake needs a certificate made from the token (`token_identity`), or one of the user's own authority. So
+   no byte of a call without it is read. The middleware then compares the token in constant time. Connections that make
+   no call are limited in number and time (`doorkeeper`).
+2. Memory for a payload is reserved before it is received, from a fixed total. An upload that does not fit waits.
+3. A waiting call checks every `_SLICE_S` whether its caller is gone or the server stops.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ _INFLIGHT_PAYLOADS = 16
 
 
 class FlightServer:
-    """Serves a handler until stopped; may be started again.
+    """Serves a handler until it is stopped; may be started again.
 
     Args:
-        handler: called from many threads at once.
-        listen: `host:port`; port 0 for any, which is then kept.
-        token: what every caller must show.
-        tls: who the server is; None: a certificate is made for this object.
-        max_payload_bytes: of one call.
-        max_inflight_bytes: of all uploads being received or handled; None: sixteen of max_payload_bytes.
-        on_error: told of what the handler raised outside our error tree.
-        doorkeeper: ends connections that ask for nothing; None: one with the usual limits.
+        handler: handles the calls, from several threads at once.
+        listen: `host:port`; port 0 for any free port, which is then kept.
+        token: token that all callers must send.
+        tls: certificate of the server; None makes a new one.
+        max_payload_bytes: limit of the payload of one call.
+        max_inflight_bytes: limit of all uploads being received or handled; None: sixteen times max_payload_bytes.
+        on_error: called with exceptions of the handler that are not a `DiLoCoError`.
+        doorkeeper: makes the `Doorkeeper` that ends connections without calls.
 
     Raises:
-        ConfigError: not an address.
+        ConfigError: `listen` is not an address.
     """
 
     def __init__(
@@ -88,13 +87,13 @@ class FlightServer:
 
     @property
     def address(self) -> str:
-        """`host:port` listened on."""
+        """`host:port` that the server listens on."""
         if not self._port:
-            raise LocalError(f"{self._host}: the port is not known yet; any was allowed; call start() first")
+            raise LocalError(f"{self._host}: the port is not known yet; call start() first")
         return join_host_port(self._host, self._port)
 
     def join_address(self, run: str, host: str | None = None) -> JoinAddress:
-        """What learners need; host is how they reach this machine if that is not the address listened on."""
+        """Return the address for learners; `host` replaces the address that the server listens on."""
         port = split_host_port(self.address)[1]
         return JoinAddress(host or self._host, port, run, self._token, self._tls.fingerprint)
 
@@ -102,7 +101,7 @@ class FlightServer:
         """Listen and serve, in threads of gRPC.
 
         Raises:
-            TransportError: the address is taken, or not of this machine.
+            TransportError: the address is in use, or not one of this machine.
         """
         try:
             self._service = _Service(
@@ -128,7 +127,7 @@ class FlightServer:
         service, self._service = self._service, None
         if service is not None:
             service.stopping.set()
-            # gRPC waits for calls without a limit, and one from a frozen peer lasts until its deadline.
+            # gRPC waits for all running calls, and a call from a frozen peer lasts until its deadline.
             closing = threading.Thread(target=service.shutdown, name="flight-shutdown", daemon=True)
             closing.start()
             closing.join(_STOP_S)
@@ -143,7 +142,7 @@ class FlightServer:
 
 
 class _Memory:
-    """The bytes that payloads may take: rule 2."""
+    """Memory for payloads (rule 2)."""
 
     def __init__(self, max_payload_bytes: int, max_inflight_bytes: int) -> None:
         self.max_payload_bytes = max_payload_bytes
@@ -152,7 +151,7 @@ class _Memory:
 
     @contextmanager
     def hold(self, num_bytes: int, check: Callable[[], None]) -> Iterator[None]:
-        """Wait for this much, with a check of the caller from time to time that may raise."""
+        """Reserve memory for the block; while it waits, it calls `check` periodically, which may raise."""
         with self._freed:
             while self._free_bytes < num_bytes:
                 check()
@@ -167,7 +166,7 @@ class _Memory:
 
 
 class _Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Rule 1."""
+    """Checks the token of each call (rule 1)."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
@@ -179,7 +178,7 @@ class _Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
 
 class _Service(flight.FlightServerBase):  # type: ignore[misc]
-    """What gRPC calls; constructing it listens."""
+    """The gRPC service; its constructor starts to listen."""
 
     def __init__(
         self,
@@ -212,8 +211,8 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
             call = self._actions.get(action.type)
             if call is None:
                 raise CorruptMessageError(
-                    f"action {action.type!r:.40}; known are {', '.join(self._actions)}; do both sides run the same "
-                    "version?"
+                    f"action {action.type!r:.40}; must be one of {', '.join(self._actions)}; do both sides run the "
+                    "same version?"
                 )
             return [call(context, loads(action.body.to_pybytes()))]
 
@@ -256,7 +255,7 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
     def _send(self, context: flight.ServerCallContext, body: Json) -> bytes:
         session, messages = _field(body, "session", str), _field(body, "messages", list)
         if not all(isinstance(message, dict) for message in messages):
-            raise CorruptMessageError("a message that is not a JSON object; all must be; nothing of it was used")
+            raise CorruptMessageError("a message is not a JSON object; all must be; nothing of the call was used")
         with handling(self._on_error):
             return dumps(self._handler.on_send(session, messages))
 
@@ -280,21 +279,21 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
-        """Put errors into the form that `failures.from_json` reads; Arrow sends others with their tracebacks."""
+        """Convert errors to the form of `failures.to_json`; Arrow would send others with their tracebacks."""
         try:
             yield
         except flight.FlightError:
             raise
-        except pa.ArrowException as error:  # the caller is gone, or its stream is not Arrow's
+        except pa.ArrowException as error:  # the caller is gone, or its stream is invalid
             raise flight.FlightServerError(f"the stream broke ({type(error).__name__})") from error
         except Exception as error:
             told = error if isinstance(error, DiLoCoError) else internal_error(error, self._on_error)
             raise flight.FlightServerError(type(told).__name__, extra_info=dumps(to_json(told))) from error
 
     def _check(self, context: flight.ServerCallContext) -> None:
-        """Rule 3."""
+        """Raise if the caller is gone or the server stops (rule 3)."""
         if context.is_cancelled():
-            raise TransportError("the caller is gone; it must wait for its answer; nothing of the call was used")
+            raise TransportError("the caller is gone; nothing of the call was used")
         if self.stopping.is_set():
             raise flight.FlightUnavailableError("the syncer is stopping")
 

@@ -1,12 +1,12 @@
-"""A JSON header and a payload as an Arrow stream, and back.
+"""Converts a JSON header and a payload to an Arrow stream, and back.
 
-1. The envelope goes first and declares header, length and checksum. A length above the limit is refused before
-   anything is allocated.
-2. Slices of the payload follow, 2 MiB each (1 to 4 MiB measured best: larger ones are 2-3 times slower), as application
-   metadata of empty batches. The receiver copies each into one buffer of the declared length. A stream whose batches
-   have columns is refused before they are read: Arrow would inflate compressed ones, 32 KiB to 1 GiB, before it asks.
-3. The checksum is CRC-32: it finds accidents between buffer and buffer; against attackers there is TLS. It costs a
-   sixth of a BLAKE2b (measured 6.9 against 1.1 GB/s). It, and both copies, run without the GIL.
+1. The envelope comes first, with header, length and checksum. A length above the limit is refused before memory is
+   allocated.
+2. The payload follows in slices of 2 MiB, as application metadata of empty batches (1 to 4 MiB measured best; larger
+   slices are 2-3 times slower). The receiver copies them into one buffer. A stream with columns is refused before its
+   batches are read, because Arrow would decompress them first (32 KiB may become 1 GiB).
+3. The checksum is CRC-32, which finds accidental errors; TLS protects against attackers. CRC-32 measured 6.9 GB/s,
+   BLAKE2b 1.1 GB/s. Checksum and copies run without the GIL.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.transport.base import Bulk, Json
 
 SLICE_BYTES = 2 << 20
-MAX_PAYLOAD_BYTES = 256 << 20  # in one call; what is longer comes in several
+MAX_PAYLOAD_BYTES = 256 << 20  # in one call; longer payloads take several
 MAX_JSON_BYTES = 8 << 20
-MAX_HEADER_BYTES = 1 << 20  # of bulk: the leases of a contribution take the most
+MAX_HEADER_BYTES = 1 << 20  # of bulk; mostly the data leases of a contribution
 MAX_DEPTH = 32
 SCHEMA = pa.schema([])
 EMPTY = pa.RecordBatch.from_arrays([], schema=SCHEMA)
@@ -35,29 +35,29 @@ _AGAIN = "nothing of it was used; send it again"
 
 
 def dumps(value: Json) -> bytes:
-    """Strict JSON; TypeError or ValueError (NaN) for what is not."""
+    """Encode strict JSON; raises TypeError or ValueError (NaN) for other values."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _finite(text: str) -> float:
     if math.isfinite(value := float(text)):
         return value
-    raise ValueError(f"{text[:20]} is no finite number")
+    raise ValueError(f"{text[:20]} is not a finite number")
 
 
 def loads(raw: bytes, max_bytes: int = MAX_JSON_BYTES) -> Json:
-    """A JSON object.
+    """Decode a JSON object.
 
     Raises:
-        CorruptMessageError: it is not one; or larger than max_bytes: parsed, it takes many times its size; or deeper
-            than MAX_DEPTH: whoever walks it would run out of stack.
+        CorruptMessageError: it is not a JSON object; or it is larger than max_bytes, because parsed JSON takes several
+            times its size; or deeper than MAX_DEPTH, because recursion would run out of stack.
     """
     if len(raw) > max_bytes:
         raise CorruptMessageError(f"{len(raw)} bytes of JSON; at most {max_bytes} are read; {_AGAIN}")
     try:
         value = json.loads(raw, parse_constant=_finite, parse_float=_finite)
         if _SURROGATE in raw.lower():
-            dumps(value)  # half a character can be read and stored, but never be told to anybody
+            dumps(value)  # raises for lone surrogates, which cannot be encoded again
     except (ValueError, RecursionError) as error:
         raise CorruptMessageError(
             f"{len(raw)} bytes that are not JSON ({error}); must be an object; {_AGAIN}"
@@ -81,10 +81,10 @@ def _is_flat(value: Json) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What is declared before a payload comes.
+    """The declaration that precedes a payload.
 
     Args:
-        header: the `Bulk`'s.
+        header: header of the `Bulk`.
         num_bytes: length of the payload.
         crc32: checksum of the payload.
     """
@@ -95,19 +95,19 @@ class Envelope:
 
     @classmethod
     def of(cls, bulk: Bulk) -> Envelope:
-        """Measure a payload."""
+        """Make the envelope of a payload."""
         return cls(bulk.header, bulk.payload.nbytes, zlib.crc32(bulk.payload))
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Encode as JSON."""
         return dumps({"header": self.header, "num_bytes": self.num_bytes, "crc32": self.crc32})
 
     @classmethod
     def decode(cls, raw: bytes, max_payload_bytes: int) -> Envelope:
-        """The inverse of `encode`.
+        """Decode from JSON.
 
         Raises:
-            CorruptMessageError: not an envelope, or of a payload above max_payload_bytes.
+            CorruptMessageError: it is not an envelope, or the payload is larger than max_payload_bytes.
         """
         fields = loads(raw, MAX_HEADER_BYTES)
         header, num_bytes, crc32 = (fields.get(name) for name in ("header", "num_bytes", "crc32"))
@@ -118,8 +118,8 @@ class Envelope:
             )
         if num_bytes > max_payload_bytes:
             raise CorruptMessageError(
-                f"a payload of {num_bytes} bytes was declared; at most {max_payload_bytes} are taken in "
-                "one call; send it in portions of that"
+                f"a payload of {num_bytes} bytes was declared; a call takes at most {max_payload_bytes}; send it in "
+                "portions of that size"
             )
         return cls(header, num_bytes, crc32)
 
@@ -128,7 +128,7 @@ def check_schema(schema: pa.Schema) -> None:
     """Refuse a stream whose batches have columns.
 
     Raises:
-        CorruptMessageError: they have.
+        CorruptMessageError: the batches have columns.
     """
     if schema != SCHEMA:
         raise CorruptMessageError(
@@ -138,7 +138,7 @@ def check_schema(schema: pa.Schema) -> None:
 
 
 def to_slices(payload: memoryview) -> Iterator[pa.Buffer]:
-    """The payload in slices of `SLICE_BYTES`, without a copy; none if it is empty."""
+    """Yield a payload in slices of `SLICE_BYTES`, without a copy."""
     whole = pa.py_buffer(payload)
     for start in range(0, whole.size, SLICE_BYTES):
         yield whole.slice(start, min(SLICE_BYTES, whole.size - start))
@@ -148,14 +148,14 @@ def from_slices(envelope: Envelope, slices: Iterable[pa.Buffer | None]) -> Bulk:
     """Collect a payload into one buffer and check it.
 
     Raises:
-        CorruptMessageError: another length or another checksum than declared, or a batch without bytes.
+        CorruptMessageError: length or checksum are not as declared, or a batch has no bytes.
     """
     buffer = pa.allocate_buffer(envelope.num_bytes)
     sink = pa.FixedSizeBufferWriter(buffer)
     num_bytes, crc32 = 0, 0
     for part in slices:
         if part is None:
-            raise CorruptMessageError(f"a batch without bytes; there must be some; {_AGAIN}")
+            raise CorruptMessageError(f"a batch has no bytes; {_AGAIN}")
         if num_bytes + part.size > envelope.num_bytes:
             raise _wrong("more than", num_bytes + part.size, envelope)
         sink.write(part)

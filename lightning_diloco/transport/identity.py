@@ -1,9 +1,8 @@
-"""Who the syncer is: its certificate, and what learners are told of it.
+"""TLS identities of syncer and learners.
 
-1. By default the syncer makes its own certificate, keeps it over restarts, and its SHA-256 is part of the join string.
-2. A learner trusts this one certificate and nothing else (`introduction`); it shows one that follows from the token
-   (`token_identity`).
-3. With a public key infrastructure of their own, users give files instead, and both sides can be verified.
+1. By default the syncer makes its own certificate and keeps it over restarts. Its SHA-256 is part of the join string.
+2. A learner trusts only this certificate (`introduction`), and presents one made from the token (`token_identity`).
+3. Users with their own public key infrastructure give files instead; both sides can then be verified.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class ServerIdentity:
     Args:
         certificate: PEM.
         key: PEM, not encrypted.
-        client_ca: PEM; the authority whose certificates let learners in; None: one that follows from the token.
+        client_ca: authority that learners' certificates must be signed by, PEM; None: the one made from the token.
     """
 
     certificate: bytes
@@ -49,7 +48,7 @@ class ServerIdentity:
 
     @classmethod
     def create(cls) -> ServerIdentity:
-        """A fresh self-signed certificate (EC P-256, ten years)."""
+        """Make a self-signed certificate (EC P-256, valid for ten years)."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, HOSTNAME)])
         now = datetime.datetime.now(datetime.timezone.utc)
@@ -74,7 +73,7 @@ class ServerIdentity:
 
     @classmethod
     def load_or_create(cls, directory: str | os.PathLike[str]) -> ServerIdentity:
-        """The identity kept in this directory; made there, with files of mode 0600, if there is none."""
+        """Load the identity of a directory; if it has none, make one, in a file of mode 0600."""
         file = Path(directory) / "identity.pem"
         if not file.exists():
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,18 +89,18 @@ class ServerIdentity:
         key: str | os.PathLike[str],
         client_ca: str | os.PathLike[str] | None = None,
     ) -> ServerIdentity:
-        """The identity in PEM files of the user's own; see the class for what they hold."""
+        """Read the user's PEM files; see the class for their contents."""
         authority = None if client_ca is None else _read(client_ca)
         return _checked(cls(_read(certificate), _read(key), authority), str(certificate))
 
 
 @dataclass(frozen=True, slots=True)
 class ClientIdentity:
-    """A learner's side of a public key infrastructure of the user's own.
+    """A learner's identity in the user's own public key infrastructure.
 
     Args:
-        server_ca: PEM; given: the syncer's certificate must be by this authority, for the host name dialled.
-        certificate: PEM; given with `key`: what the learner shows.
+        server_ca: authority that must have signed the syncer's certificate for the host name used, PEM.
+        certificate: the learner's certificate, PEM; needs `key`.
         key: PEM, not encrypted.
     """
 
@@ -116,7 +115,7 @@ class ClientIdentity:
         certificate: str | os.PathLike[str] | None = None,
         key: str | os.PathLike[str] | None = None,
     ) -> ClientIdentity:
-        """Read PEM files; see the class for what they hold."""
+        """Read PEM files; see the class for their contents."""
         if (certificate is None) != (key is None):
             raise ConfigError(
                 f"certificate={certificate!s} and key={key!s}: must be given together or not at all; add the other file"
@@ -125,12 +124,12 @@ class ClientIdentity:
 
 
 def fingerprint(certificate: bytes) -> str:
-    """SHA-256 of a PEM certificate's DER form, 64 hex digits."""
+    """Return the SHA-256 of a PEM certificate's DER form, 64 hex digits."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(_first(certificate))).hexdigest()
 
 
 def server_name(certificate: bytes) -> str:
-    """The first DNS name a PEM certificate is for; verification of a pinned one is against this."""
+    """Return the first DNS name of a PEM certificate, which is used to verify a pinned certificate."""
     parsed = x509.load_pem_x509_certificate(certificate)
     try:
         names = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -153,14 +152,14 @@ def _read(path: str | os.PathLike[str]) -> bytes:
 
 
 def _checked(identity: ServerIdentity, source: str) -> ServerIdentity:
-    """Refuse now what gRPC would refuse later without saying which file it was."""
+    """Check an identity; gRPC would fail later without naming the file."""
     try:
         certified = x509.load_pem_x509_certificate(identity.certificate).public_key()
         owned = serialization.load_pem_private_key(identity.key, password=None).public_key()
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"identity in {source!r} cannot be read ({error}); must be a PEM certificate and an unencrypted PEM key; "
-            "delete a broken self-made one to get a new one (its join strings end with it)"
+            "delete a broken one that the syncer made to get a new one (its join strings become invalid)"
         ) from error
     if certified != owned:
         raise ConfigError(f"identity in {source!r}: certificate and key must belong together; give a matching pair")

@@ -1,9 +1,9 @@
-"""How a learner makes sure who the syncer is, and that it is let in, before gRPC connects.
+"""Checks the syncer's certificate, and whether the syncer accepts the learner's, before gRPC connects.
 
-1. The certificate is fetched and compared with the pinned hash; then this one certificate is trusted and nothing else.
-   The fetch proves nothing; the verified TLS connection that follows does, because the peer must own the key.
-2. gRPC says of a learner that is turned away just that the socket closed. Here it is told apart: who is let in is sent
-   the settings of HTTP/2 at once.
+1. The certificate is fetched and compared with the pinned hash. Then only this certificate is trusted. The fetch alone
+   proves nothing; the verified TLS connection that follows proves that the peer has the key.
+2. If a syncer refuses the learner's certificate, gRPC only reports a closed socket. This check finds the reason: a
+   syncer that accepts the certificate sends HTTP/2 settings at once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from lightning_diloco.transport.identity import fingerprint
 
 
 def pinned_certificate(address: JoinAddress, shown: tuple[bytes, bytes], timeout_s: float) -> bytes:
-    """The syncer's certificate, compared with the one pinned in the address.
+    """Fetch the syncer's certificate and compare it with the fingerprint in the address.
 
     Args:
-        address: with a fingerprint.
+        address: address with a fingerprint.
         shown: certificate and key of the learner, PEM.
-        timeout_s: for connecting and for every step of the handshake.
+        timeout_s: limit for connecting and for each step of the handshake.
 
     Returns:
-        PEM, to be used as the only trusted root of the verified connections.
+        The certificate, PEM, to be used as the only trusted root.
 
     Raises:
-        AuthError: another certificate was found there, or the learner's own was refused.
-        TransportError: nothing was found there in time.
+        AuthError: the syncer has another certificate, or refused the learner's.
+        TransportError: no certificate came in time.
     """
     started = time.monotonic()
     try:
@@ -40,15 +40,15 @@ def pinned_certificate(address: JoinAddress, shown: tuple[bytes, bytes], timeout
         if fingerprint(found) != address.fingerprint:
             raise AuthError(
                 f"the certificate of {address.host_port} has the SHA-256 {fingerprint(found)}; only the pinned "
-                f"{address.fingerprint} is trusted; take the join string of the syncer that runs now, or find out who "
-                "answers in its place"
+                f"{address.fingerprint} is trusted; use the join string of the syncer that runs now, or find out which "
+                "program answers there"
             )
-        if not is_let_in:  # once may be a syncer that ends at this moment
+        if not is_let_in:  # try twice: the syncer may just be ending
             _, is_let_in = _introduce(address, shown, timeout_s)
     except (OSError, ValueError) as error:
         raise TransportError(
             f"no certificate from {address.host_port} after {time.monotonic() - started:.1f} s "
-            f"({type(error).__name__}: {error}); it must be answered with TLS within {timeout_s:.1f} s; check that the "
+            f"({type(error).__name__}: {error}); a TLS server must answer within {timeout_s:.1f} s; check that the "
             "syncer runs and can be reached"
         ) from error
     if not is_let_in:
@@ -57,20 +57,22 @@ def pinned_certificate(address: JoinAddress, shown: tuple[bytes, bytes], timeout
 
 
 def refused_token(address: JoinAddress) -> AuthError:
-    """What to raise where the syncer refuses the token, or the certificate that follows from it."""
+    """Return the error to raise if the syncer refuses the token, or the certificate made from it."""
     return AuthError(
-        f"the syncer at {address.host_port} refused the token of {address.redacted()}; it must be the one of the run "
-        "that is served there; take the join string from that run's RUN_DIR/join (a syncer with an authority of its "
-        "own, client_ca, wants a certificate by that: ClientIdentity)"
+        f"the syncer at {address.host_port} refused the token of {address.redacted()}; it must be the token of the run "
+        "that is served there; use the join string in that run's RUN_DIR/join (a syncer with its own authority, "
+        "client_ca, needs a certificate of that authority: ClientIdentity)"
     )
 
 
 def _introduce(address: JoinAddress, shown: tuple[bytes, bytes], timeout_s: float) -> tuple[bytes, bool]:
-    """The certificate that was found, PEM, and whether the one that was shown is accepted."""
+    """Return the syncer's certificate, PEM, and whether it accepts the learner's."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # compared by its hash instead
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # verified by its hash instead
     context.set_alpn_protocols(["h2"])
-    with tempfile.TemporaryDirectory(prefix="diloco-") as directory:  # 0700; ssl reads certificates from files alone
+    with tempfile.TemporaryDirectory(
+        prefix="diloco-"
+    ) as directory:  # mode 0700; ssl reads certificates only from files
         file = Path(directory, "shown.pem")
         file.write_bytes(shown[0] + shown[1])
         context.load_cert_chain(file)

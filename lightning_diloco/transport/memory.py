@@ -1,9 +1,8 @@
 """A transport within one process, for tests and simulation.
 
-1. Every message and header makes the round trip through JSON, and payloads are copied: nothing works here that would
-   not work over a network.
-2. `fault` is called with the name of each call before and after the handler runs ("put", "put answer", ...) and may
-   raise: before, the request was lost; after, the answer was.
+1. Messages and headers are converted to JSON and back, and payloads are copied, as over a network.
+2. `fault` is called with the name of each call before and after the handler runs ("put", "put answer", ...). If it
+   raises before, the request is lost; after, the answer.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class MemoryTransport:
     Args:
         handler: the syncer's side.
         fault: may raise `TransportError`; see rule 2 of the module.
-        on_error: told of what the handler raised outside our error tree.
+        on_error: called with exceptions of the handler that are not a `DiLoCoError`.
     """
 
     def __init__(self, handler: Handler, *, fault: Fault | None = None, on_error: OnError = log_error) -> None:
@@ -35,7 +34,7 @@ class MemoryTransport:
         self.on_error = on_error
 
     def connect(self) -> MemoryConnection:
-        """A new connection."""
+        """Return a new connection."""
         return MemoryConnection(self)
 
 
@@ -73,7 +72,7 @@ class MemoryConnection:
 
     def _call(self, name: str, run: Callable[[Handler], _T]) -> _T:
         if self._closed:
-            raise TransportError(f"{name} on a closed connection; it must be open; connect anew")
+            raise TransportError(f"{name} on a closed connection; connect again")
         transport = self._transport
         transport.fault(name)
         try:

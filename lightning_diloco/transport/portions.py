@@ -1,13 +1,12 @@
-"""Payloads of any size, in portions that each have a deadline of their own.
+"""Payloads of any size, sent in portions that each have their own deadline.
 
-1. A payload up to PORTION_BYTES is one call. A longer one is several: the header of each says where its bytes begin
-   (`at`) and how long the whole is (`of`).
-2. The answer to an upload says how much of it is there (`have`), and the sender goes on from that: after a failed call
-   the payload is given to `put` again, and only what is missing travels. A syncer that was started again has nothing,
-   and is sent all of it.
-3. The answer to a download says what its bytes are part of (`mark`), which is asked to be continued. Where the syncer
-   cannot continue it, it begins another payload (`at` is 0).
-4. Nobody holds a second copy of a payload: portions are slices of what is sent, and are put where they belong.
+1. A payload up to PORTION_BYTES is one call. A longer one is several calls; the header of each gives the offset of its
+   bytes (`at`) and the size of the whole payload (`of`).
+2. The answer to an upload says how many bytes the syncer has (`have`), and the sender continues there. After a failed
+   call, `put` is called again with the payload, and only the missing bytes are sent; a restarted syncer gets all.
+3. The answer to a download identifies the payload (`mark`), and the next request asks to continue it. If the syncer
+   cannot continue it, it starts another payload (`at` is 0).
+4. Portions are slices of the payload, and are received into one buffer, so there is no second copy.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _PORTION = ("at", "of", "mark")
 
 
 class LargeConnection(Connection, Protocol):
-    """A `Connection` that takes payloads of any size, and says when the last portion of one was through."""
+    """A `Connection` for payloads of any size, with the time of the last transfer."""
 
     @property
     def heard_s(self) -> float: ...
 
 
 class Portioned:
-    """Implements `Connection` over another one; a deadline is that of each portion.
+    """Implements `Connection` on top of another one; a deadline applies to each portion.
 
     Attributes:
-        heard_s: when the last payload, or portion of one, was through; on the monotonic clock.
+        heard_s: when the last portion was transferred, on the monotonic clock.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -57,7 +56,7 @@ class Portioned:
         return answer
 
     def get(self, header: Json, *, deadline_s: float) -> Bulk:
-        """See `Connection.get`; a payload that came in portions is not read-only, nobody else has it."""
+        """See `Connection.get`; a payload that came in portions is writable."""
         bulk, num_bytes = self._get(header, deadline_s), 0
         if "of" not in bulk.header:
             return bulk
@@ -68,7 +67,7 @@ class Portioned:
             end = at + bulk.payload.nbytes
             if at != num_bytes or not at < end <= whole.nbytes:
                 raise CorruptMessageError(
-                    f"bytes {at} to {end} of {whole.nbytes} came after {num_bytes}; must follow; nothing of it was "
+                    f"bytes {at} to {end} of {whole.nbytes} came, but byte {num_bytes} must be next; nothing of it was "
                     "used; do both sides run the same version?"
                 )
             whole[at:end] = bulk.payload
@@ -88,15 +87,15 @@ class Portioned:
 
 
 def place(bulk: Bulk) -> tuple[int, int]:
-    """Where the bytes of an upload begin, and how many the whole has; (0, all of them) unless it is a portion.
+    """Return the offset of an upload's bytes, and the size of the whole payload.
 
     Raises:
-        CorruptMessageError: they do not lie within.
+        CorruptMessageError: the bytes do not lie within the payload.
     """
     at, of = bulk.header.get("at", 0), bulk.header.get("of", bulk.payload.nbytes)
     if type(at) is not int or type(of) is not int or not 0 <= at <= at + bulk.payload.nbytes <= of:
         raise CorruptMessageError(
-            f"{bulk.payload.nbytes} bytes at={at!r:.40} of={of!r:.40}; must be integers, the bytes within; nothing of "
-            "it was used; do both sides run the same version?"
+            f"{bulk.payload.nbytes} bytes at={at!r:.40} of={of!r:.40}; must be integers, with all bytes within `of`; "
+            "nothing of it was used; do both sides run the same version?"
         )
     return at, of

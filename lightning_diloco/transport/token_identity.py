@@ -1,9 +1,10 @@
-"""Certificates that follow from the token: who has it can show one, who has not gets no further than the handshake.
+"""Client certificates made from the token, so that the TLS handshake fails without the token.
 
-1. The token gives a key pair (HKDF-SHA256, EC P-256), the same for everybody who has the token. The syncer trusts
-   certificates that this key signed; a learner signs one for itself.
-2. So a stranger is turned away before a byte of a call is read: gRPC reads bodies whole before it asks anybody.
-3. A token is 256 random bits (`new_token`): what is shown of the key tells nothing about it.
+1. A key pair is derived from the token (HKDF-SHA256, EC P-256). The syncer trusts certificates signed by this key; each
+   learner signs one for itself.
+2. So a connection without the token ends before a call is read. gRPC would read the whole body of a call before the
+   token in its header is checked.
+3. A token has 256 random bits (`new_token`), so the public key reveals nothing about it.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from cryptography.x509.oid import NameOID
 
 _PURPOSE = b"lightning_diloco learners 1"
 _AUTHORITY, _LEARNER = "diloco-token", "diloco-learner"
-_FROM, _UNTIL = datetime.datetime(2020, 1, 1), datetime.datetime(2200, 1, 1)  # no clock of a learner matters
+_FROM, _UNTIL = datetime.datetime(2020, 1, 1), datetime.datetime(2200, 1, 1)  # valid whatever a learner's clock says
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
 
 def learners_authority(token: str) -> bytes:
-    """What the syncer verifies learners by: PEM."""
+    """Return the certificate that the syncer verifies learners with, PEM."""
     key = _key_of(token)
     return _signed(_AUTHORITY, key.public_key(), key, is_authority=True)
 
 
 @cache
 def learner_certificate(token: str) -> tuple[bytes, bytes]:
-    """What a learner shows: certificate and key, PEM; made once per process."""
+    """Return a learner's certificate and key, PEM; made once per process."""
     key = ec.generate_private_key(ec.SECP256R1())
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return _signed(_LEARNER, key.public_key(), _key_of(token), is_authority=False), pem

@@ -20,7 +20,7 @@ def learner(name: str, step: int, *, phase: str = "stepping", loss: float | None
 def status(step: int = 100, *learners: dict[str, Any], **changes: Any) -> dict[str, Any]:
     rounds = [{"fragment": 1, "round": 9, "stage": "collecting", "ready": ["l0"], "waiting_for": ["l1"]}]
     wait = {"what": "fragment 1, round 9, collecting", "for": ["l1"], "since_s": 0.4, "until_s": 1.2,
-            "then": "the round closes with whoever is ready"}  # fmt: skip
+            "then": "the round closes with those that are ready"}  # fmt: skip
     tokens = 2 * 2048 * step
     return {
         "run": "gpt-20261120-abc123", "state": "open", "reason": None, "uptime_s": float(step), "waits": [wait],

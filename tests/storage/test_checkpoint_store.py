@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_refused(store: CheckpointStore, damage) -> None
     fs, root = fsspec.core.url_to_fs(store.url)
     path = f"{root}/l0/{entry.name}"
     fs.pipe_file(path, damage(fs.cat_file(path)))
-    with pytest.raises(StorageError, match=r"has the digest .* it is passed over"):
+    with pytest.raises(StorageError, match=r"has the digest .* it is not used"):
         store.read(entry)
 
 

@@ -216,7 +216,7 @@ def test_unknown_format_is_refused_not_cut(folder: Path, monkeypatch: pytest.Mon
         fill(log, 1)
         log.close()
     size = only_segment(folder).stat().st_size
-    with pytest.raises(StorageError, match="format 2; this package reads format 1; use"):
+    with pytest.raises(StorageError, match="format 2, this version reads format 1; use"):
         RedoLog(folder)
     assert only_segment(folder).stat().st_size == size
 

@@ -147,7 +147,7 @@ def test_damage_is_named(tmp_path: Path, name: str, damage: str) -> None:
         path.unlink()
     with pytest.raises(CorruptLogError, match=r"safetensors|state.json|B2SUMS") as caught:
         is_that_of(store.latest(), 1)
-    assert "must be as it was written; restore its directory from a backup" in str(caught.value)
+    assert "the snapshot is damaged; restore its directory from a backup" in str(caught.value)
 
 
 def test_full_disk_keeps_the_old_one(tmp_path: Path) -> None:

@@ -245,8 +245,8 @@ def without_directory_sync(path: Path) -> None:
     ("omission", "error", "loss"),
     [
         ("log", AssertionError, "came back of"),
-        ("snapshot files", CorruptLogError, "a complete snapshot must be"),
-        ("snapshot directories", CorruptLogError, "is missing; a complete snapshot"),
+        ("snapshot files", CorruptLogError, "the snapshot is damaged"),
+        ("snapshot directories", CorruptLogError, "is missing; the snapshot is damaged"),
     ],
 )
 def test_these_tests_fail_without_fsync(

@@ -144,7 +144,7 @@ def test_what_is_whole_but_not_what_happened_makes_it_fail(
 def test_a_log_that_ends_before_the_tape_makes_it_fail(run_dir: Path) -> None:
     path = the(run_dir, "log/*.log")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CorruptLogError, match=r"the log ends at lsn .* the tape tells of"):
+    with pytest.raises(CorruptLogError, match=r"the log ends at lsn .* as on the tape"):
         replay(run_dir)
 
 

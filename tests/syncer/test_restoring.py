@@ -41,7 +41,7 @@ def test_a_clean_stop_leaves_a_snapshot_and_no_log_to_replay(tmp_path: Path) -> 
         store = durable.restore(state, time.monotonic())
         durable.close()
         assert store is not None
-        assert not any("log is replayed" in text for text in told)
+        assert not any("replaying the log" in text for text in told)
         assert [torch.equal(store.anchor(p).published, values) for p, values in enumerate(published)] == [True] * 3
         assert state.ledger.totals() == totals
         snapshots = list((tmp_path / "syncer" / "snapshot").iterdir())
@@ -74,7 +74,7 @@ def test_a_replay_by_several_threads_has_the_same_bits(
         for p, tensors in enumerate(wanted):
             found = store.state_tensors(p)
             assert [torch.equal(found[name], tensor) for name, tensor in tensors.items()] == [True] * 4
-        replayed = [text for text in told if "log is replayed" in text]
+        replayed = [text for text in told if "replaying the log" in text]
         assert len(replayed) > 12
         assert replayed[-1].split("record ")[1] == "{0} of {0}".format(replayed[-1].split(" of ")[1])
         fleet.restart()
@@ -92,7 +92,7 @@ def test_joiners_wait_for_a_restore_as_long_as_it_gets_on(tmp_path: Path, monkey
         learner.wire.before["send"] = lambda: asked.append(len(asked))
         joined = learner.aside(learner.join)  # type: ignore[arg-type]
         for record in range(4):
-            door.tell(f"its log is replayed, record {record} of 4")
+            door.tell(f"replaying the log, record {record} of 4")
             before = len(asked)
             until(lambda before=before: len(asked) > before + 5, "its asking again")  # longer than REACH_S in all
         assert not joined.done()
@@ -107,7 +107,7 @@ def test_joiners_give_up_on_a_restore_that_does_not_get_on_and_say_what_it_does(
     monkeypatch.setattr(joining, "RESTORING_S", 0.2)
     monkeypatch.setattr(joining, "AGAIN_S", 0.02)
     door = RestoringHandler()
-    door.tell("its log is replayed, record 7 of 9")
+    door.tell("replaying the log, record 7 of 9")
     with Fleet(tmp_path) as fleet:
         fleet.transport.handler = door
         with pytest.raises(JoinError, match="record 7 of 9"):
@@ -136,4 +136,4 @@ def test_a_syncer_that_is_started_again_answers_while_it_reads_its_disk(
     monkeypatch.setattr(SyncerStore, "restore", restored)
     with pytest.raises(CorruptLogError, match="enough"):
         syncer.serve(syncer.SyncerOptions(run_dir=tmp_path))
-    assert "the syncer restores its run (its log is checked, record" in answers[0]
+    assert "the syncer restores its run (checking the log, record" in answers[0]

@@ -47,7 +47,7 @@ def test_a_truncated_upload_is_refused(serve, dial, handler, monkeypatch):
 def test_an_oversized_upload_is_refused_before_memory_is_taken(serve, dial, handler, monkeypatch):
     connection = dial(serve(max_payload_bytes=MIB).join_address("run"))
     monkeypatch.setattr(pa, "allocate_buffer", lambda *_: pytest.fail("memory was taken"))
-    with pytest.raises(CorruptMessageError, match=f"{20 * MIB} bytes was declared; at most {MIB} are taken"):
+    with pytest.raises(CorruptMessageError, match=f"{20 * MIB} bytes was declared; a call takes at most {MIB}"):
         connection.put(bulk(20 * MIB), deadline_s=5)
     assert not handler.entered.is_set()
 

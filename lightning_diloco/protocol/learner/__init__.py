@@ -1,1 +1,1 @@
-"""The learner's machine."""
+"""The learner's state machine."""

@@ -1,11 +1,11 @@
-"""What the ranks of one learner do together at the next step boundary.
+"""Landings and snapshots that all ranks of a learner make at the next step boundary.
 
-One rank holds the machine, the others learn of a landing or snapshot while the step computes. So it is promised when
-the step begins, and done when it ends; what comes in between waits for the boundary after.
+Only one rank runs the state machine. It promises landings and snapshots when a step begins, so that the other ranks
+hear of them while the step computes. What arrives later waits for the following boundary.
 
-1. Without other ranks there is nothing to promise: everything may be done at every boundary.
-2. A promised landing is made whatever happens meanwhile: what would take the staged update away is heard afterwards.
-3. A promised snapshot may be left out by the rank with the machine: the copies of the others are then thrown away.
+1. A learner of one rank needs no promises: everything is allowed at each boundary.
+2. A promised landing is always made. Messages that would remove the staged update are processed after the boundary.
+3. A promised snapshot may be skipped by the rank with the state machine; the other ranks then discard their copies.
 
 Source: our choice.
 """
@@ -22,10 +22,10 @@ _NOTHING = Promise((), ())
 
 
 class Promises:
-    """The promise for the boundary to come.
+    """The promise for the next boundary.
 
     Args:
-        are_needed: whether there are other ranks.
+        are_needed: whether the learner has other ranks.
     """
 
     def __init__(self, are_needed: bool) -> None:
@@ -34,7 +34,7 @@ class Promises:
         self._postponed: list[msg.FromSyncer] = []
 
     def make(self, fragments: Sequence[Fragment]) -> Promise:
-        """Promise all that could be done now."""
+        """Promise everything that is possible now."""
         land = tuple(p for p, f in enumerate(fragments) if f.can_land)
         self._promise = Promise(land, tuple(p for p, f in enumerate(fragments) if f.may_snapshot))
         return self._promise
@@ -46,13 +46,13 @@ class Promises:
         return not self._are_needed or p in self._promise.snapshot
 
     def postpone(self, message: msg.FromSyncer) -> bool:
-        """Whether this message must wait, because it could break a promise (rule 2); it is then kept."""
+        """Keep a message that could break a promise until after the boundary (rule 2); returns whether it was kept."""
         if not self._promise.land or not isinstance(message, msg.FateIs | msg.Welcome):
             return False
         self._postponed.append(message)
         return True
 
     def kept(self) -> list[msg.FromSyncer]:
-        """The boundary is over; returns what waited for that."""
+        """End the boundary; returns the postponed messages."""
         postponed, self._postponed, self._promise = self._postponed, [], _NOTHING
         return postponed

@@ -1,12 +1,12 @@
-"""One fragment at a learner: its token ranges, its one contribution, its updates, and when these are asked for.
+"""One fragment at a learner: its token ranges, its contribution and its updates.
 
-The counter of a learner is cut, per fragment, into ranges:
+Per fragment, the learner's token counter is divided into ranges:
 
     merged and landed, or discarded | outstanding (at most one) | fresh: [fresh_from, now)
 
-1. A snapshot turns the fresh range into the outstanding one. With "carry" the two touch; an overwriting landing drops
-   the fresh range, so that there may be a gap, which is booked.
-2. `pending` is the outstanding and the fresh range; nothing else of the counter is.
+1. A snapshot turns the fresh range into the outstanding one. With "carry" the two ranges touch. Other landing rules
+   drop the fresh range, which leaves a gap that is booked as discarded.
+2. Exactly the outstanding and the fresh range are pending.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ class Outstanding:
     """A contribution whose fate has not landed yet.
 
     Args:
-        is_encoded: its payload exists.
-        is_uploading: the payload is on its way; no use in asking for its fate.
-        is_held: the syncer has it; only a lost message could keep its fate from us.
-        merged_at: the version it became part of, once that is known.
-        asked_s: when its fate was last asked.
-        began_s: when it was snapshotted.
-        was_uploaded: the payload was through once.
+        ready: its description.
+        is_encoded: the payload exists.
+        is_uploading: the payload is being sent, so its fate cannot be known yet.
+        is_held: the syncer has the payload, and will send its fate.
+        merged_at: version into which it was merged, if that is known.
+        asked_s: when the learner last asked for its fate.
+        began_s: when the snapshot was taken.
+        was_uploaded: the payload has been sent completely at least once.
     """
 
     ready: Ready
@@ -47,14 +48,14 @@ class Outstanding:
     was_uploaded: bool = False
 
     def upload(self) -> list[LearnerAction]:
-        """Send the payload (again), once it exists."""
+        """Send the payload, or send it again, if it exists."""
         if not self.is_encoded or self.is_uploading:
             return []
         self.is_uploading, self.is_held = True, False
         return [Upload(self.ready)]
 
     def ask_fate(self, now_s: float, *, at_once: bool = False) -> list[LearnerAction]:
-        """Ask what became of it, if that may be known, and was not asked just now."""
+        """Ask for its fate, if it can be known and the last request is not too recent."""
         if not self.is_encoded or self.is_uploading or self.merged_at is not None:
             return []
         if not at_once and now_s - self.asked_s < (ASK_AGAIN_IF_HELD_S if self.is_held else ASK_AGAIN_S):
@@ -68,18 +69,19 @@ class Fragment:
     """One fragment at one learner.
 
     Args:
-        generation, landed, proof: the anchor it has, and the proof that it was published.
-        offered: newest version it has heard of.
-        fresh_from, fresh_step: token counter and step from which nothing has been snapshotted.
+        generation, landed, proof: generation and version of the anchor here, and the proof that it was published.
+        offered: newest version that the syncer has offered.
+        fresh_from, fresh_step: token counter and step at the start of the fresh range.
         snapshot_step: step of the last snapshot.
         seq: number of the last contribution.
-        merged_tokens: size of the ranges whose merge has landed.
-        staged: an update that lands at the next boundary.
-        is_fetching: an update is on its way; `fetches_to_adopt` says with which intention.
-        must_adopt: the anchor is to be taken over as it is, and the progress dropped for this cause.
-        is_due: its schedule asks for a round.
-        announced: round that waits for my snapshot.
-        last_round: newest round heard of.
+        merged_tokens: total size of the ranges whose merge has landed.
+        staged: update that lands at the next boundary.
+        is_fetching: an update is being fetched.
+        fetches_to_adopt: the update being fetched is to be adopted.
+        must_adopt: the next update replaces the parameters; their progress is discarded for this cause.
+        is_due: the schedule asks for a round.
+        announced: round that waits for this learner's snapshot.
+        last_round: newest round announced.
     """
 
     generation: int
@@ -101,7 +103,7 @@ class Fragment:
     proof: str = ""
 
     def pending(self, tokens: int) -> tuple[tuple[int, int], ...]:
-        """The ranges that are neither landed as merged nor discarded."""
+        """Return the ranges that are neither merged and landed nor discarded, up to `tokens`."""
         ranges = [(self.outstanding.ready.start, self.outstanding.ready.stop)] if self.outstanding else []
         if self.fresh_from < tokens:
             ranges.append((self.fresh_from, tokens))
@@ -109,16 +111,16 @@ class Fragment:
 
     @property
     def can_land(self) -> bool:
-        """Whether an update may land now: not while a delta is measured against the anchor it replaces."""
+        """Whether an update may land now; not while a pseudo-gradient is computed from the anchor it replaces."""
         return self.staged is not None and (self.outstanding is None or self.outstanding.is_encoded)
 
     @property
     def may_snapshot(self) -> bool:
-        """Whether its round may find it without a contribution at the next boundary, after what lands there."""
+        """Whether a snapshot may be taken at the next boundary, after its landings."""
         return self.announced is not None and (self.outstanding is None or self.can_land)
 
     def wants_round(self, tokens: int) -> bool:
-        """Whether there is something that only a round can bring on."""
+        """Return whether there are tokens that need another round."""
         if self.must_adopt:
             return False
         return self.fresh_from < tokens if self.outstanding is None else self.outstanding.merged_at is None
@@ -132,7 +134,7 @@ class Fragment:
         )
 
     def snapshot(self, p: int, step: int, tokens: int, lessee: LeaseHolder, now_s: float) -> Ready:
-        """The fresh range becomes a contribution."""
+        """Turn the fresh range into the outstanding contribution; returns its description."""
         spans, repeats = lessee.between(self.fresh_from, tokens)
         self.seq += 1
         ready = Ready(
@@ -155,7 +157,7 @@ class Fragment:
         return self.outstanding.ask_fate(now_s, at_once=at_once) if self.outstanding else []
 
     def fetch(self, p: int) -> list[LearnerAction]:
-        """Ask for the update that is offered, or for the anchor to adopt; one at a time."""
+        """Fetch the offered update, or the anchor to adopt; one at a time."""
         if self.is_fetching or self.staged or not (self.must_adopt or self.offered > self.landed):
             return []
         self.is_fetching, self.fetches_to_adopt = True, self.must_adopt is not None
@@ -163,7 +165,7 @@ class Fragment:
         return [Fetch(p, self.generation, self.landed, seq, self.fetches_to_adopt)]
 
     def stage(self, update: Staged, generation: int) -> None:
-        """Take an update that fits; what does not is fetched anew at the next tick."""
+        """Take a fetched update if it still fits; otherwise the next tick fetches again."""
         self.is_fetching = False
         if update.generation != generation or (self.must_adopt is not None) != self.fetches_to_adopt:
             return
@@ -172,21 +174,21 @@ class Fragment:
         mine = self.outstanding
         contains_mine = mine is not None and mine.merged_at is not None and mine.merged_at <= update.version
         if mine and contains_mine and update.merged_seq != mine.ready.seq:
-            return  # landing it would leave my contribution in the parameters, so it would be sent twice
+            return  # it would land without subtracting the merged contribution, which would be sent twice
         self.staged = update
         self.offered = max(self.offered, update.version)
 
     def drop_outstanding(self) -> int:
-        """Forget the contribution; returns its tokens."""
+        """Drop the outstanding contribution; returns its tokens."""
         tokens = self.outstanding.ready.tokens if self.outstanding else 0
         self.outstanding = None
         return tokens
 
     def take_back(self, kept: float = 0.0) -> None:
-        """What was not merged of the contribution is fresh again: its values are still in the parameters.
+        """Make the unmerged part of the contribution fresh again; its values are still in the parameters.
 
         Args:
-            kept: the part of it that was merged, 0..1.
+            kept: merged part of the contribution, 0..1.
         """
         assert self.outstanding is not None
         ready, self.outstanding = self.outstanding.ready, None
@@ -194,15 +196,20 @@ class Fragment:
         self.fresh_from, self.fresh_step = ready.stop_if(kept), self.fresh_step - ready.steps + int(ready.steps * kept)
 
     def drop_fresh(self, step: int, tokens: int) -> int:
-        """The fresh range is gone from the parameters; returns its tokens."""
+        """Drop the fresh range, which is no longer in the parameters; returns its tokens."""
         dropped = tokens - self.fresh_from
         self.fresh_from, self.fresh_step = tokens, step
         return dropped
 
     def rolled_back(self, version: int, merged: int) -> int:
-        """The run fell back to this version, with so many of my tokens merged; returns the tokens that are lost.
+        """Fall back to a version of a new generation.
 
-        What had landed as merged, or was outstanding, and is not merged there, is gone with the old generation.
+        Args:
+            version: version of the new generation.
+            merged: tokens of this learner that are merged in it.
+
+        Returns:
+            Lost tokens: those landed as merged or outstanding, without the merged ones.
         """
         lost = self.merged_tokens + self.drop_outstanding() - merged
         self.merged_tokens, self.landed, self.offered = merged, version, version

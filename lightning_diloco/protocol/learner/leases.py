@@ -1,12 +1,10 @@
-"""What one learner has leased, and which of its tokens were trained on what.
+"""A learner's data leases, and the tokens trained on each.
 
-1. Leases are asked for ahead of need, so that training never waits: enough for AHEAD_S at the present pace, and for
-   two batches.
-2. The training thread takes what is there. With nothing there it reads without a lease; those tokens count as repeated
-   wherever they are merged.
-3. A contribution names the leases its tokens are of. What the syncer no longer knows as this learner's becomes a
-   repeat: if it is done, no token of it will be sent again.
-4. Leases come in the order of their numbers; a number that was seen is not taken twice. Older epochs are read first.
+1. Leases are requested ahead, so that training never waits: enough for AHEAD_S at the current pace and for two batches.
+2. If there is no lease, the training thread reads without one. These tokens count as repeated when they are merged.
+3. A contribution names the leases that its tokens were trained on. If the syncer no longer lists a lease as this
+   learner's, its tokens count as repeated; if the range is done, none of its tokens are sent again.
+4. Leases arrive in the order of their numbers, and no number is taken twice. Older epochs are read first.
 
 Source: our choice.
 """
@@ -30,10 +28,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class LeaseHolder:
-    """The leases of one process.
+    """The data leases of one process.
 
     Args:
-        drops: its landing rule drops tokens.
+        drops: the landing rule drops tokens.
     """
 
     def __init__(self, *, drops: bool) -> None:
@@ -52,7 +50,7 @@ class LeaseHolder:
     # ---------------------------------------------------------------------------------------------- training thread
 
     def take(self) -> Lease | None:
-        """The next range to read, if one is there."""
+        """Take the next range to read; None if there is none."""
         if not self._unread:
             return None
         lease = self._unread.popleft()
@@ -60,15 +58,15 @@ class LeaseHolder:
         return lease
 
     def need(self, num_ranges: int) -> None:
-        """So many ranges are in one batch."""
+        """Keep enough leases for two batches, of `num_ranges` ranges each."""
         self._least = max(self._least, min(MAX_AHEAD, 2 * num_ranges))
 
     def holds(self, number: int) -> bool:
-        """Whether a lease that was taken is still this learner's."""
+        """Return whether a lease that was taken is still this learner's."""
         return number in self._spans
 
     def ended(self, lease: Lease) -> None:
-        """The source ends with this range, or before it: nothing is in those after it."""
+        """Note that the source ends with this range or before it, so that later ranges are empty."""
         beyond = [it for it in self._unread if (it.epoch, it.source) == (lease.epoch, lease.source)]
         beyond = [it for it in beyond if it.index > lease.index]
         self._unread = deque(it for it in self._unread if it not in beyond)
@@ -78,11 +76,11 @@ class LeaseHolder:
         self._asked_s = float("-inf")
 
     def trained(self, pieces: Iterable[Piece], at: int) -> None:
-        """A step is done.
+        """Note which leases a step was trained on.
 
         Args:
-            pieces: of its batches, in order.
-            at: the token counter before it.
+            pieces: parts of its batches, in order.
+            at: token counter before the step.
         """
         for piece in pieces:
             start, at = at, at + piece.tokens
@@ -103,7 +101,7 @@ class LeaseHolder:
                 self._range_tokens = max(self._range_tokens, at - self._spans[span.number].start)
 
     def between(self, start: int, stop: int) -> tuple[tuple[Span, ...], Ranges]:
-        """What these tokens of the counter were trained on: spans of leases, and repeats."""
+        """Return the spans of leases, and the repeats, that overlap these tokens of the counter."""
         spans = tuple(span for span in self._spans.values() if span.start < stop and start < span.stop)
         return spans, tuple((a, b) for a, b in self._repeats if a < stop and start < b)
 
@@ -111,11 +109,18 @@ class LeaseHolder:
 
     @property
     def begun(self) -> tuple[Span, ...]:
-        """How far it is with all that it took."""
+        """Progress in all leases that were taken."""
         return tuple(self._spans.values())
 
     def ask(self, now_s: float, generation: int, tokens_per_s: float, *, wants: bool) -> list[AskRanges]:
-        """What there is to ask, if anything; whether it wants more is the caller's to say."""
+        """Return the request for leases that is due, if any.
+
+        Args:
+            now_s: current time.
+            generation: generation of the run.
+            tokens_per_s: pace of the learner.
+            wants: whether to ask for further leases.
+        """
         if self.catalogue is None:
             return []
         ahead = self._ahead(tokens_per_s)
@@ -138,7 +143,7 @@ class LeaseHolder:
         return min(MAX_AHEAD, max(self._least, math.ceil(AHEAD_S * tokens_per_s / self._range_tokens)))
 
     def hear(self, message: Leases) -> None:
-        """The syncer's answer."""
+        """Take the syncer's answer."""
         self._waits_for_answer = False
         gone = set(message.gone)
         self._unread = deque(lease for lease in self._unread if lease.number not in gone)
@@ -151,7 +156,7 @@ class LeaseHolder:
             self._highest = fresh[-1].number
 
     def welcomed(self, *, is_anew: bool) -> None:
-        """The syncer is back. In a new generation everything was given back; else ask what is still there."""
+        """Ask again after a reconnect; in a new generation (`is_anew`) all leases were given back."""
         if is_anew:
             self.hear(Leases((), (*self._spans, *(lease.number for lease in self._unread))))
         self._asked_s = float("-inf")

@@ -1,15 +1,15 @@
-"""The learner's side of the protocol, from the moment it has adopted the anchors.
+"""The learner's state machine, after it has adopted the anchors.
 
-1. Progress is `param - anchor`. What was not merged stays in the parameters; here only token ranges are booked.
-2. At most one contribution per fragment is outstanding; while it is, the fragment is not snapshotted again.
-3. "Merged at v" changes nothing until v lands. Superseded (carry) changes nothing at all: the next range starts where
-   the last one did.
-4. Nothing lands while its fragment's delta is being encoded, nor during evaluation.
-5. Messages may be lost, repeated or late: intents, fates, fetches and leaves are asked again until answered.
-6. What belongs to another generation than the one it was welcomed to is passed over; only a `Welcome` changes that.
+1. Progress is `param - anchor`. Progress that was not merged stays in the parameters; this file only books its tokens.
+2. Each fragment has at most one outstanding contribution, and no further snapshot is taken until that has its fate.
+3. "Merged at v" changes nothing until v lands. With carry, "superseded" drops nothing: the next range starts where the
+   last one did.
+4. No update lands while the pseudo-gradient of its fragment is being encoded, nor during evaluation.
+5. Messages may be lost, repeated or late. Intents, fates, fetches and leaves are repeated until they are answered.
+6. Messages of another generation are ignored; only a `Welcome` changes the generation.
 
-Source: the paper's learner loop (arXiv 2604.21428, Sec. 3); our choice are intents one step ahead and base-relative
-contributions.
+Source: the paper's learner loop (arXiv 2604.21428, Sec. 3); intents one step ahead and base-relative contributions are
+our choice.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from lightning_diloco.protocol.learner.leases import LeaseHolder
 MAX_REFUSALS = 3
 DRAIN_S, DRAIN_ROUNDS, DRAIN_STAGES = 60.0, 3.0, 3
 NUM_ROUNDS = 16
-ASK_S, MAX_ASK_S = 0.2, 4.0  # between two questions of a drainer for the same round; the pause doubles
-WAIT_SHARE = 0.5  # of the time to drain, in which others may finish evaluating
+ASK_S, MAX_ASK_S = 0.2, 4.0  # pause between two intents of a draining learner for the same fragment; it doubles
+WAIT_SHARE = 0.5  # part of the drain time in which others may finish evaluating
 
 
 class LearnerState:
-    """Decides what a learner says, snapshots, fetches and lands, and when.
+    """Decides what a learner sends, snapshots, fetches and lands, and when.
 
     Args:
-        learner, incarnation: who this is.
-        generations, versions, proofs: what was adopted, per fragment; without proofs, a syncer whose disk is rolled
-            back does not believe that there was more.
-        due: fragment due at a step, or None (`core.schedule.fragment_due`).
-        sync_every, overlap: H and tau.
+        learner, incarnation: identity of the learner.
+        generations, versions, proofs: adopted anchors, per fragment; a syncer whose disk was rolled back accepts
+            versions only with a proof.
+        due: returns the fragment that is due at a step, or None (`core.schedule.fragment_due`).
+        sync_every, overlap: H and tau, in steps.
         align: landing rule; decides which tokens a landing drops.
         heartbeat_s: seconds between heartbeats.
-        drain_s: how long `Finish` waits for the last contributions; None: as long as one after the other is uploaded,
-            merged or landed within DRAIN_ROUNDS times what a round usually takes, or within DRAIN_S if that is longer;
-            in all that long for each of these of each fragment.
-        transfer_s: what adopting a fragment took, in place of rounds until there are any.
-        has_ranks: several ranks do together what `StepBegins` promised (boundary_promises.py).
+        drain_s: how long `Finish` waits for the last contributions. None: it waits on while contributions advance, that
+            is while the next upload, merge or landing follows within DRAIN_ROUNDS median rounds, or DRAIN_S if that is
+            longer; in total at most that time for each of these stages of each fragment.
+        transfer_s: seconds to adopt a fragment, used as duration of a round until one is measured.
+        has_ranks: the learner has several ranks (`boundary_promises.py`).
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class LearnerState:
         self._leave_reason: msg.Reason | None = None
         self.drain_until_s = self._drain_alone_s = 0.0
         self._drain_again_s = self._drain_latest_s = 0.0
-        self._asks: dict[int, tuple[float, float]] = {}  # by fragment, when a drainer asks again, and the pause after
+        self._asks: dict[int, tuple[float, float]] = {}  # by fragment: time of the next intent, and its pause
         self._is_leaving = False
         self._has_left = False
 
     # ------------------------------------------------------------------------------------------------------ dispatch
 
     def handle(self, event: on.LearnerEvent, now_s: float) -> list[LearnerAction]:
-        """What is to be done because of this event."""
+        """Process one event that happened at now_s; returns the actions to carry out, in order."""
         if self._has_left:
             return []
         match event:
@@ -150,7 +150,7 @@ class LearnerState:
 
     @property
     def progress(self) -> msg.Progress:
-        """This learner's books, as of now."""
+        """This learner's progress report, as of now."""
         return msg.Progress(
             step=self.step,
             tokens=self.tokens,
@@ -162,12 +162,12 @@ class LearnerState:
 
     @property
     def fleet_tokens(self) -> int:
-        """Tokens that all learners have seen: its own exactly, those of others as of the last word from the syncer."""
+        """Tokens seen by all learners: its own exactly, those of others as last reported by the syncer."""
         return self.others_tokens + self.tokens
 
     @property
     def staleness_versions(self) -> int:
-        """How many versions the stalest fragment is behind what was offered."""
+        """Versions that the stalest fragment is behind the newest offer."""
         return max(f.offered - f.landed for f in self.fragments)
 
     # ------------------------------------------------------------------------------------------------- step boundary
@@ -211,7 +211,7 @@ class LearnerState:
         return todo + f.fetch(p)
 
     def _merge_landed(self, f: Fragment, ready: msg.Ready, kept: float) -> None:
-        """My contribution is in the anchor, or the part of it that the norm guard left."""
+        """Book a contribution that has landed, or the part of it that the norm guard has kept."""
         stop = ready.stop_if(kept)
         f.merged_tokens += stop - ready.start
         self.num_refusals, self._warned = 0, None
@@ -224,10 +224,10 @@ class LearnerState:
     def _answer(self, p: int, f: Fragment, round_id: int, now_s: float) -> list[LearnerAction]:
         is_merged = f.outstanding is not None and f.outstanding.merged_at is not None
         if is_merged or not (f.outstanding or self._promises.allow_snapshot(p)):
-            return []  # an update that contains it is on its way, or others must know first: answer after that
+            return []  # answer after the update that contains it has landed, or after the other ranks know
         f.announced = None
         if f.outstanding:
-            return [do.Say(f.outstanding.ready)]  # held, so ready in this round; the syncer may have forgotten
+            return [do.Say(f.outstanding.ready)]  # ready for this round too; the syncer may have restarted
         if f.must_adopt or self.tokens <= f.fresh_from or self.step <= f.fresh_step:
             return [do.Say(msg.Decline(p, round_id))]
         ready = f.snapshot(p, self.step, self.tokens, self.lessee, now_s)
@@ -262,7 +262,7 @@ class LearnerState:
             case msg.Rejected():
                 return [do.Fail("FencedError" if message.error == "fenced" else "JoinError", message.text)]
             case msg.SeedGrant():
-                return []  # said before this process took part
+                return []  # a late message of the join
 
     def _note_run(self, run: msg.RunIs) -> list[LearnerAction]:
         self.others_tokens = max(self.others_tokens, run.others_tokens)
@@ -324,18 +324,18 @@ class LearnerState:
                 return self._warn(p, "quarantined", message.reason) + self._adopt(p, f, message)
 
     def _warn(self, p: int, fate: Literal["refused", "quarantined"], reason: str | None) -> list[LearnerAction]:
-        """Tell the user, once until something is merged again."""
+        """Warn the user of a refusal or quarantine, once until a contribution is merged again."""
         if self._warned == fate:
             return []
         self._warned = fate
         what = {
             "refused": f"a contribution to fragment {p} was refused",
-            "quarantined": "this learner is in quarantine: what it sends is not merged until it looks like the others'",
+            "quarantined": "this learner is in quarantine: it is not merged until it agrees with the others again",
         }
-        return [do.Warn(f"{what[fate]}; it goes on from the anchor. Reason: {reason or 'none given'}")]
+        return [do.Warn(f"{what[fate]}; the learner continues from the anchor. Reason: {reason or 'none given'}")]
 
     def _adopt(self, p: int, f: Fragment, message: msg.FateIs) -> list[LearnerAction]:
-        """The contribution is gone, and so is all progress in this fragment."""
+        """Drop the contribution and all progress in this fragment, and adopt the anchor."""
         self._book("refused", f.drop_outstanding())
         f.must_adopt, f.staged = "refused", None
         return [do.Forget(p, message.seq), *f.fetch(p)]
@@ -347,13 +347,13 @@ class LearnerState:
             text = (
                 f"{self.num_refusals} contributions in a row were refused, the last one of fragment {p}: "
                 f"{message.reason or 'no reason given'}. "
-                "Finite pseudo-gradients within the norm guard are accepted; lower the learning rate or look for NaN."
+                "Pseudo-gradients must be finite and within the norm guard; lower the learning rate, or look for NaN."
             )
             return [do.Fail("RefusedError", text)]
         return todo
 
     def _welcome_back(self, message: msg.Welcome, now_s: float) -> list[LearnerAction]:
-        """The syncer has heard our hello; or its disk was rolled back, and everyone adopts in full."""
+        """Process a Welcome after a reconnect; in a new generation, adopt all anchors."""
         todo: list[LearnerAction] = []
         generation, self._asks = max(message.generations), {}
         self.lessee.welcomed(is_anew=generation > self.generation)
@@ -369,7 +369,7 @@ class LearnerState:
                 todo += f.fetch(p) + f.ask_fate(now_s, at_once=True)
         is_ahead = any(f.landed > version for f, version in zip(self.fragments, message.versions, strict=True))
         if generation == self.generation and is_ahead:
-            return [*todo, do.SayHello()]  # what landed since the last hello has its proof, too
+            return [*todo, do.SayHello()]  # the new hello has the proofs of versions that landed since the last one
         self.generation = max(self.generation, generation)
         return [*todo, self._leave() if self._is_leaving else self._heartbeat(now_s)]
 
@@ -378,7 +378,7 @@ class LearnerState:
     def _encoded(self, event: on.Encoded) -> list[LearnerAction]:
         f = self.fragments[event.fragment]
         if f.outstanding is None or f.outstanding.ready.seq != event.seq:
-            return [do.Forget(event.fragment, event.seq)]  # decided before there were bytes, which nobody wants now
+            return [do.Forget(event.fragment, event.seq)]  # decided before it was encoded
         f.outstanding.is_encoded = True
         return f.outstanding.upload()
 
@@ -411,7 +411,7 @@ class LearnerState:
         return do.Say(msg.Heartbeat(*said, stop=self._stop_reason))
 
     def _finite(self) -> dict[str, float]:
-        """Metrics: NaN cannot travel, and a diverged loss must not silence a learner."""
+        """Return the finite metrics: messages cannot hold NaN, and a diverged loss must not stop heartbeats."""
         return {name: value for name, value in self.metrics.items() if math.isfinite(value)}
 
     def _set_evaluating(self, begins: bool, now_s: float) -> list[LearnerAction]:
@@ -436,7 +436,7 @@ class LearnerState:
         self.drain_until_s = now_s + (drain_s if event.drain else 0.0)
         self._drain_latest_s = now_s + DRAIN_STAGES * len(self.fragments) * drain_s
         self._drain_alone_s = now_s + WAIT_SHARE * drain_s
-        # Who leaves at once, after an error perhaps, keeps the parameters as they are.
+        # A learner that leaves without draining, for example after an error, keeps its parameters as they are.
         boundary = self._boundary(now_s) if event.drain else []
         return [self._heartbeat(now_s), *boundary, *self._drain(now_s)]
 
@@ -452,19 +452,19 @@ class LearnerState:
         return [self._leave()]
 
     def _to_ask(self, waiting: list[int], now_s: float) -> list[int]:
-        """Those that have not been asked for just now: the syncer remembers a question, but it may have been lost."""
+        """Return the fragments whose next intent is due: the syncer keeps an intent, but a message may be lost."""
         self._asks = {p: self._asks[p] for p in waiting if p in self._asks}
         due = [p for p in waiting if now_s >= self._asks.get(p, (now_s, ASK_S))[0]]
         for p in due:
             pause_s = self._asks.get(p, (now_s, ASK_S))[1]
             again_s = now_s + pause_s
             if now_s < self._drain_alone_s < again_s:
-                again_s = self._drain_alone_s  # from then on it no longer waits for others
+                again_s = self._drain_alone_s  # from then on its intents have no patience
             self._asks[p] = again_s, min(2 * pause_s, MAX_ASK_S)
         return due
 
     def _drains(self, now_s: float) -> None:
-        """One of the last contributions has got on; what the norm guard gives back is sent again, up to a limit."""
+        """Extend the drain, because a contribution has advanced; never beyond `_drain_latest_s`."""
         self.drain_until_s = max(self.drain_until_s, min(now_s + self._drain_again_s, self._drain_latest_s))
 
     def _leave(self) -> LearnerAction:

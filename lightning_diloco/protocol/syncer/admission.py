@@ -1,9 +1,8 @@
-"""Who may join, and what is said to whom until it takes part.
+"""Which processes may join a run, and why others are refused.
 
-1. An empty run grants one seed lease; it passes on if the seeder falls silent. Everyone else waits for the seed.
-2. A contradiction between what a joiner insists on and what the run has is refused, naming both values.
-3. A learner id in use is refused; one whose owner fell silent is granted: after three heartbeats, or a lease if the
-   owner was still joining, and so had no heartbeats to send.
+1. An explicit option that contradicts the run's is refused; the message names both values.
+2. A learner id in use is refused. If its owner is silent, the id is granted to the new process: after three heartbeats,
+   or after `lease_s` if the owner is still joining and so sends no heartbeats.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from lightning_diloco.protocol.syncer.roster import Roster
 def contradictions(
     asked: Mapping[str, object], fixed: Mapping[str, object], reduced: Mapping[str, object] | None = None
 ) -> list[str]:
-    """One sentence for each option a joiner insists on and the run has otherwise.
+    """Describe each option that a process asks for and the run has with another value.
 
     Args:
-        asked: options the joiner insists on.
+        asked: options that the process sets explicitly.
         fixed: options of the run.
-        reduced: what had been asked for before the model had its say; to ask for it again is no contradiction.
+        reduced: values that the seeder asked for where its model forced others; asking for them again is allowed.
     """
     reduced = reduced or {}
     return [
@@ -38,7 +37,7 @@ def contradictions(
 def objection(
     hello: msg.Hello, run: str, fixed: Mapping[str, object], reduced: Mapping[str, object]
 ) -> msg.Rejected | None:
-    """Why a process with this hello can never join, if so."""
+    """Return why a process can never join; None if it may."""
     if hello.protocol != PROTOCOL_VERSION:
         text = f"protocol version {hello.protocol}, the syncer speaks {PROTOCOL_VERSION}; install the same version"
         return msg.Rejected("join", text)
@@ -51,7 +50,7 @@ def objection(
 
 
 def mismatch(confirm: msg.Confirm, manifest: Json) -> msg.Rejected | None:
-    """Why a process that adopted cannot take part after all, if so."""
+    """Return why a process that has adopted the anchors cannot take part; None if it can."""
     if confirm.plan_digest != manifest["plan_digest"]:
         text = f"plan digest {confirm.plan_digest[:12]}, the run has {str(manifest['plan_digest'])[:12]}"
         return msg.Rejected("plan", text + "; the models' parameter names or shapes differ")
@@ -60,7 +59,7 @@ def mismatch(confirm: msg.Confirm, manifest: Json) -> msg.Rejected | None:
     differing = sorted(n for n in frozen.keys() | confirm.frozen.keys() if frozen.get(n) != confirm.frozen.get(n))
     if differing:
         shown = ", ".join(differing[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
-        text = f"frozen parameters differ from the run's: {shown}; load the same base model, or seed alike, everywhere"
+        text = f"frozen parameters differ from the run's: {shown}; use the same base model and seed everywhere"
         return msg.Rejected("plan", text)
     if None not in (confirm.token_unit, manifest["token_unit"]) and confirm.token_unit != manifest["token_unit"]:
         text = f"token unit {confirm.token_unit!r}, the run counts {manifest['token_unit']!r}; pass token_count_fn"
@@ -71,7 +70,7 @@ def mismatch(confirm: msg.Confirm, manifest: Json) -> msg.Rejected | None:
 def lost(
     known: tuple[msg.Mark, ...], generation: int, versions: list[int], digests: list[dict[int, str]]
 ) -> list[tuple[int, msg.Mark]]:
-    """What a returning process holds, by fragment, that this syncer does not know."""
+    """Return the versions that a reconnecting process holds and the syncer does not know, with their fragments."""
     if len(known) != len(versions):
         return []
     return [
@@ -89,7 +88,7 @@ MAX_CONTENDERS = 256
 
 
 class Contenders:
-    """Newcomers under a learner id whose owner may still be there; the latest MAX_CONTENDERS of them."""
+    """Processes that ask for a learner id whose owner may still be alive; the latest MAX_CONTENDERS of them."""
 
     def __init__(self) -> None:
         self._since_s: OrderedDict[str, float] = OrderedDict()
@@ -97,7 +96,7 @@ class Contenders:
     def verdict(
         self, session: str, learner: str, roster: Roster, now_s: float, *, heartbeat_s: float, lease_s: float
     ) -> str | None:
-        """None: granted. "wait": too early to say. Otherwise the text of a refusal."""
+        """Return None if the id is granted, "wait" if it is too early to say, else the text of a refusal."""
         owner = roster.owner(learner, session)
         if owner is None or owner.is_lapsed:
             return None

@@ -1,11 +1,11 @@
-"""What a learner says of itself, held against what others do: tokens, steps and times that cannot be.
+"""Plausibility checks: a learner's reported tokens and steps are compared with those of the other learners.
 
-1. Two other learners must say so; with one other it cannot be told who is wrong. The middle of an even number of others
-   is the larger one.
-2. Tokens per step above MAX_TOKENS times the others' are a counter that is wrong, not a larger batch. The learner
-   cannot take part: everything that counts tokens (schedules, the end of the run) would be wrong for all. Others are
-   asked once, and again only if it says more: heartbeats are many.
-3. Steps are counted, where they excuse a long contribution, at most as fast as MAX_FASTER times the others make them.
+1. A token counter is judged by at least two other learners: with one other, nobody can tell which of the two is wrong.
+   Of an even number of values, the upper median is used.
+2. Tokens per step above MAX_TOKENS times the median of the others mean a wrong counter, not a larger batch. The learner
+   cannot take part: token counts drive schedules and the end of the run for all learners. The result is cached until
+   the learner reports more, because heartbeats are frequent.
+3. The steps in a contribution decide how long it may be. They are limited to MAX_FASTER times the pace of the others.
 
 Source: our choice.
 """
@@ -25,7 +25,7 @@ SLACK_PERIODS = 2
 
 
 def implausible_tokens(member: Member, roster: Roster, *, tokens: int, steps: int) -> str | None:
-    """Why so many tokens cannot come from so many steps, if so."""
+    """Return why the token counter is implausible for this number of steps; None if it is plausible."""
     if steps < 1 or tokens <= member.most_tokens * steps:
         return None
     others = [other.tokens / other.step for other in _others(member, roster) if other.tokens and other.step]
@@ -36,17 +36,17 @@ def implausible_tokens(member: Member, roster: Roster, *, tokens: int, steps: in
     if tokens <= member.most_tokens * steps:
         return None
     return (
-        f"{tokens} tokens in {steps} steps; the other learners train on {usual:.3g} a step, at most {MAX_TOKENS:g} "
-        "times as many are believed; pass a token_count_fn that counts as theirs does"
+        f"{tokens} tokens in {steps} steps; the other learners count {usual:.3g} per step, and at most {MAX_TOKENS:g} "
+        "times as many are plausible; pass a token_count_fn that counts like theirs"
     )
 
 
 def plausible_steps(member: Member, ready: Ready, roster: Roster, *, now_s: float, sync_every: int) -> int:
-    """Steps that can be in this contribution."""
+    """Return the steps of a contribution, limited to a plausible number (rule 3)."""
     since_s = member.merged_s.get(ready.fragment, member.active_s)
     times = [other.step_s for other in _others(member, roster) if other.step_s]
     if since_s is None or not times:
-        return ready.steps  # nobody knows better
+        return ready.steps  # there is nothing to compare with
     step_s = median_high(times) / MAX_FASTER
     return min(ready.steps, math.ceil((now_s - since_s) / step_s) + SLACK_PERIODS * sync_every)
 

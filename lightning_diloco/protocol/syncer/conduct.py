@@ -1,21 +1,21 @@
 """Quarantine of learners that send odd contributions, and their release.
 
-1. STRIKES odd contributions in a row, over all fragments, put a learner in quarantine. Whether one is odd is found by
-   `syncer/judging.py`. It also is if the last NUM_LIKENESSES of this learner go against the others' (a mean likeness
-   below AWAY, theirs being above 0), or nowhere where others clearly agree (below NOWHERE times theirs, which is above
-   CLEAR). Honest learners that are ten times slower, late, or far behind stay above 0, give or take 0.05; one that has
-   other classes of data than the rest was seen at -0.25. That is what guard="norm" is for.
-2. Nobody waits for a learner in quarantine, or counts it among those at work. Its contributions are compared with the
-   others' and refused, with the reason; it adopts the anchor after each, and so gets rid of what made them odd.
-3. RELEASE_AFTER contributions in a row with nothing odd release it, if the last NUM_LIKENESSES go the others' way
-   (NEAR times their likeness, or more). Left alone it stays: there is nobody to tell.
-4. It takes the word of two other learners to call a contribution odd, or sound. Only learners that take part now are
-   asked, and most of them stay out of quarantine: of two halves, nobody can tell which one is broken. Where data differ
-   between learners, contributions point away from each other once the anchor is good for all of them.
-5. It is the learner id that is in quarantine, restarts of its process and of the syncer notwithstanding. What counts in
-   a row begins anew when the syncer is started again.
+1. A learner is in quarantine after STRIKES odd contributions in a row, over all fragments. `syncer/judging.py` finds
+   odd contributions, and computes likenesses: median cosines with the other contributions of a round. A contribution is
+   also odd if the mean likeness of the learner's last NUM_LIKENESSES is below AWAY while that of the others is above 0,
+   or below NOWHERE times that of the others while theirs is above CLEAR. Honest learners that were ten times
+   slower, or late, measured at least -0.05; one with other classes of data measured -0.25, hence guard="norm".
+2. Rounds do not wait for a learner in quarantine, and it has no share of the fleet's work. Its contributions are
+   compared with the others' and refused with a reason. After each it adopts the anchor, which removes broken values.
+3. RELEASE_AFTER sound contributions in a row end the quarantine, if the mean likeness is at least NEAR times that of
+   the others. A learner that trains alone stays in quarantine, because there is nothing to compare it with.
+4. At least two other learners are needed to call a contribution odd or sound. Only learners that are live and not in
+   quarantine are compared with. Most live learners always stay out of quarantine: of two halves, nobody can tell which
+   is broken. If learners have different data, their contributions point apart once the anchor is good for all of them.
+5. Quarantine belongs to the learner id, and survives restarts of the learner and of the syncer. A restart of the syncer
+   resets the counts of contributions in a row.
 
-Source: our choice; bounds are from `tests/bench/broken_learner.py`.
+Source: our choice; the limits are measured by `tests/bench/broken_learner.py`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ NEAR = 0.25
 
 
 class Conduct:
-    """What is remembered of the contributions of each learner.
+    """Counts odd and sound contributions of each learner.
 
     Args:
-        roster: who takes part; holds who is in quarantine.
-        guard: of the run; "norm": where contributions point to is not held against anybody.
+        roster: sessions of the run; holds the quarantined learner ids.
+        guard: option of the run; "norm" ignores the direction of contributions.
     """
 
     def __init__(self, roster: Roster, *, guard: Guard) -> None:
@@ -52,7 +52,7 @@ class Conduct:
         self._likenesses: dict[str, deque[float]] = {}
 
     def hear(self, member: Member, verdict: Verdict) -> records.Quarantined | records.Released | None:
-        """Take a verdict on a contribution of this learner; returns what is to be recorded because of it."""
+        """Take a verdict on a contribution; returns the record of a quarantine or release that follows from it."""
         name = member.learner
         if verdict.likeness is not None:
             self._likenesses.setdefault(name, deque(maxlen=NUM_LIKENESSES)).append(verdict.likeness)
@@ -63,14 +63,14 @@ class Conduct:
         elif verdict.is_telling:
             self._num_odd[name] = 0
             self._num_sound[name] = self._num_sound[name] + 1 if self._is_near(name) else 0
-        if odd is not None and self._num_odd[name] >= STRIKES and self._is_alone(name):
+        if odd is not None and self._num_odd[name] >= STRIKES and self._may_be_quarantined(name):
             return records.Quarantined(name, f"{STRIKES} odd contributions in a row, the last one: {odd}")
         if name in self._roster.quarantined and self._num_sound[name] >= RELEASE_AFTER:
             return records.Released(name)
         return None
 
     def apply(self, record: records.Quarantined | records.Released) -> None:
-        """The part that a restart repeats."""
+        """Apply a record; a restart does the same."""
         for counts in (self._num_odd, self._num_sound, self._likenesses):
             counts.pop(record.learner, None)
         if isinstance(record, records.Quarantined):
@@ -78,8 +78,8 @@ class Conduct:
         else:
             self._roster.quarantined.pop(record.learner, None)
 
-    def _is_alone(self, name: str) -> bool:
-        """Whether it is not in quarantine, and with it most learners would still not be."""
+    def _may_be_quarantined(self, name: str) -> bool:
+        """Return whether a learner may be quarantined: most live learners would stay out of quarantine."""
         if name in self._roster.quarantined:
             return False
         num_live = len({member.learner for member in self._roster.live()} | {name})
@@ -89,15 +89,15 @@ class Conduct:
         return {member.learner for member in self._roster.trusted()} - {name}
 
     def _unlike(self, name: str) -> str | None:
-        """Whether its last contributions, taken together, do not go where the others' go."""
+        """Return how a learner's last contributions differ in direction from the others'; None if they do not."""
         found, theirs = self.likeness(name), self._likeness_of_others(name)
         is_away = found is not None and found < AWAY < 0 < theirs
         is_nowhere = found is not None and theirs > CLEAR and found < NOWHERE * theirs
         if self._guard == "norm" or not (is_away or is_nowhere):
             return None
         return (
-            f"its last {NUM_LIKENESSES} have a mean cosine of {found:.2f} with those of the others, who have "
-            f'{theirs:.2f} among themselves; if that comes from data of another kind, begin runs with guard="norm"'
+            f"its last {NUM_LIKENESSES} have a mean cosine of {found:.2f} with those of the others, which have "
+            f'{theirs:.2f} with each other; if its data is of another kind, start runs with guard="norm"'
         )
 
     def _is_near(self, name: str) -> bool:
@@ -107,11 +107,11 @@ class Conduct:
         return found is not None and found >= NEAR * max(0.0, self._likeness_of_others(name))
 
     def _likeness_of_others(self, name: str) -> float:
-        """Of most of them; 0: not known."""
+        """Return the median likeness of the other trusted learners; 0 if it is not known."""
         others = [mean for other in self._trusted_others(name) if (mean := self.likeness(other)) is not None]
         return median_high(others) if len(others) >= 2 else 0.0
 
     def likeness(self, name: str) -> float | None:
-        """Mean over the last contributions of this learner; None: there are too few."""
+        """Return the mean likeness of a learner's last contributions; None if there are too few."""
         found = self._likenesses.get(name, ())
         return fmean(found) if len(found) == NUM_LIKENESSES else None

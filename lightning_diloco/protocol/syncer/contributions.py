@@ -1,8 +1,8 @@
-"""Contributions at the syncer: what is accepted, and the one fate of each.
+"""Contributions at the syncer: which are accepted, and the fate of each.
 
-1. A contribution is checked before it is held: the fence, its seq, its base, its range. What fails is refused.
-2. A seq already decided gets its recorded fate again. Fates are on record before they are told.
-3. Too old, a contribution is superseded. Only a commit makes it merged.
+1. Fencing, seq, base version and range are checked before a contribution is held. If a check fails, it is refused.
+2. A seq that was decided before gets its recorded fate again. A fate is recorded before it is sent.
+3. A contribution that is too old is superseded. Only a commit makes it merged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class Contributions:
     """All contributions of a run.
 
     Args:
-        fragments: where the undecided ones are held.
-        sync_every: H of the run.
+        fragments: state of the fragments, which holds undecided contributions.
+        roster: sessions of the run.
+        ledger: token accounts of the run.
+        sync_every: H of the run, in steps.
     """
 
     def __init__(self, fragments: list[FragmentRounds], roster: Roster, ledger: Ledger, *, sync_every: int) -> None:
@@ -33,7 +35,7 @@ class Contributions:
         self._sync_every = sync_every
 
     def accept(self, member: Member, ready: msg.Ready, now_s: float) -> list[SyncerAction]:
-        """Hold this contribution, or tell why not."""
+        """Hold a contribution, or refuse it with a reason."""
         p, f = ready.fragment, self._fragments[ready.fragment]
         decided, held = member.fates.get(p), f.held.get(member.session)
         if decided is not None and ready.seq <= decided[0]:
@@ -49,7 +51,7 @@ class Contributions:
         return []
 
     def receive(self, member: Member, ready: msg.Ready, error: str | None, now_s: float) -> list[SyncerAction]:
-        """Its payload is here; `error` says what is wrong with its values."""
+        """Process the arrival of a payload; `error` says what is wrong with its values, if anything."""
         p, f = ready.fragment, self._fragments[ready.fragment]
         todo = self.accept(member, ready, now_s)
         held = f.held.get(member.session)
@@ -61,7 +63,7 @@ class Contributions:
         return todo
 
     def tell_fate(self, member: Member, p: int, seq: int) -> list[SyncerAction]:
-        """The fate of this contribution; "unknown" asks for its bytes."""
+        """Send the fate of a contribution; "unknown" asks the learner to upload it again."""
         decided, held = member.fates.get(p), self._fragments[p].held.get(member.session)
         if decided and decided[0] == seq:
             answer = msg.FateIs(p, seq, decided[1], decided[2], decided[3])
@@ -72,7 +74,7 @@ class Contributions:
         return [do.Send(member.session, answer)]
 
     def drop(self, member: Member) -> list[SyncerAction]:
-        """Forget what is undecided of a session that left or was fenced off."""
+        """Drop the undecided contributions of a session that left or was fenced off."""
         todo: list[SyncerAction] = []
         for p, f in enumerate(self._fragments):
             if held := f.held.pop(member.session, None):
@@ -80,11 +82,11 @@ class Contributions:
         return todo
 
     def has_unmerged(self, member: Member, p: int) -> bool:
-        """Whether this session has told of tokens that are in no commit."""
+        """Return whether the session has reported tokens of this fragment that are in no commit."""
         return bool(self._ledger.account(member.learner, member.incarnation).unmerged(p))
 
     def supersede(self, p: int, max_staleness_versions: int) -> list[SyncerAction]:
-        """Decide what has become too old for the round that opens."""
+        """Mark contributions as superseded that are too old for the round that opens."""
         f = self._fragments[p]
         todo: list[SyncerAction] = []
         for held in list(f.held.values()):
@@ -97,7 +99,7 @@ class Contributions:
         return todo
 
     def _problem(self, member: Member, ready: msg.Ready) -> str | None:
-        """What speaks against accepting this description, if anything."""
+        """Return why a contribution must be refused; None if it can be accepted."""
         f = self._fragments[ready.fragment]
         account = self._ledger.account(member.learner, member.incarnation)
         if member.session in f.held:
@@ -115,7 +117,7 @@ class Contributions:
         return None
 
     def decide(self, member: Member, ready: msg.Ready, fate: msg.Unmerged, reason: str) -> list[SyncerAction]:
-        """Record the fate, then tell it."""
+        """Record a fate, then send it."""
         record = records.Decided(member.session, ready.fragment, ready.seq, fate, reason[: limits.MAX_CHARS])
         self.apply_decided(record)
         return [
@@ -126,7 +128,7 @@ class Contributions:
         ]
 
     def apply_decided(self, record: records.Decided) -> None:
-        """The part of a decision that a restart repeats."""
+        """Apply a fate to durable state; a restart does the same."""
         member, f = self._roster[record.session], self._fragments[record.fragment]
         is_new = record.seq != member.fates.get(record.fragment, (None,))[0]
         member.num_refused += is_new and record.fate in ("refused", "quarantined")
@@ -137,7 +139,7 @@ class Contributions:
             del f.held[record.session]
 
     def apply_merge(self, record: records.CommitRecord, merge: records.Merge) -> None:
-        """The part of a commit that concerns one contribution."""
+        """Apply a commit to one of its contributions."""
         p, member, ready = record.fragment, self._roster[merge.session], merge.ready
         self._ledger.account(member.learner, member.incarnation).merge(p, record.version, ready.start, merge.stop)
         member.fates[p] = (ready.seq, "merged", record.version, None, merge.kept)

@@ -1,10 +1,10 @@
-"""The part of the syncer's state that outlives its process: changed by records only, kept in snapshots.
+"""The part of the syncer's state that survives a restart.
 
-1. `apply` is the only way it changes, live or at a restart; applying a record again changes nothing.
-2. `restore(saved)` and the records after it give the same state as all records from the first.
-3. What is not here (who is alive, open rounds, payloads, times) is learned anew from learners that report back.
+1. Only `apply` changes it, live and at a restart. Applying a record again changes nothing.
+2. `restore(saved)` followed by the later records gives the same state as all records from the first.
+3. The rest of the state (live learners, open rounds, payloads, times) is rebuilt when learners report back.
 
-Source: our choice; the rules are those of write-ahead logs.
+Source: our choice, after write-ahead logs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lightning_diloco.protocol.syncer.rounds import Rounds
 
 
 class DurableState:
-    """Manifest, sessions, versions, fates and books of a run.
+    """Manifest, sessions, versions, fates, token accounts and data leases of a run.
 
     Args:
         run: run id.
         options: run options fixed by the syncer's own flags.
         heartbeat_s: seconds between learners' heartbeats.
-        secret: of a new run, see `proofs.py`; "": it proves nothing.
+        secret: secret of a new run (`proofs.py`); "" disables proofs.
     """
 
     def __init__(self, *, run: str, options: dict[str, msg.Scalar], heartbeat_s: float, secret: str = "") -> None:
@@ -50,14 +50,14 @@ class DurableState:
         self._lease = 0
 
     def account(self, member: Member) -> Account:
-        """The books of this session."""
+        """Return the token account of a session."""
         return self.ledger.account(member.learner, member.incarnation)
 
     def _books(self, session: str) -> Account:
         return self.account(self.roster[session])
 
     def apply(self, record: records.LogRecord) -> None:
-        """Change durable state as this record says; the only way it changes."""
+        """Apply a record to durable state."""
         match record:
             case records.Seeding():
                 self._lease = max(self._lease, record.lease)
@@ -95,7 +95,7 @@ class DurableState:
                 self.leases.apply(record)
 
     def _follow(self, commit: records.CommitRecord) -> None:
-        """What a commit, beyond its round, says about leases."""
+        """Update the data leases after a commit."""
         for merge in commit.merges:
             self.leases.follow(merge.session, merge.ready)
 
@@ -150,7 +150,7 @@ class DurableState:
     # ------------------------------------------------------------------------------------------------------ snapshots
 
     def saved(self) -> records.SavedState:
-        """Everything durable, for a snapshot."""
+        """Return all durable state, for a snapshot."""
         return records.SavedState(
             run=self.run,
             manifest=self.manifest,
@@ -172,7 +172,7 @@ class DurableState:
         )
 
     def restore(self, saved: records.SavedState, now_s: float) -> None:
-        """The inverse of `saved`, on a fresh machine."""
+        """Restore what `saved` has returned, into a new machine."""
         self.run, self._lease, self.secret = saved.run, saved.lease, saved.secret
         if saved.manifest is not None:
             self._take_manifest(saved.lease, saved.manifest, Ledger(len(saved.versions), saved.accounts))

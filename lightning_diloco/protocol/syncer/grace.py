@@ -1,6 +1,6 @@
-"""How long a met quorum waits for more contributions.
+"""The grace window: how long a round with a quorum waits for more contributions.
 
-Source: the paper, Eq. 3. gamma is not published; 0.8, and the cap of one step, are our choice (measured in simulation).
+Source: the paper, Eq. 3. It does not give gamma; 0.8 and the limit of one step are our choice, measured in simulation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Ema:
     """Exponential moving average that starts as a plain mean.
 
     Args:
-        weight: weight of a new sample once there are enough, 0..1.
+        weight: weight of a new sample after the first 1 / weight samples, 0..1.
     """
 
     weight: float = 0.2
@@ -33,17 +33,17 @@ class Ema:
 
 
 def grace_window_s(*, overlap: int, step_s: float, quorum_s: float, sync_s: float, gamma: float = GAMMA) -> float:
-    """Seconds a met quorum waits for more: gamma times the slack before a learner would miss the landing.
+    """Compute the grace window: gamma times the slack before a learner would miss the landing.
 
     Args:
         overlap: tau, steps between snapshot and landing.
         step_s: the opener's time per inner step; never that of a slower learner.
-        quorum_s: time from announcement to quorum, averaged.
-        sync_s: time from closing to the commit's arrival, averaged.
-        gamma: share of the slack that is used, 0..1.
+        quorum_s: mean time from announcement to quorum.
+        sync_s: mean time from closing to the arrival of the commit.
+        gamma: part of the slack that is used, 0..1.
 
     Returns:
-        0 .. step_s.
+        Seconds, from 0 to step_s.
     """
     slack_s = overlap * step_s - (quorum_s + sync_s)
     return min(step_s, gamma * max(slack_s, 0.0))

@@ -1,7 +1,7 @@
-"""Leases by number, by whose they are, and what is not finished of all that one session has.
+"""Data leases by number and by session, and the unfinished part of a session's leases.
 
-1. A learner holds a hundred leases or more, and is heard about once a second, in a fleet that may have hundreds. So
-   what its books say of all of them is looked up once per fragment, and not once per fragment and lease.
+1. A learner may hold more than a hundred leases and report once a second, in a fleet of hundreds of learners. So its
+   account is read once per fragment, not once per fragment and lease.
 
 Source: our choice.
 """
@@ -19,13 +19,13 @@ ENDLESS = 2**62
 
 
 class Holdings:
-    """Leases, in the order in which they came.
+    """A table of leases, in the order in which they were added.
 
     Args:
-        holdings: what there is.
+        holdings: leases to start with.
 
     Attributes:
-        num_unread: by source, how many nobody has read from.
+        num_unread: by source, the number of leases without a trained sample.
     """
 
     def __init__(self, holdings: Iterable[Holding] = ()) -> None:
@@ -45,15 +45,15 @@ class Holdings:
         return len(self._by_number)
 
     def get(self, number: int) -> Holding | None:
-        """The lease of this number."""
+        """Return the lease with this number, if there is one."""
         return self._by_number.get(number)
 
     def of(self, session: str) -> list[Holding]:
-        """What this session has."""
+        """Return the leases of a session."""
         return [self._by_number[number] for number in self._by_session.get(session, ())]
 
     def put(self, holding: Holding) -> None:
-        """Add this, or replace what has its number."""
+        """Add a lease, or replace the one with its number."""
         number, former = holding.lease.number, self._by_number.get(holding.lease.number)
         if former is None:
             self._by_session[holding.session][number] = None
@@ -65,7 +65,7 @@ class Holdings:
         self._by_number[number] = holding
 
     def pop(self, number: int) -> Holding | None:
-        """Take this out, if it is there."""
+        """Remove and return the lease with this number, if there is one."""
         holding = self._by_number.pop(number, None)
         if holding is not None:
             numbers = self._by_session[holding.session]
@@ -77,11 +77,11 @@ class Holdings:
 
 
 class Unfinished:
-    """What of a session's leases is not merged in every fragment, by its books.
+    """The part of a session's leases that is not merged in all fragments.
 
     Args:
-        account: the books.
-        holdings: the leases.
+        account: token account of the session.
+        holdings: its leases.
     """
 
     def __init__(self, account: Account, holdings: Iterable[Holding]) -> None:
@@ -100,11 +100,11 @@ class Unfinished:
         self._missing, self._waiting, self._lost = union(missing), union(waiting), union(lost)
 
     def is_done(self, holding: Holding) -> bool:
-        """Whether nothing of the range is left to train or to merge."""
+        """Return whether the whole range is trained and merged."""
         return holding.span.is_whole and not _meet(self._waiting if holding.drops else self._missing, holding.span)
 
     def is_stuck(self, holding: Holding) -> bool:
-        """Whether a part of it can never be merged."""
+        """Return whether a part of the range can never be merged."""
         return not holding.drops and _meet(self._lost, holding.span)
 
 

@@ -1,15 +1,15 @@
-"""How a process comes to take part: hello, seed or adopt, confirm, active.
+"""How a process joins: hello, seed or adopt, confirm, active.
 
-1. The same session always gets the same incarnation. A new incarnation becomes active, and fences off older ones, only
-   when its process confirms that it has adopted every anchor.
-2. An empty run grants one seed lease; it passes on if the seeder falls silent, or offers what cannot be a run's start:
-   then it is forgotten. Everyone else waits for the seed.
-3. The first step is held until the expected learners have confirmed, or for a minute; later joins start at once.
-4. Every message of the conversation may be lost or repeated: each is answered by what comes next.
-5. At most MAX_JOINING processes are on their way in at a time. One more takes the place of the one that has been silent
-   for longest, if for a lease; else it waits.
+1. The same session always gets the same incarnation. A new incarnation becomes active, and fences off older ones, when
+   its process confirms that it has adopted all anchors.
+2. An empty run grants one seed lease; all other learners wait for the seed. The seed lease passes to another learner if
+   the seeder is silent for `lease_s`, or if its start values are refused; in this case its session is forgotten.
+3. The first step waits until the expected learners have confirmed, for at most START_HOLD_S. Later joins start at once.
+4. Each message of a join may be lost or repeated; the answer is always the next message of the join.
+5. At most MAX_JOINING processes join at the same time. A further one replaces the one that has been silent for longest,
+   if that is longer than `lease_s`; otherwise it waits.
 
-Source: our choice. The rules by which somebody is turned away are in `admission.py`.
+Source: our choice. The rules for refusing a join are in `admission.py`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MAX_JOINING = 256
 
 
 class Joins(Leasing):
-    """The joining half of the syncer.
+    """The part of the syncer that handles joins.
 
     Args:
-        expect: learners to wait for before the first step; None: do not wait.
+        expect: number of learners to wait for before the first step; None: do not wait.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Joins(Leasing):
 
     @property
     def _fixed(self) -> dict[str, object]:
-        """Run options that are decided already."""
+        """Run options that can no longer change."""
         if self.manifest is None:
             return dict(self.options)
         return cast("dict[str, object]", self.manifest["config"])
 
     @property
     def _reduced(self) -> dict[str, object]:
-        """What the seeder had asked for before its model had its say."""
+        """Values that the seeder asked for, where its model forced others."""
         return cast("dict[str, object]", (self.manifest or {}).get("asked", {}))
 
     def _hello(self, session: str, member: Member | None, hello: msg.Hello, now_s: float) -> list[SyncerAction]:
@@ -88,7 +88,7 @@ class Joins(Leasing):
         if member.state == "left":
             return [*todo, do.Send(session, msg.LeaveNoted(self._is_last()))]
         if hello.known and self.manifest is None:
-            return [*todo, self._unknown(session)]  # the run itself is lost
+            return [*todo, self._unknown(session)]  # the whole run is lost
         was_forgotten = bool(hello.known) and member.state == "joining"
         if was_forgotten and not proofs.is_member(self.secret, session, hello.proof):
             return [*todo, self._unknown(session)]
@@ -96,10 +96,10 @@ class Joins(Leasing):
         if was_forgotten or any(proofs.is_proved(self.secret, p, mark) for p, mark in lost):
             proved = [mark for p, mark in enumerate(hello.known) if proofs.is_proved(self.secret, p, mark)]
             self._outlived = max((mark.generation for mark in proved), default=self.rounds.generation)
-            if was_forgotten:  # it had confirmed, in a record that is lost
+            if was_forgotten:  # it had confirmed, but that record is lost
                 member.state = "confirmed"
                 todo += self._activate(member, now_s)
-            return todo  # the new generation's welcome follows
+            return todo  # the Welcome of the new generation follows
         if lost:
             return [*todo, self._unproved(session, *lost[0])]
         announcements = [do.Send(session, a) for a in self.rounds.announcements(session)]
@@ -120,7 +120,7 @@ class Joins(Leasing):
             return [do.Send(session, rejected), do.Note("rejected", {"learner": hello.learner, "text": verdict})]
         todo = self._make_room(now_s)
         if todo is None:
-            return []  # it asks again
+            return []  # the process repeats its hello
         name, roster = hello.learner, self.roster
         parts = cast("int | None", self._fixed.get("data_parts")) or 1
         record = records.Granted(session, name, roster.next_incarnation(name), roster.slot_for(name, parts))
@@ -130,7 +130,7 @@ class Joins(Leasing):
         return [*todo, do.Record(records.encode(record)), *self._invite(member)]
 
     def _make_room(self, now_s: float) -> list[SyncerAction] | None:
-        """Rule 5; None: there is no place."""
+        """Make a place for one more joining process (rule 5); returns None if there is none."""
         joining = self.roster.in_state("joining", "confirmed")
         if len(joining) < MAX_JOINING:
             return []
@@ -147,20 +147,20 @@ class Joins(Leasing):
         text = (
             f"this process holds generation {mark.generation}, version {mark.version} of fragment {p}, which this "
             f"syncer does not know, and no proof that it was published; the newest is generation "
-            f"{self.rounds.generation}, version {self.rounds.fragments[p].version}. Start the learner anew; it goes on "
-            "from the anchors that there are"
+            f"{self.rounds.generation}, version {self.rounds.fragments[p].version}. Restart the learner; it continues "
+            "from the syncer's anchors"
         )
         return do.Send(session, msg.Rejected("join", text))
 
     def _unknown(self, session: str) -> SyncerAction:
         text = (
             f"this process has taken part in run {self.run!r}, whose syncer does not know it: the run directory is "
-            "empty, was rolled back, or belongs to another run. Restore the run directory, or start the learner anew"
+            "empty, was rolled back, or belongs to another run. Restore the run directory, or restart the learner"
         )
         return do.Send(session, msg.Rejected("join", text))
 
     def _invite(self, member: Member) -> list[SyncerAction]:
-        """Tell a session what to do next: adopt, or seed, or wait."""
+        """Tell a session to adopt or to seed; while it must wait, it gets no answer."""
         if self.manifest is not None:
             versions = tuple(f.version for f in self.rounds.fragments)
             generations = (self.rounds.generation,) * len(versions)
@@ -206,7 +206,7 @@ class Joins(Leasing):
         return todo + [a for member in self.roster.in_state("joining") for a in self._invite(member)]
 
     def _refuse_seed(self, member: Member, rejected: msg.Rejected) -> list[SyncerAction]:
-        """Rule 2: what this seeder offers is no run's start; the next one may try."""
+        """Refuse a seeder's start values, forget its session, and let another learner seed (rule 2)."""
         self._seeder = self._pending_manifest = None
         record = records.Forgotten(member.session)
         self.apply(record)
@@ -219,7 +219,7 @@ class Joins(Leasing):
         return self._invite(others[0]) if others else []
 
     def set_digests(self, digests: tuple[str, ...]) -> None:
-        """Digests of the published values as they are now, per fragment."""
+        """Set the digests of the published values at the current versions, one per fragment."""
         for f, digest in zip(self.rounds.fragments, digests, strict=True):
             f.digests[f.version] = digest
 
@@ -240,19 +240,19 @@ class Joins(Leasing):
 
     @property
     def seeder(self) -> Member | None:
-        """Who holds the seed lease."""
+        """The session that holds the seed lease."""
         return self.roster.get(self._seeder) if self._seeder else None
 
     @property
     def num_awaited(self) -> int:
-        """Learners that the first step still waits for."""
+        """Number of learners that the first step still waits for."""
         if self._has_started or self.expect is None:
             return 0
         return max(0, self.expect - len(self.roster.in_state("confirmed", "active", "left")))
 
     @property
     def seed_grant(self) -> tuple[str, int] | None:
-        """Session and lease whose start values are wanted."""
+        """Session and number of the seed lease; None if it is not granted."""
         return None if self._seeder is None else (self._seeder, self._lease)
 
     def _may_start(self, now_s: float) -> bool:
@@ -272,7 +272,7 @@ class Joins(Leasing):
         todo: list[SyncerAction] = []
         if old is not None:
             if self.rounds.is_committing(old):
-                return []  # it is asked again, and tried at every tick
+                return []  # tried again at each tick and each Confirm
             todo += self.rounds.drop_contributions(old) + self.rounds.remove(old, now_s)
             todo += self._settle(old, gives_back=True)
             old.ended_s = now_s
@@ -286,7 +286,7 @@ class Joins(Leasing):
         return msg.RunIs(self.ledger.seen_by_others(self.account(member)), self.stopped)
 
     def proof(self, p: int, generation: int, version: int, digest: str) -> str:
-        """That this version is published; any thread may ask."""
+        """Return the proof that a version was published. Any thread."""
         return proofs.proof_of_version(self.secret, p, msg.Mark(generation, version, digest))
 
     def _lost(self, known: tuple[msg.Mark, ...]) -> list[tuple[int, msg.Mark]]:
@@ -296,7 +296,7 @@ class Joins(Leasing):
         )
 
     def _is_last(self) -> bool:
-        """Whether nobody takes part, or is about to."""
+        """Whether no learner is live and none is joining."""
         coming = self.roster.in_state("joining", "confirmed")
         is_coming = any(self._now_s - m.heard_s <= self.config.lease_s for m in coming)
         return not is_coming and not self.roster.live()

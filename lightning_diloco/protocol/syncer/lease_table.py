@@ -1,16 +1,16 @@
-"""Which ranges of the data are trained by whom: leased ahead, done when merged, given back when nobody can finish them.
+"""Data leases: which learner trains on which range of the data.
 
-1. An epoch leases every range of every source once; the next epoch begins when none of this one is left to lease. What
-   was given back goes first.
-2. A range is done when every token trained on it is merged in every fragment. The ledger knows what is merged; a
-   learner says which tokens were trained on what.
-3. What is given back begins anew after its longest prefix that is merged in every fragment. Its former holder may take
-   it up again where it is; when somebody else takes it, the former holder's tokens after that prefix count as repeated
-   wherever they are, or will be, merged. So do tokens trained on what a learner has no lease for.
-4. A learner that loses tokens for good (refused, restored) gives back the ranges they belong to.
-5. Of a source whose end nobody knows, at most MAX_UNPROVEN ranges are leased that nobody has read from.
-6. No number is used twice, even if the disk forgets some: after a restart they go on far above.
-7. Only records change the table, except for how far holders say they are, which they say again.
+1. An epoch leases each range of each source once. The next epoch begins when all ranges of this one are leased. Ranges
+   that were given back are leased first.
+2. A range is done when all tokens trained on it are merged in all fragments. The ledger knows which tokens are merged;
+   learners report which tokens were trained on which range.
+3. A range that was given back is leased again from the end of its longest prefix that is merged in all fragments. Its
+   former holder may also continue it where it stopped. If another learner takes it, the former holder's tokens after
+   this prefix count as repeated, if they are merged. So do tokens that a learner trained on without a lease.
+4. A learner whose tokens are lost (refused, restored) gives back the ranges that they belong to.
+5. While the end of a source is unknown, at most MAX_UNPROVEN of its leased ranges may be unread.
+6. A lease number is never used twice, even if a disk was rolled back: after a restart, numbers continue far above.
+7. Only records change the table. The exception is the progress of holders, which they report again after a restart.
 
 Source: our choice.
 """
@@ -35,11 +35,7 @@ RESTART_GAP = 1 << 20
 
 
 def merged_prefix(holding: Holding, account: Account) -> tuple[int, int]:
-    """How much of a holding, from its first sample on, is merged in every fragment.
-
-    Returns:
-        Samples of the prefix, and the token after it.
-    """
+    """Return the number of samples in the longest prefix merged in all fragments, and the token after it."""
     span = holding.span
     through = span.stop
     for p, merged in enumerate(account.merged):
@@ -57,10 +53,11 @@ def merged_prefix(holding: Holding, account: Account) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Cursor:
-    """Where the leasing of new ranges stands; sources are begun in order.
+    """Position up to which ranges were leased; sources are begun in order.
 
     Args:
-        next: by source that was begun in this epoch, the first range nobody has leased.
+        epoch: current epoch.
+        next: for each source begun in this epoch, its first range that was never leased.
     """
 
     epoch: int = 0
@@ -69,15 +66,16 @@ class Cursor:
     def draw(
         self, catalogue: Catalogue, sizes: dict[int, int], unproven: Counter[int], preferred: int | None
     ) -> tuple[int, int, int] | None:
-        """The next (epoch, source, index): of the preferred source, else of a new one, else where most is left.
+        """Draw the next range: of the preferred source, else of a new source, else of the one with most ranges left.
 
         Args:
-            sizes: of the sources whose end is known.
-            unproven: leases of each source that nobody has read from.
-            preferred: where the asker is reading.
+            catalogue: the data.
+            sizes: number of ranges of each source whose end is known.
+            unproven: number of unread leases of each source.
+            preferred: source that the learner is reading.
 
         Returns:
-            None: first somebody has to find out where sources end.
+            (epoch, source, index); None while unread ranges of sources with unknown end must be read first.
         """
 
         def has_more(source: int) -> bool:
@@ -103,10 +101,11 @@ class Cursor:
 
 
 class LeaseTable:
-    """All leases of a run.
+    """All data leases of a run.
 
     Args:
-        books: the account of a session.
+        books: returns the token account of a session.
+        saved: a saved table to continue.
     """
 
     def __init__(self, books: Callable[[str], Account], saved: SavedLeases = EMPTY) -> None:
@@ -123,12 +122,12 @@ class LeaseTable:
 
     @property
     def epoch(self) -> int:
-        """The newest epoch of which anything was leased."""
+        """The newest epoch with a leased range."""
         return self._cursor.epoch
 
     @property
     def num_repeated(self) -> int:
-        """Token x fragment merged although somebody else trained, or trains, on the same samples in that epoch."""
+        """Merged token x fragment on samples that another learner trained on too in that epoch."""
         return sum(
             merged.overlap(start, stop)
             for session, ranges in self.repeated.items()
@@ -139,11 +138,11 @@ class LeaseTable:
     # ------------------------------------------------------------------------------------------------ what is decided
 
     def settled(self, session: str, *, gives_back: bool) -> records.RangesSettled | None:
-        """What of this session's is done, and what goes back; None: nothing.
+        """Return the record of a session's ranges that are done and that go back to the pool; None if there are none.
 
         Args:
-            session: whose ledger changed.
-            gives_back: everything that is not done goes back: it lapsed, left, or was replaced.
+            session: session whose account changed.
+            gives_back: return all unfinished ranges to the pool, because the session lapsed, left or was replaced.
         """
         held, pool = self.held.of(session), self.pool.of(session)
         if not held and not pool:
@@ -155,7 +154,7 @@ class LeaseTable:
         return records.RangesSettled(session, tuple(done), tuple(back)) if done or back else None
 
     def grants(self, session: str, known: Iterable[int], wanted: int) -> tuple[Grant, ...]:
-        """Leases for this session: its own that it can take up again, and as many others as it wants."""
+        """Return leases for a session: the ones of its own that it can continue, and up to `wanted` others."""
         assert self.catalogue is not None
         own = self.pool.of(session)
         unfinished = Unfinished(self._books(session), own)
@@ -183,11 +182,11 @@ class LeaseTable:
         return tuple(grants)
 
     def resume(self, now_s: float) -> None:
-        """The syncer was restarted (rule 6); by the clock, for the disk may forget one restart after another."""
+        """Skip numbers after a restart (rule 6), by the clock: a rolled-back disk may have lost earlier restarts."""
         self._gap = RESTART_GAP + int(1000 * now_s)
 
     def ends(self, spans: Iterable[Span]) -> list[records.SourceEnded]:
-        """Sources that end sooner than was known."""
+        """Return records for the sources that end earlier than known so far."""
         found = []
         for span in spans:
             holding = self.held.get(span.number)
@@ -200,7 +199,7 @@ class LeaseTable:
     # ------------------------------------------------------------------------------------------------- what is applied
 
     def apply(self, record: records.LeaseRecord) -> None:
-        """Change the table as this record says; once more changes nothing."""
+        """Apply a record; applying it again changes nothing."""
         match record:
             case records.Catalogued():
                 self.catalogue = record.catalogue
@@ -235,7 +234,7 @@ class LeaseTable:
             self._cursor.next[lease.source] = lease.index + 1
 
     def hear(self, session: str, spans: Iterable[Span]) -> None:
-        """How far this session says it is."""
+        """Take a session's report of its progress in its ranges."""
         for span in spans:
             holding = self.held.get(span.number) or self.pool.get(span.number)
             if holding is None or holding.session != session or holding.span == span:
@@ -244,7 +243,7 @@ class LeaseTable:
             table.put(replace(holding, span=max(span, holding.span, key=_extent)))
 
     def follow(self, session: str, ready: Ready) -> None:
-        """A contribution was merged: what was trained on a lease that is not the contributor's is repeated."""
+        """Follow a merge: tokens trained on ranges that the contributor does not hold count as repeated."""
         self.hear(session, ready.spans)
         for span in ready.spans:
             holding = self.held.get(span.number) or self.pool.get(span.number)
@@ -259,7 +258,7 @@ class LeaseTable:
             ranges.add(*gap)
 
     def saved(self) -> SavedLeases:
-        """Plain values, for snapshots; hand them to the constructor to get the same table."""
+        """Return the table as plain values, for snapshots; the constructor takes them."""
         return SavedLeases(
             catalogue=self.catalogue,
             epoch=self._cursor.epoch,

@@ -1,12 +1,13 @@
-"""How learners get their data: the syncer's answers about leases.
+"""The syncer's answers to learners that ask for data leases.
 
-1. A question names all that its asker holds; what it does not name, and what it names in vain, is in the answer. So
-   questions and answers may be lost or repeated.
-2. What was merged since is settled at every question; who has read a range to its end goes on asking until it is done.
-3. Who lapses, leaves, or is replaced gives back what is not done; so does everybody in a new generation.
-4. Learners that read other data than the run's are turned away.
+1. A request names all ranges that the learner holds. The answer has the leases that it did not name, and the numbers
+   that are not its leases. So requests and answers may be lost or repeated.
+2. Each request settles the ranges that were merged meanwhile. A learner that has read a range to its end keeps asking
+   until the range is done.
+3. A learner that lapses, leaves or is replaced gives back its unfinished ranges. In a new generation all learners do.
+4. Learners that read other data than the run's are refused.
 
-Source: our choice. The rules of the table itself are in `lease_table.py`.
+Source: our choice. The rules of the table are in `lease_table.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Leasing(DurableState):
     def _ask_ranges(self, member: Member, asked: msg.AskRanges) -> list[SyncerAction]:
         table, session = self.leases, member.session
         if asked.generation != self.rounds.generation:
-            return []  # it is welcomed to the present one, and asks again
+            return []  # it gets a Welcome to the current generation, and asks again
         if table.catalogue is not None and asked.catalogue != table.catalogue:
             return self._other_data(member, asked)
         todo: list[SyncerAction] = []
@@ -50,14 +51,14 @@ class Leasing(DurableState):
     def _other_data(self, member: Member, asked: msg.AskRanges) -> list[SyncerAction]:
         text = (
             f"learner {member.learner!r} reads other data than the run: {asked.catalogue}, the run has "
-            f"{self.leases.catalogue}; all learners lease ranges of the same text, tokenizer and options of TextData; "
-            "give this one the same, or TextData(leases=False)"
+            f"{self.leases.catalogue}; all learners must lease ranges of the same text, tokenizer and options of "
+            "TextData; use the same here, or TextData(leases=False)"
         )
         rejected = do.Send(member.session, msg.Rejected("config", text))
         return [rejected, do.Note("rejected", {"learner": member.learner, "text": text})]
 
     def _settle(self, member: Member, *, gives_back: bool = False) -> list[SyncerAction]:
-        """Write down what of this member's leases is done, and what goes back."""
+        """Record which ranges of a member are done, and which go back to the pool."""
         record = self.leases.settled(member.session, gives_back=gives_back)
         if record is None:
             return []

@@ -1,11 +1,12 @@
-"""What became of every token, per (learner, incarnation, fragment).
+"""Token accounts: what became of each token, per (learner, incarnation, fragment).
 
-1. The unit is token x fragment: a batch of n tokens counts n in every fragment.
-2. `seen` comes from learners' counters, `merged` from commit records, `discarded` from learners' and the syncer's
-   records of cause, `pending` from learners' own unsent ranges. No term is computed from the others, so that
-   seen = merged + discarded + pending is a check.
-3. A range is merged once: adding it twice raises.
-4. Where landings drop tokens, merged ranges never touch. Those that a learner has done with are kept as a number.
+1. The unit is token x fragment: a batch of n tokens counts n in each fragment.
+2. `seen` comes from the learners' counters, `merged` from commit records, `discarded` from causes booked by learners
+   and syncer, `pending` from the ranges that learners report as unsent. No term is computed from the others, so
+   seen = merged + discarded + pending is a real check.
+3. A range is merged once; merging it twice raises.
+4. With a landing rule that drops tokens, merged ranges never touch, and their number grows. Ranges that lie before all
+   open ones are replaced by their total size.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MAX_RANGES = 256
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A learner's counter and its own books, as last heard."""
+    """A learner's token counter and progress report, as last received."""
 
     seen: int
     declared: Progress | None
@@ -29,18 +30,18 @@ class Heard:
 
 @dataclass(slots=True)
 class Account:
-    """The books of one incarnation of one learner.
+    """The account of one incarnation of one learner.
 
     Args:
-        learner, incarnation: whose.
-        merged: per fragment, the ranges merged so far.
-        unlanded: per fragment, (version, start, stop) of merges the learner may not have landed yet.
-        seen: highest token counter heard.
-        declared: the learner's own books, as last heard.
+        learner, incarnation: owner of the account.
+        merged: per fragment, the merged ranges.
+        unlanded: per fragment, (version, start, stop) of merges that the learner may not have landed yet.
+        seen: highest token counter received.
+        declared: the learner's progress report, as last received.
         booked: token x fragment discarded by the syncer, by cause.
-        is_absent: its lease has run out; what is pending waits for its return.
-        is_closed: nothing more will be merged or pending.
-        is_exact: the learner's own books, as last heard, agreed with its commits.
+        is_absent: the learner has lapsed; its pending tokens wait for its return.
+        is_closed: no tokens can be merged or pending any more.
+        is_exact: the last progress report agreed with the commits.
     """
 
     learner: str
@@ -64,27 +65,27 @@ class Account:
 
     @property
     def may_have_lost(self) -> bool:
-        """Whether there may be tokens that are neither merged nor pending."""
+        """Whether some tokens may be neither merged nor pending."""
         return not self.is_exact or bool(self.booked) or bool(self.declared and self.declared.discarded)
 
     @property
     def num_pending(self) -> int:
-        """What the learner says is unsent, less what has been merged since it said so."""
+        """Tokens that the learner reported as pending, without those merged since."""
         if self.is_closed:
             return 0
         return sum(stop - start for p in range(len(self.merged)) for start, stop in self.unmerged(p))
 
     def unmerged(self, fragment: int) -> list[tuple[int, int]]:
-        """Declared pending ranges of a fragment, and what was seen since, that are in no commit."""
+        """Return the ranges of a fragment that are reported as pending, or seen since, and not merged."""
         declared = self.declared.pending[fragment] if self.declared else ()
         known = self.declared.tokens if self.declared else 0
         ranges = [*declared, (known, self.seen)] if self.seen > known else declared
         return [gap for start, stop in ranges for gap in self.merged[fragment].missing(start, stop)]
 
     def declare(self, progress: Progress) -> bool:
-        """Take a learner's books; returns whether they agree with the commits it has landed.
+        """Take a learner's progress report; returns whether it agrees with the commits that the learner has landed.
 
-        Books that are older than what was heard before (messages may overtake each other) are passed over.
+        A report that is older than the last one is ignored: messages may overtake each other.
         """
         if self.declared and _age(progress) < _age(self.declared):
             return True
@@ -102,7 +103,7 @@ class Account:
         return self.is_exact
 
     def settle(self) -> None:
-        """Keep only the number of what lies before everything that is pending or has not landed, once there is much."""
+        """Replace merged ranges before all open ones by their size, if a fragment has more than MAX_RANGES (rule 4)."""
         if self.declared is None:
             return
         for merged, unlanded, pending in zip(self.merged, self.unlanded, self.declared.pending, strict=True):
@@ -111,34 +112,34 @@ class Account:
                 merged.settle(min([self.declared.tokens, *open_from]))
 
     def merge(self, fragment: int, version: int, start: int, stop: int) -> None:
-        """Book a commit; raises ValueError if any of the range was merged before."""
+        """Book a merged range; raises ValueError if a part of it was merged before."""
         self.merged[fragment].add(start, stop)
         self.unlanded[fragment].append((version, start, stop))
         self.seen = max(self.seen, stop)
 
     def heard(self) -> Heard:
-        """What is known from the learner alone; a record carries it, for nobody could tell it again."""
+        """Return what only the learner reported; a record carries it, because it cannot be recomputed."""
         return Heard(self.seen, self.declared)
 
     def hear(self, heard: Heard) -> None:
-        """The inverse of `heard`."""
+        """Set what `heard` has returned."""
         self.seen, self.declared = heard.seen, heard.declared
 
     def close(self, cause: str) -> None:
-        """Whatever is still pending is discarded for this cause."""
+        """Book all pending tokens as discarded for this cause, and close the account."""
         if not self.is_closed:
             self.booked[cause] += self.num_pending
             self.is_closed = True
 
 
 def _age(progress: Progress) -> tuple[int, int, int]:
-    """Grows with every change of a learner's books that matters."""
+    """Return a key that grows with each relevant change of a learner's progress."""
     return progress.tokens, sum(progress.discarded.values()), sum(progress.landed)
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over accounts, in token x fragment; absent is the part of pending whose owner's lease has run out."""
+    """Sums over accounts, in token x fragment; `absent` is the part of `pending` whose learner has lapsed."""
 
     seen: int = 0
     merged: int = 0
@@ -191,7 +192,7 @@ class Ledger:
         }
 
     def account(self, learner: str, incarnation: int) -> Account:
-        """The books of this incarnation, opened at first use."""
+        """Return the account of an incarnation; opens it at first use."""
         key = (learner, incarnation)
         if key not in self.accounts:
             num = range(self.num_fragments)
@@ -200,20 +201,20 @@ class Ledger:
 
     @property
     def seen(self) -> int:
-        """Tokens in all accounts; a batch of n tokens is n."""
+        """Tokens seen by all learners; a batch of n tokens counts n."""
         return sum(account.seen for account in self.accounts.values())
 
     @property
     def num_merged(self) -> int:
-        """Token x fragment merged."""
+        """Merged tokens, in token x fragment."""
         return sum(account.num_merged for account in self.accounts.values())
 
     def seen_by_others(self, account: Account) -> int:
-        """Tokens in all accounts but this one."""
+        """Return the tokens seen by all learners but this one."""
         return self.seen - account.seen
 
     def totals(self) -> Totals:
-        """Sums over all accounts."""
+        """Return the sums over all accounts."""
         totals = Totals()
         for account in self.accounts.values():
             totals.seen += account.seen * self.num_fragments
@@ -225,7 +226,7 @@ class Ledger:
         return totals
 
     def saved(self) -> tuple[SavedAccount, ...]:
-        """Plain values, for snapshots; hand them to the constructor to get the same ledger."""
+        """Return the ledger as plain values, for snapshots; the constructor takes them."""
         return tuple(
             SavedAccount(
                 learner=a.learner,

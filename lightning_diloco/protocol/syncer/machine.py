@@ -1,16 +1,18 @@
-"""The syncer's side of the protocol: everything that is decided about a run.
+"""The syncer's state machine: all decisions about a run.
 
-1. Durable state (`durable_state.py`) changes only by applying a record, live or at a restart. What is said because
-   of it comes after the record.
-2. Joining lives in `joins.py`, leases of data in `leasing.py`, rounds in `rounds.py`, contributions in
-   `contributions.py`, token books in `ledger.py`. This file hands events to them and joins their answers.
-3. Leaves and fences wait for a commit that is being written and names the leaver; both are repeated until answered.
-4. If a learner speaks of another generation, or of a version not reached here, the answer is a Welcome to the present
-   one. If it proves that this version was published (`proofs.py`), the disk was rolled back: a new generation begins.
-5. Leases run by the time at which events came, not by that at which they are handled. Time in which this process stood
-   still counts against nobody.
+1. Durable state (`durable_state.py`) changes only by applying a record, live or at a restart. Messages about a change
+   follow its record.
+2. Joins are handled in `joins.py`, data leases in `leasing.py`, rounds in `rounds.py`, contributions in
+   `contributions.py`, token accounts in `ledger.py`. This file dispatches events to them and collects their actions.
+3. While a commit that names a session is being written, this session cannot leave or be fenced off. The messages that
+   ask for it are repeated until they are answered.
+4. If a learner names another generation, or a version above the syncer's, the answer is a Welcome to the current
+   generation. If the learner proves that the version was published (`proofs.py`), the syncer's disk was rolled back,
+   and a new generation begins.
+5. Leases are measured from the arrival of events, not from their handling. Time in which this process was suspended
+   does not count.
 
-Source: the paper's syncer loop (arXiv 2604.21428, Sec. 3), with durability and fencing of our own.
+Source: the paper's syncer loop (arXiv 2604.21428, Sec. 3); durability and fencing are our choice.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from lightning_diloco.protocol.syncer.roster import Member
 
 
 class SyncerState(Joins):
-    """Decides who takes part, which rounds open and close, and what is committed.
+    """Decides which learners take part, which rounds open and close, and what is committed.
 
     Args:
         run: run id.
         options: run options fixed by the syncer's own flags.
-        expect: learners to wait for before the first step; None: do not wait.
+        expect: number of learners to wait for before the first step; None: do not wait.
         heartbeat_s: seconds between learners' heartbeats.
-        secret: of a new run, see `proofs.py`; one that is restored has its own.
+        secret: secret of a new run (`proofs.py`); a restored run keeps its own.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class SyncerState(Joins):
         self._applying: dict[int, records.CommitRecord] = {}
 
     def _no_verdict(self) -> None:
-        """Nobody has evaluated the anchor that there is now."""
+        """Note that no learner has evaluated the current anchor."""
         self.eval_loss: float | None = None
         self.eval_reason: str | None = "no learner has evaluated the final anchor"
         self.has_verdict = False
@@ -59,7 +61,15 @@ class SyncerState(Joins):
     # ------------------------------------------------------------------------------------------------------ dispatch
 
     def handle(self, event: on.SyncerEvent, now_s: float) -> list[SyncerAction]:
-        """What is to be done because of this event."""
+        """Process one event.
+
+        Args:
+            event: what happened.
+            now_s: when it happened, monotonic; never decreases from one call to the next.
+
+        Returns:
+            The actions to carry out, in order.
+        """
         self._now_s = now_s
         todo = self._dispatch(event, now_s)
         return todo if self._outlived is None else todo + self._regenerate(self._outlived)
@@ -143,14 +153,14 @@ class SyncerState(Joins):
         elif not account.declare(progress):
             self.num_inexact += 1
             todo.append(do.Note("ledger", {"learner": member.learner, "progress": codec.dump(progress)}))
-        elif self.leases.catalogue is None:  # leased data is settled by the ranges themselves
+        elif self.leases.catalogue is None:  # with data leases, finished ranges settle the account
             account.settle()
         if not member.takes_part(now_s, self.heartbeat_s):
             todo += self.rounds.remove(member, now_s)
         return [*todo, do.Send(member.session, self._run_is(member))]
 
     def _disbelieve(self, member: Member, problem: str) -> list[SyncerAction]:
-        """Its counter is wrong: nothing it counts is used, and it is told to stop, as often as it says so."""
+        """Ignore a learner whose counter is implausible; each such message is answered with an order to stop."""
         told = do.Send(member.session, msg.Rejected("config", problem))
         if member.is_disbelieved:
             return [told]
@@ -158,7 +168,7 @@ class SyncerState(Joins):
         return [told, do.Note("rejected", {"learner": member.learner, "text": problem})]
 
     def _stop(self, member: Member, reason: str | None) -> list[SyncerAction]:
-        """End the run if this learner asks for it; everybody hears of it with their next heartbeat."""
+        """End the run if this learner asks for it; the others learn of it from the reply to their next heartbeat."""
         if reason is None or self.stopped is not None:
             return []
         record = records.Stopped(reason)
@@ -177,7 +187,7 @@ class SyncerState(Joins):
         return todo + self.rounds.payload(member, event.ready, event.error, now_s)
 
     def may_merge(self, session: str, ready: msg.Ready) -> bool:
-        """Whether its payload is worth keeping until the machine has heard of it; any thread may ask."""
+        """Return whether a payload could still be merged, so that it is worth keeping. Any thread."""
         member = self.roster.get(session)
         if member is None or member.state != "active" or ready.generation != self.rounds.generation:
             return False
@@ -188,7 +198,7 @@ class SyncerState(Joins):
         return len(progress.landed) == len(progress.pending) == len(self.rounds.fragments)
 
     def _is_out_of_step(self, said: msg.Ready | msg.Progress) -> bool:
-        """Whether it speaks of another generation, or of a version that this one has not reached."""
+        """Whether a message names another generation, or a version above the current one."""
         versions = [f.version for f in self.rounds.fragments]
         if isinstance(said, msg.Ready):
             is_ahead = said.base > versions[said.fragment]
@@ -204,19 +214,19 @@ class SyncerState(Joins):
         return todo
 
     def _committed(self, commit: records.CommitRecord, digest: str, now_s: float) -> list[SyncerAction]:
-        self._no_verdict()  # who left last may not have stayed the last
+        self._no_verdict()  # the evaluated anchor is no longer the newest
         todo = self.rounds.committed(commit, digest, now_s)
         self._follow(commit)
         return todo
 
     def applying(self, p: int) -> records.CommitRecord:
-        """The commit of this fragment that is being written."""
+        """Return the commit of this fragment that is being written."""
         return self._applying[p]
 
     def _regenerate(self, outlived: int) -> list[SyncerAction]:
-        """Begin a generation above the one that learners know better than this syncer."""
+        """Begin a generation above `outlived`, which this syncer lost and a learner has proved."""
         if self.rounds.is_committing():
-            return []  # that commit counts, whoever is welcomed after it
+            return []  # this commit is valid; wait until it is written
         self._outlived = None
         record = records.Regenerated(max(outlived, self.rounds.generation) + 1)
         self.apply(record)
@@ -232,7 +242,7 @@ class SyncerState(Joins):
         if member.state == "left":
             return [do.Send(member.session, msg.LeaveNoted(self._is_last()))]
         if self.rounds.is_committing(member):
-            return []  # it is repeated
+            return []  # the learner repeats the message
         if not self._is_whole(message.progress) or member.state != "active":
             return [do.Note("ignored", {"learner": member.learner, "message": "Leave"})]
         if self._is_out_of_step(message.progress):
@@ -255,19 +265,22 @@ class SyncerState(Joins):
         return [*todo, do.Record(records.encode(record)), note, noted]
 
     def finish(self) -> None:
-        """The run is over: what learners that never came back had not merged is discarded."""
+        """Close the accounts at the end of the run: unmerged tokens of lapsed learners become discarded."""
         for member in self.roster.in_state("active"):
             self.account(member).close("lapsed")
 
     @property
     def is_finished(self) -> bool:
-        """Whether everyone who took part left, or never came back."""
+        """Whether there were learners, and all of them have left or lapsed."""
         took_part = self.roster.in_state("active", "left")
         return bool(took_part) and self._is_last()
 
     @property
     def ended_by_finishing(self) -> bool:
-        """Whether the last to leave had nothing more to train, and nobody came after that; who lapsed may come back."""
+        """Whether the last leave was a finished training and no learner became active after it.
+
+        A lapsed learner may still return.
+        """
         left = [(m.ended_s, m.ending) for m in self.roster.in_state("left") if m.ended_s is not None]
         ended_s, ending = max(left, key=lambda it: it[0], default=(0.0, None))
         came = [m.active_s for m in self.roster.in_state("active") if m.active_s is not None]
@@ -298,14 +311,14 @@ class SyncerState(Joins):
         return [*todo, do.Record(records.encode(record)), note, *self.rounds.remove(member, now_s)]
 
     def resume(self, now_s: float) -> None:
-        """Everything durable is restored: give every session a lease to report back in."""
+        """Continue after a restore: each session gets a new lease, in which it can report back."""
         self._now_s = now_s
         self.leases.resume(now_s)
         self._has_started = self._has_started or bool(self.roster.in_state("active", "left"))
         self._renew_leases(now_s)
 
     def _stood_still(self, event: on.StoodStill, now_s: float) -> list[SyncerAction]:
-        """Nobody could be heard: whoever is there has a whole lease to be heard again."""
+        """Renew all leases: while the process was suspended, it could not receive messages."""
         self._renew_leases(now_s)
         return [do.Note("stood still", {"for_s": round(event.for_s, 3)})]
 

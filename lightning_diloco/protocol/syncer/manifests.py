@@ -1,8 +1,8 @@
-"""Whether a seeder's manifest can be the start of a run: checked before anything is computed from it.
+"""Checks a seeder's manifest before anything is computed from it.
 
-1. It has the fields of `make_manifest` and no others, of their types (`codec`) and within bounds (`limits`).
-2. Its plan can be computed in seconds: so many slices, and so much dealing of shapes to fragments, at most. Whether the
-   plan is the one it claims, and fits the values, is seen when the values are there.
+1. It must have exactly the fields of `make_manifest`, of their types (`codec`) and within the bounds of `limits`.
+2. Its plan must be computable within seconds, so slices and fragments are bounded. When the start values are there, the
+   plan is computed and compared with the digest and the values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_DIMENSIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
-    """The protocol goes by the first fields; those with a default are missed where the plan is computed."""
+    """Fields of a manifest. The protocol needs those without a default; computing the plan needs the others too."""
 
     config: dict[str, Scalar]
     frozen: dict[str, str]
@@ -38,7 +38,7 @@ class _Manifest:
 
 
 def defect(manifest: Json) -> str | None:
-    """What is wrong with a seeder's manifest, if anything."""
+    """Return what is wrong with a seeder's manifest; None if nothing is."""
     try:
         read = codec.load(_Manifest, manifest, "manifest")
     except CorruptMessageError as error:
@@ -52,12 +52,12 @@ def defect(manifest: Json) -> str | None:
     if read.num_fragments != config.fragments_wanted:
         return f"num_fragments={read.num_fragments}, the config says {config.fragments_wanted}"
     if read.token_unit not in (None, "tokens", "samples"):
-        return f"token_unit={read.token_unit!r}; tokens or samples can be counted"
+        return f"token_unit={read.token_unit!r}; must be 'tokens' or 'samples'"
     return _excess(read.shapes, config)
 
 
 def _excess(shapes: dict[str, tuple[int, ...]], config: RunConfig) -> str | None:
-    """Why its plan would take too long, if it would."""
+    """Return why the plan would take too long to compute; None if it would not."""
     if bad := [name for name, shape in shapes.items() if min(shape, default=1) < 1 or len(shape) > MAX_DIMENSIONS]:
         return f"parameter {bad[0]!r}: must have at most {MAX_DIMENSIONS} dimensions, each at least 1"
     if config.fragments_wanted > MAX_FRAGMENTS:

@@ -1,10 +1,10 @@
-"""Proofs that this syncer, or the one before its disk was rolled back, has said something: a keyed hash of it.
+"""Proofs that the run's syncer has published a version or activated a session: a keyed hash of the statement.
 
-1. Learners carry proofs and show them when they come back; nobody without the run's secret can make one. The secret is
-   on record with the start values, so that a disk that was rolled back still has it, and is never sent.
-2. A published version has one: who shows a version that this syncer does not know, with its proof, proves that the disk
-   was rolled back. It does so once: the new generation is above everything that was proved.
-3. So has the word that a session takes part, for one whose record is lost.
+1. Learners keep proofs and present them when they reconnect. Only the run's secret can make one. It is recorded with
+   the start values, so a disk that was rolled back still has it, and it is never sent.
+2. A learner that presents a version unknown to the syncer, with its proof, proves that the syncer's disk was rolled
+   back. The new generation is above all proved ones, so each proof has this effect once.
+3. A proof of a session shows that it was active, if a rolled-back disk has lost its record.
 
 Source: our choice; HMAC is RFC 2104.
 """
@@ -19,22 +19,22 @@ NUM_CHARS = 32
 
 
 def proof_of_version(secret: str, p: int, mark: Mark) -> str:
-    """That this version of fragment p was published with these values."""
+    """Return the proof that this version of fragment p was published with these values."""
     return _proof(secret, f"version {p} {mark.generation} {mark.version} {mark.digest}")
 
 
 def proof_of_session(secret: str, session: str) -> str:
-    """That this session takes part."""
+    """Return the proof that this session was active."""
     return _proof(secret, f"session {session}")
 
 
 def is_proved(secret: str, p: int, mark: Mark) -> bool:
-    """Whether a mark comes with its proof."""
+    """Return whether a mark has a valid proof."""
     return _equal(mark.proof, proof_of_version(secret, p, mark))
 
 
 def is_member(secret: str, session: str, proof: str) -> bool:
-    """Whether this session was told that it takes part."""
+    """Return whether this is a valid proof of the session."""
     return _equal(proof, proof_of_session(secret, session))
 
 

@@ -1,10 +1,10 @@
-"""Who takes part: sessions, incarnations, leases.
+"""Sessions of a run, their incarnations and their state.
 
-1. A session is one process, known by its nonce. The same session always has the same incarnation.
-2. A new incarnation is granted at once but becomes active, and fences older ones off, only when its process confirms.
-3. A learner id that is still being heard from is in use; the newcomer is told so. One that has fallen silent for three
-   heartbeats gives way.
-4. The electorate of a round is whoever is stepping or draining; nobody waits for anyone else.
+1. A session is one process, identified by its nonce. A session always has the same incarnation.
+2. A new incarnation is granted at once. It becomes active, and fences off older ones, when its process confirms.
+3. A learner id is in use while its process sends messages, and a second process is refused. After three heartbeats of
+   silence the second process takes over the id (`admission.py`).
+4. The electorate of a round is the set of learners that step or drain. Rounds wait for no others.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ class Member:
     """One session.
 
     Args:
-        session, learner, incarnation: whose it is.
-        slot: decides its part of the data; see `slot_for`.
-        state: joining (granted), confirmed (waiting for the start), active, left, or fenced off.
-        is_lapsed: its lease ran out; it may come back.
-        phase: what it said it is doing.
-        connection: highest connection number heard.
-        fates: per fragment, the last decided (seq, fate, version, reason, kept), kept being the part of its values that
-            was merged, 0..1.
-        last_seq: per fragment, the highest seq heard.
-        num_superseded: per fragment, contributions superseded in a row since it was last waited for.
+        session, learner, incarnation: identity of the process.
+        slot: number that decides its part of the data; see `Roster.slot_for`.
+        state: joining (granted), confirmed (waits for the start), active, left, or fenced.
+        is_lapsed: its lease ran out; it may return.
+        phase: what the learner does, as last reported.
+        connection: highest connection number received.
+        fates: per fragment, the last (seq, fate, version, reason, kept); `kept` is the merged part of the values, 0..1.
+        last_seq: per fragment, the highest seq received.
+        num_superseded: per fragment, contributions superseded in a row since a round last waited for it.
         merged_s: per fragment, when its last contribution was merged.
-        most_tokens: a step that are believed, 0: not known yet.
-        is_disbelieved: it says what cannot be, and was told to stop.
-        num_refused, num_clipped: contributions that were refused, and that were merged with a norm scaled down.
+        most_tokens: highest plausible number of tokens per step; 0: not known yet.
+        is_disbelieved: its token counter is implausible, and it was told to stop.
+        num_refused, num_clipped: number of contributions that were refused, and that were scaled down.
     """
 
     session: str
@@ -75,49 +74,49 @@ class Member:
 
     @property
     def work_per_s(self) -> float | None:
-        """Tokens per second, times tokens per step; None until both are known (`shares.py`)."""
+        """Tokens per second times tokens per step (`shares.py`); None until both are known."""
         if not (self.tokens and self.step and self.step_s):
             return None
         return (self.tokens / self.step) ** 2 / self.step_s
 
     @property
     def is_live(self) -> bool:
-        """Active, and its lease has not run out."""
+        """Whether it is active and has not lapsed."""
         return self.state == "active" and not self.is_lapsed
 
     def is_stalled(self, now_s: float, heartbeat_s: float) -> bool:
-        """Whether it should be stepping but is not."""
+        """Return whether it should be stepping but has made no step for too long."""
         patience_s = max(min(STALL_STEPS * self.step_s, MAX_STALL_S), SILENT_HEARTBEATS * heartbeat_s)
         return self.phase == "stepping" and now_s - self.stepped_s > patience_s
 
     def takes_part(self, now_s: float, heartbeat_s: float) -> bool:
-        """Whether a round that opens now may wait for it."""
+        """Return whether a round that opens now may wait for it."""
         if not self.is_live or self.phase == "evaluating":
             return False
         return self.phase == "draining" or (self.step > 0 and not self.is_stalled(now_s, heartbeat_s))
 
     def is_at_work(self, now_s: float, heartbeat_s: float) -> bool:
-        """Whether work of it is on its way to the anchor: it steps, evaluates between steps, or drains."""
+        """Return whether it produces work for the anchor: it steps, evaluates between steps, or drains."""
         return self.is_live and self.step > 0 and not self.is_stalled(now_s, heartbeat_s)
 
     def hear(self, progress: Progress, phase: Phase, now_s: float) -> None:
-        """Where it says it stands."""
+        """Take a progress report."""
         if progress.step > self.step or (phase == "stepping" and self.phase != "stepping"):
             self.stepped_s = now_s
         self.step, self.tokens, self.landed, self.phase = progress.step, progress.tokens, progress.landed, phase
 
     def heard_stepping(self, step_s: float, now_s: float) -> None:
-        """It asks for a round, so it is stepping or draining."""
+        """Take an intent: a learner that asks for a round is stepping or draining."""
         self.step_s, self.stepped_s, self.step = step_s, now_s, max(1, self.step)
         if self.phase == "evaluating":
             self.phase = "stepping"
 
 
 class Roster:
-    """All sessions of a run, past ones included.
+    """All sessions of a run, also past ones.
 
     Attributes:
-        quarantined: learner ids whose contributions are not merged, and why (`conduct.py`).
+        quarantined: learner ids in quarantine, with the reason (`conduct.py`).
     """
 
     def __init__(self) -> None:
@@ -131,7 +130,7 @@ class Roster:
         return self.members.get(session)
 
     def heard(self, session: str, at_s: float) -> None:
-        """Bulk of this session came in or went out: it is alive."""
+        """Note that the session is alive, because it sent or fetched bulk data."""
         if member := self.members.get(session):
             member.heard_s = max(member.heard_s, at_s)
 
@@ -139,11 +138,11 @@ class Roster:
         return [m for m in self.members.values() if m.state in states]
 
     def active(self, learner: str) -> Member | None:
-        """The active session of this learner id."""
+        """Return the active session of a learner id."""
         return next((m for m in self.in_state("active") if m.learner == learner), None)
 
     def older(self, member: Member) -> list[Member]:
-        """Sessions of the same learner that a new one fences off."""
+        """Return the older sessions of the same learner, which this one fences off."""
         return [
             m
             for m in self.in_state("joining", "confirmed", "active")
@@ -151,7 +150,7 @@ class Roster:
         ]
 
     def owner(self, learner: str, newcomer: str) -> Member | None:
-        """The newest session that takes part under this learner id, or is about to."""
+        """Return the newest other session of a learner id that is active or joining."""
         held = [m for m in self.in_state("joining", "confirmed", "active") if m.learner == learner]
         return max((m for m in held if m.session != newcomer), key=lambda m: m.incarnation, default=None)
 
@@ -159,7 +158,7 @@ class Roster:
         return [m for m in self.members.values() if m.is_live]
 
     def is_quarantined(self, session: str) -> bool:
-        """Whether nobody waits for it, and what it sends is not merged."""
+        """Return whether its learner is in quarantine: no round waits for it, and it is not merged."""
         return self.members[session].learner in self.quarantined
 
     def trusted(self) -> list[Member]:
@@ -169,14 +168,14 @@ class Roster:
         return 1 + max((m.incarnation for m in self.members.values() if m.learner == learner), default=0)
 
     def slot_for(self, learner: str, parts: int) -> int:
-        """The learner's slot; the lowest ones are the parts of the data, and are given away first.
+        """Return a learner's slot; slots below `parts` are the parts of the data.
 
-        A slot is kept over restarts. Else it is the part with the number that the name ends in, if nobody has that; the
-        lowest part that nobody has; the lowest one whose learner is gone; or a slot beyond the parts.
+        The first free one of: the learner's earlier slot; the part whose number ends the learner id; the lowest part
+        that was never held; the lowest slot whose learner is gone, or which is beyond the parts.
 
         Args:
             learner: learner id.
-            parts: of the data; 1 where it is not split.
+            parts: number of parts of the data; 1 if the data is not split.
         """
         ever_held = {m.slot for m in self.members.values()}
         held = {m.slot for m in self.members.values() if m.learner != learner and self._is_here(m)}
@@ -193,7 +192,7 @@ class Roster:
 
     @staticmethod
     def _is_here(member: Member) -> bool:
-        """Whether it takes part, or is about to."""
+        """Whether it is joining or live."""
         return member.state in ("joining", "confirmed") or member.is_live
 
     def at_work(self, now_s: float, heartbeat_s: float) -> list[Member]:

@@ -1,15 +1,15 @@
-"""One round of one fragment: its stages, and what is kept while it is open.
+"""One round of one fragment: its stages and its state.
 
-    stage         what is awaited                              next
+    stage         what it waits for                            next
     ------------  -------------------------------------------  ---------------------------------------------------------
-    collecting    everyone in the electorate to say ready or   transferring; over (nobody has anything)
+    collecting    everyone in the electorate to say ready or   transferring; over (none has progress)
                   decline; or the quorum, then the grace
     transferring  members' payloads, up to a deadline          merging; over (no payload came)
     merging       the outer gradient                           committing; merging (a member was fenced off); over (all)
     committing    the disk                                     over (the fragment has a new version); suspended
     suspended     the disk, again                              merging; over (all members are gone)
 
-Only a round that has been `committing` changes anything that lasts.
+Only a round that reaches `committing` changes durable state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEXT: dict[Stage, tuple[Stage, ...]] = {
 
 @dataclass(slots=True)
 class Held:
-    """A contribution whose fate is open; one that is late was waited for, in vain."""
+    """A contribution without a fate; a late one missed the deadline of a round that waited for it."""
 
     contribution: Contribution
     ready_s: float
@@ -47,16 +47,16 @@ class Round:
     """One open round.
 
     Args:
-        number: unique per fragment, growing.
+        number: unique and increasing.
         opener_step_s: the opener's time per step.
-        electorate: sessions that may still answer.
-        num_stepping: size of the electorate at opening.
+        electorate: sessions that the round waits for.
+        num_stepping: size of the electorate when the round opened.
         owed: sessions superseded so often that this round waits for them.
         until_s: when the current stage ends by itself.
-        answers_until_s: when the round gives up those of the electorate that have not answered.
-        members: sessions whose contributions are merged, once that is decided, in the order of the merge.
-        shares: of the members, in the work of the fleet.
-        num_ready, quorum: contributions that were there, and were needed, when membership closed.
+        answers_until_s: when sessions that have not answered leave the electorate.
+        members: sessions whose contributions are merged, in the order of the merge; empty until membership closes.
+        shares: the members' shares of the fleet's work.
+        num_ready, quorum: contributions that were ready, and that were needed, when membership closed.
     """
 
     number: int
@@ -77,20 +77,21 @@ class Round:
     quorum: int = 1
 
     def go(self, stage: Stage) -> None:
-        """To the next stage; the table above says which may follow."""
+        """Go to the next stage, which must be one that the table allows."""
         assert stage in NEXT[self.stage], f"round {self.number} from {self.stage} to {stage}"
         self.stage = stage
 
 
 @dataclass(slots=True)
 class FragmentRounds:
-    """What the syncer knows of one fragment.
+    """State of one fragment at the syncer.
 
     Args:
-        digests: of the last versions, by version.
-        held: contributions whose fate is open, by session.
-        round: the open one.
-        wanted: what sessions said that asked for the next round meanwhile.
+        version: current version.
+        digests: digests of the last versions, by version.
+        held: contributions without a fate, by session.
+        round: the open round.
+        wanted: intents for the next round, by session.
     """
 
     version: int = 0
@@ -102,7 +103,7 @@ class FragmentRounds:
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over rounds, for the summary."""
+    """Totals over all rounds, for the summary."""
 
     num_commits: int = 0
     num_aborted: int = 0

@@ -1,19 +1,23 @@
-"""Rounds of all fragments: who is waited for, how long, and what is committed.
+"""Rounds of all fragments: which learners a round waits for, for how long, and what it commits.
 
-1. One round per fragment at a time. It is announced one step ahead, membership is decided by metadata, payloads follow.
-2. The electorate is fixed at opening and only shrinks. Membership closes when everyone in it has answered, or at the
-   effective quorum plus grace. Effective quorum = max(1, min(K, electorate)). Grace counts from one long step of the
-   opener on (95th percentile): where devices are shared, steps are unequal, and a usual one is too short for many.
-3. A payload that misses its round is held and joins the next one as what it is (`contributions.py`). A learner
-   superseded twice in a row is waited for in one round, up to a cap.
-4. Learners that end together evaluate before they drain. One that drains waits for those who evaluate, and its rounds
-   for everybody, as long as it can, so that contributions are merged by direction rather than added up.
-5. What a learner says of itself lengthens no wait of others beyond a few steps of theirs (`_believed_s`), nor beyond
-   MAX_WAIT_S. A learner that has not answered ANSWER_STEPS after that leaves the electorate, whatever the quorum.
-6. How far each contribution moves the anchor does not depend on who else is in the round (`shares.py`).
-7. What is merged is checked against the fence twice: at receipt and when the commit is recorded.
+1. Each fragment has at most one open round. A round is announced one step ahead. Metadata decides its membership;
+   payloads follow.
+2. The electorate is fixed when the round opens, and only shrinks. Membership closes when the whole electorate has
+   answered, or at the effective quorum plus grace. The effective quorum is max(1, min(K, electorate)). The grace window
+   starts one long step (95th percentile) of the opener after the opening: on shared devices steps vary, and a median
+   step would be too short for many learners.
+3. A payload that misses its round is held for the next one (`contributions.py`). If a learner is superseded twice in a
+   row, one round waits for it, up to a limit.
+4. Learners that finish together evaluate before they drain. A draining learner's intent waits while others evaluate,
+   and its round waits for all of the electorate, both up to the learner's patience. So the last contributions are
+   merged in one round instead of one after the other.
+5. The step times that a learner reports lengthen the waits of others by at most MAX_SLOWER times their own step times,
+   and never beyond MAX_WAIT_S (`_believed_s`). A learner that has not answered ANSWER_STEPS steps after the wait leaves
+   the electorate, whatever the quorum.
+6. How far a contribution moves the anchor does not depend on the other members of its round (`shares.py`).
+7. Fencing is checked twice: when a contribution is received, and when the commit is recorded.
 
-The stages of a round, and which may follow which, are the table in `round.py`.
+The stages of a round and their order are the table in `round.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ OWED_AFTER = 2
 WAIT_FOR_OWED_STEPS = 10
 MAX_SLOWER = 4.0
 MAX_WAIT_S = 600.0
-MAX_PATIENCE_S = 60.0  # whatever who drains asks for
+MAX_PATIENCE_S = 60.0  # limit of what a draining learner may ask for
 ANSWER_STEPS, ANSWER_FLOOR_S = 10, 10.0
 RETRY_COMMIT_S = 2.0
 ANNOUNCE_AGAIN_S = 2.0
@@ -55,8 +59,10 @@ class Rounds:
     """Opens, closes and commits the rounds of all fragments.
 
     Args:
-        config: of the run.
-        num_fragments: of the plan.
+        config: options of the run.
+        num_fragments: number of fragments in the plan.
+        roster: sessions of the run.
+        ledger: token accounts of the run.
         heartbeat_s: seconds between heartbeats, for the stall rule.
     """
 
@@ -83,10 +89,10 @@ class Rounds:
         p, f = intent.fragment, self.fragments[intent.fragment]
         member.heard_stepping(intent.step_s, now_s)
         if member.phase == "draining" and not self.contributions.has_unmerged(member, p):
-            return []  # it asked before it heard that its last tokens are merged
+            return []  # the intent was sent before the learner heard that its last tokens are merged
         if f.round is None:
             if intent.patience_s > 0 and self._somebody_evaluates():
-                f.wanted[member.session] = intent  # opened once nobody does
+                f.wanted[member.session] = intent  # opened when no learner evaluates any more
                 return []
             return self._open(f, member.session, intent, now_s)
         if f.round.stage == "collecting":
@@ -99,7 +105,7 @@ class Rounds:
         return any(member.phase == "evaluating" for member in self.roster.live())
 
     def _open_wanted(self, p: int, f: FragmentRounds, now_s: float) -> list[SyncerAction]:
-        """Those who drain waited for somebody who evaluated."""
+        """Open the round that draining learners asked for while others evaluated."""
         wanted = [(self.roster[session], intent) for session, intent in f.wanted.items()]
         f.wanted.clear()
         for member, intent in wanted:
@@ -109,7 +115,7 @@ class Rounds:
 
     def ready(self, member: Member, ready: msg.Ready, now_s: float) -> list[SyncerAction]:
         if self._is_being_written(member, ready.fragment):
-            return []  # whatever it says of it now, its fate is on its way to disk
+            return []  # the fate of its contribution is being written
         return self.contributions.accept(member, ready, now_s) + self._try_close(ready.fragment, now_s)
 
     def decline(self, member: Member, p: int, number: int, now_s: float) -> list[SyncerAction]:
@@ -133,7 +139,7 @@ class Rounds:
         return self.contributions.tell_fate(member, p, seq)
 
     def remove(self, member: Member, now_s: float) -> list[SyncerAction]:
-        """Nobody waits for this session any more: it lapsed, stalled, evaluates, or left."""
+        """Stop waiting for a session that lapsed, stalled, evaluates or left."""
         todo: list[SyncerAction] = []
         for p, f in enumerate(self.fragments):
             f.wanted.pop(member.session, None)
@@ -143,11 +149,11 @@ class Rounds:
         return todo
 
     def drop_contributions(self, member: Member) -> list[SyncerAction]:
-        """Forget what is undecided of a session that left or was fenced off."""
+        """Drop the undecided contributions of a session that left or was fenced off."""
         return self.contributions.drop(member)
 
     def is_committing(self, member: Member | None = None) -> bool:
-        """Whether a commit (that names this session) is being written right now."""
+        """Return whether a commit is being written that names this session (None: any commit)."""
         writing = [f.round for f in self.fragments if f.round is not None and f.round.stage == "committing"]
         return any(member is None or member.session in r.members for r in writing)
 
@@ -156,7 +162,7 @@ class Rounds:
         return r is not None and r.stage == "committing" and member.session in r.members
 
     def announcements(self, session: str) -> list[msg.Announce]:
-        """Open rounds that this session may still join."""
+        """Return the open rounds that this session can still join."""
         return [
             msg.Announce(p, f.round.number)
             for p, f in enumerate(self.fragments)
@@ -179,12 +185,12 @@ class Rounds:
         f.round.until_s = now_s + max(boundary_s + self._grace_s(step_s), patience_s)
         f.round.answers_until_s = f.round.until_s + max(ANSWER_FLOOR_S, ANSWER_STEPS * step_s)
         self.next_round += 1
-        # To everybody, not just the electorate: who cannot answer is not waited for, but may.
+        # To all live learners: the round does not wait for those outside the electorate, but they may answer.
         todo += self._announce(p, f.round, {m.session for m in self.roster.live()})
         return todo + self._try_close(p, now_s)
 
     def _believed_s(self, said_s: float, electorate: set[str], session: str) -> float:
-        """A time that a learner tells of its steps, as far as others wait for it."""
+        """Limit a step time that a learner reports to what the others will wait for (rule 5)."""
         others = [step_s for other in electorate if other != session and (step_s := self.roster[other].step_s) > 0]
         return min(said_s, MAX_SLOWER * median_low(others) if others else said_s, MAX_WAIT_S)
 
@@ -204,7 +210,7 @@ class Rounds:
         return max(1, min(self.config.quorum, len(round_.electorate)))
 
     def _may_join(self, held: Held) -> bool:
-        """Its payload is here, or somebody is there to send it in time; and it may be merged."""
+        """Whether the payload is here or can come in time, and its learner is not in quarantine."""
         session = held.contribution.session
         is_coming = self.roster[session].is_live and not held.is_late
         return (held.has_payload or is_coming) and not self.roster.is_quarantined(session)
@@ -225,7 +231,7 @@ class Rounds:
         if missing and not (has_quorum and now_s >= r.until_s and now_s >= self.waits_for_owed_until_s(r, missing)):
             return []
         if not ready:
-            return self._abort(p, f, "nobody had anything to contribute")
+            return self._abort(p, f, "no learner had anything to contribute")
         r.go("transferring")
         r.members, r.closed_s = tuple(sorted(ready)), now_s
         r.num_ready, r.quorum = len(ready), self.effective_quorum(r)
@@ -233,7 +239,7 @@ class Rounds:
         return self._try_merge(p, now_s)
 
     def waits_for_owed_until_s(self, r: Round, missing: set[str]) -> float:
-        """Until when a round waits for those it owes that; its opening where it owes nothing."""
+        """Return until when a round waits for the learners that it owes a merge; its opening time if there are none."""
         times = [self._believed_s(self.roster[s].step_s, r.electorate, s) for s in r.owed & missing]
         return r.opened_s + WAIT_FOR_OWED_STEPS * max(r.opener_step_s, *times) if times else r.opened_s
 
@@ -252,7 +258,7 @@ class Rounds:
         if len(here) < len(there) and now_s < r.until_s:
             return []
         for held in there.values():
-            held.is_late = not held.has_payload  # waited for once; it joins a round when it is here
+            held.is_late = not held.has_payload  # no further round waits for it; it can join one when it is here
         if not here:
             return self._abort(p, f, "no payload arrived in time")
         return self._merge(p, f, r, here, now_s)
@@ -265,12 +271,12 @@ class Rounds:
         return [do.Merge(p, r.number, tuple(chosen), r.shares, self._on_trial(f))]
 
     def _on_trial(self, f: FragmentRounds) -> tuple[do.Contribution, ...]:
-        """Contributions of learners in quarantine."""
+        """Return the contributions of learners in quarantine whose payload is here."""
         held = [held.contribution for s, held in f.held.items() if held.has_payload and self.roster.is_quarantined(s)]
         return tuple(sorted(held, key=lambda c: (c.learner, c.incarnation)))
 
     def merged(self, event: on.Merged, now_s: float) -> list[SyncerAction]:
-        """The outer gradient exists; check the fence once more, then have it committed. Or some were refused."""
+        """Use the result of a merge: apply the verdicts, check fencing again, then commit or merge again."""
         p, f = event.fragment, self.fragments[event.fragment]
         r = f.round
         if r is None or r.number != event.round or r.stage != "merging":
@@ -285,7 +291,7 @@ class Rounds:
         return [*todo, do.Apply(p, r.number, self._commit_record(p, f, r, event.kept))]
 
     def _judge(self, p: int, f: FragmentRounds, session: str, verdict: on.Verdict, now_s: float) -> list[SyncerAction]:
-        """What a verdict means for the contribution, and for its learner."""
+        """Apply a verdict to the contribution and to its learner."""
         held = f.held.get(session)
         if held is None:
             return []
@@ -300,7 +306,7 @@ class Rounds:
             )
             todo += [do.Record(records.encode(record)), do.Note(event, {"learner": member.learner, **why})]
         if was_on_trial or self.roster.is_quarantined(session):
-            reason = self.roster.quarantined.get(member.learner, "the last one on trial; the next one is merged again")
+            reason = self.roster.quarantined.get(member.learner, "the last one in quarantine; the next is merged again")
             todo += self.contributions.decide(member, held.contribution.ready, "quarantined", reason)
             return todo + self.remove(member, now_s)
         if verdict.is_refused:
@@ -308,7 +314,7 @@ class Rounds:
         return todo
 
     def _still_there(self, f: FragmentRounds, r: Round) -> list[str]:
-        """Members that can be merged."""
+        """Return the members whose contributions can still be merged."""
         return [s for s in r.members if s in f.held and self.roster[s].state == "active" and self._may_join(f.held[s])]
 
     def _commit_record(self, p: int, f: FragmentRounds, r: Round, kept: Mapping[str, float]) -> records.CommitRecord:
@@ -328,7 +334,7 @@ class Rounds:
         )
 
     def committed(self, record: records.CommitRecord, digest: str, now_s: float) -> list[SyncerAction]:
-        """The commit is durable and applied: offer it to everyone."""
+        """Book a commit that is durable and installed, and offer its version to all learners."""
         p, f = record.fragment, self.fragments[record.fragment]
         r = f.round
         assert r is not None
@@ -355,7 +361,7 @@ class Rounds:
         return todo + self._open(f, session, replace(intent, patience_s=0.0), now_s)
 
     def apply_commit(self, record: records.CommitRecord) -> None:
-        """The part of a commit that a restart repeats."""
+        """Apply a commit to durable state; a restart does the same."""
         f = self.fragments[record.fragment]
         f.version = record.version
         self.next_round = max(self.next_round, record.round + 1)
@@ -404,18 +410,18 @@ class Rounds:
         return [note, *self._refuse_unjudged(p, f)]
 
     def _refuse_unjudged(self, p: int, f: FragmentRounds) -> list[SyncerAction]:
-        """Refuse what learners in quarantine sent if there is no contribution to compare it with."""
+        """Refuse contributions of learners in quarantine if the round has none to compare them with."""
         todo: list[SyncerAction] = []
         for contribution in self._on_trial(f):
             member = self.roster[contribution.session]
-            reason = f"{self.roster.quarantined[member.learner]}; nobody else has contributed to compare it with"
+            reason = f"{self.roster.quarantined[member.learner]}; no other learner has contributed to compare it with"
             todo += self.contributions.decide(member, contribution.ready, "quarantined", reason)
         return todo
 
     def _end(self, p: int, f: FragmentRounds) -> None:
         assert f.round is not None
         for session in f.round.owed:
-            self.roster[session].num_superseded[p] = 0  # it was waited for; the next time it must be owed anew
+            self.roster[session].num_superseded[p] = 0  # this round has waited for it; the count starts again
         f.round.go("over")
         f.round = None
 

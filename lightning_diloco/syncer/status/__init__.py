@@ -1,1 +1,1 @@
-"""What a run looks like at any moment, and how it came to it."""
+"""Status, summary and history of a run."""

@@ -1,8 +1,7 @@
-"""What the tape says of the time before this syncer process: who joined and left when, how fast each one was, how
-many bytes came and went, and how long contributions usually were.
+"""Statistics of the run before this syncer process, read from the tape: join and leave times, rates, bytes and norms.
 
-The log has what counts; this only describes. What the tape does not know stays unknown, and a figure that needs it is
-null; the bytes since the last note before a kill are not counted.
+The log is authoritative; the tape only describes. Values missing on the tape stay unknown, and figures that need them
+are null. Bytes transferred between the last note and a kill are not counted.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from lightning_diloco.syncer.norm_guard import NormGuard
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.transport.base import Json
 
-CLOSED = "closed"  # event: the syncer was told to stop, or the run had ended; until the next line it is paused
+CLOSED = "closed"  # event: the syncer was stopped or the run ended; the run is paused until the next line
 
 
 @dataclass(slots=True)
 class History:
-    """Figures of the run before this process.
+    """Statistics of the run before this process.
 
     Args:
-        began_s: time of the first line of the tape, by the clock of this process; None: there was none.
-        pauses: from when to when no syncer was meant to run; that one was killed is no pause.
-        was_closed: whether the last of the pauses lasted until this process came.
-        bytes_up, bytes_down: payload bytes.
-        usual: norms of what was committed; this process goes on with it.
+        began_s: time of the first line of the tape, on the clock of this process; None: the tape is empty.
+        pauses: (start, end) of the times when the run was stopped; the time after a kill is not a pause.
+        was_closed: the run was stopped, not killed, before this process started.
+        bytes_up, bytes_down: payload bytes received and sent.
+        usual: norms of committed contributions, which this process continues.
     """
 
     began_s: float | None = None
@@ -39,16 +38,16 @@ class History:
 
 
 def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float) -> History:
-    """Give restored members their times back.
+    """Restore the times and rates of members, and the statistics, from the tape.
 
     Args:
-        roster: as restored from the log; times are of no earlier process.
-        lines: of the tape.
-        now_s: by the clock of this process.
-        unix_s: the same moment by that of the tape.
+        roster: members as restored from the log, without times; changed in place.
+        lines: lines of the tape.
+        now_s: current time on the clock of this process.
+        unix_s: the same moment on the clock of the tape.
 
     Returns:
-        The rest of it.
+        The other statistics.
     """
     past = History()
     members = {(member.learner, member.incarnation): member for member in roster.members.values()}

@@ -1,7 +1,7 @@
-"""How far a run has come, noted on the tape from time to time: what pictures of it are drawn from.
+"""Progress notes on the tape, from which pictures of a run are drawn.
 
-The pause between two notes grows with the age of the run, from MIN_PAUSE_S to MAX_PAUSE_S: a short run has enough of
-them to draw, a long one a few megabytes a month and learner.
+The pause between two notes grows with the age of the run, from MIN_PAUSE_S to MAX_PAUSE_S. So a short run has enough
+notes for a picture, and a long run writes a few megabytes per month and learner.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _OF_LEARNER = ("id", "phase", "step", "tokens", "tokens_per_s", "staleness_versi
 
 
 def pause_s(age_s: float) -> float:
-    """Time until the next note of a run of this age."""
+    """Return the seconds until the next note of a run of this age."""
     return min(MAX_PAUSE_S, max(MIN_PAUSE_S, _SHARE_OF_AGE * age_s))
 
 
 def progress(status: Json) -> Json:
-    """The fields of a note, from what `report.status` says."""
+    """Return the fields of a note, taken from the result of `report.status`."""
     learners = [
         {
             **{name: learner[name] for name in _OF_LEARNER},

@@ -1,8 +1,8 @@
-"""What a syncer can tell at any moment: its status for people, and the short news that learners get with every answer.
+"""The syncer's status for users, and the short news that learners get with each answer.
 
-1. Everything here is looked at from transport threads. The machine is read only under `looking`; the news is made anew
-   by the loop thread and replaced as a whole.
-2. `recent` keeps the last events that people may want to know, with the time and a number that grows.
+1. Transport threads call this. They read the state machine only under `looking`. The loop thread replaces the news as a
+   whole.
+2. `recent` holds the last events of interest to users, with their times and increasing numbers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _TOLD = (
 
 
 class StatusPublisher:
-    """The public face of one syncer.
+    """Publishes status and news of one syncer.
 
     Args:
-        state: the machine.
-        desk: counts bytes.
-        past: of the run, before this process.
+        state: the state machine.
+        desk: payloads, which count bytes.
+        past: history of the run before this process.
     """
 
     def __init__(self, state: SyncerState, desk: Payloads, past: History | None = None) -> None:
@@ -54,55 +54,55 @@ class StatusPublisher:
         self._news = News()
         self.looking = threading.Lock()
 
-    # ------------------------------------------------------------------------------------------------------- is told
+    # --------------------------------------------------------------------------------------------------------- input
 
     def refresh(self) -> None:
-        """Loop thread, often: make the news anew."""
+        """Update the news. Loop thread, at each tick."""
         self._news = News(len(self._state.roster.live()), float(self._state.ledger.seen))
 
     def noted(self, event: str, fields: Mapping[str, object]) -> None:
-        """Something happened; what people may want to know is kept for a while."""
+        """Keep an event in `recent` if it is of interest to users."""
         if event in _TOLD:
             self._recent.append({"number": next(self._numbers), "t": time.time(), "event": event, **fields})
 
     def merged(self, sessions: tuple[str, ...], cosines: tuple[float, ...]) -> None:
-        """A commit was made of these contributions."""
+        """Keep the cosines of the contributions to a commit."""
         for session, cosine in zip(sessions, cosines, strict=True):
-            self._cosines[session] = cosine if math.isfinite(cosine) else None  # JSON knows no other
+            self._cosines[session] = cosine if math.isfinite(cosine) else None  # JSON has no NaN
 
     def disk_failed(self, error: str) -> None:
-        """The disk did not take something."""
+        """Note that a write to disk failed."""
         if self._disk is None:
-            log.error("nothing is committed until the disk takes it, learners train on: %s", error)
+            log.error("commits wait until the disk can be written again, learners train on: %s", error)
             self.noted("suspended", {"reason": error})
         self._disk = (error, time.monotonic() if self._disk is None else self._disk[1])
 
     def disk_works(self) -> None:
-        """The disk took something."""
+        """Note that a write to disk succeeded."""
         if self._disk is not None:
-            log.warning("the disk takes what is written again")
+            log.warning("the disk can be written again")
             self.noted("resumed", {})
         self._disk = None
 
-    # --------------------------------------------------------------------------------------------------------- tells
+    # -------------------------------------------------------------------------------------------------------- output
 
     def age_s(self) -> float:
-        """Since the run began."""
+        """Return the seconds since the run began."""
         return time.monotonic() - self._began_s
 
     def news(self, session: str) -> News:
-        """The news for this session."""
+        """Return the news for a session."""
         return replace(self._news, cosine=self._cosines.get(session))
 
     def status(self) -> Json:
-        """The run as people see it."""
+        """Return the status of the run."""
         with self.looking:
             uptime_s = time.monotonic() - self._started_s
             status = report.status(self._state, disk=self._disk, uptime_s=uptime_s, **self._figures())
         return {**status, "recent": list(self._recent)}
 
     def summary(self, status: str) -> Json:
-        """The run as it ends."""
+        """Return the summary of the run."""
         return report.summary(self._state, status=status, wall_s=self.age_s(), **self._figures())
 
     def _figures(self) -> Json:

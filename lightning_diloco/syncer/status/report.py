@@ -1,7 +1,6 @@
-"""A run in figures: what `status` shows while it lasts, and what `summary.json` holds at its end.
+"""Figures of a run: the status while it runs, and `summary.json` at its end.
 
-Every figure is defined once: here, in `protocol/syncer/ledger.py` (tokens) and in `learner/step_timer.py` (stall,
-rate).
+Each figure is defined once: here, in `protocol/syncer/ledger.py` (tokens) or in `learner/step_timer.py` (stall, rate).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def summary(
     bytes_down: int,
     pauses: Pauses = (),
 ) -> Json:
-    """What a run leaves behind; ledger figures are integer sums of token x fragment."""
+    """Return the content of summary.json; ledger figures are integers, in token x fragment."""
     totals = state.ledger.totals()
     num_fragments = max(1, state.ledger.num_fragments)
     config = state.config.to_dict()
@@ -78,7 +77,7 @@ def status(
     bytes_down: int,
     pauses: Pauses = (),
 ) -> Json:
-    """The run as it is now; `disk` says why nothing is committed, and since when, if that is so."""
+    """Return the current status; `disk` is (error, since when) if commits wait for the disk, else None."""
     totals = state.ledger.totals()
     rounds = [_round(state, p, now_s) for p, f in enumerate(state.rounds.fragments) if f.round is not None]
     return {
@@ -110,12 +109,11 @@ def status(
 
 
 def goodput(state: SyncerState, now_s: float, pauses: Pauses = ()) -> float | None:
-    """Tokens merged, divided by what the planned learners would have trained undisturbed.
+    """Return merged tokens divided by the tokens that the planned learners would have trained undisturbed.
 
-    A learner's planned time runs from its first start to its announced leave, downtime included. Its undisturbed rate
-    is the median it measured itself; of several incarnations each counts by what it trained: the last one may have
-    trained for seconds, and alone. Time within `pauses` is not planned. None before anything was measured, and where
-    the tape does not know of a learner when it began (`history.py`).
+    A learner's planned time runs from its first start to its announced leave, including downtime, without `pauses`. Its
+    undisturbed rate is the median that it measured itself; its incarnations are weighted by their tokens. None before
+    a rate is measured, and if the tape has no start time of a learner (`history.py`).
     """
     accounts = state.ledger.accounts
     if any(m.active_s is None and (m.learner, m.incarnation) in accounts for m in _took_part(state)):
@@ -141,7 +139,7 @@ def goodput(state: SyncerState, now_s: float, pauses: Pauses = ()) -> float | No
 
 
 def _token_unit(state: SyncerState) -> str | None:
-    """What the learners count; None: no step has shown it yet."""
+    """Return what the learners count; None before their first step."""
     told = [m.metrics[COUNTS_TOKENS] for m in _took_part(state) if COUNTS_TOKENS in m.metrics]
     return ("tokens" if max(told) else "samples") if told else None
 
@@ -151,10 +149,10 @@ def _took_part(state: SyncerState) -> list[Member]:
 
 
 def _present(state: SyncerState, now_s: float, *, since_s: float) -> list[Member]:
-    """By learner id, the newest session that took part, and a newer one that is joining.
+    """Return, by learner id, the newest session that took part, and a newer one that is joining.
 
-    Who was turned away while joining is there for a lease, who is gone for GONE_S; who had left before this syncer
-    started (`since_s`) is not there, as it may come back under another name, or not at all.
+    A silent joining session is shown for `lease_s`; one that left or lapsed, for GONE_S. Learners that left before this
+    syncer started (`since_s`) are not shown.
     """
     newest: dict[tuple[str, bool], Member] = {}
     for member in sorted(state.roster.members.values(), key=lambda m: m.incarnation):
@@ -175,7 +173,7 @@ def _is_seen(state: SyncerState, m: Member, now_s: float, since_s: float) -> boo
 
 
 def _stage(state: SyncerState, *, since_s: float) -> str:
-    """A run that was finished before this syncer started was opened again to go on, and waits for its learners."""
+    """Return the state of the run; "idle" if it finished before this syncer started, to be continued."""
     if state.manifest is None:
         return "seeding" if state.roster.members else "waiting"
     if state.is_finished and state.ended_by_finishing:
@@ -234,6 +232,6 @@ def _round(state: SyncerState, p: int, now_s: float) -> Json:
 
 
 def _names(state: SyncerState, awaited: Iterable[str]) -> list[str]:
-    """Learners of these sessions; what is not a session is a thing, and has its own name."""
+    """Return the learner ids of sessions; other names (the disk, the merge) stay as they are."""
     members: Mapping[str, Member] = state.roster.members
     return [members[name].learner if name in members else name for name in awaited]

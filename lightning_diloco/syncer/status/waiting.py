@@ -1,9 +1,10 @@
-"""Whom a run waits for, since when, until when, and what happens then.
+"""What a run waits for.
 
-1. A wait says what for (`what`), for whom (`for`), since when and until when, in seconds from now, and what happens
-   `then`. One that nothing ends by itself has no `until_s`, and `then` says what ends it.
-2. What comes first holds up what comes after it: the disk, the start, the rounds, the end.
-3. A learner that trains on is held up by none of this: these are waits of the run.
+1. A wait has a subject (`what`), the learners or things it waits for (`for`), its start and end in seconds from now
+   (`since_s`, `until_s`), and what happens `then`. A wait without a time limit has no `until_s`; then `then` says what
+   follows its end.
+2. The list is ordered: the disk, the start, the rounds, the end. An earlier wait delays the later ones.
+3. These are waits of the run; learners keep training.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from lightning_diloco.syncer.run_end import EVALUATE_WAIT_S
 from lightning_diloco.transport.base import Json
 
 _THEN = {
-    "transferring": "whoever is late is held for the next round",
-    "merging": "the outer gradient goes to disk",
-    "committing": "the new version is offered to everyone",
+    "transferring": "late contributions are held for the next round",
+    "merging": "the outer gradient is written to disk",
+    "committing": "the new version is offered to all learners",
     "suspended": "the commit is tried again",
 }
 
 
 def waits(state: SyncerState, rounds: list[Json], *, disk: tuple[str, float] | None, now_s: float) -> list[Json]:
-    """Everything that is waited for now.
+    """Return all current waits.
 
     Args:
-        state: the machine.
-        rounds: its open rounds, as `report.open_round` tells of them.
-        disk: what is wrong with it, and since when; None: nothing is.
-        now_s: on the machine's clock.
+        state: the state machine.
+        rounds: open rounds, as in the status.
+        disk: (error, since when) if the disk fails; None: it works.
+        now_s: current time on the clock of the state machine.
     """
     found = (
-        [] if disk is None else [_wait(f"the disk: {disk[0]}", ["the disk"], now_s - disk[1], None, "commits go on")]
+        [] if disk is None else [_wait(f"the disk: {disk[0]}", ["the disk"], now_s - disk[1], None, "commits continue")]
     )
     found += _start(state, now_s)
     found += [
@@ -46,7 +47,7 @@ def waits(state: SyncerState, rounds: list[Json], *, disk: tuple[str, float] | N
 
 
 def end_of_stage(state: SyncerState, p: int, now_s: float) -> tuple[list[str], float | None, str]:
-    """Sessions and things that an open round waits for, seconds until its stage ends by itself, and what then."""
+    """Return what an open round waits for, the seconds until its stage ends by itself, and what happens then."""
     f = state.rounds.fragments[p]
     r = f.round
     assert r is not None
@@ -55,9 +56,9 @@ def end_of_stage(state: SyncerState, p: int, now_s: float) -> tuple[list[str], f
         quorum = state.rounds.effective_quorum(r)
         if len(f.held) < quorum:
             left_s = max(0.0, r.answers_until_s - now_s)
-            return sorted(missing), left_s, f"the round closes when {quorum} are ready, or nobody else has answered"
+            return sorted(missing), left_s, f"the round closes when {quorum} are ready, or with those that are"
         until_s = max(r.until_s, state.rounds.waits_for_owed_until_s(r, missing))
-        return sorted(missing), max(0.0, until_s - now_s), "the round closes with whoever is ready"
+        return sorted(missing), max(0.0, until_s - now_s), "the round closes with those that are ready"
     if r.stage == "transferring":
         late = [s for s in r.members if s in f.held and not f.held[s].has_payload]
         return late, max(0.0, r.until_s - now_s), _THEN[r.stage]
@@ -70,13 +71,13 @@ def _wait(what: str, whom: list[str], since_s: float | None, until_s: float | No
 
 
 def _start(state: SyncerState, now_s: float) -> Iterator[Json]:
-    """An empty run waits for its start values, one with them for the learners it expects."""
+    """An empty run waits for its start values, then for the expected learners."""
     seeder = state.seeder
     if state.manifest is None and seeder is None:
         yield _wait("the start", ["a first learner"], None, None, "its parameters become the anchors")
     elif state.manifest is None and seeder is not None:
         left_s = max(0.0, state.config.lease_s - (now_s - seeder.heard_s))
-        then = "its parameters become the anchors; if it falls silent, the next learner's do"
+        then = "its parameters become the anchors; if it is silent, another learner's do"
         yield _wait("the start values", [seeder.learner], None, left_s, then)
     elif state.num_awaited:
         since_s = state.first_confirmed_s
@@ -84,26 +85,32 @@ def _start(state: SyncerState, now_s: float) -> Iterator[Json]:
         left_s = None if waited_s is None else max(0.0, START_HOLD_S - waited_s)
         coming = [m.learner for m in state.roster.in_state("joining")]
         whom = coming or [f"{state.num_awaited} more learners"]
-        yield _wait(f"the first step, with {state.expect} learners", whom, waited_s, left_s, "whoever is ready begins")
+        yield _wait(
+            f"the first step, with {state.expect} learners", whom, waited_s, left_s, "the learners that are ready begin"
+        )
 
 
 def _silent(state: SyncerState, now_s: float) -> Iterator[Json]:
     for member in sorted(state.roster.in_state("active"), key=lambda m: m.learner):
         silent_s = now_s - member.heard_s
         if member.is_lapsed:
-            then = "it goes on where it was, or a new process takes its place; rounds do not wait for it"
+            then = "it continues, or a new process takes its place; rounds do not wait for it"
             yield _wait("the return of a learner that lapsed", [member.learner], silent_s, None, then)
         elif silent_s > SILENT_HEARTBEATS * state.heartbeat_s:
             left_s = max(0.0, state.config.lease_s - silent_s)
             yield _wait(
-                "word from a silent learner", [member.learner], silent_s, left_s, "it lapses: nobody waits for it"
+                "a message from a silent learner",
+                [member.learner],
+                silent_s,
+                left_s,
+                "it lapses: no round waits for it",
             )
 
 
 def _quarantined(state: SyncerState) -> Iterator[Json]:
     for name in sorted({member.learner for member in state.roster.live()} & state.roster.quarantined.keys()):
-        what = f"contributions that look like the others' ({state.roster.quarantined[name]})"
-        then = "what it sends is merged again; rounds do not wait for it"
+        what = f"contributions that agree with the others' ({state.roster.quarantined[name]})"
+        then = "its contributions are merged again; rounds do not wait for it"
         yield _wait(what, [name], None, None, then)
 
 

@@ -25,7 +25,7 @@ def test_an_empty_run_waits_for_a_learner_and_then_for_its_values() -> None:
     syncer.now_s += 5.0
     ((what, whom, _, until_s, then),) = waits(syncer)
     assert (what, whom, until_s) == ("the start values", ["l0"], 10.0)
-    assert "if it falls silent, the next learner's do" in then
+    assert "if it is silent, another learner's do" in then
 
 
 def test_the_first_step_waits_for_the_expected_learners_for_a_minute() -> None:
@@ -33,11 +33,11 @@ def test_the_first_step_waits_for_the_expected_learners_for_a_minute() -> None:
     syncer.seed("l0")
     syncer.hello("l1")
     what = "the first step, with 3 learners"
-    assert waits(syncer) == [(what, ["l0", "l1"], None, None, "whoever is ready begins")]
+    assert waits(syncer) == [(what, ["l0", "l1"], None, None, "the learners that are ready begin")]
     for session in ("l0", "l1"):
         syncer.tell(session, confirm())
     syncer.now_s += 20.0
-    assert waits(syncer)[0] == (what, ["1 more learners"], 20.0, 40.0, "whoever is ready begins")
+    assert waits(syncer)[0] == (what, ["1 more learners"], 20.0, 40.0, "the learners that are ready begin")
 
 
 def test_nobody_is_waited_for_while_no_round_is_open() -> None:
@@ -50,13 +50,13 @@ def test_a_round_below_its_quorum_ends_with_the_quorum_or_long_after_its_time() 
     syncer.tell("l0", ready())
     syncer.now_s += 0.5
     (wait,) = waits(syncer)
-    then = "the round closes when 2 are ready, or nobody else has answered"
+    then = "the round closes when 2 are ready, or with those that are"
     assert wait == ("fragment 0, round 1, collecting", ["l1", "l2"], 0.5, 11.5, then)
     syncer.tell("l1", ready())
     (wait,) = waits(syncer)
     assert wait[1] == ["l2"]
     assert wait[3] == pytest.approx(1.5)  # a step of the opener and the grace of a step, less what has passed
-    assert wait[4] == "the round closes with whoever is ready"
+    assert wait[4] == "the round closes with those that are ready"
 
 
 def test_a_closed_round_waits_for_payloads_then_for_the_merge_and_the_disk() -> None:
@@ -69,16 +69,16 @@ def test_a_closed_round_waits_for_payloads_then_for_the_merge_and_the_disk() -> 
     assert (what, whom, then) == (
         "fragment 0, round 1, transferring",
         ["l0"],
-        "whoever is late is held for the next round",
+        "late contributions are held for the next round",
     )
     assert until_s == 2.0
     syncer.payload("l0", ready())
-    assert waits(syncer)[0][1:] == (["the merge"], 0.0, None, "the outer gradient goes to disk")
+    assert waits(syncer)[0][1:] == (["the merge"], 0.0, None, "the outer gradient is written to disk")
     syncer.merge()
-    assert waits(syncer)[0][1:] == (["the disk"], 0.0, None, "the new version is offered to everyone")
+    assert waits(syncer)[0][1:] == (["the disk"], 0.0, None, "the new version is offered to all learners")
     syncer.handle(on.CommitFailed(0, 1, "full"))
     assert waits(syncer, ("full", syncer.now_s - 3.0)) == [
-        ("the disk: full", ["the disk"], 3.0, None, "commits go on"),
+        ("the disk: full", ["the disk"], 3.0, None, "commits continue"),
         ("fragment 0, round 1, suspended", ["the disk"], 0.0, 2.0, "the commit is tried again"),
     ]
 
@@ -87,7 +87,7 @@ def test_a_silent_learner_is_waited_for_until_its_lease_ends_and_then_for_its_re
     syncer = Syncer("l0", "l1")
     syncer.now_s += 5.0
     syncer.beat("l0")
-    assert waits(syncer) == [("word from a silent learner", ["l1"], 5.0, 10.0, "it lapses: nobody waits for it")]
+    assert waits(syncer) == [("a message from a silent learner", ["l1"], 5.0, 10.0, "it lapses: no round waits for it")]
     syncer.tick(11.0)
     syncer.beat("l0")
     ((what, whom, since_s, until_s, _),) = waits(syncer)
