@@ -1,6 +1,7 @@
 """One checkpoint as a file: tensors as safetensors, and the plain rest as JSON in its header (`tree.py`).
 
-Nothing is pickled. Who reads one knows the digest that its bytes must have.
+Nothing is pickled: `torch.save` pickles, and finds what cannot be read again too late (`tree.py`). Who reads one knows
+the digest that its bytes must have.
 
 Source: our choice.
 """

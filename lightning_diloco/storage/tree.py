@@ -2,7 +2,8 @@
 
 1. None, booleans, numbers, strings, lists, tuples, dicts with plain keys, Counters and tensors come back as they were;
    subclasses of these come back as these.
-2. Anything else is refused by its place in the tree: there is no pickle to fall back to.
+2. Anything else is refused by its place in the tree, when it is written. `torch.save` lacks that: it pickles whatever
+   it is given, and what `weights_only=True` refuses is found only when a learner has to go on from it.
 
 Source: our choice.
 """

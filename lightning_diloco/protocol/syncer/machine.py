@@ -20,6 +20,7 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import SyncerAction
+from lightning_diloco.protocol.limits import Scalar
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.claims import implausible_tokens
 from lightning_diloco.protocol.syncer.joins import Joins
@@ -41,7 +42,7 @@ class SyncerState(Joins):
         self,
         *,
         run: str,
-        options: dict[str, msg.Scalar] | None = None,
+        options: dict[str, Scalar] | None = None,
         expect: int | None = None,
         heartbeat_s: float = 1.0,
         secret: str = "",
