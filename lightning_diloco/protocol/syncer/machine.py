@@ -221,7 +221,10 @@ class SyncerState(Joins):
         self._outlived = None
         record = records.Regenerated(max(outlived, self.rounds.generation) + 1)
         self.apply(record)
-        todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Note("regenerated", codec.dump(record))]
+        todo: list[SyncerAction] = [
+            do.Record(records.encode(record)),
+            do.Note("regenerated", {"generation": record.generation}),
+        ]
         for member in self.roster.in_state("active"):
             todo += self.rounds.drop_contributions(member) + self._settle(member, gives_back=True)
             todo += self._invite(member)
