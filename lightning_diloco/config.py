@@ -24,7 +24,7 @@ Evaluate = Literal["anchor", "local"]
 AnchorDevice = Literal["device", "host"]
 Grace = Literal["adaptive"] | float
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from lightning_diloco.devices.base import FragmentDevice, Update
 from lightning_diloco.errors import CorruptMessageError, DiLoCoError, NonFiniteError
 from lightning_diloco.learner.join import BULK_S, full_values
 from lightning_diloco.process.threads import Crew, Job, Jobs
-from lightning_diloco.protocol import actions, codec, events, limits, messages
+from lightning_diloco.protocol import actions, events, limits, messages
 from lightning_diloco.transport.base import Bulk, Connection, Json
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class FragmentExchange:
         kept = self._kept.get((ready.fragment, ready.seq))
         try:
             if kept is not None and self._is_online():  # otherwise its fate is decided, or the syncer is offline
-                header: Json = {"what": "contribution", "session": self._session, "ready": codec.dump(ready)}
+                header: Json = {"what": "contribution", "session": self._session, "ready": messages.encode(ready)}
                 header |= {"error": kept.error}
                 self._connection.put(Bulk(header, bytes_of(kept.payload)), deadline_s=BULK_S)
                 self.bytes_up += kept.payload.numel()

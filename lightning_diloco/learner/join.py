@@ -14,12 +14,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_diloco.config import PROTOCOL_VERSION, LearnerConfig, RunConfig

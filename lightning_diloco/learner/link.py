@@ -19,11 +19,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_diloco import errors

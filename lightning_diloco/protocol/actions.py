@@ -1,4 +1,7 @@
-"""What the machines want done. Actions of one `handle` are carried out in order."""
+"""What the machines want done. Actions of one `handle` are carried out in order.
+
+They are dataclasses, not structs: they stay in their process, so nothing reads them from outside.
+"""
 
 from __future__ import annotations
 
@@ -155,9 +158,15 @@ class Apply:
         commit: the log record.
     """
 
-    fragment: int
-    round: int
     commit: CommitRecord
+
+    @property
+    def fragment(self) -> int:
+        return self.commit.fragment
+
+    @property
+    def round(self) -> int:
+        return self.commit.round
 
     @property
     def record(self) -> Json:

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
+
+from lightning_diloco.protocol.codec import Value
+from lightning_diloco.protocol.limits import MAX_COUNT, MAX_SOURCES, Count, Text
 
 
-@dataclass(frozen=True, slots=True)
-class Catalogue:
+class Catalogue(Value, frozen=True):
     """The data of a run, as it is leased.
 
     Args:
@@ -24,13 +29,12 @@ class Catalogue:
         num_ranges: number of ranges in each source; None: unknown until a learner reaches the end of a source.
     """
 
-    digest: str
-    num_sources: int
-    num_ranges: int | None
+    digest: Text
+    num_sources: Annotated[int, Meta(ge=1, le=MAX_SOURCES)]
+    num_ranges: Annotated[int, Meta(ge=1, lt=MAX_COUNT)] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Value, frozen=True):
     """The permission to train on a range once.
 
     Args:
@@ -39,15 +43,14 @@ class Lease:
         skip: samples at the start of the range that are merged already.
     """
 
-    number: int
-    epoch: int
-    source: int
-    index: int
-    skip: int = 0
+    number: Count
+    epoch: Count
+    source: Count
+    index: Count
+    skip: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Value, frozen=True):
     """A learner's progress in a lease.
 
     Args:
@@ -58,10 +61,10 @@ class Span:
         is_last: the source has no ranges after this one.
     """
 
-    number: int
-    samples: int
-    start: int
-    stop: int
+    number: Count
+    samples: Count
+    start: Count
+    stop: Count
     is_whole: bool = False
     is_last: bool = False
 
@@ -95,8 +98,7 @@ def divided(pieces: Iterable[Piece], tokens: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(Value, frozen=True):
     """A lease with its holder.
 
     Args:
@@ -107,13 +109,12 @@ class Holding:
     """
 
     lease: Lease
-    session: str
+    session: Text
     span: Span
     drops: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(Value, frozen=True):
     """The start of a lease.
 
     Args:
@@ -123,24 +124,23 @@ class Grant:
     """
 
     lease: Lease
-    taken: int | None = None
-    lost_from: int = 0
-    lost_to: int = 0
+    taken: Count | None = None
+    lost_from: Count = 0
+    lost_to: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SavedLeases:
+class SavedLeases(Value, frozen=True):
     """The lease table as plain values, for snapshots."""
 
     catalogue: Catalogue | None
-    epoch: int
-    next_number: int
-    num_done: int
-    cursors: tuple[tuple[int, int], ...]
-    sizes: tuple[tuple[int, int], ...]
+    epoch: Count
+    next_number: Count
+    num_done: Count
+    cursors: tuple[tuple[Count, Count], ...]
+    sizes: tuple[tuple[Count, Count], ...]
     held: tuple[Holding, ...]
     pool: tuple[Holding, ...]
-    repeated: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    repeated: tuple[tuple[str, tuple[tuple[Count, Count], ...]], ...]
 
 
 EMPTY = SavedLeases(None, 0, 1, 0, (), (), (), (), ())

@@ -1,4 +1,7 @@
-"""What the machines are told. Named after what happened; `Heard` carries what the other side said."""
+"""What happened, for the machines. `FromTheSyncer` and `FromALearner` carry what the other side said.
+
+They are dataclasses, not structs: they stay in their process, and what they carry was checked when it was read.
+"""
 
 from __future__ import annotations
 

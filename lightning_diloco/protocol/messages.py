@@ -1,7 +1,8 @@
 """What learners and the syncer say to each other on the control connection.
 
 1. Every message is a frozen value. `encode` turns it into a JSON object, `decode` back, and `decode` accepts nothing
-   but exact fields of exact types: what comes from the wire is checked here, once, before any machine sees it.
+   but exact fields of exact types within their bounds (`limits.py`): what comes from the wire is checked here, once,
+   before any machine sees it.
 2. Token counts are integers over one learner's own counter. `start` and `stop` bound the half-open range of tokens a
    contribution stands for; `steps` counts inner steps.
 3. Tensors never travel here. Bulk headers carry a `Ready` as their description.
@@ -10,36 +11,52 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
 
 from lightning_diloco.errors import CorruptMessageError
-from lightning_diloco.protocol import codec, limits
-from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.codec import Json, Tagged, Value
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease, Span
+from lightning_diloco.protocol.limits import (
+    MAX_LEASES,
+    Causes,
+    Count,
+    Finite,
+    Generation,
+    Items,
+    LearnerId,
+    Metrics,
+    Named,
+    OfLeases,
+    Options,
+    Pending,
+    Range,
+    Rate,
+    StepTime,
+    Text,
+)
 
-Scalar = str | int | float | bool | None
 Unmerged = Literal["refused", "quarantined", "superseded"]
 Fate = Literal["merged", "held", "unknown"] | Unmerged
 Phase = Literal["stepping", "evaluating", "draining"]
 Reason = Literal["finished", "preempted", "failed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(Value, frozen=True):
     """What one party holds of one fragment, with the proof that it was published (`protocol/syncer/proofs.py`)."""
 
-    generation: int
-    version: int
-    digest: str
-    proof: str = ""
+    generation: Generation
+    version: Count
+    digest: Text
+    proof: Text = ""
 
 
 # ---------------------------------------------------------------------------------------------- learner -> syncer
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Tagged, frozen=True):
     """Ask to take part, or say that a known process is back.
 
     Args:
@@ -53,36 +70,33 @@ class Hello:
         proof: that a known process takes part, as `Active` brought it.
     """
 
-    learner: str
-    connection: int
-    protocol: int
-    options: dict[str, Scalar]
-    run: str | None = None
-    known: tuple[Mark, ...] = ()
-    where: str = ""
-    proof: str = ""
+    learner: LearnerId
+    connection: Count
+    protocol: Count
+    options: Options
+    run: Text | None = None
+    known: Items[Mark] = ()
+    where: Text = ""
+    proof: Text = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SeedPlan:
+class SeedPlan(Tagged, frozen=True):
     """The seeder's manifest; the values of all fragments follow on the bulk connection."""
 
-    lease: int
+    lease: Count
     manifest: Json
 
 
-@dataclass(frozen=True, slots=True)
-class Confirm:
+class Confirm(Tagged, frozen=True):
     """This process has adopted every anchor and is ready to step."""
 
-    incarnation: int
-    plan_digest: str
-    frozen: dict[str, str]
-    token_unit: str | None
+    incarnation: Count
+    plan_digest: Text
+    frozen: Named
+    token_unit: Text | None
 
 
-@dataclass(frozen=True, slots=True)
-class Intent:
+class Intent(Tagged, frozen=True):
     """One step ahead: this fragment is due here.
 
     Args:
@@ -91,10 +105,10 @@ class Intent:
         long_step_s: time of its long ones; 0: not known.
     """
 
-    fragment: int
-    step_s: float
-    patience_s: float = 0.0
-    long_step_s: float = 0.0
+    fragment: Count
+    step_s: StepTime
+    patience_s: Rate = 0.0
+    long_step_s: StepTime = 0.0
 
     @property
     def boundary_s(self) -> float:
@@ -102,8 +116,7 @@ class Intent:
         return max(self.step_s, self.long_step_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Tagged, frozen=True):
     """A snapshot was taken; its payload follows on the bulk connection.
 
     Args:
@@ -111,15 +124,15 @@ class Ready:
         repeats: ranges of the counter that were trained on samples without a lease.
     """
 
-    fragment: int
-    seq: int
-    base: int
-    generation: int
-    start: int
-    stop: int
-    steps: int
-    spans: tuple[Span, ...] = ()
-    repeats: tuple[tuple[int, int], ...] = ()
+    fragment: Count
+    seq: Count
+    base: Count
+    generation: Generation
+    start: Count
+    stop: Count
+    steps: Count
+    spans: OfLeases[Span] = ()
+    repeats: OfLeases[Range] = ()
 
     @property
     def tokens(self) -> int:
@@ -130,16 +143,14 @@ class Ready:
         return self.start + int(self.tokens * kept)
 
 
-@dataclass(frozen=True, slots=True)
-class Decline:
+class Decline(Tagged, frozen=True):
     """Nothing to contribute to this round."""
 
-    fragment: int
-    round: int
+    fragment: Count
+    round: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Value, frozen=True):
     """A learner's own books: where it stands, and what it still holds.
 
     Args:
@@ -151,28 +162,26 @@ class Progress:
         generation: the one these books are of.
     """
 
-    step: int
-    tokens: int
-    landed: tuple[int, ...]
-    pending: tuple[tuple[tuple[int, int], ...], ...]
-    discarded: dict[str, int] = field(default_factory=dict)
-    generation: int = 0
+    step: Count
+    tokens: Count
+    landed: Items[Count]
+    pending: Items[Pending]
+    discarded: Causes = field(default_factory=dict)
+    generation: Generation = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Tagged, frozen=True):
     """Still here; sent about once a second. `stop` says why the whole run should end, if it should."""
 
     phase: Phase
     progress: Progress
-    step_s: float
-    tokens_per_s: float
-    metrics: dict[str, float] = field(default_factory=dict)
-    stop: str | None = None
+    step_s: StepTime
+    tokens_per_s: Rate
+    metrics: Metrics = field(default_factory=dict)
+    stop: Text | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AskRanges:
+class AskRanges(Tagged, frozen=True):
     """Ask for data ahead of need, and say how far this learner is; repeated.
 
     Args:
@@ -184,57 +193,52 @@ class AskRanges:
         unread: its other leases.
     """
 
-    generation: int
+    generation: Generation
     catalogue: Catalogue
-    wanted: int
+    wanted: Count
     drops: bool
-    begun: tuple[Span, ...]
-    unread: tuple[int, ...]
+    begun: OfLeases[Span]
+    unread: OfLeases[Count]
 
 
-@dataclass(frozen=True, slots=True)
-class AskFate:
+class AskFate(Tagged, frozen=True):
     """What became of this contribution?"""
 
-    fragment: int
-    seq: int
+    fragment: Count
+    seq: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Tagged, frozen=True):
     """This process takes part no longer; repeated until acknowledged. `stop` is as in a heartbeat."""
 
     reason: Reason
     progress: Progress
-    tokens_per_s: float
-    metrics: dict[str, float] = field(default_factory=dict)
-    begun: tuple[Span, ...] = ()
-    stop: str | None = None
+    tokens_per_s: Rate
+    metrics: Metrics = field(default_factory=dict)
+    begun: OfLeases[Span] = ()
+    stop: Text | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
+class Evaluated(Tagged, frozen=True):
     """The last leaver's verdict on the final anchor; None with a reason if it could not be evaluated."""
 
-    eval_loss: float | None
-    reason: str | None = None
+    eval_loss: Finite | None
+    reason: Text | None = None
 
 
 # ---------------------------------------------------------------------------------------------- syncer -> learner
 
 
-@dataclass(frozen=True, slots=True)
-class SeedGrant:
+class SeedGrant(Tagged, frozen=True):
     """The run is empty: send your values as its start."""
 
-    lease: int
-    incarnation: int
-    run: str
-    options: dict[str, Scalar]
+    lease: Count
+    incarnation: Count
+    run: Text
+    options: Options
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Tagged, frozen=True):
     """The run exists: adopt these versions, then confirm.
 
     Args:
@@ -242,25 +246,23 @@ class Welcome:
         merged: tokens of this process that are merged, per fragment; empty for none at all.
     """
 
-    incarnation: int
-    run: str
+    incarnation: Count
+    run: Text
     manifest: Json
-    generations: tuple[int, ...]
-    versions: tuple[int, ...]
-    slot: int
-    merged: tuple[int, ...] = ()
+    generations: Items[Generation]
+    versions: Items[Count]
+    slot: Count
+    merged: Items[Count] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(Tagged, frozen=True):
     """A round of this fragment is open: snapshot at your next step boundary."""
 
-    fragment: int
-    round: int
+    fragment: Count
+    round: Count
 
 
-@dataclass(frozen=True, slots=True)
-class RunIs:
+class RunIs(Tagged, frozen=True):
     """Where the whole run stands; answers every heartbeat.
 
     Args:
@@ -268,59 +270,53 @@ class RunIs:
         stopped: why the run is over, if it is: drain and leave.
     """
 
-    others_tokens: int
-    stopped: str | None = None
+    others_tokens: Count
+    stopped: Text | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Active:
+class Active(Tagged, frozen=True):
     """You take part, of which this is the proof (`protocol/syncer/proofs.py`); step on."""
 
-    announcements: tuple[Announce, ...]
+    announcements: Items[Announce]
     run: RunIs = RunIs(0)
-    proof: str = ""
+    proof: Text = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Tagged, frozen=True):
     """You cannot join."""
 
     error: Literal["join", "config", "plan", "fenced"]
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Contributor:
+class Contributor(Value, frozen=True):
     """Names one contribution."""
 
-    learner: str
-    incarnation: int
-    seq: int
+    learner: LearnerId
+    incarnation: Count
+    seq: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Tagged, frozen=True):
     """A new version of this fragment is durable; fetch it."""
 
-    fragment: int
-    generation: int
-    version: int
-    contributors: tuple[Contributor, ...]
+    fragment: Count
+    generation: Generation
+    version: Count
+    contributors: Items[Contributor]
 
 
-@dataclass(frozen=True, slots=True)
-class FateIs:
+class FateIs(Tagged, frozen=True):
     """What became of a contribution; `version` is set where it was merged."""
 
-    fragment: int
-    seq: int
+    fragment: Count
+    seq: Count
     fate: Fate
-    version: int | None = None
-    reason: str | None = None
+    version: Count | None = None
+    reason: Text | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Leases:
+class Leases(Tagged, frozen=True):
     """What to train on.
 
     Args:
@@ -328,12 +324,11 @@ class Leases:
         gone: those it named that are done, or somebody else's by now.
     """
 
-    leases: tuple[Lease, ...]
-    gone: tuple[int, ...] = ()
+    leases: OfLeases[Lease]
+    gone: Annotated[tuple[Count, ...], Meta(max_length=2 * MAX_LEASES)] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LeaveNoted:
+class LeaveNoted(Tagged, frozen=True):
     """Your leave is on record; the last one evaluates the final anchor."""
 
     is_last: bool
@@ -351,7 +346,7 @@ _KINDS: dict[str, type] = {
 
 def encode(message: FromLearner | FromSyncer) -> Json:
     """The message as a JSON object; its class name is under "kind"."""
-    return {"kind": type(message).__name__, **codec.dump(message)}
+    return codec.dump(message)
 
 
 def decode(values: object, allowed: object) -> FromLearner | FromSyncer:
@@ -359,7 +354,7 @@ def decode(values: object, allowed: object) -> FromLearner | FromSyncer:
 
     Args:
         values: a parsed JSON object.
-        allowed: `FromLearner` or `FromSyncer`.
+        allowed: `FromLearner`, `FromSyncer`, or a union of some of them.
 
     Raises:
         CorruptMessageError: unknown kind, missing or unknown fields, a value of a wrong type, or one that no working
@@ -367,21 +362,45 @@ def decode(values: object, allowed: object) -> FromLearner | FromSyncer:
     """
     if not isinstance(values, dict):
         raise CorruptMessageError(f"found a {type(values).__name__} where a message object is needed; nothing was used")
-    fields = dict(values)
-    kind = _KINDS.get(str(fields.pop("kind", None)))
+    kind = _KINDS.get(str(values.get("kind")))
     if kind is None or kind not in typing.get_args(allowed):
         raise CorruptMessageError(
-            f"found message kind {values.get('kind')!r}; allowed are "
+            f"found message kind {values.get('kind')!r:.80}; allowed are "
             f"{', '.join(k.__name__ for k in typing.get_args(allowed))}; check that both sides run the same version"
         )
-    message: object = codec.load(kind, fields)
-    if problem := limits.objection(message):
+    message = typing.cast("FromLearner | FromSyncer", codec.load(kind, values))
+    if problem := _contradiction(message):
         raise CorruptMessageError(f"{kind.__name__}: {problem}; nothing was used; do both sides run the same version?")
-    return typing.cast("FromLearner | FromSyncer", message)
+    return message
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+def _contradiction(message: FromLearner | FromSyncer) -> str | None:
+    """Which of its fields cannot both be true, if any."""
+    match message:
+        case Ready(spans=spans) | AskRanges(begun=spans):
+            return _not_trained(spans)
+        case Leave(begun=spans, progress=progress):
+            return _not_trained(spans) or _not_seen(progress)
+        case Heartbeat(progress=progress):
+            return _not_seen(progress)
+    return None
+
+
+def _not_trained(spans: tuple[Span, ...]) -> str | None:
+    for span in spans:
+        if span.start > span.stop or (span.start < span.stop and not span.samples):
+            return f"{span.samples} samples as tokens [{span.start}, {span.stop}): tokens must come from samples"
+    return None
+
+
+def _not_seen(progress: Progress) -> str | None:
+    for start, stop in (pair for ranges in progress.pending for pair in ranges):
+        if not start <= stop <= progress.tokens:
+            return f"pending range [{start}, {stop}) of {progress.tokens} tokens: must lie in them"
+    return None
+
+
+class News(Value, frozen=True):
     """What a learner hears of the run with every answer of the syncer.
 
     Args:
@@ -390,6 +409,6 @@ class News:
         cosine: between this learner's last merged contribution and the outer gradient it became part of.
     """
 
-    num_learners: int | None = None
-    fleet_tokens: float | None = None
-    cosine: float | None = None
+    num_learners: Count | None = None
+    fleet_tokens: Finite | None = None
+    cosine: Finite | None = None

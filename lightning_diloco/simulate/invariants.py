@@ -14,9 +14,10 @@ The checks do not use the arithmetic of the ledger.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from itertools import pairwise
 from typing import NoReturn
+
+from msgspec.structs import replace
 
 from lightning_diloco.protocol.data_ranges import Holding, Span
 from lightning_diloco.protocol.syncer import records

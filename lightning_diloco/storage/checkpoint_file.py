@@ -1,6 +1,6 @@
 """The file of one checkpoint: tensors as safetensors, other values as JSON in its header (`tree.py`).
 
-Nothing is pickled. A reader must know the digest of the file.
+Nothing is pickled; `torch.save` pickles (`tree.py`). A reader must know the digest of the file.
 
 Source: our choice.
 """

@@ -25,7 +25,7 @@ from lightning_diloco.storage.files import Buffer
 from lightning_diloco.transport.base import Json
 
 _MAGIC = b"DLCOredo"
-_VERSION = 1
+_VERSION = 2
 _PREFIX = struct.Struct("<8sBxxxIQQQI")
 _CHECKSUM = struct.Struct("<I")
 _PREFIX_BYTES = _PREFIX.size + _CHECKSUM.size

@@ -2,7 +2,8 @@
 
 1. None, booleans, numbers, strings, lists, tuples, dicts with plain keys, Counters and tensors are restored as they
    were; subclasses are restored as these types.
-2. Other values are refused, and the error names their place in the tree. Nothing is pickled.
+2. Other values are refused, and the error names their place in the tree. Nothing is pickled:
+   `torch.save` would write such a value, and `weights_only=True` refuse it only when a learner needs the file.
 
 Source: our choice.
 """

@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from lightning_diloco.errors import CorruptMessageError
@@ -30,19 +31,12 @@ MAX_DEPTH = 32
 SCHEMA = pa.schema([])
 EMPTY = pa.RecordBatch.from_arrays([], schema=SCHEMA)
 ENVELOPE_KEY = b"diloco"
-_SURROGATE = b"\\ud"
 _AGAIN = "nothing of it was used; send it again"
 
 
 def dumps(value: Json) -> bytes:
-    """Encode strict JSON; raises TypeError or ValueError (NaN) for other values."""
+    """Encode strict JSON; raises TypeError or ValueError for other values (NaN, which msgspec writes as null)."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _finite(text: str) -> float:
-    if math.isfinite(value := float(text)):
-        return value
-    raise ValueError(f"{text[:20]} is not a finite number")
 
 
 def loads(raw: bytes, max_bytes: int = MAX_JSON_BYTES) -> Json:
@@ -55,10 +49,8 @@ def loads(raw: bytes, max_bytes: int = MAX_JSON_BYTES) -> Json:
     if len(raw) > max_bytes:
         raise CorruptMessageError(f"{len(raw)} bytes of JSON; at most {max_bytes} are read; {_AGAIN}")
     try:
-        value = json.loads(raw, parse_constant=_finite, parse_float=_finite)
-        if _SURROGATE in raw.lower():
-            dumps(value)  # raises for lone surrogates, which cannot be encoded again
-    except (ValueError, RecursionError) as error:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptMessageError(
             f"{len(raw)} bytes that are not JSON ({error}); must be an object; {_AGAIN}"
         ) from None
@@ -70,10 +62,10 @@ def loads(raw: bytes, max_bytes: int = MAX_JSON_BYTES) -> Json:
 
 
 def _is_flat(value: Json) -> bool:
-    level: list[dict[str, object] | list[object]] = [value]
+    level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        items = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
-        level = [item for item in items if isinstance(item, dict | list)]
+        items = [item for each in level for item in (each.values() if type(each) is dict else each)]
+        level = [item for item in items if type(item) is dict or type(item) is list]
         if not level:
             return True
     return False

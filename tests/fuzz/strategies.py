@@ -7,9 +7,11 @@ import types
 import typing
 from typing import Any, Literal, Union
 
+import msgspec
 from hypothesis import strategies as st
 
 from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.codec import Value
 
 EDGES = [0, 1, 2, -1, 3, 7, 64, 2**31, 2**53, 2**63 - 1, -(2**63), 2**63, 10**30]
 FLOATS = [0.0, 0.02, 0.01, -1.0, 1e-300, 1e300, 1.7e308]
@@ -40,8 +42,8 @@ def of_type(hint: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(of_type, args)).map(list)
     if origin is dict:
         return st.dictionaries(texts, of_type(args[1]), max_size=3)
-    if dataclasses.is_dataclass(hint):
-        return fields_of(typing.cast("type", hint))
+    if isinstance(hint, type) and issubclass(hint, Value):
+        return fields_of(hint)
     simple = {int: integers, float: st.sampled_from(FLOATS), str: texts, bool: st.booleans(), type(None): st.none()}
     return simple.get(hint, json_values)
 
@@ -49,7 +51,7 @@ def of_type(hint: Any) -> st.SearchStrategy[Any]:
 def fields_of(kind: type) -> st.SearchStrategy[dict[str, Any]]:
     """Objects with the fields of a message or of a part of one."""
     hints = typing.get_type_hints(kind)
-    return st.fixed_dictionaries({field.name: of_type(hints[field.name]) for field in dataclasses.fields(kind)})
+    return st.fixed_dictionaries({field.name: of_type(hints[field.name]) for field in msgspec.structs.fields(kind)})
 
 
 def _message(kind: type) -> st.SearchStrategy[dict[str, Any]]:

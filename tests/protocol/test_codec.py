@@ -1,27 +1,28 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
 from typing import Literal
 
 import pytest
+from msgspec import field
 
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.codec import Value
+from lightning_diloco.protocol.limits import Finite, Int64
 
 
-@dataclass(frozen=True, slots=True)
-class Inner:
+class Inner(Value, frozen=True):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Outer:
-    number: int
-    share: float
+class Outer(Value, frozen=True):
+    number: Int64
+    share: Finite
     kind: Literal["a", "b"]
     inner: Inner | None
     pairs: tuple[tuple[int, int], ...] = ()
-    by_name: dict[str, float] = field(default_factory=dict)
+    by_name: dict[str, Finite] = field(default_factory=dict)
 
 
 GOOD = {"number": 3, "share": 0.5, "kind": "a", "inner": {"name": "x"}, "pairs": [[1, 2]], "by_name": {"loss": 1.0}}
@@ -31,7 +32,7 @@ def test_what_was_dumped_is_loaded_again() -> None:
     value = codec.load(Outer, GOOD)
 
     assert value == Outer(3, 0.5, "a", Inner("x"), ((1, 2),), {"loss": 1.0})
-    assert codec.dump(value) == GOOD
+    assert json.loads(json.dumps(codec.dump(value))) == GOOD
     assert codec.load(Outer, codec.dump(value)) == value
 
 
@@ -51,13 +52,14 @@ def test_fields_with_a_default_may_be_missing() -> None:
         ({"share": "0.5"}, "Outer.share"),
         ({"kind": "c"}, "Outer.kind"),
         ({"kind": ["a"]}, "Outer.kind"),
-        ({"inner": {"name": 1}}, "Outer.inner"),
+        ({"inner": {"name": 1}}, "Outer.inner.name"),
         ({"inner": {"name": "x", "more": 1}}, "Outer.inner"),
         ({"pairs": [[1, 2, 3]]}, "Outer.pairs[0]"),
         ({"pairs": [[1, 2], [1, None]]}, "Outer.pairs[1][1]"),
         ({"pairs": 3}, "Outer.pairs"),
-        ({"by_name": {"loss": float("nan")}}, "Outer.by_name['loss']"),
+        ({"by_name": {"loss": float("nan")}}, "Outer.by_name[...]"),
         ({"by_name": {1: 1.0}}, "Outer.by_name"),
+        ({"by_name": {"x": 1.0, "loss": "low"}}, "Outer.by_name[...]"),
         ({"unknown": 1}, "Outer"),
     ],
 )
@@ -68,6 +70,15 @@ def test_a_wrong_value_is_refused_and_named(change: dict[str, object], where: st
     assert str(caught.value).startswith(f"{where}: found")
 
 
+def test_a_refusal_says_what_is_allowed() -> None:
+    for change, allowed in (
+        ({"kind": "c"}, r"must be Literal\['a', 'b'\]"),
+        ({"more": 1}, "must be an object of number, sha"),
+    ):
+        with pytest.raises(CorruptMessageError, match=allowed):
+            codec.load(Outer, {**GOOD, **change})
+
+
 def test_a_missing_field_is_refused() -> None:
-    with pytest.raises(CorruptMessageError, match="needed are"):
+    with pytest.raises(CorruptMessageError, match="missing required field `share`"):
         codec.load(Outer, {"number": 3})

@@ -59,7 +59,10 @@ def test_every_message_of_the_syncer_survives_the_wire(message: messages.FromSyn
 
 @given(instances(records.LogRecord))
 def test_every_log_record_survives_the_disk(record: records.LogRecord) -> None:
-    assert records.decode(json.loads(json.dumps(records.encode(record)))) == record
+    text = json.dumps(records.encode(record))
+    read = records.decode(json.loads(text))
+    assert read == record
+    assert json.dumps(records.encode(read)) == text
 
 
 def test_a_message_of_the_other_side_is_refused() -> None:

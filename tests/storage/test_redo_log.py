@@ -209,14 +209,15 @@ def test_damage_after_opening_is_found_on_reading(log: RedoLog, folder: Path) ->
         list(log.records(1))
 
 
-def test_unknown_format_is_refused_not_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as newer:
-        newer.setattr("lightning_diloco.storage.log_frames._VERSION", 2)
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_format_is_refused_not_cut(folder: Path, monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    with monkeypatch.context() as other:
+        other.setattr("lightning_diloco.storage.log_frames._VERSION", version)
         log = RedoLog(folder)
         fill(log, 1)
         log.close()
     size = only_segment(folder).stat().st_size
-    with pytest.raises(StorageError, match="format 2, this version reads format 1; use"):
+    with pytest.raises(StorageError, match=f"format {version}, this version reads format 2; use"):
         RedoLog(folder)
     assert only_segment(folder).stat().st_size == size
 

@@ -158,7 +158,7 @@ class Arithmetic:
         return MergeJob(actions.Merge(0, 1, chosen, (1 / len(sizes),) * len(sizes)), payloads)
 
     def apply(self) -> actions.Apply:
-        return actions.Apply(0, 1, records.CommitRecord(0, 0, 1, 1, 1.0, 1, ()))
+        return actions.Apply(records.CommitRecord(0, 0, 1, 1, 1.0, 1, ()))
 
 
 def test_finite_contributions_with_an_infinite_sum_lose_the_longest(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease, Piece, Span
 from lightning_diloco.protocol.messages import AskRanges, Leases

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import cast
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.limits import Scalar
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.lease_table import LeaseTable
 from lightning_diloco.protocol.syncer.ledger import Account, Ledger
@@ -32,7 +32,7 @@ class DurableState:
         secret: secret of a new run (`proofs.py`); "" disables proofs.
     """
 
-    def __init__(self, *, run: str, options: dict[str, msg.Scalar], heartbeat_s: float, secret: str = "") -> None:
+    def __init__(self, *, run: str, options: dict[str, Scalar], heartbeat_s: float, secret: str = "") -> None:
         self.run = run
         self.secret = secret
         self.options = options

@@ -21,6 +21,7 @@ from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import SyncerAction
 from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.limits import Scalar
 from lightning_diloco.protocol.syncer import admission, manifests, proofs, records
 from lightning_diloco.protocol.syncer.leasing import Leasing
 from lightning_diloco.protocol.syncer.roster import Member
@@ -37,7 +38,7 @@ class Joins(Leasing):
     """
 
     def __init__(
-        self, *, run: str, options: dict[str, msg.Scalar], expect: int | None, heartbeat_s: float, secret: str
+        self, *, run: str, options: dict[str, Scalar], expect: int | None, heartbeat_s: float, secret: str
     ) -> None:
         super().__init__(run=run, options=options, heartbeat_s=heartbeat_s, secret=secret)
         self.expect = expect

@@ -20,7 +20,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from lightning_diloco.protocol.data_ranges import EMPTY, Catalogue, Grant, Holding, Lease, SavedLeases, Span
 from lightning_diloco.protocol.intervals import IntervalSet

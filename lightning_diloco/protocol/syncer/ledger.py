@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from lightning_diloco.protocol.codec import Value
 from lightning_diloco.protocol.intervals import IntervalSet
+from lightning_diloco.protocol.limits import Count
 from lightning_diloco.protocol.messages import Progress
 
 MAX_RANGES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(Value, frozen=True):
     """A learner's token counter and progress report, as last received."""
 
-    seen: int
+    seen: Count
     declared: Progress | None
 
 
@@ -152,20 +153,19 @@ class Totals:
         return self.seen == self.merged + self.pending + sum(self.discarded.values())
 
 
-@dataclass(frozen=True, slots=True)
-class SavedAccount:
+class SavedAccount(Value, frozen=True):
     """An account as plain values, for snapshots."""
 
     learner: str
-    incarnation: int
-    merged: tuple[tuple[tuple[int, int], ...], ...]
-    unlanded: tuple[tuple[tuple[int, int, int], ...], ...]
-    seen: int
+    incarnation: Count
+    merged: tuple[tuple[tuple[Count, Count], ...], ...]
+    unlanded: tuple[tuple[tuple[Count, Count, Count], ...], ...]
+    seen: Count
     declared: Progress | None
-    booked: dict[str, int]
+    booked: dict[str, Count]
     is_absent: bool
     is_closed: bool
-    settled: tuple[tuple[int, int], ...] = ()
+    settled: tuple[tuple[Count, Count], ...] = ()
 
 
 class Ledger:

@@ -22,6 +22,7 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import SyncerAction
+from lightning_diloco.protocol.limits import Scalar
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.claims import implausible_tokens
 from lightning_diloco.protocol.syncer.joins import Joins
@@ -43,7 +44,7 @@ class SyncerState(Joins):
         self,
         *,
         run: str,
-        options: dict[str, msg.Scalar] | None = None,
+        options: dict[str, Scalar] | None = None,
         expect: int | None = None,
         heartbeat_s: float = 1.0,
         secret: str = "",
@@ -230,7 +231,10 @@ class SyncerState(Joins):
         self._outlived = None
         record = records.Regenerated(max(outlived, self.rounds.generation) + 1)
         self.apply(record)
-        todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Note("regenerated", codec.dump(record))]
+        todo: list[SyncerAction] = [
+            do.Record(records.encode(record)),
+            do.Note("regenerated", {"generation": record.generation}),
+        ]
         for member in self.roster.in_state("active"):
             todo += self.rounds.drop_contributions(member) + self._settle(member, gives_back=True)
             todo += self._invite(member)

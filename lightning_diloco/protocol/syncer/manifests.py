@@ -1,6 +1,6 @@
 """Checks a seeder's manifest before anything is computed from it.
 
-1. It must have exactly the fields of `make_manifest`, of their types (`codec`) and within the bounds of `limits`.
+1. It must have exactly the fields of `make_manifest`, of their types and within their bounds (`limits.py`).
 2. Its plan must be computable within seconds, so slices and fragments are bounded. When the start values are there, the
    plan is computed and compared with the digest and the values.
 """
@@ -8,13 +8,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta, field
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, CorruptMessageError
-from lightning_diloco.protocol import codec, limits
-from lightning_diloco.protocol.codec import Json
-from lightning_diloco.protocol.messages import Scalar
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.codec import Json, Value
+from lightning_diloco.protocol.limits import MAX_NAMES, Count, Int64, Named, Options, Text
 
 MAX_FRAGMENTS = 4096
 MAX_SLICES = 1 << 18
@@ -22,19 +24,18 @@ MAX_DEALING = 50_000_000
 MAX_DIMENSIONS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Manifest:
+class _Manifest(Value, frozen=True):
     """Fields of a manifest. The protocol needs those without a default; computing the plan needs the others too."""
 
-    config: dict[str, Scalar]
-    frozen: dict[str, str]
-    token_unit: str | None
-    plan_digest: str
-    num_fragments: int
-    data_seed: int = 0
-    asked: dict[str, Scalar] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    mean_names: tuple[str, ...] = ()
+    config: Options
+    frozen: Named
+    token_unit: Text | None
+    plan_digest: Text
+    num_fragments: Count
+    data_seed: Int64 = 0
+    asked: Options = field(default_factory=dict)
+    shapes: Annotated[dict[Text, tuple[Int64, ...]], Meta(max_length=MAX_NAMES)] = field(default_factory=dict)
+    mean_names: Annotated[tuple[Text, ...], Meta(max_length=MAX_NAMES)] = ()
 
 
 def defect(manifest: Json) -> str | None:
@@ -42,9 +43,7 @@ def defect(manifest: Json) -> str | None:
     try:
         read = codec.load(_Manifest, manifest, "manifest")
     except CorruptMessageError as error:
-        return f"{error}; do both sides run the same version?"
-    if problem := limits.objection(read):
-        return f"manifest: {problem}"
+        return str(error)
     try:
         config = RunConfig.from_dict(read.config)
     except (ConfigError, TypeError) as error:

@@ -7,60 +7,56 @@
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass, field
+
+from msgspec import field
 
 from lightning_diloco.errors import CorruptLogError
 from lightning_diloco.protocol import codec
-from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.codec import Json, Tagged, Value
 from lightning_diloco.protocol.data_ranges import EMPTY, Catalogue, Grant, SavedLeases
+from lightning_diloco.protocol.limits import Count, Finite
 from lightning_diloco.protocol.messages import Fate, Progress, Ready, Reason, Unmerged
 from lightning_diloco.protocol.syncer.ledger import Heard, SavedAccount
 from lightning_diloco.protocol.syncer.roster import State
 
 
-@dataclass(frozen=True, slots=True)
-class Seeding:
+class Seeding(Tagged, frozen=True):
     """Start values are about to be stored under this lease."""
 
-    lease: int
+    lease: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Seeded:
+class Seeded(Tagged, frozen=True):
     """The run has a manifest and start values at version 0, and a secret that never leaves the syncer (`proofs.py`)."""
 
-    lease: int
+    lease: Count
     manifest: Json
     secret: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(Tagged, frozen=True):
     """This session got this incarnation; it is not active yet."""
 
     session: str
     learner: str
-    incarnation: int
-    slot: int
+    incarnation: Count
+    slot: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Forgotten:
+class Forgotten(Tagged, frozen=True):
     """This session was granted something, fell silent before it took part, and others need its place."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
-class Activated:
+class Activated(Tagged, frozen=True):
     """The incarnation takes part from now on, and fences off the older one, whose books end with what was heard."""
 
     session: str
     replaced: Heard | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Merge:
+class Merge(Value, frozen=True):
     """One contributor of a commit.
 
     Args:
@@ -71,8 +67,8 @@ class Merge:
 
     session: str
     ready: Ready
-    share: float
-    kept: float = 1.0
+    share: Finite
+    kept: Finite = 1.0
 
     @property
     def stop(self) -> int:
@@ -80,8 +76,7 @@ class Merge:
         return self.ready.stop_if(self.kept)
 
 
-@dataclass(frozen=True, slots=True)
-class CommitRecord:
+class CommitRecord(Tagged, frozen=True):
     """A fragment's next version; the record's payload is the merged outer gradient, bfloat16.
 
     Args:
@@ -89,58 +84,52 @@ class CommitRecord:
         num_stepping: learners that were stepping when the round opened.
     """
 
-    fragment: int
-    generation: int
-    version: int
-    round: int
-    work: float
-    num_stepping: int
+    fragment: Count
+    generation: Count
+    version: Count
+    round: Count
+    work: Finite
+    num_stepping: Count
     merges: tuple[Merge, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(Tagged, frozen=True):
     """A contribution that will not be merged."""
 
     session: str
-    fragment: int
-    seq: int
+    fragment: Count
+    seq: Count
     fate: Unmerged
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantined:
+class Quarantined(Tagged, frozen=True):
     """What this learner sends is not merged, for this reason (`conduct.py`)."""
 
     learner: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Tagged, frozen=True):
     """What this learner sends is merged again."""
 
     learner: str
 
 
-@dataclass(frozen=True, slots=True)
-class Lapsed:
+class Lapsed(Tagged, frozen=True):
     """The lease ran out."""
 
     session: str
     heard: Heard
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(Tagged, frozen=True):
     """A lapsed process is back."""
 
     session: str
 
 
-@dataclass(frozen=True, slots=True)
-class Departed:
+class Departed(Tagged, frozen=True):
     """A leave, with the leaver's books."""
 
     session: str
@@ -148,30 +137,26 @@ class Departed:
     progress: Progress
 
 
-@dataclass(frozen=True, slots=True)
-class Regenerated:
+class Regenerated(Tagged, frozen=True):
     """What learners held did not fit what was restored: everyone adopts in full."""
 
-    generation: int
+    generation: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Catalogued:
+class Catalogued(Tagged, frozen=True):
     """The data of the run are these."""
 
     catalogue: Catalogue
 
 
-@dataclass(frozen=True, slots=True)
-class SourceEnded:
+class SourceEnded(Tagged, frozen=True):
     """A source of unknown length has this many ranges."""
 
-    source: int
-    size: int
+    source: Count
+    size: Count
 
 
-@dataclass(frozen=True, slots=True)
-class RangesLeased:
+class RangesLeased(Tagged, frozen=True):
     """These ranges are this session's; its landing rule drops tokens, or not."""
 
     session: str
@@ -179,20 +164,18 @@ class RangesLeased:
     drops: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RangesSettled:
+class RangesSettled(Tagged, frozen=True):
     """Of what this session had leased, these are done, and these go back."""
 
     session: str
-    done: tuple[int, ...]
-    back: tuple[int, ...]
+    done: tuple[Count, ...]
+    back: tuple[Count, ...]
 
 
 LeaseRecord = Catalogued | SourceEnded | RangesLeased | RangesSettled
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Tagged, frozen=True):
     """A learner ended the run, for everybody."""
 
     reason: str
@@ -217,41 +200,39 @@ LogRecord = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SavedSession:
+class SavedSession(Value, frozen=True):
     """A session as plain values, for snapshots."""
 
     session: str
     learner: str
-    incarnation: int
-    slot: int
+    incarnation: Count
+    slot: Count
     state: State
     ending: Reason | None
     is_lapsed: bool
-    step: int
-    tokens: int
-    fates: dict[str, tuple[int, Fate, int | None, str | None, float]]
-    num_refused: int = 0
-    num_clipped: int = 0
+    step: Count
+    tokens: Count
+    fates: dict[str, tuple[Count, Fate, Count | None, str | None, Finite]]
+    num_refused: Count = 0
+    num_clipped: Count = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
+class SavedState(Value, frozen=True):
     """The syncer machine's durable state, for snapshots."""
 
     run: str
     manifest: Json | None
-    lease: int
-    generation: int
-    next_round: int
-    versions: tuple[int, ...]
+    lease: Count
+    generation: Count
+    next_round: Count
+    versions: tuple[Count, ...]
     sessions: tuple[SavedSession, ...]
     accounts: tuple[SavedAccount, ...]
-    num_joins: int
-    num_lapses: int
-    num_commits: int
-    num_contributors: int
-    num_stepping: int
+    num_joins: Count
+    num_lapses: Count
+    num_commits: Count
+    num_contributors: Count
+    num_stepping: Count
     leases: SavedLeases = EMPTY
     stopped: str | None = None
     quarantined: dict[str, str] = field(default_factory=dict)
@@ -263,7 +244,7 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(LogRe
 
 def encode(record: LogRecord) -> Json:
     """The record as a JSON object; its class name is under "kind"."""
-    return {"kind": type(record).__name__, **codec.dump(record)}
+    return codec.dump(record)
 
 
 def decode(values: Json) -> LogRecord:
@@ -272,11 +253,10 @@ def decode(values: Json) -> LogRecord:
     Raises:
         CorruptLogError: unknown kind (the log was written by another version of this package).
     """
-    fields = dict(values)
-    kind = _KINDS.get(str(fields.pop("kind", None)))
+    kind = _KINDS.get(str(values.get("kind")))
     if kind is None:
         raise CorruptLogError(
             f"found log record kind {values.get('kind')!r}; known are {', '.join(_KINDS)}; "
             "restart with the version of lightning-diloco that wrote this run directory"
         )
-    return typing.cast("LogRecord", codec.load(kind, fields))
+    return typing.cast("LogRecord", codec.load(kind, values))

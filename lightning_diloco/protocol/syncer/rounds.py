@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from statistics import median_low
+
+from msgspec.structs import replace
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.protocol import actions as do
@@ -288,7 +289,7 @@ class Rounds:
         if len(still_there) < len(r.members):
             return todo + self._merge(p, f, r, still_there, now_s)
         r.go("committing")
-        return [*todo, do.Apply(p, r.number, self._commit_record(p, f, r, event.kept))]
+        return [*todo, do.Apply(self._commit_record(p, f, r, event.kept))]
 
     def _judge(self, p: int, f: FragmentRounds, session: str, verdict: on.Verdict, now_s: float) -> list[SyncerAction]:
         """Apply a verdict to the contribution and to its learner."""

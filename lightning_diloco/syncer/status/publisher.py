@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from lightning_diloco.protocol.messages import News
 from lightning_diloco.protocol.syncer.machine import SyncerState

@@ -90,6 +90,7 @@ def test_a_model_with_fewer_slices_than_asked_for_is_no_contradiction() -> None:
 @pytest.mark.parametrize(
     ("hello", "error", "found"),
     [
+        ({"protocol": 1}, "join", "protocol version 1"),
         ({"protocol": 99}, "join", "protocol version 99"),
         ({"run": "other"}, "join", "run 'other' was asked for, this syncer has run 'r'"),
         ({"options": {"sync_every": 8}}, "config", "sync_every=8 was asked for, the run has sync_every=4"),
