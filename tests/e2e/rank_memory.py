@@ -38,7 +38,7 @@ def watch(link: type[LeaderLink] | type[FollowerLink]) -> None:
         is_last = finish(self)
         taken["peak"] = resident_at_most(os.getpid())
         found = stated(self)
-        spare = self.device._own._spare if isinstance(self, LeaderLink) else self.device._spare
+        spare = self.device._own._spare
         taken["further"] = max(0, len(spare) - SPARE_BUFFERS)  # made for fragments at the same time
         taken["stated"] = found.peak + taken["further"] * found.further // FURTHER_BUFFERS
         return is_last
@@ -48,7 +48,7 @@ def watch(link: type[LeaderLink] | type[FollowerLink]) -> None:
 
 def stated(link: Any) -> Any:
     """As the strategy states it."""
-    device = link.device._own if isinstance(link, LeaderLink) else link.device
+    device = link.device._own
     where = {"rank": link._ranks.rank, "size": link._ranks.size, "part": getattr(device, "part", None)}
     return footprint(link.plan, link.config, LearnerConfig(), **where)
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,18 +17,14 @@ from torch import Tensor
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
-from lightning_diloco.devices.base import FragmentDevice
-from lightning_diloco.devices.part import Box
 from lightning_diloco.errors import DiLoCoError, RunOverError
 from lightning_diloco.learner.control_channel import TICK_S
 from lightning_diloco.learner.join import MakeDevice
 from lightning_diloco.learner.link import Link
 from lightning_diloco.learner.ranks.agreement import Agreement
 from lightning_diloco.learner.ranks.group import Ranks
-from lightning_diloco.learner.ranks.orders import Orders
 from lightning_diloco.learner.ranks.partial_uploads import PartedConnection
 from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
-from lightning_diloco.learner.ranks.sharded_device import ShardedDevice
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.protocol.data_ranges import Piece, divided
@@ -44,30 +40,34 @@ class LeaderLink(Link):
 
     Args:
         ranks: of this learner, this being rank 0.
-        boxes: what each rank holds of each parameter; None: all of it.
+        boxes: what each rank holds of each parameter; empty: all of it.
+        kind: how the ranks' devices work together.
 
     Attributes:
-        make_shared_device: how parts come together.
         rank_bytes: what exchanging takes of the rank that it takes most of; 0: not known.
     """
 
     agreed = Agreement()  # what all ranks know since the last step ended
     _has_ranks = True
-    _relay: ReplicatedDevice
-    make_shared_device: Callable[..., ShardedDevice] = ShardedDevice
+    device: ReplicatedDevice
     rank_bytes = 0
 
     def __init__(
-        self, *args: Any, ranks: Ranks, boxes: Sequence[Mapping[str, Box]] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        ranks: Ranks,
+        boxes: Sequence[Mapping[str, Any]] = (),
+        kind: type[ReplicatedDevice] = ReplicatedDevice,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._ranks = ranks
-        self._boxes = boxes
+        self._kind = partial(kind, ranks=ranks, boxes=boxes, stopping=self._crew.stopping)
         self._promise = _NOTHING
         self._skipped_tokens = 0
         self._ends_together = False
         self._is_over = False
-        self._orders, connect = Orders(), self._connect
+        connect = self._connect
         self._connect = lambda address: self._parted_connection(connect(address))
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
@@ -78,16 +78,16 @@ class LeaderLink(Link):
             self._ranks.tell({"do": "fail", "why": str(error), "is_over": isinstance(error, RunOverError)})
             self._is_over = True
             raise
-        self._parted.prepare(self.plan, self.config, self._relay.dealt)
-        self._relay.deals = self._all_reach_the_syncer()
+        self._parted.prepare(self.plan, self.config, self.device.dealt)
+        self.device.deals = self._all_reach_the_syncer()
         self.agreed = Agreement(fleet_tokens=self.fleet_tokens)
-        known = {"run": self.run, "incarnation": self.incarnation, "is_late": self.is_late, "deals": self._relay.deals}
+        known = {"run": self.run, "incarnation": self.incarnation, "is_late": self.is_late, "deals": self.device.deals}
         known |= {"slot": self.slot, "data_seed": self.data_seed, "fleet_tokens": self.fleet_tokens}
         self._ranks.tell({"do": "go", "learner": self.learner_id, **known})
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
 
     def _parted_connection(self, connection: LargeConnection) -> PartedConnection:
-        self._parted = PartedConnection(connection, self._orders)
+        self._parted = PartedConnection(connection, self._ranks.uploads)
         return self._parted
 
     def _all_reach_the_syncer(self) -> bool:
@@ -97,7 +97,7 @@ class LeaderLink(Link):
 
     def _relayed(
         self, model: ModelDescription, make_device: MakeDevice, plan: FragmentPlan, config: RunConfig
-    ) -> FragmentDevice[Any, Any]:
+    ) -> ReplicatedDevice:
         self._ranks.tell(
             {
                 "do": "plan",
@@ -106,12 +106,7 @@ class LeaderLink(Link):
                 "mean_names": sorted(plan.mean_names),
             }
         )
-        own = make_device(plan, config)
-        if self._boxes is None:
-            self._relay = ReplicatedDevice(own, self._ranks)
-        else:
-            self._relay = self.make_shared_device(own, self._ranks, plan=plan, config=config, boxes=self._boxes)
-        return self._relay
+        return self._kind(make_device(plan, config), plan=plan, config=config)
 
     # -------------------------------------------------------------------------------------------------------- training
 
@@ -147,7 +142,7 @@ class LeaderLink(Link):
         finally:
             self._ends_together = False
         said = {"is_last": is_last, "is_drained": self.is_drained}
-        self._begin(is_over=True, land=tuple(self._relay.landed) if is_last else (), snapshot=(), **said)
+        self._begin(is_over=True, land=tuple(self.device.landed) if is_last else (), snapshot=(), **said)
         self._agreed()
         self._ranks.tell({"do": "end"})
         self._parted.end()
@@ -160,7 +155,6 @@ class LeaderLink(Link):
         if self._is_over and not self._crew.join(0.0):
             self._is_over = False
             self._ranks.close()
-            self._orders.close()
 
     def _wait_for_leave(self, within_s: float) -> None:
         """As ever, but what lands meanwhile lands everywhere."""
@@ -174,7 +168,7 @@ class LeaderLink(Link):
                 self._make(agreed)
                 self._handle(events.Pause())
                 self._changed.wait(TICK_S)
-        self._relay.landed.clear()
+        self.device.landed.clear()
         return None
 
     # --------------------------------------------------------------------------------------------------------- helpers
@@ -189,14 +183,14 @@ class LeaderLink(Link):
 
     def _agreed(self) -> Agreement:
         agreed = self.agreed = Agreement.of(self._ranks.end())
-        self._relay.landed.clear()
+        self.device.landed.clear()
         if agreed.num_failed and not self._has_failed:
             raise DiLoCoError("another rank of this learner has stopped; its own output says why; start it again")
         return agreed
 
     def _make(self, agreed: Agreement) -> None:
         if not agreed.num_failed:
-            self._relay.make(agreed.land, agreed.snapshot)
+            self.device.make(agreed.land, agreed.snapshot)
 
     def _collected(self, tokens: int) -> tuple[Piece, ...]:
         """See `Link._collected`; rank 0 knows of all samples, and of its own tokens only until a step ends."""
@@ -204,13 +198,11 @@ class LeaderLink(Link):
 
     def _expect(self, p: int, values: Tensor) -> None:
         """See `Link._expect`."""
-        self._relay.expect(p, values)
+        self.device.expect(p, values)
 
     def _anchor(self, p: int) -> Tensor | None:
         """See `LearnerMetrics._anchor`."""
-        if not isinstance(self._relay, ShardedDevice):
-            return super()._anchor(p)
-        return self._relay.completed(p, self._relay.own_anchor(p))
+        return self.device.counted_anchor(p)
 
     def _reported(self) -> dict[str, float]:
         return {**super()._reported(), RANK_BYTES: float(self.rank_bytes)}

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lightning_diloco.learner.ranks.group import Ranks
     from lightning_diloco.learner.ranks.leader import LeaderLink
     from lightning_diloco.learner.ranks.memory import Footprint
+    from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +124,19 @@ class RanksHooks(DiLoCoHooks):
         ranks, self._ranks_ahead = self._ranks_ahead or self._alike(), None
         self._heed_sigterm_together()
         own_boxes = self._part_boxes()
-        boxes = None if own_boxes is None else ranks.share(own_boxes)
-        self._ranks, self._layout = ranks, layout_of(ranks.size, boxes)
+        boxes = [] if own_boxes is None else ranks.share(own_boxes)
+        self._ranks, self._layout = ranks, layout_of(ranks.size, boxes or None)
         self._shares = ranks.share(super().distributed_sampler_kwargs["rank"])
+        together: dict[str, Any] = {"ranks": ranks, "boxes": boxes, "kind": self._kind_of_device()}
         if ranks.rank == 0:
-            return LeaderLink(self._run_options, self._learner, self._run_root, ranks=ranks, boxes=boxes)
-        return FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes, join=self._given_join)
+            return LeaderLink(self._run_options, self._learner, self._run_root, **together)
+        return FollowerLink(**together, join=self._given_join)
+
+    def _kind_of_device(self) -> type[ReplicatedDevice]:
+        """How devices of the ranks work together."""
+        from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
+
+        return ReplicatedDevice
 
     def _settings(self) -> dict[str, Any]:
         """What must be the same on all ranks; values that JSON knows."""
@@ -207,14 +215,13 @@ class RanksHooks(DiLoCoHooks):
 
     def _leased_batches(self, ranges: Ranges, batch_size: int) -> Batches:
         """See `LeasesData._leased_batches`."""
-        from lightning_diloco.strategy.data.rank_batches import FollowersBatches, LeadersBatches
+        from lightning_diloco.strategy.data.rank_batches import RankBatches
 
-        handout = self._ranks.hand_out(self._shares)
-        if self._ranks.rank > 0:
-            return FollowersBatches(handout)
-        desk = cast("LeaderLink", self._link).lease(ranges.catalogue)
-        size = batch_size * self._num_readers
-        return LeadersBatches(RangeBatches(ranges, desk, batch_size=size, seed=self._own_seed), handout)
+        handout, of_all = self._ranks.hand_out(self._shares), None
+        if self._ranks.rank == 0:
+            desk, size = cast("LeaderLink", self._link).lease(ranges.catalogue), batch_size * self._num_readers
+            of_all = RangeBatches(ranges, desk, batch_size=size, seed=self._own_seed)
+        return RankBatches(of_all, handout)
 
     @property
     def _num_readers(self) -> int:

@@ -41,6 +41,7 @@ from lightning_diloco.strategy.trainer.paths import OwnPathsFirst
 
 if TYPE_CHECKING:
     from lightning_diloco.learner.ranks.follower import FollowerLink
+    from lightning_diloco.learner.ranks.hosts_device import HostsDevice
     from lightning_diloco.learner.ranks.leader import LeaderLink
 
 T = TypeVar("T")
@@ -116,14 +117,13 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
         return True
 
     def _make_link(self) -> LeaderLink | FollowerLink:
-        from lightning_diloco.learner.ranks.hosts_device import HostsDevice
-        from lightning_diloco.learner.ranks.leader import LeaderLink
-
         self._learner = replace(self._learner, checkpoint_every=0)  # of its own; Lightning's checkpoints are rule 4
-        link = super()._make_link()
-        if isinstance(link, LeaderLink):
-            link.make_shared_device = HostsDevice
-        return link
+        return super()._make_link()
+
+    def _kind_of_device(self) -> type[HostsDevice]:
+        from lightning_diloco.learner.ranks.hosts_device import HostsDevice
+
+        return HostsDevice
 
     def _part_boxes(self) -> dict[str, Any]:
         from lightning_diloco.devices.xla import ops as xla
