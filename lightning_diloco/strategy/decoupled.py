@@ -127,7 +127,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         self._token_count_fn = token_count_fn
         if isinstance(inner, Strategy):
             self._has_inner = True
-            self._become(backends.load(type(inner)))
+            self._become(backends.load(type(inner).__name__))
             vars(self).update(vars(inner))
             return
         self.parallel_devices: list[torch.device] | None = None  # Lightning fills these in

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from lightning.pytorch import strategies
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 
 from lightning_diloco.strategy import backends
@@ -28,8 +29,8 @@ def problems(inner: object) -> list[str]:
     if not isinstance(inner, Strategy):
         return [f"inner={inner!r}: must be 'auto' or a strategy object; pass e.g. inner=DDPStrategy()"]
     name = type(inner).__name__
-    if type(inner) not in backends.INNER:
-        allowed = ", ".join(f"{allowed.__name__}()" for allowed in backends.INNER)
+    if type(inner) not in [getattr(strategies, allowed) for allowed in backends.INNER]:
+        allowed = ", ".join(f"{allowed}()" for allowed in backends.INNER)
         return [f"inner={name}(): must be 'auto' or one of {allowed}; use one of them{_instead_of(name)}"]
     found = [
         f"inner={name}({argument}=...): must be left to the Trainer, which decides it; pass Trainer({argument}=...)"

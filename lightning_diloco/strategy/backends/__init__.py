@@ -9,15 +9,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
-
-Key = type[Strategy] | tuple[str, bool]
+Key = str | tuple[str, bool]
 
 FINAL_CLASSES: dict[Key, tuple[str, str]] = {
-    # By the strategy that the user gives as `inner=`.
-    DDPStrategy: ("ddp", "DDPDiLoCo"),
-    FSDPStrategy: ("fsdp", "FSDPDiLoCo"),
-    ModelParallelStrategy: ("model_parallel", "ModelParallelDiLoCo"),
+    # By the name of Lightning's strategy that the user gives as `inner=`.
+    "DDPStrategy": ("ddp", "DDPDiLoCo"),
+    "FSDPStrategy": ("fsdp", "FSDPDiLoCo"),
+    "ModelParallelStrategy": ("model_parallel", "ModelParallelDiLoCo"),
     # By device type, and whether the learner has several devices.
     ("cpu", False): ("single", "SingleDeviceDiLoCo"),
     ("cuda", False): ("single", "SingleDeviceDiLoCo"),
@@ -26,7 +24,7 @@ FINAL_CLASSES: dict[Key, tuple[str, str]] = {
     ("xla", False): ("xla", "SingleDeviceXLADiLoCo"),
     ("xla", True): ("xla_hosts", "spmd_class"),
 }
-INNER = tuple(key for key in FINAL_CLASSES if isinstance(key, type))
+INNER = tuple(key for key in FINAL_CLASSES if isinstance(key, str))
 DEVICES = tuple(key for key in FINAL_CLASSES if isinstance(key, tuple))
 
 
