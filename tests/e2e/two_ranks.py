@@ -9,7 +9,6 @@ parameters, then digests of its anchors go to DIR/digests.RANK, or "rows" of the
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from dataclasses import replace
@@ -23,9 +22,8 @@ from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.part import Box, CpuPart
 from lightning_diloco.errors import TransportError
-from lightning_diloco.learner.ranks.follower import FollowerLink
+from lightning_diloco.learner.link import Link
 from lightning_diloco.learner.ranks.group import Ranks
-from lightning_diloco.learner.ranks.leader import LeaderLink
 from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
 from lightning_diloco.learner.ranks.sharded_device import ShardedDevice
 from lightning_diloco.manifest import ModelDescription
@@ -55,12 +53,8 @@ def main(folder: Path, rank: int, size: int, line: str, *, steps: int, cut: str)
         host, port = split_host_port(line)
         return FlightConnection(replace(address, host=host, port=port))
 
-    ranks, own = Ranks(), LearnerConfig(learner="l0")
-    if rank == 0:
-        link = LeaderLink({}, own, folder, ranks=ranks, boxes=boxes, kind=kind, connect=connect)
-    else:
-        join = os.environ["DILOCO_JOIN"]
-        link = FollowerLink(ranks, boxes=boxes, kind=kind, join=join, connect=connect)  # type: ignore[assignment]
+    own = LearnerConfig(learner="l0")
+    link = Link({}, own, folder, ranks=Ranks(), boxes=boxes, kind=kind, connect=connect)
     description = ModelDescription(dict(SHAPES), frozenset(), {}, "tokens")
     if not boxes:
         link.start(description, lambda plan, config: CpuFragments(plan, params, config, own))

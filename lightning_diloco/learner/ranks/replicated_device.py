@@ -45,7 +45,7 @@ class ReplicatedDevice:
         sender: uploads this rank's part; rank 0 has none.
 
     Attributes:
-        landed: fragments that have landed at rank 0 alone since this was cleared last.
+        landed: fragments that have landed at rank 0 alone, at the very end.
         deals: whether each rank is to upload its part of contributions.
         dealt: fragments that each rank has encoded its part of.
     """
@@ -94,11 +94,6 @@ class ReplicatedDevice:
             self._snapshots |= {p: (self._ranks.num_begun, self._own.snapshot(p)) for p in snapshot}
             if self._are_equal:
                 self._own.settle()
-
-    @property
-    def num_landings(self) -> int:
-        """How often a fragment has landed or was adopted."""
-        return self._counts.total()
 
     def _land(self, p: int) -> None:
         with self._landing:

@@ -40,9 +40,8 @@ from lightning_diloco.strategy.backends.xla_accelerator import check_environment
 from lightning_diloco.strategy.trainer.paths import OwnPathsFirst
 
 if TYPE_CHECKING:
-    from lightning_diloco.learner.ranks.follower import FollowerLink
+    from lightning_diloco.learner.link import Link
     from lightning_diloco.learner.ranks.hosts_device import HostsDevice
-    from lightning_diloco.learner.ranks.leader import LeaderLink
 
 T = TypeVar("T")
 
@@ -116,7 +115,7 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
     def _is_started_by_others(self) -> bool:
         return True
 
-    def _make_link(self) -> LeaderLink | FollowerLink:
+    def _make_link(self) -> Link:
         self._learner = replace(self._learner, checkpoint_every=0)  # of its own; Lightning's checkpoints are rule 4
         return super()._make_link()
 
