@@ -283,8 +283,7 @@ class Link(LearnerMetrics):
             stops: this is the last step of training.
         """
         entered_s = time.perf_counter()
-        saves &= self._leader is not None
-        self._begin(tokens, num_asked=int(is_asked), saves=saves, stops=stops)
+        self._begin(tokens, num_asked=int(is_asked), saves=saves and self._leader is not None, stops=stops)
         self._watch.stall_s += time.perf_counter() - entered_s
 
     def skip_step(self) -> None:
