@@ -28,14 +28,14 @@ VARIABLES = {
     "DILOCO_HOST": Variable("host name by which learners reach this machine", ("syncer/front.py",)),
     "DILOCO_JOIN": Variable(
         "join string of the run",
-        ("cli/status.py", "learner/link.py", "strategy/identity.py"),
+        ("cli/status.py", "learner/whereabouts.py", "strategy/identity.py"),
     ),
     "DILOCO_LEARNER": Variable(
         "id of this learner; default: host name and a slot",
         ("learner/link.py", "strategy/identity.py", "strategy/backends/launchers.py", "strategy/backends/ranks.py"),
     ),
     "DILOCO_RUN_DIR": Variable(
-        "run directory, which contains this learner's folder", ("learner/link.py", "strategy/trainer/paths.py")
+        "run directory, which contains this learner's folder", ("learner/whereabouts.py", "strategy/trainer/paths.py")
     ),
     "GRPC_VERBOSITY": Variable("log level of gRPC; default for a syncer: ERROR", ("process/grpc_log.py",)),
     "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local/run.py",)),

@@ -7,13 +7,13 @@ Lightning's strategies (`backends/`). All checks Lightning makes come later and 
 subclass of the bare one, so that `isinstance` still says what users expect. (An outer strategy that delegates to an
 inner one does not work: Lightning's optimizers are bound to the inner, so the outer never sees a step.)
 
-To support more devices, add a final class and its line in `_FINAL_CLASSES`.
+To support more devices, add a final class and its line in `backends.FINAL_CLASSES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -127,7 +127,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         self._token_count_fn = token_count_fn
         if isinstance(inner, Strategy):
             self._has_inner = True
-            self._become(inners.final_class(inner))
+            self._become(backends.load(type(inner).__name__))
             vars(self).update(vars(inner))
             return
         self.parallel_devices: list[torch.device] | None = None  # Lightning fills these in
@@ -136,11 +136,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
 
     def _configure_launcher(self) -> None:
         final = final_class(self.parallel_devices or [], self.num_nodes)
-        if final.__name__ == "SpmdXLADiLoCo":
-            from lightning_diloco.strategy.backends.xla_hosts import spmd_class
-
-            final = spmd_class()
-        self._become(final)
+        self._become(final if isinstance(final, type) else final())
         self._bind()
         self._configure_launcher()  # of the final class
 
@@ -153,27 +149,16 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
 DecoupledDiLoCoStrategy.__abstractmethods__ = frozenset()
 
 
-# By device type, and whether the learner has several devices: modules of backends/, imported when needed, and classes.
-_FINAL_CLASSES = {
-    ("cpu", False): ("single", "SingleDeviceDiLoCo"),
-    ("cuda", False): ("single", "SingleDeviceDiLoCo"),
-    ("cpu", True): ("ddp", "DDPDiLoCo"),
-    ("cuda", True): ("ddp", "DDPDiLoCo"),
-    ("xla", False): ("xla", "SingleDeviceXLADiLoCo"),
-    ("xla", True): ("xla", "SpmdXLADiLoCo"),
-}
-
-
-def final_class(devices: Sequence[torch.device], num_nodes: int) -> type[DiLoCoHooks]:
-    """The final class of a learner with these devices on each of its nodes.
+def final_class(devices: Sequence[torch.device], num_nodes: int) -> type[DiLoCoHooks] | Callable[[], type[DiLoCoHooks]]:
+    """The final class of a learner with these devices on each of its nodes, or a function that finds it there.
 
     Raises:
         ConfigError: a learner cannot have such devices.
     """
     types = sorted({torch.device(device).type for device in devices})
-    final = _FINAL_CLASSES.get((types[0], len(devices) * num_nodes > 1)) if len(types) == 1 else None
-    if final is None:
-        allowed = ", ".join(f"{'several' if many else 'one'} {kind}" for kind, many in _FINAL_CLASSES)
+    key = ("/".join(types), len(devices) * num_nodes > 1)
+    if key not in backends.DEVICES:
+        allowed = ", ".join(f"{'several' if many else 'one'} {kind}" for kind, many in backends.DEVICES)
         if types == ["mps"]:
             raise ConfigError(
                 'this learner would train on a device of type mps, which accelerator="auto" picks on Apple silicon: a '
@@ -184,4 +169,4 @@ def final_class(devices: Sequence[torch.device], num_nodes: int) -> type[DiLoCoH
             f"a learner can have {allowed}; pass Trainer(accelerator=..., devices=1, num_nodes=1) and start one "
             "process per device, each a learner of its own"
         )
-    return backends.load(*final)
+    return cast("type[DiLoCoHooks]", backends.load(key))

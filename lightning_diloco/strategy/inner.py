@@ -8,18 +8,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch import strategies
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
 
 from lightning_diloco.strategy import backends
-
-# Modules of backends/, imported when needed, and their classes.
-_FINAL_CLASSES: dict[type[Strategy], tuple[str, str]] = {
-    DDPStrategy: ("ddp", "DDPDiLoCo"),
-    FSDPStrategy: ("fsdp", "FSDPDiLoCo"),
-    ModelParallelStrategy: ("model_parallel", "ModelParallelDiLoCo"),
-}
 
 _LEFT_TO_THE_TRAINER = {
     "_accelerator": "accelerator",
@@ -37,8 +29,8 @@ def problems(inner: object) -> list[str]:
     if not isinstance(inner, Strategy):
         return [f"inner={inner!r}: must be 'auto' or a strategy object; pass e.g. inner=DDPStrategy()"]
     name = type(inner).__name__
-    if type(inner) not in _FINAL_CLASSES:
-        allowed = ", ".join(f"{allowed.__name__}()" for allowed in _FINAL_CLASSES)
+    if type(inner) not in [getattr(strategies, allowed) for allowed in backends.INNER]:
+        allowed = ", ".join(f"{allowed}()" for allowed in backends.INNER)
         return [f"inner={name}(): must be 'auto' or one of {allowed}; use one of them{_instead_of(name)}"]
     found = [
         f"inner={name}({argument}=...): must be left to the Trainer, which decides it; pass Trainer({argument}=...)"
@@ -58,8 +50,3 @@ def _instead_of(name: str) -> str:
         "shards them as ZeRO 3 does",
     }
     return reasons.get(name, "")
-
-
-def final_class(inner: Strategy) -> type[Any]:
-    """The final class of a learner that trains with this strategy inside."""
-    return backends.load(*_FINAL_CLASSES[type(inner)])

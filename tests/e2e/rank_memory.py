@@ -15,8 +15,7 @@ from typing import Any
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.part import PartFragments
-from lightning_diloco.learner.ranks.follower import FollowerLink
-from lightning_diloco.learner.ranks.leader import LeaderLink
+from lightning_diloco.learner.link import Link
 from lightning_diloco.learner.ranks.memory import FURTHER_BUFFERS, SPARE_BUFFERS, footprint
 from tests.e2e import two_ranks
 from tests.resident import forget_peak, resident_at_most, resident_now
@@ -25,9 +24,9 @@ SHAPES = {f"p{k}": (1024, 2048) for k in range(8)}  # none is cut into slices: e
 taken: dict[str, int] = {}
 
 
-def watch(link: type[LeaderLink] | type[FollowerLink]) -> None:
+def watch() -> None:
     """From the moment at which parameters are there until all has landed."""
-    start, finish = link.start, link.finish
+    start, finish = Link.start, Link.finish
 
     def started(self: Any, *args: Any) -> None:
         forget_peak()
@@ -38,17 +37,17 @@ def watch(link: type[LeaderLink] | type[FollowerLink]) -> None:
         is_last = finish(self)
         taken["peak"] = resident_at_most(os.getpid())
         found = stated(self)
-        spare = self.device._own._spare if isinstance(self, LeaderLink) else self.device._spare
+        spare = self.device._own._spare
         taken["further"] = max(0, len(spare) - SPARE_BUFFERS)  # made for fragments at the same time
         taken["stated"] = found.peak + taken["further"] * found.further // FURTHER_BUFFERS
         return is_last
 
-    link.start, link.finish = started, finished  # type: ignore[method-assign, assignment]
+    Link.start, Link.finish = started, finished  # type: ignore[method-assign, assignment]
 
 
 def stated(link: Any) -> Any:
     """As the strategy states it."""
-    device = link.device._own if isinstance(link, LeaderLink) else link.device
+    device = link.device._own
     where = {"rank": link._ranks.rank, "size": link._ranks.size, "part": getattr(device, "part", None)}
     return footprint(link.plan, link.config, LearnerConfig(), **where)
 
@@ -64,7 +63,6 @@ if __name__ == "__main__":
             return new(self)
 
         PartFragments._new_buffer = longer  # type: ignore[method-assign]
-    for link in (LeaderLink, FollowerLink):
-        watch(link)
+    watch()
     two_ranks.main(Path(folder), int(rank), int(size), line, steps=int(steps), cut=cut)
     Path(folder, f"memory.{rank}").write_text(json.dumps(taken))

@@ -9,7 +9,6 @@ parameters, then digests of its anchors go to DIR/digests.RANK, or "rows" of the
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from dataclasses import replace
@@ -23,9 +22,10 @@ from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.part import Box, CpuPart
 from lightning_diloco.errors import TransportError
-from lightning_diloco.learner.ranks.follower import FollowerLink
+from lightning_diloco.learner.link import Link
 from lightning_diloco.learner.ranks.group import Ranks
-from lightning_diloco.learner.ranks.leader import LeaderLink
+from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
+from lightning_diloco.learner.ranks.sharded_device import ShardedDevice
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.transport.address import JoinAddress, split_host_port
 from lightning_diloco.transport.flight import FlightConnection
@@ -41,9 +41,10 @@ def main(folder: Path, rank: int, size: int, line: str, *, steps: int, cut: str)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     generator = torch.Generator().manual_seed(1)
     params = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
-    boxes = None
+    boxes, kind = [], ReplicatedDevice
     if cut == "rows":
         boxes = [{name: _rows(shape, r, size) for name, shape in SHAPES.items()} for r in range(size)]
+        kind = ShardedDevice
         params = {name: nn.Parameter(_cut(param, *boxes[rank][name])) for name, param in params.items()}
 
     def connect(address: JoinAddress) -> FlightConnection:
@@ -52,14 +53,10 @@ def main(folder: Path, rank: int, size: int, line: str, *, steps: int, cut: str)
         host, port = split_host_port(line)
         return FlightConnection(replace(address, host=host, port=port))
 
-    ranks, own = Ranks(), LearnerConfig(learner="l0")
-    if rank == 0:
-        link = LeaderLink({}, own, folder, ranks=ranks, boxes=boxes, connect=connect)
-    else:
-        own_part = {"holds_part": boxes is not None, "boxes": boxes, "join": os.environ["DILOCO_JOIN"]}
-        link = FollowerLink(ranks, **own_part, connect=connect)  # type: ignore[assignment]
+    own = LearnerConfig(learner="l0")
+    link = Link({}, own, folder, ranks=Ranks(), boxes=boxes, kind=kind, connect=connect)
     description = ModelDescription(dict(SHAPES), frozenset(), {}, "tokens")
-    if boxes is None:
+    if not boxes:
         link.start(description, lambda plan, config: CpuFragments(plan, params, config, own))
     else:
         link.start(description, lambda plan, config: CpuPart(plan, params, config, own, boxes[rank]))
@@ -76,7 +73,7 @@ def main(folder: Path, rank: int, size: int, line: str, *, steps: int, cut: str)
         link.step(0, "tokens")
     if link.finish() and rank == 0:
         link.report(0.0)
-    if boxes is None:
+    if not boxes:
         digests = [link.device.digest(p) for p in range(link.plan.num_fragments)]
         (folder / f"digests.{rank}").write_text(" ".join(digests))
     link.close()

@@ -25,7 +25,7 @@ from lightning_diloco.errors import (
 )
 from lightning_diloco.learner import join as joining
 from lightning_diloco.learner.control_channel import LAST_POLLS_S
-from lightning_diloco.learner.link import agreed_parts
+from lightning_diloco.learner.whereabouts import agreed_parts
 from lightning_diloco.protocol.syncer import rounds
 from lightning_diloco.storage import local_runs
 from lightning_diloco.transport.address import JoinAddress

@@ -202,8 +202,10 @@ def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     module = ModuleType("lightning_diloco.learner.link")
     made = Scenario()
     module.Link = type("Link", (RecordingLink,), {"scenario": made})  # type: ignore[attr-defined]
-    module.agreed_parts = lambda learner: made.data_part and made.data_part[1]  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    whereabouts = ModuleType("lightning_diloco.learner.whereabouts")
+    whereabouts.agreed_parts = lambda learner: made.data_part and made.data_part[1]  # type: ignore[attr-defined]
+    for each in (module, whereabouts):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
     monkeypatch.setattr(identity, "_done", set())  # a test is a process
     monkeypatch.delenv("DILOCO_LEARNER", raising=False)
     monkeypatch.delenv("DILOCO_RUN_DIR", raising=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,25 +39,17 @@ class Agreement:
     def numbers(self, num_fragments: int) -> list[int]:
         """As integers that can be summed."""
         flags = [int(p in marked) for marked in (self.land, self.snapshot) for p in range(num_fragments)]
-        counts = [self.tokens, self.num_failed, self.num_asked, self.fleet_tokens]
-        return [*counts, *map(int, (self.saves, self.stops, self.is_over, self.is_last, self.is_drained)), *flags]
+        return [*(int(getattr(self, each.name)) for each in _scalars()), *flags]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Agreement:
         """The inverse of `numbers`."""
-        tokens, num_failed, num_asked, fleet_tokens, saves, stops, is_over, is_last, is_drained, *flags = numbers
+        scalars, flags = numbers[: len(_scalars())], numbers[len(_scalars()) :]
+        named = {each.name: type(each.default)(number) for each, number in zip(_scalars(), scalars, strict=True)}
         half = len(flags) // 2
         land, snapshot = (tuple(p for p, flag in enumerate(part) if flag) for part in (flags[:half], flags[half:]))
-        return cls(
-            tokens=tokens,
-            num_failed=num_failed,
-            num_asked=num_asked,
-            fleet_tokens=fleet_tokens,
-            saves=bool(saves),
-            stops=bool(stops),
-            is_over=bool(is_over),
-            is_last=bool(is_last),
-            is_drained=bool(is_drained),
-            land=land,
-            snapshot=snapshot,
-        )
+        return cls(**named, land=land, snapshot=snapshot)
+
+
+def _scalars() -> list[Field[Any]]:
+    return [each for each in fields(Agreement) if each.default != ()]

@@ -1,6 +1,7 @@
 """What rank 0 of a learner tells all others, and whether all could do it, on a CPU group of its own.
 
-1. One text at a time: `tell` on rank 0, `hear` on the others; then `all_could` on all of them.
+1. One text at a time: `tell` on rank 0, `hear` on the others; then `all_could` on all of them. `give` is the first and
+   the last of these.
 2. Nothing here ends because it was quiet for long.
 3. A text begins with a frame of a known size, which most texts fit in whole: who hears need not be told a size first.
 4. Texts travel as torch.distributed carries everything: between ranks, which trust each other, without encryption.
@@ -9,8 +10,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -44,11 +46,34 @@ class Channel:
         yields: see `patient_group`.
 
     Attributes:
+        rank, size: in the learner.
         group: of this channel, for what a text asks to be sent.
     """
 
     def __init__(self, *, yields: bool = False) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.group = patient_group(yields=yields)
+        self._giving = threading.Lock()
+
+    def give(self, order: Mapping[str, Any], meanwhile: Callable[[], object], *, within_s: float = -1.0) -> bool:
+        """Rank 0: have the others do this; returns whether all could. Any thread.
+
+        Args:
+            order: plain values.
+            meanwhile: what rank 0 does; what it raises is raised when the others are done.
+            within_s: how long to wait for an order before this one; then it is not given. Negative: for ever.
+        """
+        if not self._giving.acquire(timeout=within_s):
+            return False
+        try:
+            self.tell(order)
+            try:
+                meanwhile()
+            finally:
+                all_could = self.all_could(True)
+            return all_could
+        finally:
+            self._giving.release()
 
     def tell(self, text: Mapping[str, Any], payload: Tensor | None = None) -> None:
         """Rank 0: `all_could` must follow.

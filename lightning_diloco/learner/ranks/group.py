@@ -3,7 +3,7 @@
 1. `begin` and `end` are called by the training threads: one asynchronous sum per step. Rank 0 says what it promises,
    everybody its tokens; all know all of it when the step ends, and nobody has waited for more than the step itself.
 2. `tell` is called on rank 0 and `listen` on the others, by one thread beside training: commands and their bytes, in
-   order, answered when they are done.
+   order, answered when they are done. What takes longer, uploading, has a channel of its own (`uploads`).
 3. A pulse says that all ranks live. A rank that is stopped stops it: then this learner says nothing to the syncer
    either, and lapses there. A rank that is gone is an error.
 4. The groups outlive any pause in training: nothing here ends because it was quiet for long.
@@ -45,6 +45,7 @@ class Ranks:
     Attributes:
         rank, size: in the learner.
         num_begun: steps agreed on so far; the same on all ranks.
+        uploads: for what rank 0 has the others upload.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class Ranks:
         self.num_begun, self._number = 0, next(_numbers)
         self._texts, self._steps = patient_group(), patient_group()
         self._pulses, self._commands = patient_group(yields=True), Channel(yields=True)
+        self.uploads = Channel(yields=True)
         self._telling = threading.Lock()
         self._begun: tuple[dist.Work, Tensor] | None = None
         self._handouts: list[BatchScatter] = []
@@ -64,11 +66,12 @@ class Ranks:
     def close(self) -> None:
         """End the groups, when no thread uses them any more, and see to it that those of training end in time, too."""
         self._commands.close()
+        self.uploads.close()
         for handout in self._handouts:
             handout.close()
         for group in (self._texts, self._steps, self._pulses):
             dist.destroy_process_group(group)
-        del self._texts, self._steps, self._commands, self._pulses, self._handouts
+        del self._texts, self._steps, self._commands, self._pulses, self._handouts, self.uploads
         atexit.unregister(_end_training_groups)
         atexit.register(_end_training_groups)
         disarm_hard_exit()

@@ -42,7 +42,7 @@ GOODBYE_S = 1.0
 
 
 class Giver(Protocol):
-    """What rank 0 needs of `Orders`."""
+    """What rank 0 needs of a `Channel`."""
 
     size: int
 
@@ -50,14 +50,14 @@ class Giver(Protocol):
 
 
 class Taker(Protocol):
-    """What another rank needs of `Orders`."""
+    """What another rank needs of a `Channel`."""
 
     rank: int
     size: int
 
-    def take(self) -> Json: ...
+    def hear(self) -> tuple[Json, Tensor]: ...
 
-    def answer(self, could: bool) -> None: ...
+    def all_could(self, mine: bool) -> bool: ...
 
 
 class PartedConnection:
@@ -176,8 +176,8 @@ class PartSender:
         order: Json = {}
         with suppress(RuntimeError):  # rank 0 is gone; the pulse tells
             while order.get("do") != "end":
-                order = self._orders.take()
-                self._orders.answer(order["do"] == "end" or self._send(order))
+                order, _ = self._orders.hear()
+                self._orders.all_could(order["do"] == "end" or self._send(order))
 
     def close(self) -> None:
         """Let go of the connection; idempotent."""

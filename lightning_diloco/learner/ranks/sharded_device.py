@@ -1,4 +1,4 @@
-"""The device of rank 0 where each rank holds a part: they encode contributions together, one fragment at a time."""
+"""One rank's device where each rank holds a part: they encode contributions together, one fragment at a time."""
 
 from __future__ import annotations
 
@@ -9,57 +9,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_diloco.config import RunConfig
 from lightning_diloco.core.digest import digest
-from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import decode, encode_fragment
 from lightning_diloco.devices.base import Encoded
-from lightning_diloco.devices.part import Box, PartFragments, PartPlan, assemble
-from lightning_diloco.learner.ranks.group import Ranks
+from lightning_diloco.devices.part import PartPlan, assemble
 from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
 from lightning_diloco.learner.ranks.reshard import Resharder
+from lightning_diloco.protocol.codec import Json
 
 
 class ShardedDevice(ReplicatedDevice):
-    """A `FragmentDevice` for the whole learner.
+    """A `FragmentDevice` for the whole learner, in front of `PartFragments`; see `ReplicatedDevice` for the arguments.
 
-    Args:
-        own: this rank's part.
-        ranks: of this learner.
-        plan: of the run.
-        config: of the run.
-        boxes: of each rank.
+    What rank 0 asks all ranks for, it puts together.
     """
 
-    def __init__(
-        self,
-        own: PartFragments,
-        ranks: Ranks,
-        *,
-        plan: FragmentPlan,
-        config: RunConfig,
-        boxes: Sequence[Mapping[str, Box]],
-    ) -> None:
-        super().__init__(own, ranks)
-        self._part, self._config = own, config
-        self._plans = [PartPlan(plan, each, config.block_size) for each in boxes]
-        self._dealer = Resharder(ranks, self._plans, config)
+    _own: Any
+    _are_equal = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._plans = self._plans_of(options["boxes"])
+        self._resharder = Resharder(self._ranks, self._plans, self._config)
         self.local_values, self.anchor, self.digest = self._local_values, self._anchor, self._digest
 
-    def snapshot(self, fragment: int) -> Any:
-        """See `FragmentDevice.snapshot`; each rank has values of its own, which need not be settled yet."""
-        return self._ranks.num_begun, self._part.snapshot(fragment)
+    def _plans_of(self, boxes: Sequence[Mapping[str, Any]]) -> list[PartPlan]:
+        return [PartPlan(self._plan, each, self._config.block_size) for each in boxes]
+
+    # --- rank 0 --------------------------------------------------------------------------------------------------
 
     def encode(self, snapshot: Any) -> Encoded:
         """See `FragmentDevice.encode`; where ranks cannot upload, this one puts the parts together and encodes."""
         boundary, own = snapshot
         p = own.fragment
         if self.deals:
-            delta_L, command = self._part.delta(own), {"do": "deal", "fragment": p, "boundary": boundary}
-            encoded = self._ranks.together(command, partial(self._dealer.whole, p, delta_L))
+            delta_L, command = self._own.delta(own), {"do": "deal", "fragment": p, "boundary": boundary}
+            encoded = self._ranks.together(command, partial(self._resharder.whole, p, delta_L))
             self.dealt.add(p)
             return encoded
-        wanted_P = self._whole(p, self._part.delta(own), {"do": "delta", "fragment": p, "boundary": boundary})
+        wanted_P = self._whole(p, self._own.delta(own), {"do": "delta", "fragment": p, "boundary": boundary})
         wire, block_size = self._config.wire, self._config.block_size
         payload = encode_fragment(self._plans[0].wholes[p], wanted_P, wire, block_size)
         norm = float(torch.linalg.vector_norm(wanted_P))
@@ -67,25 +55,21 @@ class ShardedDevice(ReplicatedDevice):
         lost = float(torch.linalg.vector_norm(wanted_P))
         return Encoded(payload, norm, lost / norm if norm else 0.0)
 
-    def _local_values(self, fragment: int) -> Tensor:
-        command = {"do": "values", "fragment": fragment}
-        return self._whole(fragment, self._part.local_values(fragment), command)
-
-    def own_anchor(self, fragment: int) -> Tensor:
-        """How often it has landed, then this rank's part of the anchor; of no use if it lands here meanwhile."""
-        return torch.cat((torch.tensor([self.counts[fragment]], dtype=torch.float32), self._part.anchor(fragment)))
-
-    def completed(self, fragment: int, own: Tensor) -> Tensor | None:
-        """The whole anchor that `own_anchor` is part of; None if it has landed somewhere else since, or not yet."""
-        sizes = [1 + size for size in self._sizes(fragment)]
+    def counted_anchor(self, fragment: int) -> Tensor | None:
+        """See `ReplicatedDevice.counted_anchor`; of no use if it lands here meanwhile."""
+        own, sizes = self._own_anchor(fragment), [1 + size for size in self._sizes(fragment)]
         found = [own, *self._ranks.collect({"do": "anchor", "fragment": fragment}, sizes[1:])]
         if any(float(each[0]) != float(own[0]) for each in found):
             return None
         return self._assembled(fragment, [each[1:] for each in found])
 
+    def _local_values(self, fragment: int) -> Tensor:
+        command = {"do": "values", "fragment": fragment}
+        return self._whole(fragment, self._own.local_values(fragment), command)
+
     def _anchor(self, fragment: int) -> Tensor:
         """While nothing lands anywhere."""
-        whole_P = self.completed(fragment, self.own_anchor(fragment))
+        whole_P = self.counted_anchor(fragment)
         assert whole_P is not None, "ranks differ in what has landed"
         return whole_P
 
@@ -100,3 +84,36 @@ class ShardedDevice(ReplicatedDevice):
 
     def _sizes(self, p: int) -> list[int]:
         return [plan.layout(p, self._config.block_size).numel for plan in self._plans]
+
+    # --- any rank ------------------------------------------------------------------------------------------------
+
+    def follow(self, command: Json, payload: Tensor) -> Any:
+        """See `ReplicatedDevice.follow`."""
+        p = command["fragment"]
+        match command["do"]:
+            case "values":
+                return partial(self._ranks.deliver, self._own.local_values(p))
+            case "anchor":
+                return partial(self._ranks.deliver, self._own_anchor(p))
+            case "delta":
+                return partial(self._ranks.deliver, self._own.delta(self._snapshot(p, command["boundary"])))
+            case "deal":
+                return partial(self._deal, p, self._own.delta(self._snapshot(p, command["boundary"])))
+        return super().follow(command, payload)
+
+    def _own_anchor(self, p: int) -> Tensor:
+        """How often a fragment has landed, then this rank's part of the anchor; see `LearnerMetrics._mark`."""
+        while True:
+            before = self._count(p)
+            anchor_L = self._own.anchor(p)
+            if self._count(p) == before:
+                return torch.cat((torch.tensor([before], dtype=torch.float32), anchor_L))
+
+    def _count(self, p: int) -> int:
+        with self._landing:
+            return self._counts[p]
+
+    def _deal(self, p: int, delta_L: Tensor) -> None:
+        """With all other ranks; keep the part that this one encoded."""
+        assert self._sender is not None
+        self._sender.keep_part(p, self._resharder.bare(self._resharder.part(p, delta_L)))

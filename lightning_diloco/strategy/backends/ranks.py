@@ -1,6 +1,6 @@
 """A learner with several processes: what its hooks do besides; `launchers.py` starts and ends them.
 
-1. Rank 0 talks to the syncer (`LeaderLink`), the others follow it (`FollowerLink`); both have the methods of a link.
+1. Each rank has a link. Rank 0 talks to the syncer, the others follow it.
 2. A step begins for them when its last batch is known, and ends where the hooks say. What they tell each other travels
    while the step computes; so do the fleet's tokens, and that it is to be the last step.
 3. Training data is split over ranks and learners by the same rule as over learners: learners of any layout read
@@ -45,10 +45,10 @@ from lightning_diloco.strategy.recovery.rank_checkpointer import RanksCheckpoint
 from lightning_diloco.strategy.trainer.stopping import StoppingTogether
 
 if TYPE_CHECKING:
-    from lightning_diloco.learner.ranks.follower import FollowerLink
+    from lightning_diloco.learner.link import Link
     from lightning_diloco.learner.ranks.group import Ranks
-    from lightning_diloco.learner.ranks.leader import LeaderLink
     from lightning_diloco.learner.ranks.memory import Footprint
+    from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ log = logging.getLogger(__name__)
 class RanksHooks(DiLoCoHooks):
     """Mixin: put it before one of Lightning's strategies with several processes."""
 
-    _link: LeaderLink | FollowerLink | None
     _together: StoppingTogether | None = None
     _ranks_ahead: Ranks | None = None  # from the first question to the syncer until the link has them
 
@@ -116,19 +115,23 @@ class RanksHooks(DiLoCoHooks):
         if ahead is not None:
             ahead.close()
 
-    def _make_link(self) -> LeaderLink | FollowerLink:
-        from lightning_diloco.learner.ranks.follower import FollowerLink
-        from lightning_diloco.learner.ranks.leader import LeaderLink
+    def _make_link(self) -> Link:
+        from lightning_diloco.learner.link import Link
 
         ranks, self._ranks_ahead = self._ranks_ahead or self._alike(), None
         self._heed_sigterm_together()
         own_boxes = self._part_boxes()
-        boxes = None if own_boxes is None else ranks.share(own_boxes)
-        self._ranks, self._layout = ranks, layout_of(ranks.size, boxes)
+        boxes = [] if own_boxes is None else ranks.share(own_boxes)
+        self._ranks, self._layout = ranks, layout_of(ranks.size, boxes or None)
         self._shares = ranks.share(super().distributed_sampler_kwargs["rank"])
-        if ranks.rank == 0:
-            return LeaderLink(self._run_options, self._learner, self._run_root, ranks=ranks, boxes=boxes)
-        return FollowerLink(ranks, holds_part=boxes is not None, boxes=boxes, join=self._given_join)
+        together: dict[str, Any] = {"ranks": ranks, "boxes": boxes, "kind": self._kind_of_device()}
+        return Link(self._run_options, self._learner, self._run_root, **together)
+
+    def _kind_of_device(self) -> type[ReplicatedDevice]:
+        """How devices of the ranks work together."""
+        from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
+
+        return ReplicatedDevice
 
     def _settings(self) -> dict[str, Any]:
         """What must be the same on all ranks; values that JSON knows."""
@@ -143,9 +146,8 @@ class RanksHooks(DiLoCoHooks):
         if (found := self._footprint()) is None:
             return
         log.info("rank %d of %d: %s", self._ranks.rank, self._ranks.size, found)
-        largest = max(self._ranks.share(found.peak))
-        if self._ranks.rank == 0:
-            cast("LeaderLink", self._link).rank_bytes = largest
+        assert self._link is not None
+        self._link.rank_bytes = max(self._ranks.share(found.peak))
 
     def _footprint(self) -> Footprint | None:
         """What exchanging takes of this rank's memory; None: its device says so."""
@@ -207,14 +209,13 @@ class RanksHooks(DiLoCoHooks):
 
     def _leased_batches(self, ranges: Ranges, batch_size: int) -> Batches:
         """See `LeasesData._leased_batches`."""
-        from lightning_diloco.strategy.data.rank_batches import FollowersBatches, LeadersBatches
+        from lightning_diloco.strategy.data.rank_batches import RankBatches
 
-        handout = self._ranks.hand_out(self._shares)
-        if self._ranks.rank > 0:
-            return FollowersBatches(handout)
-        desk = cast("LeaderLink", self._link).lease(ranges.catalogue)
-        size = batch_size * self._num_readers
-        return LeadersBatches(RangeBatches(ranges, desk, batch_size=size, seed=self._own_seed), handout)
+        handout, of_all = self._ranks.hand_out(self._shares), None
+        if self._ranks.rank == 0:
+            desk, size = cast("Link", self._link).lease(ranges.catalogue), batch_size * self._num_readers
+            of_all = RangeBatches(ranges, desk, batch_size=size, seed=self._own_seed)
+        return RankBatches(of_all, handout)
 
     @property
     def _num_readers(self) -> int:
@@ -281,7 +282,7 @@ class RanksHooks(DiLoCoHooks):
         assert self._together is not None
         if self._together.is_put_off:
             return True
-        return self.is_global_zero and self._stopping.verdict(cast("LeaderLink", self._link)) is not None
+        return self.is_global_zero and self._stopping.verdict(cast("Link", self._link)) is not None
 
     @property
     def fleet_tokens(self) -> int:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.devices.part import Box, CpuPart, CudaPart
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.backends.ranks import RanksHooks
+
+if TYPE_CHECKING:
+    from lightning_diloco.learner.ranks.sharded_device import ShardedDevice
 
 
 class ShardedHooks(RanksHooks):
@@ -55,6 +58,11 @@ class ShardedHooks(RanksHooks):
     def _join(self) -> None:
         self._drop_gathered()
         super()._join()
+
+    def _kind_of_device(self) -> type[ShardedDevice]:
+        from lightning_diloco.learner.ranks.sharded_device import ShardedDevice
+
+        return ShardedDevice
 
     def _part_boxes(self) -> dict[str, Box]:
         return {name: box for name, (_, box) in self._held().items()}

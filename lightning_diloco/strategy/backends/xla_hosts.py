@@ -40,8 +40,8 @@ from lightning_diloco.strategy.backends.xla_accelerator import check_environment
 from lightning_diloco.strategy.trainer.paths import OwnPathsFirst
 
 if TYPE_CHECKING:
-    from lightning_diloco.learner.ranks.follower import FollowerLink
-    from lightning_diloco.learner.ranks.leader import LeaderLink
+    from lightning_diloco.learner.link import Link
+    from lightning_diloco.learner.ranks.hosts_device import HostsDevice
 
 T = TypeVar("T")
 
@@ -115,15 +115,14 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
     def _is_started_by_others(self) -> bool:
         return True
 
-    def _make_link(self) -> LeaderLink | FollowerLink:
-        from lightning_diloco.learner.ranks.hosts_device import HostsDevice
-        from lightning_diloco.learner.ranks.leader import LeaderLink
-
+    def _make_link(self) -> Link:
         self._learner = replace(self._learner, checkpoint_every=0)  # of its own; Lightning's checkpoints are rule 4
-        link = super()._make_link()
-        if isinstance(link, LeaderLink):
-            link.make_shared_device = HostsDevice
-        return link
+        return super()._make_link()
+
+    def _kind_of_device(self) -> type[HostsDevice]:
+        from lightning_diloco.learner.ranks.hosts_device import HostsDevice
+
+        return HostsDevice
 
     def _part_boxes(self) -> dict[str, Any]:
         from lightning_diloco.devices.xla import ops as xla

@@ -92,7 +92,7 @@ class SplitsData(LeasesData):
         """How many parts the data has in the run that will be joined; nothing is joined by it."""
         if not wants_link(self._trainer):
             return
-        from lightning_diloco.learner.link import agreed_parts  # the wire and its libraries, needed only here
+        from lightning_diloco.learner.whereabouts import agreed_parts  # the wire and its libraries, needed only here
 
         parts, error = None, None
         if self.is_global_zero:

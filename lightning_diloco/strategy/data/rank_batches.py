@@ -21,20 +21,22 @@ from lightning_diloco.protocol.data_ranges import Piece
 from lightning_diloco.strategy.data.range_batches import Batch, RangeBatches
 
 
-class LeadersBatches:
-    """Rank 0's.
+class RankBatches:
+    """One rank's `Batches`.
 
     Args:
-        batches: of all ranks.
-        handout: to the others.
+        batches: rank 0: of all ranks.
+        handout: from rank 0 to the others.
     """
 
-    def __init__(self, batches: RangeBatches, handout: BatchScatter) -> None:
+    def __init__(self, batches: RangeBatches | None, handout: BatchScatter) -> None:
         self._batches, self._handout = batches, handout
         self._ahead: deque[Batch] = deque()
 
     def next(self) -> Batch:
-        """This rank's rows of the next batch, and what all ranks' rows are of."""
+        """This rank's rows of the next batch, and what all ranks' rows are of, which rank 0 alone knows."""
+        if self._batches is None:
+            return self._handout.take(), ()
         if not self._ahead:
             self._hand_out(self._batches.next())
         while len(self._ahead) <= AHEAD and (batch := self._batches.next_if_there()) is not None:
@@ -42,34 +44,15 @@ class LeadersBatches:
         return self._ahead.popleft()
 
     def trained(self, pieces: Iterable[Piece]) -> None:
-        """All ranks' share of the step that is being computed."""
-        self._batches.trained(pieces)
+        """All ranks' share of the step that is being computed; rank 0 says it for all."""
+        if self._batches is not None:
+            self._batches.trained(pieces)
 
     def close(self) -> None:
-        """End the reading thread."""
-        self._batches.close()
+        """End the reading thread, where there is one."""
+        if self._batches is not None:
+            self._batches.close()
 
     def _hand_out(self, batch: Batch) -> None:
         rows, pieces = batch
         self._ahead.append((self._handout.give(rows), pieces))
-
-
-class FollowersBatches:
-    """Another rank's.
-
-    Args:
-        handout: from rank 0.
-    """
-
-    def __init__(self, handout: BatchScatter) -> None:
-        self._handout = handout
-
-    def next(self) -> Batch:
-        """This rank's rows of the next batch; what they are of, rank 0 knows."""
-        return self._handout.take(), ()
-
-    def trained(self, pieces: Iterable[Piece]) -> None:
-        """Rank 0 says it for all."""
-
-    def close(self) -> None:
-        """Nothing is read here."""

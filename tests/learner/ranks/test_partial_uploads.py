@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from lightning_diloco.errors import TransportError
 from lightning_diloco.learner.ranks import partial_uploads
@@ -30,7 +32,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Queues:
-    """`Orders` between two threads."""
+    """A `Channel` between two threads."""
 
     rank, size = 1, 2
 
@@ -45,11 +47,12 @@ class Queues:
             could = self._answers.get()
         return could
 
-    def take(self) -> Json:
-        return self._orders.get()
+    def hear(self) -> tuple[Json, Tensor]:
+        return self._orders.get(), torch.empty(0)
 
-    def answer(self, could: bool) -> None:
-        self._answers.put(could)
+    def all_could(self, mine: bool) -> bool:
+        self._answers.put(mine)
+        return mine
 
 
 class CountingWire(Wire):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -44,8 +45,10 @@ def test_ranks_that_send_equal_bytes_copy_at_the_boundary(kind):
     plan, config = FragmentPlan.balanced({"w": (8, 4)}, num_fragments=1, max_slice_numel=99), RunConfig(block_size=16)
     params, boxes = {"w": torch.ones(8, 4)}, [{"w": ((0, 0), (8, 4))}]
     own = CpuPart(plan, params, config, LearnerConfig(), boxes[0])
-    options = {"plan": plan, "config": config, "boxes": boxes} if kind is ShardedDevice else {}
-    _, snapshot = kind(own, SimpleNamespace(num_begun=1, rank=0, size=1), **options).snapshot(0)
+    options = {"plan": plan, "config": config, "boxes": boxes, "stopping": threading.Event()}
+    device = kind(own, SimpleNamespace(num_begun=1, rank=0, size=1), **options)
+    device.make((), (0,))
+    _, snapshot = device.snapshot(0)
     params["w"].zero_()
     own.settle()
     assert float(snapshot.buffer[0]) == (1.0 if kind is ReplicatedDevice else 0.0)

@@ -13,7 +13,7 @@ from lightning_diloco.learner.ranks.scatter_batches import BatchScatter, deal
 from lightning_diloco.protocol.data_ranges import Piece, divided
 from lightning_diloco.protocol.messages import Leases
 from lightning_diloco.strategy.data.range_batches import RangeBatches, RangeLoader
-from lightning_diloco.strategy.data.rank_batches import FollowersBatches, LeadersBatches
+from lightning_diloco.strategy.data.rank_batches import RankBatches
 from tests.strategy.data.test_range_batches import RANGE_SIZE, Desk, Numbers, leases
 
 
@@ -41,8 +41,8 @@ class Learner:
 
     def __init__(self, ranges: Numbers, desk: Desk, *, size: int, batch_size: int) -> None:
         table = Table(size)
-        self._leader = LeadersBatches(RangeBatches(ranges, desk, batch_size=size * batch_size), table)
-        others = [FollowersBatches(table.of(rank)) for rank in range(1, size)]
+        self._leader = RankBatches(RangeBatches(ranges, desk, batch_size=size * batch_size), table)
+        others = [RankBatches(None, table.of(rank)) for rank in range(1, size)]
         self.loaders = [RangeLoader(each, collate=torch.Tensor.tolist) for each in (self._leader, *others)]
         self.batches = [iter(loader) for loader in self.loaders]
 
