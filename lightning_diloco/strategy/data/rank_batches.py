@@ -1,14 +1,13 @@
-"""Batches of a learner with several ranks: rank 0 cuts them for all, and hands each rank its rows.
+"""Batches of a learner with several ranks: rank 0 cuts them and scatters the rows to the ranks.
 
-1. A batch of the learner is as many rows as its ranks train with at once. Rank r of `size` takes every `size`-th of
-   them, from the r-th on: all make the same number of batches, wherever ranges end, and how far the learner is with a
-   range is one number.
-2. Only rank 0 knows of leases. It cuts some batches ahead of need; what is taken from the learner meanwhile, all ranks
-   still train with, and it counts as repeated.
-3. Ahead of need nothing is waited for, and nothing is read without a lease.
+1. A batch of the learner has the rows that all ranks train at once. Rank r of `size` takes every `size`-th row from the
+   r-th on. So all ranks make the same number of batches, and one number says how much of a range was trained.
+2. Only rank 0 holds leases. It cuts a few batches in advance. If the syncer takes their leases back meanwhile, the
+   ranks still train them, and they count as repeated.
+3. In advance, rank 0 neither waits for leases nor reads without one.
 
-Source: our choice. Every rank could read ranges for itself; but what is packed as it comes, each would have to read all
-of.
+Source: our choice. Ranks could read ranges by themselves, but each would have to read all of a text that is packed on
+the fly.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from lightning_diloco.strategy.data.range_batches import Batch, RangeBatches
 
 
 class LeadersBatches:
-    """Rank 0's.
+    """The batches of rank 0.
 
     Args:
-        batches: of all ranks.
-        handout: to the others.
+        batches: batches of all ranks.
+        handout: scatters them to the other ranks.
     """
 
     def __init__(self, batches: RangeBatches, handout: BatchScatter) -> None:
@@ -34,7 +33,7 @@ class LeadersBatches:
         self._ahead: deque[Batch] = deque()
 
     def next(self) -> Batch:
-        """This rank's rows of the next batch, and what all ranks' rows are of."""
+        """Return this rank's rows of the next batch, and the pieces of all ranks."""
         if not self._ahead:
             self._hand_out(self._batches.next())
         while len(self._ahead) <= AHEAD and (batch := self._batches.next_if_there()) is not None:
@@ -42,7 +41,7 @@ class LeadersBatches:
         return self._ahead.popleft()
 
     def trained(self, pieces: Iterable[Piece]) -> None:
-        """All ranks' share of the step that is being computed."""
+        """Count the pieces of all ranks in the step that is being computed."""
         self._batches.trained(pieces)
 
     def close(self) -> None:
@@ -55,21 +54,21 @@ class LeadersBatches:
 
 
 class FollowersBatches:
-    """Another rank's.
+    """The batches of another rank.
 
     Args:
-        handout: from rank 0.
+        handout: receives them from rank 0.
     """
 
     def __init__(self, handout: BatchScatter) -> None:
         self._handout = handout
 
     def next(self) -> Batch:
-        """This rank's rows of the next batch; what they are of, rank 0 knows."""
+        """Return this rank's rows of the next batch; rank 0 has the pieces."""
         return self._handout.take(), ()
 
     def trained(self, pieces: Iterable[Piece]) -> None:
-        """Rank 0 says it for all."""
+        """Do nothing: rank 0 counts for all ranks."""
 
     def close(self) -> None:
-        """Nothing is read here."""
+        """Do nothing: this rank reads nothing."""
