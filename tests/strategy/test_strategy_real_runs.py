@@ -277,7 +277,8 @@ def test_a_run_is_read_and_exported_in_python(fit, model, runs, tmp_path) -> Non
     (run_dir,) = tmp_path.glob("diloco/*")
     history = lightning_diloco.run_history(run_dir)
     assert history.events["event"].to_pylist() == ["join", "leave"]
-    assert history.progress["fleet_tokens"][-1].as_py() == history.summary["fleet_tokens"] == 12 * BATCH_TOKENS
+    assert history.summary["fleet_tokens"] == 12 * BATCH_TOKENS
+    assert max(history.progress["fleet_tokens"].to_pylist(), default=0) <= 12 * BATCH_TOKENS  # notes are rare
     assert set(history.commits["fragment"].to_pylist()) == {0, 1}
     trained = {name: p.detach().clone() for name, p in model.named_parameters()}
     torch.nn.init.zeros_(next(model.parameters()))
