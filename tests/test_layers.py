@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 SOURCES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 
 LAYERS = (
-    "cli > __init__ > live | tracking | hf | plots | simulate | planner > strategy > learner | syncer > manifest"
+    "cli > __init__ > runs > live | tracking | hf | plots | simulate | planner > strategy > learner | syncer > manifest"
     " > storage > devices | transport > protocol | core | process > config | environment > errors | pytorch_lightning"
 )
 NARROWER = {
@@ -45,11 +45,12 @@ LIBRARIES = {
     "cli/faults/picture.py": "matplotlib",
     "protocol": "msgspec",
     "simulate": "msgspec",
+    "runs": "pyarrow torch",
     "live": "prometheus_client",
     "tracking": "torch lightning wandb",
     "hf": "torch lightning torchmetrics transformers datasets tokenizers filelock peft safetensors",
     "plots": "matplotlib",
-    "strategy": "torch lightning numpy",
+    "strategy": "torch lightning numpy typing_extensions",
     "learner": "torch msgspec",
     "syncer": "torch msgspec",
     "syncer/contribution_archive.py": "torch safetensors",

@@ -40,7 +40,7 @@ class LearnerMetrics:
         self._losses: dict[str, float] = {}
         self.trainer_step = 0  # steps of the Trainer, including those before a restart
         self.rank_bytes: int | None = (
-            None  # memory that exchanging takes of the rank that needs most, if there are some
+            None  # memory for exchanging, of the rank that needs most
         )
 
     def held_up(self, for_s: float) -> None:

@@ -1,11 +1,11 @@
-"""The anchor of a run in a module of one's own: what there is after a crash, or where nobody waited for the end.
+"""Loads the anchor of a stopped, crashed or finished run into a module.
 
-1. It comes from the syncer's own snapshot and log, as after a restart, so it is the run's, bit for bit. The run must be
-   stopped or finished: a syncer that still runs holds the log's lock, and that is said. It takes the syncer's memory,
-   15 bytes per parameter, and the model's.
-2. Names and shapes are compared with the run's manifest, and frozen parameters (a LoRA's base) with its digests:
-   nothing is loaded that the run did not train. Buffers, such as the statistics of a BatchNorm, and copies of trained
-   parameters (a teacher) are in no anchor.
+1. The anchor is read from the syncer's snapshot and log as after a restart, so it is the run's, bit for bit. The run
+   must be stopped or finished; if a syncer still runs, an error says so. Reading takes as much memory as the syncer,
+   15 bytes per parameter, and that of the model.
+2. Names and shapes are compared with the run's manifest, and frozen parameters (the base of a LoRA) with its digests:
+   the module must be the run's model. The anchor holds no buffers, such as the statistics of a BatchNorm, and no copies
+   of trained parameters (a teacher).
 3. Values take the dtype and the device of the parameters.
 
 Source: our choice.

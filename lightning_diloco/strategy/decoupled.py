@@ -1,11 +1,11 @@
-"""The strategy users name, and how it becomes the right one.
+"""The public strategy class, and how it takes its final class.
 
-Lightning builds a strategy before it tells it the accelerator, and decides by isinstance checks against its own
-strategy classes. So the bare class only holds options. `_configure_launcher` is the last thing the Trainer calls while
-it puts a strategy together; there the object takes the final class that fits its devices: the hooks before one of
-Lightning's strategies (`backends/`). All checks Lightning makes come later and see that class. It is registered as a
-subclass of the bare one, so that `isinstance` still says what users expect. (An outer strategy that delegates to an
-inner one does not work: Lightning's optimizers are bound to the inner, so the outer never sees a step.)
+Lightning creates a strategy before it sets the accelerator, and later makes decisions by isinstance checks against its
+own strategy classes. So the public class only holds options. `_configure_launcher` is the last method that the Trainer
+calls while it sets a strategy up. There the object takes the final class for its devices: our hooks before one of
+Lightning's strategies (`backends/`). All of Lightning's checks come later and see that class. It is registered as a
+subclass of the public one, so that `isinstance` returns what users expect. (A strategy that delegates to an inner one
+does not work: Lightning's optimizers are bound to the inner strategy, so the outer one would see no steps.)
 
 To support more devices, add a final class and its line in `backends.FINAL_CLASSES`.
 """
@@ -30,41 +30,43 @@ from lightning_diloco.strategy.options import resolve
 class DecoupledDiLoCoStrategy(DiLoCoHooks):
     """Train one model together with learners far away: `Trainer(strategy=DecoupledDiLoCoStrategy(...))`.
 
-    Every option has a default that works. An unset one (None) is adopted from the run that is joined, or takes its
-    default when the run is new; an explicit run option must agree with the run. Nothing is opened before `fit`.
+    Every option has a default that works. An unset option (None) is adopted from the run that is joined, or takes its
+    default if the run is new. An explicit run option must agree with the run. Nothing is opened before `fit`.
 
-    What is contributed are the parameters as they are when an inner step ends. On a CPU they are copied until the next
-    update by an optimizer of the Trainer: code of yours that changes them elsewhere may be in it with some values, and
-    with the others in the next contribution. Nothing is lost, or counted twice.
+    A contribution holds the parameters as they are at the end of an inner step. On a CPU they are copied until the next
+    update by an optimizer of the Trainer. If your code changes parameters elsewhere meanwhile, some of the changes are
+    in this contribution and the rest is in the next one. Nothing is lost or counted twice.
 
-    Exchanged are trainable parameters, and those that a finetuning callback, or whoever gave them to an optimizer, may
-    unfreeze. Frozen parameters must be built alike everywhere. All other state of the module is each learner's own:
-    statistics of BatchNorm, teachers that follow a student, queues, codebooks. So two learners with the same anchor may
-    validate it differently; GroupNorm or LayerNorm have no such statistics, and `torch.optim.swa_utils.update_bn` makes
-    those of the anchor. A learner that comes back has its own state from its checkpoint, a newcomer that of a peer.
+    Trainable parameters are exchanged, and frozen ones that a finetuning callback may unfreeze or that an optimizer
+    holds. All other frozen parameters must have the same values on all learners. The rest of the module's state stays
+    local to each learner: statistics of BatchNorm, teachers that follow a student, queues, codebooks. So two learners
+    may validate the same anchor differently. GroupNorm and LayerNorm have no such statistics, and
+    `torch.optim.swa_utils.update_bn` computes those of the anchor. A restarted learner restores its own state from its
+    checkpoint; a newcomer takes over that of a peer.
 
-    The run is left when the last step is done, before Lightning validates and saves for the last time: that validation,
-    `last` and `best` checkpoints of that step, and the module after `fit` are the same, the run's anchor. If the syncer
-    cannot be reached then, they are this learner's own parameters, and a warning says so. A run is one fit: a process
-    that has trained in a run that others have started is refused when it fits again.
+    The run is left after the last step, before Lightning validates and saves for the last time. So that validation, the
+    `last` and `best` checkpoints of that step, and the module after `fit` all have the run's anchor. If the syncer
+    cannot be reached then, they have this learner's own parameters, and a warning says so. A run is one fit: a process
+    cannot fit a second time in a run that others have started.
 
-    Other than with Lightning's strategies, loggers also get `diloco/*`, `perf/*` and figures of the fleet, at the
-    Trainer's `log_every_n_steps`. A run that this learner begins has a directory in `<default_root_dir>/diloco`; a
-    temporary one if `default_root_dir` is a URL, or if it is not given and there is neither logger nor checkpoint. If
-    the last learner of a run that others have started runs no validation at its end, it validates once more, for the
-    run's summary.
+    In addition to the user's metrics, loggers get `diloco/*`, `perf/*` and metrics of the fleet, at the Trainer's
+    `log_every_n_steps`. A run that this learner begins has a directory in `<default_root_dir>/diloco`. The directory is
+    temporary if `default_root_dir` is a URL, or if it is not given and there is neither a logger nor a checkpoint
+    callback. If the last learner of a run that others have started runs no validation at its end, it validates once
+    more, for the run's summary.
 
     Args:
-        inner: what trains inside this learner: one of Lightning's strategies, such as `DDPStrategy(...)`; "auto" takes
-            what fits the Trainer's devices.
+        inner: one of Lightning's strategies, such as `DDPStrategy(...)`, which trains inside this learner; "auto"
+            chooses by the Trainer's devices.
         sync_every: H, inner steps between two exchanges of the same fragment, >= 1. Default 24.
         num_fragments: P, 1..sync_every. Default min(24, sync_every), or fewer where the model has fewer slices.
         overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Default 2.
         quorum: contributions a round needs; lowered to the number of learners stepping. Default 1.
         grace: how long a met quorum waits for more, in seconds, or "adaptive", the default.
-        merge: "mean" (default), "rda", the paper's, or "trimmed_mean" or "median", where you trust learners less; see
+        merge: "mean" (default), "rda" (the paper's), or "trimmed_mean" or "median" if you trust learners less; see
             `RunConfig`.
-        guard: broken learners are found by "direction" (default) or "norm" of what they send; see `RunConfig`.
+        guard: broken learners are found by the "direction" (default) or the "norm" of their contributions; see
+            `RunConfig`.
         align: steps trained while a round was in flight: "carry" keeps them (default), "overwrite" drops them, "blend"
             mixes.
         blend_alpha: weight of the local value under "blend", 0..1. Default 0.5.
@@ -78,14 +80,14 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         token_count_fn: number of tokens of a host batch. Default: attention mask, input_ids, or samples.
         evaluate: validate the "anchor" (default) or the "local" parameters. The last validation sees what `fit` leaves
             in the module.
-        max_fleet_tokens: end the whole run when all learners together have seen so many tokens. Default: no.
+        max_fleet_tokens: tokens of all learners at which the whole run ends. Default: no limit.
         anchor_device: XLA: anchors beside the parameters ("device", default) or in "host" memory.
-        checkpoint_every: inner steps between two checkpoints from which this learner, started again, goes on:
-            optimizer, schedules, random numbers and position. 0: none. Default 100.
+        checkpoint_every: inner steps between two checkpoints, from which this learner continues when it is restarted:
+            optimizer, schedules, random states and data position. 0: none. Default 100.
         checkpoint_store: folder or fsspec URL of the checkpoints of all learners. Default: in the run directory.
-        drain_s: seconds to wait at the end of training for the last contributions to be merged. Default: as long as
-            they get on, one after the other, within three times what a round has usually taken, or a minute.
-        preemption_s: how long after SIGTERM the process has ended, its leave and a checkpoint included. Default 20.
+        drain_s: seconds to wait at the end of training until the last contributions are merged. Default: as long as
+            they make progress, each within three times the usual time of a round, or a minute.
+        preemption_s: seconds from SIGTERM to the end of the process, including its leave and a checkpoint. Default 20.
 
     Raises:
         ConfigError: unknown or contradictory options, all of them at once.
@@ -150,7 +152,7 @@ DecoupledDiLoCoStrategy.__abstractmethods__ = frozenset()
 
 
 def final_class(devices: Sequence[torch.device], num_nodes: int) -> type[DiLoCoHooks] | Callable[[], type[DiLoCoHooks]]:
-    """The final class of a learner with these devices on each of its nodes, or a function that finds it there.
+    """Return the final class of a learner with these devices on each node, or a function that finds it there.
 
     Raises:
         ConfigError: a learner cannot have such devices.

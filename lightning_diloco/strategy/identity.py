@@ -1,10 +1,10 @@
-"""Which learner this process is.
+"""The id of this process's learner.
 
-1. `learner=` wins over DILOCO_LEARNER. Without either, a learner that joins a run is `<host>-<slot>`
-   (`learner/name.py`), so that a process that is started again is the same learner.
-2. A process trains in a run that others have started once: the run is one fit, of one model. A second fit of the
-   script would train another model in it, or find it over.
-3. A learner that starts a run of its own shares no path with others. The link gives it a name later.
+1. `learner=` takes precedence over DILOCO_LEARNER. Without either, a learner that joins a run is `<host>-<slot>`
+   (`learner/name.py`), so that a restarted process is the same learner.
+2. A process can train only once in a run that others have started: a run is one fit of one model. A second fit of the
+   script would train another model in it, or find that it is over.
+3. A learner that starts its own run shares no path with others. The link gives it an id later.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _done: set[str] = set()  # runs in which a fit of this process has made its last
 
 
 def given_join(config: LearnerConfig) -> str | None:
-    """The join string of a run that others have started; None: this learner starts one."""
+    """Return the join string of a run that others have started; None if this learner starts one."""
     return config.join or os.environ.get("DILOCO_JOIN") or None
 
 
 def learner_id(config: LearnerConfig) -> str | None:
-    """The id known before the run is joined, or None.
+    """Return the id that is known before the join; None if there is none.
 
     Raises:
-        ConfigError: the join string is not one.
+        ConfigError: the join string is malformed.
     """
     name = config.learner or os.environ.get("DILOCO_LEARNER")
     join = given_join(config)
@@ -36,7 +36,7 @@ def learner_id(config: LearnerConfig) -> str | None:
 
 
 def check_first_fit(config: LearnerConfig) -> None:
-    """Before a fit.
+    """Refuse a second fit in the same run.
 
     Raises:
         JoinError: this process has already trained in the run.
@@ -51,6 +51,6 @@ def check_first_fit(config: LearnerConfig) -> None:
 
 
 def note_last_step(config: LearnerConfig) -> None:
-    """A fit of this process has made its last step in the run that it joined, if it joined one."""
+    """Note that a fit of this process has made its last step in the run that it joined, if it joined one."""
     if join := given_join(config):
         _done.add(JoinAddress.parse(join).run)

@@ -1,8 +1,8 @@
-"""`inner=`: what trains inside a learner, given as one of Lightning's strategies.
+"""The option `inner=`: one of Lightning's strategies, which trains inside a learner.
 
-1. The object is a description: its options are taken over, and nothing of it runs. So it must not have been given what
-   only the Trainer decides.
-2. Its class decides the final one, at once: Lightning chooses the precision by it.
+1. The object only describes: its options are copied, and none of its methods run. So it must not set what only the
+   Trainer decides.
+2. Its class determines the final class at once, because Lightning chooses the precision by it.
 3. The final class checks whether it fits the Trainer's devices (`_check_devices`).
 """
 
@@ -23,7 +23,7 @@ _LEFT_TO_THE_TRAINER = {
 
 
 def problems(inner: object) -> list[str]:
-    """What speaks against this inner strategy, one sentence each."""
+    """Return the problems of an inner strategy, one sentence each."""
     if inner == "auto":
         return []
     if not isinstance(inner, Strategy):

@@ -1,4 +1,4 @@
-"""From keyword arguments to validated options.
+"""Turns keyword arguments into validated options.
 
 None means unset: an unset run option is adopted from the run that is joined, an explicit one must agree with it.
 (YAML tools pass every default on, so nothing but None could tell the two apart.)
@@ -21,15 +21,15 @@ _LEARNER_NAMES = frozenset(field.name for field in dataclasses.fields(LearnerCon
 def resolve(
     options: Mapping[str, Any], unknown: Mapping[str, Any], inner_problems: Sequence[str]
 ) -> tuple[dict[str, Any], LearnerConfig]:
-    """Check everything the user passed, together.
+    """Check all options together.
 
     Args:
         options: known options by name; None is unset.
-        unknown: options nobody knows.
-        inner_problems: what speaks against the inner strategy.
+        unknown: unknown options by name.
+        inner_problems: problems of the inner strategy.
 
     Returns:
-        The explicit run options, and what the learner decides for itself.
+        The explicit run options, and the learner's own options.
 
     Raises:
         ConfigError: every problem, one sentence each.

@@ -69,8 +69,8 @@ def test_a_module_that_is_compiled_again_names_nothing_of_lightning(where: str) 
     ],
 )
 def test_the_package_that_is_imported_decides(tmp_path: Path, imports: str, package: str) -> None:
-    for name in ("lightning/pytorch", "pytorch_lightning"):
-        (tmp_path / name).mkdir(parents=True)
+    for name in ("lightning", "lightning/pytorch", "pytorch_lightning"):
+        (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
     code = f"import {imports}; from lightning_diloco.pytorch_lightning import package; print(package())"
     assert python(code, tmp_path) == package

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -13,6 +14,7 @@ from lightning.pytorch.tuner import Tuner
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.errors import ConfigError, JoinError, TransportError
+from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer
 
 BATCH_TOKENS = 4 * 6
 
@@ -315,3 +317,36 @@ def test_random_numbers_differ_between_learners_seeded_alike(scenario, trainer_f
         trainer_for(max_steps=2, limit_val_batches=0).fit(candidate)
         noise.append(json.dumps(candidate.noise))
     assert noise[0] == noise[2] != noise[1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_strategy_holds_a_fit_only_while_it_trains(scenario, model, trainer_for, fails):
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            seen.append(trainer.strategy._fit)
+            if fails:
+                raise ZeroDivisionError
+
+    trainer = trainer_for(max_steps=2, callbacks=[Look()])
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            trainer.fit(model)
+        assert trainer.strategy._fit is None
+        trainer.fit_loop.epoch_loop.max_steps += 2
+    assert None not in seen
+    assert len(set(map(id, seen))) == len(scenario.made) == 2
+    trainer.validate(model)
+    assert trainer.strategy.membership is None
+    assert trainer.strategy.fleet_tokens == 0
+
+
+def test_the_link_is_closed_although_another_part_of_the_fit_cannot_be(scenario, model, trainer_for, monkeypatch):
+    def close(self):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(LearnerCheckpointer, "close", close)
+    with pytest.raises(ZeroDivisionError):
+        trainer_for(max_steps=2).fit(model)
+    assert scenario.link.events[-1] == "close"

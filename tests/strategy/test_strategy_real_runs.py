@@ -18,8 +18,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
+from safetensors.torch import load_file
 
+import lightning_diloco
 from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.hf.export import PARAMETERS
 from lightning_diloco.strategy.trainer.lightning_checkpoints import CHECKPOINT_KEY
 from tests.strategy.conftest import LENGTH
 
@@ -266,3 +269,20 @@ def test_a_syncer_that_never_comes_back_leaves_the_trained_parameters(runs, mode
     assert torch.equal(torch.load(keep.last_model_path, weights_only=True)["state_dict"]["body.weight"], kill.weight)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sum("was left at step 18 before all of this learner's work was merged" in text for text in said) == 1
+
+
+def test_a_run_is_read_and_exported_in_python(fit, model, runs, tmp_path) -> None:
+    fit(model)
+    runs.wait()
+    (run_dir,) = tmp_path.glob("diloco/*")
+    history = lightning_diloco.run_history(run_dir)
+    assert history.events["event"].to_pylist() == ["join", "leave"]
+    assert history.summary["fleet_tokens"] == 12 * BATCH_TOKENS
+    assert max(history.progress["fleet_tokens"].to_pylist(), default=0) <= 12 * BATCH_TOKENS  # notes are rare
+    assert set(history.commits["fragment"].to_pylist()) == {0, 1}
+    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
+    torch.nn.init.zeros_(next(model.parameters()))
+    lightning_diloco.load_anchor(run_dir, model)
+    assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+    found = lightning_diloco.export_run(run_dir, tmp_path / "exported")
+    assert load_file(found.folder / PARAMETERS).keys() == trained.keys()

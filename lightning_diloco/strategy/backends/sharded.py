@@ -70,8 +70,7 @@ class ShardedHooks(RanksHooks):
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
         params = self._live_parts()
         on_cuda = any(part.is_cuda for part in params.values())
-        self._device = (CudaPart if on_cuda else CpuPart)(plan, params, config, self._learner, self._part_boxes())
-        return self._device
+        return (CudaPart if on_cuda else CpuPart)(plan, params, config, self._learner, self._part_boxes())
 
     # --- anchors for validation and checkpoints ------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
         from lightning_diloco.devices.xla.hosts import XlaHostFragments
 
-        self._device = device = XlaHostFragments(plan, self._params, config, self._learner)
+        device = XlaHostFragments(plan, self._params, config, self._learner)
         rank_zero_info(device.memory())
         return device
 

@@ -1,9 +1,9 @@
-"""Ranges in an order of one's own, for a stream without a lease table: source after source, epoch after epoch.
+"""A learner's own order of ranges, for a stream without a lease table: source by source, epoch by epoch.
 
 1. Several readers of one stream share each source: reader `part` of `parts` takes every `parts`-th range.
-2. A source ends where a reader meets its end.
-3. The position is that of the next sample to be trained; a reader that begins there goes on with it. Readers that save
-   one position for all of them go on with the same range each.
+2. A source ends where a reader finds its end.
+3. The position is that of the next sample to be trained; a reader that begins there continues with it. If readers save
+   one position for all of them, each continues with the same range number.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ START: Position = {"epoch": 0, "source": 0, "round": 0, "skip": 0}
 
 
 class OwnOrder:
-    """A desk that nobody else uses.
+    """A desk for one reader.
 
     Args:
-        num_sources: of what is read.
-        part, parts: which reader this is, and of how many.
+        num_sources: number of sources of the data.
+        part, parts: number of this reader, and of all readers.
         position: where to begin.
     """
 
@@ -34,7 +34,7 @@ class OwnOrder:
         self._ended: set[tuple[int, int]] = set()
 
     def take(self) -> Lease:
-        """The next range; there always is one."""
+        """Return the next range; there always is one."""
         at = self._next
         if (at["epoch"], at["source"]) in self._ended:
             source = (at["source"] + 1) % self._num_sources
@@ -48,22 +48,22 @@ class OwnOrder:
     first = take
 
     def within(self, for_s: float) -> Lease:
-        """See `take`."""
+        """Return the next range; see `take`."""
         return self.take()
 
     def need(self, num_ranges: int) -> None:
-        """There always are more."""
+        """Do nothing: there always are more ranges."""
 
     def holds(self, number: int) -> bool:
-        """Whether it was taken and is not read through."""
+        """Return whether this range was taken and is not completely trained."""
         return number in self._taken
 
     def ended(self, lease: Lease) -> None:
-        """The source ends with this range, or before it."""
+        """Note that the source ends with this range or before it."""
         self._ended.add((lease.epoch, lease.source))
 
     def trained(self, pieces: Iterable[Piece]) -> None:
-        """Training has come so far."""
+        """Move the position past these pieces."""
         for piece in pieces:
             assert piece.number is not None
             at, samples = self._taken[piece.number]

@@ -1,4 +1,4 @@
-"""Reading ranges in a thread beside training."""
+"""Prefetches ranges in a background thread."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _Result = tuple[Lease, Tensor, bool, bool]
 
 
 class ReadAhead:
-    """Reads ranges in the order in which they are asked for.
+    """Reads ranges in the order of the requests.
 
     Args:
-        read: one range.
+        read: reads one range.
 
     Attributes:
-        num_requested: ranges that were asked for, and not got.
+        num_requested: number of ranges that were requested and not yet returned by `get`.
     """
 
     def __init__(self, read: Callable[[Lease], tuple[Tensor, bool]]) -> None:
@@ -31,7 +31,7 @@ class ReadAhead:
         self.num_requested = 0
 
     def request(self, lease: Lease, *, is_leased: bool = True) -> None:
-        """Have this read."""
+        """Request a range."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="diloco-reader", daemon=True)
             self._thread.start()
@@ -40,11 +40,11 @@ class ReadAhead:
 
     @property
     def is_there(self) -> bool:
-        """Whether what was asked for first has been read."""
+        """Whether the oldest requested range has been read."""
         return not self._found.empty()
 
     def get(self) -> _Result:
-        """What was asked for first; raises what reading it raised."""
+        """Return the oldest requested range; raise the exception of reading it, if there was one."""
         self.num_requested -= 1
         found = self._found.get()
         if isinstance(found, BaseException):
@@ -52,7 +52,7 @@ class ReadAhead:
         return found
 
     def close(self) -> None:
-        """End the thread, after the range it is reading; idempotent."""
+        """End the thread after the present range; idempotent."""
         self._wanted.put(None)
 
     def _run(self) -> None:

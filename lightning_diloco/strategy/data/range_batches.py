@@ -1,12 +1,12 @@
-"""Training data read range by range: where the order of a data set is somebody else's to say.
+"""Batches of training data that is read range by range, in an order that the run or this learner decides.
 
-1. A desk says which range comes next: the run's lease table (`LeaseClient`), or an order of one's own (`OwnOrder`).
-2. Ranges are read ahead by a thread beside; batches are cut from one after another, across their borders.
-3. A batch counts when it was trained with. What was handed out and not trained with, because a loop ended or a trial
-   was taken back, comes first the next time.
-4. With no lease there, because the syncer cannot be reached, this learner chooses ranges itself (`unleased.py`), and
-   says so: training never waits. The syncer counts these tokens as repeated. Only before anything was trained with,
-   leases are waited for a little.
+1. A desk decides which range comes next: the run's lease table (`LeaseClient`), or this learner's order (`OwnOrder`).
+2. A background thread prefetches ranges. Batches are cut from them one after another, across their borders.
+3. A batch counts when it was trained. A batch that was handed out and not trained, because a loop ended or a trial was
+   undone, comes first the next time.
+4. If there is no lease because the syncer cannot be reached, this learner chooses ranges itself (unleased.py) and logs
+   a warning: training does not wait. The syncer counts these tokens as repeated. Only before the first trained batch,
+   it waits up to START_S for a lease.
 
 Source: our choice.
 """
@@ -41,16 +41,19 @@ class Ranges(Protocol):
 
     @property
     def catalogue(self) -> Catalogue:
-        """What they are called in a run."""
+        """Describes the data to the run."""
         ...
 
     def read(self, lease: Lease) -> tuple[Tensor, bool]:
-        """The samples of a range, those to be skipped left out, and whether its source ends with it; off-thread."""
+        """Return the samples of a range without those to be skipped, and whether its source ends with it.
+
+        Called by the reading thread.
+        """
         ...
 
 
 class Desk(Protocol):
-    """Says which range comes next."""
+    """Decides which range comes next."""
 
     def take(self) -> Lease | None: ...
     def first(self) -> Lease: ...
@@ -62,7 +65,7 @@ class Desk(Protocol):
 
 
 class Batches(Protocol):
-    """Rows to train with, and which ranges they are of."""
+    """Batches of rows, with the ranges that the rows belong to."""
 
     def next(self) -> Batch: ...
     def trained(self, pieces: Iterable[Piece]) -> None: ...
@@ -89,10 +92,10 @@ class RangeBatches:
     """Batches of equal size, cut from ranges.
 
     Args:
-        ranges: what to read.
-        desk: which range comes next.
-        batch_size: rows of a batch.
-        seed: of the order in which ranges are read without a lease; each learner's another.
+        ranges: the data.
+        desk: decides which range comes next.
+        batch_size: rows per batch.
+        seed: seed of the order in which ranges are read without a lease; different for each learner.
     """
 
     def __init__(self, ranges: Ranges, desk: Desk, *, batch_size: int, seed: int = 0) -> None:
@@ -109,17 +112,17 @@ class RangeBatches:
         self._tell_again_s = 0.0
 
     def next(self) -> Batch:
-        """The next batch."""
+        """Return the next batch."""
         batch = self._cut(is_needed=True)
         assert batch is not None
         return batch
 
     def next_if_there(self) -> Batch | None:
-        """The next batch, if neither leases nor the reading of ranges have to be waited for."""
+        """Return the next batch; None if it would have to wait for a lease or for a range to be read."""
         return self._cut(is_needed=False)
 
     def trained(self, pieces: Iterable[Piece]) -> None:
-        """These are in the step that is being computed."""
+        """Count these pieces: they are part of the step that is being computed."""
         self._is_starting = False
         self._desk.trained(pieces)
 
@@ -159,7 +162,7 @@ class RangeBatches:
         return None
 
     def _request(self, *, is_needed: bool) -> bool:
-        """Have ranges read ahead; without any lease, one of its own choice if it is needed now. Whether any is read."""
+        """Prefetch leased ranges, or one without a lease if it is needed now; return whether any was requested."""
         while self._reader.num_requested < self._num_ahead and (lease := self._desk.take()) is not None:
             self._read(lease)
         if not self._reader.num_requested and is_needed:
@@ -181,14 +184,14 @@ class RangeBatches:
     def _read_unleased(self) -> None:
         if time.monotonic() > self._tell_again_s:
             log.warning(
-                "no leased data is left and the syncer gives none: until it does, this learner reads on in data of "
-                "this epoch that it has not read; others may read them, too, so they count as repeated"
+                "no leased data is left, and the syncer gives no lease: until it does, this learner reads data of this "
+                "epoch that it has not read; other learners may read them as well, so they count as repeated"
             )
             self._tell_again_s = time.monotonic() + TELL_AGAIN_S
         self._reader.request(self._unleased.next(), is_leased=False)
 
     def _awaited(self) -> Lease | None:
-        """One more lease for the first batches, which may take more than are given at first."""
+        """Wait for one more lease, at the start only: the first batches may need more ranges than the first leases."""
         if not self._is_starting:
             return None
         now_s = time.monotonic()
@@ -201,11 +204,11 @@ class RangeBatches:
 
 
 class RangeLoader:
-    """Batches of whole rows, without an end.
+    """An endless loader of batches.
 
     Args:
-        batches: of rows.
-        collate: makes a batch of its rows.
+        batches: batches of rows.
+        collate: makes a batch from its rows.
     """
 
     _num_batches: int | None = None
@@ -216,7 +219,7 @@ class RangeLoader:
         self._handed: deque[Batch] = deque()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, such as in a worker of another loader, holds no leases and cannot be read."""
+        """Pickle nothing: a copy, such as in a worker of another loader, holds no leases and cannot be read."""
         return {}
 
     def __iter__(self) -> Iterator[Any]:
@@ -230,12 +233,12 @@ class RangeLoader:
             yield self._collate(batch[0])
 
     def trained(self, tokens: int) -> None:
-        """The oldest batch that was handed out has so many tokens, and is in the step that is being computed."""
+        """Count the oldest batch that was handed out: it has so many tokens and is part of the step being computed."""
         if self._handed:
             self._batches.trained(divided(self._handed.popleft()[1], tokens))
 
     def tried(self) -> None:
-        """The oldest batch that was handed out is in a trial that will be taken back: it is still to be trained."""
+        """Put the oldest batch that was handed out back: it is part of a trial that will be undone."""
         if self._handed:
             self._waiting.append(self._handed.popleft())
 
@@ -245,10 +248,10 @@ class RangeLoader:
 
 
 class SizedRangeLoader(RangeLoader):
-    """Iterations that end, each going on where the one before it ended; see `RangeLoader` for the other arguments.
+    """A loader whose iterations end, and continue where the one before ended; see `RangeLoader` for other arguments.
 
     Args:
-        num_batches: of an iteration.
+        num_batches: batches per iteration.
     """
 
     def __init__(self, batches: Batches, *, num_batches: int, **options: Any) -> None:

@@ -1,14 +1,13 @@
-"""Batches of a learner with several ranks: rank 0 cuts them for all, and hands each rank its rows.
+"""Batches of a learner with several ranks: rank 0 cuts them and scatters the rows to the ranks.
 
-1. A batch of the learner is as many rows as its ranks train with at once. Rank r of `size` takes every `size`-th of
-   them, from the r-th on: all make the same number of batches, wherever ranges end, and how far the learner is with a
-   range is one number.
-2. Only rank 0 knows of leases. It cuts some batches ahead of need; what is taken from the learner meanwhile, all ranks
-   still train with, and it counts as repeated.
-3. Ahead of need nothing is waited for, and nothing is read without a lease.
+1. A batch of the learner has the rows that all ranks train at once. Rank r of `size` takes every `size`-th row from the
+   r-th on. So all ranks make the same number of batches, and one number says how much of a range was trained.
+2. Only rank 0 holds leases. It cuts a few batches in advance. If the syncer takes their leases back meanwhile, the
+   ranks still train them, and they count as repeated.
+3. In advance, rank 0 neither waits for leases nor reads without one.
 
-Source: our choice. Every rank could read ranges for itself; but what is packed as it comes, each would have to read all
-of.
+Source: our choice. Ranks could read ranges by themselves, but each would have to read all of a text that is packed on
+the fly.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from lightning_diloco.strategy.data.range_batches import Batch, RangeBatches
 
 
 class RankBatches:
-    """One rank's `Batches`.
+    """The batches of one rank.
 
     Args:
-        batches: rank 0: of all ranks.
-        handout: from rank 0 to the others.
+        batches: rank 0: batches of all ranks; None on other ranks.
+        handout: scatters them from rank 0 to the other ranks.
     """
 
     def __init__(self, batches: RangeBatches | None, handout: BatchScatter) -> None:
@@ -34,7 +33,7 @@ class RankBatches:
         self._ahead: deque[Batch] = deque()
 
     def next(self) -> Batch:
-        """This rank's rows of the next batch, and what all ranks' rows are of, which rank 0 alone knows."""
+        """Return this rank's rows of the next batch, and the pieces of all ranks, which only rank 0 has."""
         if self._batches is None:
             return self._handout.take(), ()
         if not self._ahead:
@@ -44,7 +43,7 @@ class RankBatches:
         return self._ahead.popleft()
 
     def trained(self, pieces: Iterable[Piece]) -> None:
-        """All ranks' share of the step that is being computed; rank 0 says it for all."""
+        """Count the pieces of all ranks in the step that is being computed; rank 0 counts for all."""
         if self._batches is not None:
             self._batches.trained(pieces)
 

@@ -1,15 +1,14 @@
-"""One script, several learners, different data.
+"""Splits training data over learners that run the same script.
 
-1. A learner reads every `parts`-th sample of an order that all learners of a run draw alike, from its own start. What
-   does not divide evenly is left out of that epoch: nothing is read twice. A process that goes on where another one
-   ended begins in the midst of that order.
-2. The order is the user's: it is drawn from the sampler of the loader, whatever it is. Where the user wrote what makes
-   batches (`batch_sampler=`), whole batches are shared out, every `parts`-th to each.
-3. Seeds follow from the run, so that all learners agree. Each loader has an order of its own, as if they drew one after
-   another from the global generator; loaders whose own generators are seeded alike stay in step.
-4. Loaders split by their owner, or by Lightning over ranks (a DistributedSampler), stay so; they go on likewise.
-5. What cannot be split is read in full by everybody, and a warning says so. Its order still differs if it is drawn
-   from torch's, numpy's or Python's global generator: `fork_random_state` gives every learner its own.
+1. All learners of a run draw the same order of samples; each reads every `parts`-th sample, from its own start. Samples
+   that do not divide evenly are left out of the epoch, so that none is read twice. A process that continues the work of
+   another one begins in the middle of the order.
+2. The order comes from the loader's own sampler. If the user gave a `batch_sampler`, whole batches are split instead.
+3. Seeds are derived from the run, so that all learners agree. Each loader has an order of its own; loaders whose own
+   generators have equal seeds stay in step with each other.
+4. A loader with a DistributedSampler, from the user or from Lightning, is not split again; it continues likewise.
+5. If a loader cannot be split, every learner reads all of it, and a warning says so. The order still differs if it is
+   drawn from a global generator of torch, numpy or Python: `fork_random_state` gives every learner its own.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-Position = tuple[int, int]  # epoch, and batches of it that were read before
+Position = tuple[int, int]  # epoch, and number of its batches that were read before
 START: Position = (0, 0)
 
 _OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -45,15 +44,16 @@ _OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRand
 class PartSampler(Sampler[Any]):
     """One learner's part of another sampler's order.
 
-    Unlike torch's DistributedSampler it keeps whatever order the wrapped sampler draws, weighted or random ones too,
-    and repeats no sample to fill up the last round.
+    Unlike torch's DistributedSampler, it keeps the order of the wrapped sampler, whatever it is, and repeats no sample
+    to fill up the last round.
 
     Args:
-        sampler: of samples or of batches, with a length; drawn from the global generators, or from its own `generator`.
-        part: which part, 0..parts-1.
+        sampler: a sampler of samples or of batches that has a length; draws from the global generators or from its own
+            `generator`.
+        part: number of the part, 0..parts-1.
         parts: number of parts.
         seed: equal on all learners that share the data.
-        epoch, skip: where reading begins: the epoch, and what was read of this part of it before.
+        epoch, skip: where reading begins: the epoch, and how many samples of this part were read before.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class PartSampler(Sampler[Any]):
 
 
 def split(loader: object, part: int, parts: int, begins: Position = START, *, seed: int = 0) -> object:
-    """This learner's part of a training loader, or the loader itself with a warning.
+    """Return this learner's part of a training loader, or the loader itself with a warning.
 
     Args:
-        loader: what the user gave to the Trainer; its class, order, batch size, workers and the rest are kept.
-        part: which part, 0..parts-1.
+        loader: the user's loader; its class, order, batch size, workers and all else are kept.
+        part: number of the part, 0..parts-1.
         parts: number of parts.
         begins: where reading begins.
-        seed: of the order; see `order_seed`.
+        seed: seed of the order; see `order_seed`.
     """
     if not isinstance(loader, DataLoader):
         return _unsplit(loader, f"a {type(loader).__name__} is no torch DataLoader")
@@ -110,15 +110,15 @@ def split(loader: object, part: int, parts: int, begins: Position = START, *, se
 
 
 def in_own_order(loader: object, begins: Position = START, *, seed: int = 0, readers: int = 1) -> object:
-    """All of the training data, in an order that is this learner's at every start: a later process finds its place.
+    """Return all of the training data in this learner's order, in which a later process finds its place.
 
-    Only where torch's own samplers choose the order; what a user wrote is drawn as ever.
+    Only a loader with one of torch's own samplers is changed.
 
     Args:
-        loader: what the user gave to the Trainer.
+        loader: the user's loader.
         begins: where reading begins.
-        seed: of this learner's order; see `order_seed`.
-        readers: processes of this learner among which Lightning has divided it.
+        seed: seed of this learner's order; see `order_seed`.
+        readers: number of processes of this learner among which Lightning has split the loader.
     """
     if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or not _draws_samples(loader):
         return loader
@@ -135,7 +135,7 @@ def in_own_order(loader: object, begins: Position = START, *, seed: int = 0, rea
 
 
 def is_at(loader: object, begins: Position) -> bool:
-    """Whether reading begins there."""
+    """Return whether reading begins there."""
     return begins == START or (
         isinstance(loader, DataLoader)
         and isinstance(loader.sampler, PartSampler)
@@ -144,21 +144,21 @@ def is_at(loader: object, begins: Position) -> bool:
 
 
 def order_seed(run_seed: int, *which: int) -> int:
-    """Seed of an order.
+    """Return the seed of an order.
 
     Args:
         run_seed: the same for all learners of a run.
-        which: which of the orders that this run needs.
+        which: numbers of the order.
     """
     return _seed_of("order", str(run_seed), *map(str, which)) % 2**31
 
 
 def order_number(loader: object, earlier: list[torch.Generator | None]) -> int:
-    """Which order a loader is read in: one of its own, or that of an earlier one that is meant to be in step with it.
+    """Return the number of the order of a loader: its own, or that of an earlier loader with an equal seed.
 
     Args:
         loader: one of the training loaders.
-        earlier: own generators of those before it; this one's is added.
+        earlier: own generators of the loaders before it; this one's is added.
     """
     own = getattr(_order_of(loader), "generator", None) if isinstance(loader, DataLoader) else None
     earlier.append(own)
@@ -169,17 +169,19 @@ def order_number(loader: object, earlier: list[torch.Generator | None]) -> int:
 
 
 def fork_random_state(learner_id: str, incarnation: int = 1) -> None:
-    """Give this learner random numbers of its own, although the script seeds all learners alike.
+    """Give this learner its own random numbers, although the script seeds all learners alike.
+
+    The new state is a function of torch's present seed and of the arguments.
 
     Args:
-        learner_id: the fork is a function of this and of torch's present seed.
-        incarnation: and of this: a process does not draw once more what the one before it drew.
+        learner_id: id of this learner.
+        incarnation: number of this process of the learner, so that it does not repeat the numbers of the one before.
     """
     _seed_all(_seed_of(str(torch.initial_seed()), learner_id, *([] if incarnation == 1 else [str(incarnation)])))
 
 
 def _going_on(loader: DataLoader[object], begins: Position) -> DataLoader[object]:
-    """A loader that was split already, from where reading begins."""
+    """Return a loader that was split already, from where reading begins."""
     if begins == START or not _draws_samples(loader):
         return loader
     return _with_sampler(loader, PartSampler(_order_of(loader), 0, 1, 0, **_beginning(loader, begins)))
@@ -191,12 +193,12 @@ def _seed_of(*words: str) -> int:
 
 
 def _draws_samples(loader: DataLoader[object]) -> bool:
-    """Whether torch makes the batches of it, rather than something the user wrote."""
+    """Return whether torch makes the batches, rather than the user's batch sampler."""
     return loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
 
 
 def _order_of(loader: DataLoader[object]) -> Any:
-    """What the user chose to draw the order by: a sampler, or what makes batches; no part of it."""
+    """Return the user's sampler or batch sampler, without our parts of it."""
     batches = loader.batch_sampler
     found = batches.sampler if type(batches) is BatchSampler else loader.sampler if batches is None else batches
     while isinstance(found, PartSampler):  # of another fit, or from before the part was known
@@ -209,26 +211,26 @@ def _is_distributed(sampler: object) -> bool:
 
 
 def _layers(sampler: object) -> Iterator[Any]:
-    """A sampler, and those it draws from."""
+    """Yield a sampler and those that it draws from."""
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "sampler", None)
 
 
 def _beginning(loader: DataLoader[object], begins: Position) -> dict[str, int]:
-    """As `PartSampler` counts. Loaders that keep their own position begin with the epoch."""
+    """Return the arguments of `PartSampler`; loaders that keep their own position begin with the epoch."""
     is_own = hasattr(loader, "load_state_dict")
     return {"epoch": begins[0], "skip": 0 if is_own else begins[1] * _batch_size(loader)}
 
 
 def _batch_size(loader: DataLoader[object]) -> int:
-    """How much its sampler gives for a batch."""
+    """Return how many values of its sampler make a batch."""
     batches = loader.batch_sampler
     return batches.batch_size if type(batches) is BatchSampler else 1
 
 
 def _with_sampler(loader: DataLoader[object], sampler: Sampler[Any]) -> DataLoader[object]:
-    """A copy of the loader that draws from this sampler; made without its constructor, it keeps all it has."""
+    """Return a copy of the loader with this sampler; it is made without the constructor, so it keeps all else."""
     batches = loader.batch_sampler
     if type(batches) is BatchSampler:
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
@@ -236,7 +238,7 @@ def _with_sampler(loader: DataLoader[object], sampler: Sampler[Any]) -> DataLoad
         batches = sampler
     copied = copy.copy(loader)
     for name, value in {"sampler": sampler, "batch_sampler": batches, "_iterator": None}.items():
-        object.__setattr__(copied, name, value)  # torch refuses: a loader that is iterated would not notice
+        object.__setattr__(copied, name, value)  # torch's own __setattr__ refuses this
     return copied
 
 
@@ -248,8 +250,8 @@ def _seed_all(seed: int) -> None:
 
 def _unsplit(loader: object, reason: str) -> object:
     rank_zero_warn(
-        f"The training data cannot be split over learners: {reason}. Every learner reads all of it, in an order of its "
-        "own only if that is drawn from a global random generator. A map-style dataset in a DataLoader is split; "
-        "otherwise split by trainer.strategy.data_part == (part, parts)."
+        f"The training data cannot be split over learners: {reason}. Every learner reads all of it, in its own order "
+        "only if the order is drawn from a global random generator. A map-style dataset in a DataLoader is split; "
+        "otherwise, split the data by trainer.strategy.data_part == (part, parts)."
     )
     return loader

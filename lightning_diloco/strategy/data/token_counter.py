@@ -1,10 +1,10 @@
-"""How many tokens a training step saw.
+"""Counts the tokens of a training step.
 
-1. Counted on the host batch, before it is moved: asking an accelerator would wait for it.
-2. A mapping counts tokens: the sum of its attention mask if that is on the host, else the size of input_ids. Anything
-   else counts samples, the batch size, which is found much as Lightning finds it for `self.log`: any batch is accepted.
-   One without a size counts as one sample, and that is said. `token_count_fn` overrides all this and counts tokens.
-3. Micro-batches of one accumulated step add up. One learner counts one unit.
+1. The batch is counted on the host before it is moved: a value on an accelerator would have to be waited for.
+2. A mapping with input_ids counts tokens: the sum of its attention mask if that is on the host, else the size of
+   input_ids. Any other batch counts samples, whose number is found much as Lightning finds it for `self.log`. A batch
+   without a size counts as one sample, with a warning. `token_count_fn` replaces all of this and counts tokens.
+3. The micro-batches of an accumulated step add up. A learner counts one unit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _TAKES_ITERATOR = (
-    "training_step(self, dataloader_iter) takes its batches itself, and nobody can count them; use "
+    "training_step(self, dataloader_iter) takes its batches itself, so they cannot be counted; use "
     "training_step(self, batch, batch_idx)"
 )
 
@@ -32,7 +32,7 @@ TokenCountFn = Callable[[Any], int]
 
 
 def check_training_step(module: pl.LightningModule) -> None:
-    """Before anything is changed.
+    """Check that batches can be counted.
 
     Raises:
         ConfigError: batches would not pass through the Trainer.
@@ -45,7 +45,7 @@ class TokenCounter:
     """Adds up the batches of one inner step.
 
     Args:
-        count_fn: number of tokens of a host batch; None: rule 2.
+        count_fn: returns the number of tokens of a host batch; None: rule 2.
     """
 
     def __init__(self, count_fn: TokenCountFn | None = None) -> None:
@@ -55,7 +55,7 @@ class TokenCounter:
         self.unit: TokenUnit | None = "tokens" if count_fn else None
 
     def add(self, batch: Any) -> int:
-        """Count one host batch; returns its tokens. None is no batch: Lightning passes it over.
+        """Count one host batch and return its tokens; None is no batch, and Lightning skips it.
 
         Raises:
             ConfigError: it counts in another unit than the batches before.
@@ -75,7 +75,7 @@ class TokenCounter:
 
     @property
     def has_counted(self) -> bool:
-        """Whether anything was counted since `take`."""
+        """Whether any tokens were counted since `take`."""
         return self._tokens > 0
 
     def _count(self, batch: Any) -> tuple[int, TokenUnit]:
@@ -87,14 +87,14 @@ class TokenCounter:
             size = 1
             if not self._has_warned:
                 rank_zero_warn(
-                    f"A batch of type {type(batch).__name__} does not tell its size: each counts as one sample when "
-                    "learners are weighed against each other. Pass token_count_fn to the strategy to count otherwise."
+                    f"A batch of type {type(batch).__name__} has no size that can be found: each counts as one sample "
+                    "in the weights of the learners. Pass token_count_fn to the strategy to count otherwise."
                 )
             self._has_warned = True
         return size, "samples"
 
     def take(self) -> tuple[int, TokenUnit]:
-        """What was counted since the last call, and its unit.
+        """Return what was counted since the last call, and its unit.
 
         Raises:
             ConfigError: no batch has ever been counted.
@@ -109,7 +109,7 @@ class TokenCounter:
 
 
 def _batch_size(batch: Any) -> int | None:
-    """Length along dimension 0 of the first tensor or array found; without any, of the first innermost sequence."""
+    """Return the length of the first tensor or array along dimension 0; else of the first innermost sequence."""
     size = _first_size(batch)
     return _first_length(batch) if size is None else size
 

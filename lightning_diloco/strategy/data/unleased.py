@@ -1,12 +1,11 @@
-"""What to read while no lease is to be had, because the syncer cannot be reached: training never waits.
+"""Chooses ranges to read while the syncer cannot be reached and gives no leases.
 
-1. Ranges of the epoch that is being read which this learner has not read, leased or not; when there are none left, the
-   next epoch's, and so on. So in an outage of any length a learner reads no sample twice in an epoch, and all of them
-   before it begins the next.
-2. Each learner has an order of its own: those that are cut off together read different data for as long as there are.
-3. All of it may be leased by somebody later, or have been: it counts as repeated (`protocol/learner/leases.py`). After
-   the outage the table leases this epoch's ranges as if nothing had happened, so a sample may be trained on twice in
-   that epoch.
+1. It chooses ranges of the present epoch that this learner has not read, then those of the next epoch, and so on. So
+   even in a long outage a learner reads no sample twice in an epoch, and all of them before the next epoch.
+2. Each learner has its own order, so that learners that are cut off together read different data where possible.
+3. Other learners may have leased these ranges or may lease them later, so they count as repeated
+   (`protocol/learner/leases.py`). After the outage the table leases the ranges of this epoch as before; a sample may
+   then be trained twice in the epoch.
 
 Source: our choice.
 """
@@ -22,11 +21,11 @@ from lightning_diloco.protocol.data_ranges import Catalogue, Lease
 
 
 class Unleased:
-    """Chooses for one learner.
+    """Chooses ranges for one learner.
 
     Args:
-        catalogue: of the data.
-        seed: of this learner's order.
+        catalogue: catalogue of the data.
+        seed: seed of this learner's order.
     """
 
     def __init__(self, catalogue: Catalogue, seed: int) -> None:
@@ -34,14 +33,14 @@ class Unleased:
         self._begin(0)
 
     def leased(self, lease: Lease) -> None:
-        """This range is read on a lease."""
+        """Note that this range is read with a lease."""
         if lease.epoch > self._epoch:
             self._begin(lease.epoch)
         if lease.epoch == self._epoch:
             self._read.add((lease.source, lease.index))
 
     def next(self) -> Lease:
-        """A range to read without a lease; its number says nothing."""
+        """Return a range to read without a lease; its number has no meaning."""
         while True:
             for where in self._left:
                 if where not in self._read:
@@ -50,7 +49,7 @@ class Unleased:
             self._begin(self._epoch + 1)
 
     def ended(self, lease: Lease) -> None:
-        """The source ends with this range, or before it."""
+        """Note that the source ends with this range or before it."""
         if lease.epoch == self._epoch:
             self._ended.add(lease.source)
 
@@ -61,16 +60,16 @@ class Unleased:
         self._left = self._order(random.Random(f"{self._seed}/{epoch}"))
 
     def _order(self, chance: random.Random) -> Iterator[tuple[int, int]]:
-        """All (source, index) of an epoch, once each."""
+        """Yield each (source, index) of an epoch once."""
         num_sources, num_ranges = self._catalogue.num_sources, self._catalogue.num_ranges
-        if num_ranges is None:  # a source is read from its beginning, for it comes in order
+        if num_ranges is None:  # a stream, which is read in order
             for source in chance.sample(range(num_sources), num_sources):
                 for index in itertools.count():
                     if source in self._ended:
                         break
                     yield source, index
             return
-        total = num_sources * num_ranges  # maybe millions: a walk whose step has no divisor in common with them
+        total = num_sources * num_ranges  # may be millions: walk with a step that is coprime to it
         first = chance.randrange(total)
         step = chance.randrange(1, total + 1)
         while math.gcd(step, total) > 1:

@@ -1,16 +1,16 @@
-"""A learner's checkpoints, from which a process that comes after it goes on.
+"""A learner's checkpoints, from which its next process continues.
 
-1. Every N inner steps the training thread copies the Trainer's state; a thread beside writes it. While one is being
-   written, none is taken: a slow store makes them rarer, never training slower. A store that fails is told of, once for
-   each reason, and training goes on.
-2. Parameters are never among it: they come from the run's anchors, so that nothing is counted twice, and who comes back
-   never tells the run what is true.
-3. A new process takes its learner's newest checkpoint. If there is none that fits, the newest of a peer, without what
-   is the peer's own (`trainer_state.py`). If there is none either, it begins with a warm-up (`lr_warmup.py`) and with
-   schedules at the run's position (`strategy/trainer/lr_schedules.py`), unless the run begins with it.
-4. What is damaged or does not fit is passed over, and said. A user's own `ckpt_path` wins over all of it.
-5. Who wants a snapshot of the whole run leaves a marker in the store; the next boundary answers it with a checkpoint.
-6. A process never goes on from what it wrote itself: a second fit of one script is a new one.
+1. Every N inner steps the training thread copies the Trainer's state, and a background thread writes it. While it
+   writes, no checkpoint is taken: a slow store makes checkpoints rarer, but training no slower. If the store fails, a
+   warning says so, once for each reason, and training goes on.
+2. Checkpoints hold no parameters. These come from the run's anchors, so that nothing is counted twice and a restarted
+   learner changes nothing in the run.
+3. A new process takes the newest checkpoint of its learner. If none fits, it takes the newest one of a peer without the
+   peer's own state (trainer_state.py). If none of those fits either, it begins with a warm-up (lr_warmup.py) and with
+   schedules at the run's position (trainer/lr_schedules.py), unless the run begins with it.
+4. Checkpoints that are damaged or do not fit are skipped with a warning. A user's `ckpt_path` takes precedence.
+5. `diloco snapshot` leaves a marker in the store; the next step boundary answers it with a checkpoint.
+6. A process does not continue from its own checkpoints: a second fit of a script is a new one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ONE_DEVICE = "one device"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose checkpoints these are: run id, learner id and its present incarnation."""
+    """Owner of checkpoints: run id, learner id and the learner's present incarnation."""
 
     run: str
     learner: str
@@ -61,7 +61,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint, or a rank's part of it, to which there is no objection."""
+    """A checkpoint, or a rank's part of one, that fits."""
 
     learner: str
     step: int
@@ -74,13 +74,13 @@ class LearnerCheckpointer:
 
     Args:
         trainer: about to train.
-        owner: whose they are.
-        store: where they lie; None: none are read or written.
-        every_steps: N, inner steps between two of them.
-        layout: how several ranks hold the model; None: one device does.
+        owner: owner of the checkpoints.
+        store: where they are; None: none are read or written.
+        every_steps: N, inner steps between two checkpoints.
+        layout: how several ranks hold the model; None if one device holds it.
 
     Attributes:
-        warm_up: what the optimizer goes through first.
+        warm_up: warm-up of the optimizer.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class LearnerCheckpointer:
     # ---------------------------------------------------------------------------------------------------- coming back
 
     def heal(self, *, warm_up_steps: int = 0, run_steps: int = 0) -> None:
-        """Go on from a checkpoint, if there is one and the user named none.
+        """Continue from a checkpoint, if there is one and the user has named none.
 
         Args:
-            warm_up_steps: of the optimizer, if there is none; 0 where the run begins with this learner.
-            run_steps: where its schedules by steps begin, if there is none.
+            warm_up_steps: length of the warm-up if there is none; 0 if the run begins with this learner.
+            run_steps: step at which schedules by steps begin if there is none.
         """
         if self._store is not None:
             self._crew.start("markers", self._watch_for_markers)
@@ -146,11 +146,11 @@ class LearnerCheckpointer:
 
     @property
     def position(self) -> Position:
-        """(epoch, batches of it that were trained with) where this fit begins."""
+        """Where this fit begins: the epoch, and how many of its batches were trained."""
         return self._begins or START
 
     def data_is_ready(self, *, is_at_position: bool) -> None:
-        """The training data was loaded, and begins at `position` or not."""
+        """Note that the training loader was made, and whether it begins at `position`."""
         if self._begins and is_at_position:
             # Lightning cannot know it, and warns of the opposite.
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
@@ -158,7 +158,7 @@ class LearnerCheckpointer:
             log.warning("where its training data goes on is the datamodule's to know; else its epoch begins anew")
 
     def _find(self) -> Found | None:
-        """The best that this Trainer can go on from."""
+        """Return the best checkpoint that fits this Trainer; None if there is none."""
         for entry, checkpoint in self._offers():
             if (found := self._fitting(entry.learner, entry.step, checkpoint)) is not None:
                 return found
@@ -172,7 +172,7 @@ class LearnerCheckpointer:
         return Found(learner, step, state, is_own)
 
     def _offers(self) -> Iterator[tuple[Entry, Checkpoint]]:
-        """What is there, of this run and layout, the best first."""
+        """Yield the checkpoints of this run and layout, the best first."""
         assert self._store is not None
         store, own_name = self._store, self._owner.learner
         names = [name for name in tried(store.learners) or () if name != own_name]
@@ -190,10 +190,10 @@ class LearnerCheckpointer:
     # ------------------------------------------------------------------------------------------------------- training
 
     def batch_begins(self) -> float:
-        """Take a checkpoint if one is due; returns how long that took, in seconds.
+        """Take a checkpoint if one is due; return how long that took, in seconds.
 
         Raises:
-            Exception: what the writing thread met since the last call, other than a store that failed.
+            Exception: an error of the writing thread since the last call, other than of the store.
         """
         if self._error is not None:
             raise self._error
@@ -208,7 +208,7 @@ class LearnerCheckpointer:
         return time.perf_counter() - began_s
 
     def is_due_after(self, num_steps: int) -> bool:
-        """Whether one is to be taken when so many more inner steps are done."""
+        """Return whether a checkpoint is due after so many more inner steps."""
         is_wanted = self._steps_since + num_steps >= self._every_steps or self._asked != self._answered
         return self._store is not None and is_wanted and self._written.is_set()
 
@@ -216,17 +216,17 @@ class LearnerCheckpointer:
         return self.is_due_after(0)
 
     def step_done(self) -> None:
-        """An inner step is done."""
+        """Count an inner step."""
         self._steps_since += 1
         self._is_after_step = True  # between two batches whose gradients are added up there is nothing to take
         self.warm_up.step_done()
 
     def wait(self, within_s: float) -> bool:
-        """Wait for what was taken last; whether the store has it."""
+        """Wait until the last checkpoint is written; return whether it is stored."""
         return self._written.wait(within_s) and self._is_stored
 
     def close(self) -> None:
-        """Let go, after the one being written; idempotent."""
+        """End the threads, after the checkpoint that is being written; idempotent."""
         if not self._written.wait(CLOSE_S):
             log.warning("a checkpoint is still being written, and left alone")
         self._crew.stopping.set()
@@ -235,7 +235,7 @@ class LearnerCheckpointer:
         self._crew.join(CLOSE_S)
 
     def take(self) -> None:
-        """Take one now, between two batches."""
+        """Take a checkpoint now, between two batches."""
         if self._store is None:
             return
         state, sentences = trainer_state.take(self._trainer, self._callbacks_left_out)
@@ -260,7 +260,7 @@ class LearnerCheckpointer:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Say, once for each reason, that nothing was written."""
+        """Log, once for each reason, that nothing was written."""
         try:
             yield
         except (StorageError, UnstorableError) as error:
@@ -269,10 +269,10 @@ class LearnerCheckpointer:
             self._told.add(reason)
 
     def _watch_for_markers(self) -> None:
-        """Look for somebody who wants a snapshot of the whole run."""
+        """Look for markers of `diloco snapshot`."""
         assert self._store is not None
         while not self._crew.stopping.wait(LOOK_S if self._store.is_local else LOOK_FAR_S):
-            with contextlib.suppress(StorageError):  # writing will tell
+            with contextlib.suppress(StorageError):  # writing a checkpoint will log it
                 self._asked = self._store.asked() or self._asked
 
     def _fail(self, error: BaseException) -> None:
@@ -281,7 +281,7 @@ class LearnerCheckpointer:
 
 
 def tried(read: Callable[[], T]) -> T | None:
-    """What the store has; None if it cannot be read, and why is said."""
+    """Return what `read` returns; if the store cannot be read, log it and return None."""
     try:
         return read()
     except StorageError as error:

@@ -1,9 +1,9 @@
-"""The first steps of an optimizer that knows nothing, in a run that is well on its way.
+"""Warms up an optimizer without state that starts late in a run.
 
-A learner that joins late and finds no checkpoint has the run's parameters but no moments. The adaptive step of an
-optimizer without any is as large as its learning rate for every single parameter, whatever its gradient. So the rate of
-step k of the first n is multiplied by (k + 1) / (n + 1): one exchange period, n = sync_every, and what a schedule says
-from then on. The schedule itself sees nothing of it.
+A learner that joins late and finds no checkpoint has the run's parameters but no moments. Without moments, the first
+steps of an adaptive optimizer are as large as the learning rate for every parameter, whatever its gradient. So in step
+k of the first n steps, the rate is multiplied by (k + 1) / (n + 1), where n = sync_every is one exchange period. The
+schedule does not see this.
 
 Source: our choice; the reason is that of Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019).
 """
@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 
 class WarmUp:
-    """Counts the inner steps of one learner.
+    """The warm-up of one learner.
 
     Args:
-        num_steps: n; 0: there is nothing to do.
+        num_steps: n; 0 for no warm-up.
     """
 
     def __init__(self, num_steps: int = 0) -> None:
@@ -28,12 +28,12 @@ class WarmUp:
         self._done = 0
 
     def step_done(self) -> None:
-        """An inner step is done."""
+        """Count an inner step."""
         self._done += 1
 
     @contextlib.contextmanager
     def slowed(self, optimizer: Optimizer) -> Iterator[None]:
-        """While inside, the optimizer's learning rates are those of this step of the warm-up."""
+        """Lower the optimizer's learning rates for this step of the warm-up."""
         if self._done >= self._num_steps:
             yield
             return

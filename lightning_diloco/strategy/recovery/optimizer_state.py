@@ -1,8 +1,8 @@
-"""What this process holds of an optimizer's state, and how it gets it back: nothing is gathered, whatever the layout.
+"""The part of an optimizer's state that this process holds; nothing is gathered.
 
-1. Of a sharded value its local part is kept. It is laid out as its parameter is; one that is not (row and column
-   statistics, for example) cannot be kept, and whoever stores the state is told so.
-2. Of an optimizer that shares its state over ranks (ZeroRedundancyOptimizer) nothing can be kept without a gather.
+1. The local part of a sharded value is kept if the value is sharded like its parameter. Other values (row and column
+   statistics, for example) cannot be kept; storing the state raises an error that names them.
+2. The state of an optimizer that shards it over ranks (ZeroRedundancyOptimizer) cannot be kept without a gather.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SHARDED = "sharded"
 
 
 def held(optimizer: Optimizer) -> State:
-    """Its state as plain values and tensors, which may be the live ones.
+    """Return the state of an optimizer as plain values and tensors, which may be the live ones.
 
-    A value that cannot be kept is in it as something that cannot be stored.
+    In place of a value that cannot be kept there is an object that cannot be stored.
     """
     if hasattr(optimizer, "consolidate_state_dict"):
         return {"state": optimizer}
@@ -43,7 +43,7 @@ def held(optimizer: Optimizer) -> State:
 
 
 def give(optimizer: Optimizer, state: State, device: torch.device) -> None:
-    """The inverse, for the same parameters, laid out alike."""
+    """Load a state of `held` into an optimizer of the same parameters with the same layout."""
     state, params = (
         {**state, "state": {index: dict(values) for index, values in state["state"].items()}},
         _params(optimizer),
@@ -55,7 +55,7 @@ def give(optimizer: Optimizer, state: State, device: torch.device) -> None:
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
-    """In the order of their numbers in a state."""
+    """Return the parameters in the order of their numbers in a state."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

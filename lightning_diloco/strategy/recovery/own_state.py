@@ -1,10 +1,11 @@
 """State of the module that is not exchanged: each learner has its own.
 
-1. It is persistent buffers (statistics of BatchNorm, queues, codebooks), and frozen parameters that training changes
-   all the same (teachers that follow a student). A sample of each is looked at: a pretrained base is large.
-2. It is in a learner's own checkpoints, and comes back with them; who joins a run takes over a peer's.
-3. A frozen parameter that training changes begins, as a rule, as a copy of a trained one. Who adopts a run's values
-   has another one than the run's learners had; then it becomes a copy of the adopted values (`follow`).
+1. It consists of persistent buffers (statistics of BatchNorm, queues, codebooks), and of frozen parameters that
+   training changes nevertheless (teachers that follow a student). Changes are found in a sample of each, because a
+   pretrained base is large.
+2. It is part of a learner's own checkpoints and is restored with them. A newcomer takes over the state of a peer.
+3. A frozen parameter that training changes usually begins as a copy of a trained one. When a learner adopts a run's
+   values, its copy is made again from the adopted values (`follow`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ NUM_SAMPLED = 4096
 
 
 class OwnState:
-    """What one learner has of it, in one fit.
+    """The own state of one learner in one fit.
 
     Args:
-        module: of the learner.
-        frozen: its parameters that are not exchanged, by name, as they are before the first step.
+        module: module of the learner.
+        frozen: parameters that are not exchanged, by name, as they are before the first step.
     """
 
     def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
@@ -35,11 +36,11 @@ class OwnState:
         self._begun = {name: _sample(p).clone() for name, p in frozen.items()}
 
     def take(self) -> dict[str, Tensor]:
-        """The live tensors, by name."""
+        """Return the live tensors by name."""
         return dict(_persistent_buffers(self._module)) | {name: local(self._frozen[name]) for name in self._changed()}
 
     def objection(self, state: Mapping[str, Tensor]) -> str | None:
-        """Why this state is not one of this module, or None."""
+        """Return why a state does not fit this module; None if it does."""
         here = self._all()
         for name, value in state.items():
             if name not in here or here[name].shape != value.shape:
@@ -48,7 +49,7 @@ class OwnState:
         return None
 
     def give(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state to which there is no objection."""
+        """Load a state to which there is no objection."""
         here = self._all()
         with torch.no_grad():
             for name, value in state.items():
@@ -65,11 +66,11 @@ class OwnState:
 
 
 def copies_of_trained(module: nn.Module, trained: Collection[str]) -> dict[str, str]:
-    """Frozen parameters that equal a trained one bit for bit, and that one.
+    """Map frozen parameters that equal a trained one bit for bit to that one, by name.
 
     Args:
-        module: with whole parameters.
-        trained: names of what is exchanged.
+        module: module with whole parameters.
+        trained: names of the exchanged parameters.
     """
     params = named_parameters(module)
     alike = defaultdict[tuple[str, torch.Size], list[str]](list)
@@ -87,12 +88,12 @@ def copies_of_trained(module: nn.Module, trained: Collection[str]) -> dict[str, 
 
 
 def follow(module: nn.Module, copies: Mapping[str, str], names: Collection[str]) -> None:
-    """Have these copies become copies again, of the values that were adopted.
+    """Copy the adopted values into frozen parameters that were copies before.
 
     Args:
-        module: that adopted them.
-        copies: see `copies_of_trained`, from before.
-        names: which.
+        module: module that has adopted the values of a run.
+        copies: result of `copies_of_trained` from before.
+        names: names of the copies to be made again.
     """
     params = named_parameters(module)
     with torch.no_grad():
@@ -102,7 +103,7 @@ def follow(module: nn.Module, copies: Mapping[str, str], names: Collection[str])
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds, as the live tensor."""
+    """Return this rank's part of a tensor, as the live tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -1,16 +1,17 @@
-"""What a Trainer knows besides the exchanged parameters: taken between two batches, and given back to another process.
+"""The state of a Trainer without the exchanged parameters: taken between two batches, restored in another process.
 
-1. Taking it copies tensors to the host and calls `state_dict` methods; it neither waits for anything nor writes.
-2. It is taken where a batch begins, when the one before is complete in every respect, and its random numbers are given
-   back in the same place: what a data loader draws while it starts does not count.
-3. A peer's is taken over without what is a learner's own: random numbers, callbacks, and what a datamodule and data
-   loaders keep. Step, epoch and batch are taken over, because schedules and limits go by them: a newcomer ends when the
-   others do. What it reads there are samples of its own part and order (`strategy/data/hooks.py`).
-4. Optimizers and schedulers must be those it was taken from, by class and by names of parameters. An optimizer may have
-   been given more groups meanwhile, as finetuning callbacks do when they unfreeze a part of the module: they are added,
-   and what was trained then is trainable again. Such a callback's state goes by the epoch: a peer's is taken over.
+1. Taking it copies tensors to the host and calls `state_dict` methods; it neither waits nor writes.
+2. It is taken at the start of a batch, when the batch before is complete. Random states are restored at the same place,
+   so that the numbers that a data loader draws while it starts do not matter.
+3. A newcomer takes over the state of a peer without the peer's own parts: random states, callbacks, and the states of
+   datamodule and data loaders. It takes over step, epoch and batch, by which schedules and limits go, so that it ends
+   when the others do. It reads samples of its own part in its own order (`strategy/data/hooks.py`).
+4. Optimizers and schedulers must be the same, by class and by names of parameters. An optimizer may have had more
+   groups than now, because finetuning callbacks add groups when they unfreeze a part of the module. The groups are
+   added here and their parameters are trainable again. The state of such a callback depends on the epoch, so a peer's
+   is taken over.
 
-Random numbers are those of torch, CUDA, numpy and Python; an XLA device's own are not kept.
+Random states are those of torch, CUDA, numpy and Python; that of an XLA device is not kept.
 """
 
 from __future__ import annotations
@@ -42,30 +43,30 @@ DATA = "datamodule"
 
 
 class HoldsState(Protocol):
-    """The strategy, as far as its state is kept here."""
+    """The strategy, as far as its state is taken and restored here."""
 
     own_state: OwnState
 
     @property
     def exchanged(self) -> Mapping[str, nn.Parameter]:
-        """Parameters that are exchanged, by name; some may be frozen for now."""
+        """Exchanged parameters by name; some may be frozen for now."""
 
     def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What a learner's own checkpoint holds of an optimizer."""
+        """Return the state of an optimizer for this learner's own checkpoints."""
 
     def give_optimizer_states(self, state: Mapping[str, Any]) -> None:
-        """The inverse for all optimizers, which are in `state["optimizer_states"]`."""
+        """Load the states of all optimizers from `state["optimizer_states"]`."""
 
 
 def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
-    """The state as it is now.
+    """Take the present state.
 
     Args:
         trainer: between two batches.
-        warned: receives the names of callbacks, or DATA, whose state cannot be kept.
+        warned: names of callbacks, or DATA, whose state cannot be stored; new ones are added.
 
     Returns:
-        The state, sharing no memory with the live one, and one sentence for each name that is newly in `warned`.
+        The state, which shares no memory with the live one, and one sentence for each name added to `warned`.
     """
     data = call._call_lightning_datamodule_hook(trainer, "state_dict") if trainer.datamodule else {}
     own, sentences = _storable({**call._call_callbacks_state_dict(trainer), DATA: data}, warned)
@@ -89,7 +90,7 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
 
 
 def objection(trainer: pl.Trainer, state: State, *, is_own: bool) -> str | None:
-    """Why this Trainer cannot go on from this state, or None."""
+    """Return why this Trainer cannot continue from a state; None if it can."""
     if state["kinds"] != (kinds := _kinds(trainer)):
         return f"it is of {state['kinds']}, this learner has {kinds}"
     if problem := _objection_to_groups(trainer, state["groups"]):
@@ -103,12 +104,12 @@ def objection(trainer: pl.Trainer, state: State, *, is_own: bool) -> str | None:
 
 
 def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
-    """Take over everything but what `begin` gives back.
+    """Restore everything that `begin` does not restore.
 
     Args:
         trainer: about to train; Lightning has restored nothing.
-        state: to which there is no objection.
-        is_own: this learner's own, rather than a peer's.
+        state: a state without an objection.
+        is_own: whether it is this learner's own state rather than a peer's.
     """
     loops = state["loops"]
     if not is_own:
@@ -133,7 +134,7 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
 
 
 def begin(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
-    """Where the first batch begins: loggers count on from the same step, random numbers go on."""
+    """Restore the step of the loggers and the random states, at the start of the first batch."""
     loop = trainer.fit_loop.epoch_loop
     loop._batches_that_stepped = state["batches_that_stepped"]
     total = loop.batch_progress.total
@@ -143,7 +144,7 @@ def begin(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
 
 
 def position(state: State) -> tuple[int, int]:
-    """Epoch, and batches of it that were trained with."""
+    """Return the epoch, and how many of its batches were trained."""
     loops = state["loops"]
     return (
         loops["epoch_progress"]["current"]["processed"],
@@ -157,13 +158,13 @@ def _kinds(trainer: pl.Trainer) -> list[str]:
 
 
 def _groups(trainer: pl.Trainer) -> Groups:
-    """Names of parameters, by optimizer and group; None where the module does not hold it."""
+    """Return names of parameters by optimizer and group; None for a parameter that is not the module's."""
     names = {id(p): name for name, p in named_parameters(trainer.lightning_module).items()}
     return [[[names.get(id(p)) for p in group["params"]] for group in each.param_groups] for each in trainer.optimizers]
 
 
 def _objection_to_groups(trainer: pl.Trainer, stored: Groups) -> str | None:
-    """Why these are not the optimizers' groups as they are now, or the same with more of them."""
+    """Return why stored groups are not the optimizers' present groups, perhaps with more of them; None if they are."""
     known = named_parameters(trainer.lightning_module)
     for number, (mine, theirs) in enumerate(zip(_groups(trainer), stored, strict=True)):
         added = [name for group in theirs[len(mine) :] for name in group]
@@ -174,7 +175,7 @@ def _objection_to_groups(trainer: pl.Trainer, stored: Groups) -> str | None:
 
 
 def _unfreeze(trainer: pl.Trainer, state: State) -> None:
-    """Rule 4, for a state to which there is no objection."""
+    """Add groups to optimizers and make parameters trainable (rule 4)."""
     params = named_parameters(trainer.lightning_module)
     for optimizer, groups in zip(trainer.optimizers, state["groups"], strict=True):
         for names in groups[len(optimizer.param_groups) :]:

@@ -1,11 +1,11 @@
-"""Where a fit has made its last step: the run is left there, before Lightning validates and saves for the last time.
+"""Finds the last step of a fit: the run is left there, before Lightning validates and saves for the last time.
 
-1. Lightning has no hook between the callbacks' `on_train_batch_end` and the validation after it, nor before their
-   `on_train_end`: what its loops call there is wrapped, until `close`.
-2. Most often it is known after a batch that no step follows. What Lightning validates and saves then is what `fit`
+1. Lightning has no hook between the callbacks' `on_train_batch_end` and the validation after it, and none before their
+   `on_train_end`. The methods that its loops call there are wrapped until `close`.
+2. Usually it is known after a batch that no step follows. Lightning then validates and saves the parameters that `fit`
    leaves in the module.
-3. What stops training later, such as EarlyStopping by that validation, is known before `on_train_end` of callbacks.
-   These find an ordinary module, and what they leave in it stays there.
+3. If training is stopped later, such as by EarlyStopping after that validation, this is known before the callbacks'
+   `on_train_end`. Those find an ordinary module, and their changes to it stay.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class LastStep:
     """Watches one fit.
 
     Args:
-        trainer: that fits.
-        leave: called when the last step is known to be done; perhaps again.
-        end: called before the callbacks' `on_train_end`, once.
+        trainer: the Trainer of the fit.
+        leave: called when the last step has been made; may be called again.
+        end: called once, before the callbacks' `on_train_end`.
     """
 
     def __init__(self, trainer: pl.Trainer, leave: Callable[[], None], end: Callable[[], None]) -> None:
@@ -34,7 +34,7 @@ class LastStep:
         trainer.fit_loop.on_run_end = self._on_run_end  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Leave the loops as they were; idempotent."""
+        """Restore the loops; idempotent."""
         self._trainer.fit_loop.epoch_loop.__dict__.pop("on_advance_end", None)
         self._trainer.fit_loop.__dict__.pop("on_run_end", None)
 
@@ -51,7 +51,7 @@ class LastStep:
 
 
 def is_last_step(trainer: pl.Trainer) -> bool:
-    """Whether Lightning's loops make no step after the batch just done; they have not acted on it yet."""
+    """Return whether Lightning's loops will make no step after the present batch."""
     fit = trainer.fit_loop
     steps, is_epoch_end = fit.epoch_loop.global_step, fit.epoch_loop._num_ready_batches_reached()
     epochs = fit.epoch_progress.current.processed + is_epoch_end

@@ -1,11 +1,10 @@
-"""The two losses people see beside a run: each learner's own while it trains, and the final anchor's.
+"""The losses that are shown for a run: that of each learner while it trains, and that of the final anchor.
 
-1. Metrics are the user's: a loss is known by its name, and there may be none.
-2. The final anchor's is that of the last validation of a fit, if Lightning validates after the run was left. If it does
-   not, such as after early stopping, the last learner of a run that others have started validates once more, for the
-   run's summary. That is an ordinary validation, seen by loggers and callbacks. It fails for itself: the model is
-   trained, whatever its last validation does. A learner that has started the run by itself runs no validation that
-   Lightning would not.
+1. The metrics are the user's. A loss is recognized by its name; there may be none.
+2. The final anchor's loss comes from the last validation of a fit, if Lightning validates after the run was left. If it
+   does not (after early stopping, for example), the last learner of a run that others have started validates once more.
+   That is an ordinary validation, which loggers and callbacks see. If it fails, only a message says so, because the
+   model is trained. A learner that has started the run by itself adds no validation.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _TRAIN_NAMES = ("train/loss", "train_loss", "loss")
 _VAL_NAMES = ("val/loss", "val_loss")
-# A loss and no reason, or None and the reason.
+# A loss and None, or None and the reason why there is no loss.
 Verdict = tuple[float | None, str | None]
 
 NOT_VALIDATED = (
@@ -38,16 +37,16 @@ NOT_DRAINED = "the last learner left before all of its contributions were merged
 
 
 def train_loss(trainer: pl.Trainer, output: object) -> Callable[[], float | None]:
-    """The loss of the step just done.
+    """Return a function that reads the loss of the step that has just ended.
 
     Args:
         trainer: in a training step.
-        output: what the optimizer's closure returned; a part of the loss where gradients are accumulated.
+        output: what the optimizer's closure returned; a part of the loss if gradients are accumulated.
 
     Returns:
-        Reads the loss, in any thread, and waits for the device to have computed it; None if it cannot be told, or is
-        not finite, which messages cannot carry. A loss that is known by its name only has been waited for already, and
-        one that is spread over ranks was put together, by all of them.
+        A function that waits for the device and returns the loss, in any thread; None if there is no loss, or if it is
+        not finite, which messages cannot carry. A loss that is found by its name is on the host already, and a loss
+        that is sharded over ranks is gathered here, by all of them.
     """
     if isinstance(output, Tensor) and output.numel() == 1:
         whole = output.full_tensor() if isinstance(output, DTensor) else output
@@ -58,15 +57,15 @@ def train_loss(trainer: pl.Trainer, output: object) -> Callable[[], float | None
 
 
 def val_loss(trainer: pl.Trainer) -> float | None:
-    """The loss of the validation just done; None if it cannot be told, or is not finite."""
+    """Return the loss of the validation that has just ended; None if there is none, or if it is not finite."""
     return _finite(_named_loss(trainer.callback_metrics, _VAL_NAMES))
 
 
 def validate_final(trainer: pl.Trainer) -> str | None:
-    """Validate the parameters as they are now, at the end of a fit, as Lightning does in the midst of training.
+    """Validate the present parameters at the end of a fit, as Lightning does during training.
 
     Returns:
-        Why that failed; None: it did not, or there is nothing to validate.
+        Why it failed; None if it did not fail, or if there is nothing to validate.
     """
     if not trainer.enable_validation:
         return None
@@ -83,7 +82,7 @@ def validate_final(trainer: pl.Trainer) -> str | None:
 
 
 def verdict(trainer: pl.Trainer) -> Verdict:
-    """What the validation that ends now found; no metrics of training are among it."""
+    """Return the loss of the validation that ends now, without metrics of training."""
     metrics = validated_metrics(trainer)
     loss = _named_loss(metrics, (*_VAL_NAMES, *(name for name in metrics if "loss" in name)))
     if loss is None:
@@ -92,7 +91,7 @@ def verdict(trainer: pl.Trainer) -> Verdict:
 
 
 def validated_metrics(trainer: pl.Trainer) -> Mapping[str, Any]:
-    """What the validation that ends now has logged for callbacks, by name."""
+    """Return the metrics that the validation that ends now has logged for callbacks."""
     return trainer._logger_connector.metrics["callback"]
 
 

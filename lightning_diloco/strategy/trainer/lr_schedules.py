@@ -1,19 +1,20 @@
-"""Learning rates of a learner that is not alone: by the tokens of the fleet, or by its own steps from where the run is.
+"""Learning rate schedules in a run: by the tokens of the fleet, or by a learner's own steps.
 
-By tokens that the whole fleet has seen, wherever a learner stands itself:
+By tokens that the whole fleet has seen:
 
-1. Tokens of others are those that the syncer told last, about a second ago; a learner's own are exact. While it is
-   offline its own go on counting.
-2. A learner that joins late starts where the run is: its first step has the rate of the run's present position.
-3. All ranks of a learner have one rate, that of the tokens when the step began: rank 0 tells the others then.
+1. A learner's own tokens are exact; those of others are about a second old, as the syncer has sent them. While the
+   syncer cannot be reached, the learner's own tokens go on counting.
+2. A learner that joins late starts at the run's present position.
+3. All ranks of a learner have the same rate, by the tokens at the start of the step, which rank 0 sends.
 
 By steps (any scheduler with "interval": "step"):
 
-4. Who joins late goes on from a checkpoint, schedule included. Who finds none begins at the run's position in steps of
-   one learner: periods that were merged times `sync_every`, at most one period less than the truth.
-5. `max_steps` counts a learner's own steps, late or not, and is the end that its schedules were made for: from there on
-   they stay. Without `max_steps` their end is not known, and they begin at their start.
-6. Schedules by epochs, on a plateau, and those that manual optimization steps are the user's.
+4. A learner that joins late continues from a checkpoint, its schedule included. Without a checkpoint, the schedule
+   begins at the run's position in steps of one learner: merged periods times `sync_every`. This is at most one period
+   too small.
+5. `max_steps` counts a learner's own steps, late or not. The schedules are made to end there, and stay as they are from
+   there on. Without `max_steps` their end is unknown, and they begin at their start.
+6. Schedules by epochs, plateau schedules and those that manual optimization steps are left to the user.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class FleetTokenLR(LambdaLR):
     """The optimizer's learning rate times a function of the fleet's tokens; step it with "interval": "step".
 
     Args:
-        optimizer: whose rates are set.
-        factor: from tokens (or samples, where the run counts those) to a factor of the rate.
-        trainer: whose strategy knows the tokens.
+        optimizer: the optimizer.
+        factor: maps tokens (or samples, if the run counts samples) to a factor of the rate.
+        trainer: the Trainer, whose strategy knows the tokens.
 
     Raises:
         ConfigError: the trainer's strategy is not `decoupled_diloco`.
@@ -50,26 +51,26 @@ class FleetTokenLR(LambdaLR):
         strategy = trainer.strategy
         if not hasattr(strategy, "fleet_tokens"):
             raise ConfigError(
-                f"a schedule by fleet tokens under {type(strategy).__name__}, which knows of no fleet: it needs "
+                f"a schedule by fleet tokens under {type(strategy).__name__}, which has no fleet: it needs "
                 'Trainer(strategy="decoupled_diloco"); with another strategy use a schedule by steps'
             )
         # As a function, not an attribute: a checkpoint holds the attributes.
         super().__init__(optimizer, lambda _: factor(strategy.fleet_tokens))
 
     def refresh(self) -> None:
-        """Set the rates of the present position, between two steps."""
+        """Set the rates for the present position, between two steps."""
         for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
             group["lr"] = base * factor(self.last_epoch)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
 def warmup_cosine(*, warmup: int, total: int, final: float) -> Callable[[int], float]:
-    """A factor that rises linearly from 0 to 1, then falls as a cosine, then stays.
+    """Return a factor that rises linearly from 0 to 1, falls as a cosine to `final`, and stays there.
 
     Args:
-        warmup: tokens until it is 1, >= 0.
-        total: tokens at which it has reached `final`, > warmup.
-        final: 0..1.
+        warmup: tokens at which it reaches 1, >= 0.
+        total: tokens at which it reaches `final`, > warmup.
+        final: the last factor, 0..1.
     """
 
     def factor(tokens: int) -> float:
@@ -82,21 +83,21 @@ def warmup_cosine(*, warmup: int, total: int, final: float) -> Callable[[int], f
 
 
 def refresh_schedules(trainer: pl.Trainer) -> None:
-    """The run has been joined: schedules by its tokens take its position."""
+    """Set schedules by tokens to the position of the run, which has been joined."""
     for config in trainer.strategy.lr_scheduler_configs:
         if isinstance(config.scheduler, FleetTokenLR):
             config.scheduler.refresh()
 
 
 def advance_schedules(trainer: pl.Trainer, run_steps: int) -> str:
-    """Begin schedules by steps where the run is, at most at their end.
+    """Advance schedules by steps to the run's position, at most to their end.
 
     Args:
-        trainer: about to train from its step 0.
+        trainer: about to train from step 0.
         run_steps: inner steps that one learner of the run has made.
 
     Returns:
-        What was done, to be added to a sentence; "" where there is no such schedule.
+        The end of a sentence that says what was done; "" if there is no such schedule.
     """
     if not (configs := list(_by_steps(trainer))):
         return ""
@@ -112,14 +113,14 @@ def advance_schedules(trainer: pl.Trainer, run_steps: int) -> str:
 
 
 def hold_schedules(trainer: pl.Trainer) -> None:
-    """After each step: a schedule by steps that has come to its end stays there, though a late learner goes on."""
+    """Stop schedules by steps at their end, although a late learner goes on; called after each step."""
     for config in _by_steps(trainer):
         if 0 <= trainer.max_steps <= _num_updates(config.scheduler) * _steps_per_update(trainer, config):
             config.frequency = sys.maxsize
 
 
 def _num_updates(scheduler: object) -> int:
-    """How often it was updated; 0 where it does not say: those of other libraries need not."""
+    """Return how often a scheduler was updated; 0 if it does not count, as in other libraries."""
     return max(getattr(each, "last_epoch", 0) for each in (scheduler, *getattr(scheduler, "_schedulers", ())))
 
 
@@ -131,6 +132,6 @@ def _by_steps(trainer: pl.Trainer) -> Iterator[LRSchedulerConfig]:
 
 
 def _steps_per_update(trainer: pl.Trainer, config: LRSchedulerConfig) -> int:
-    """Lightning updates a schedule at each `frequency`-th batch, if that is the last one of a step."""
+    """Steps between two updates: Lightning updates at each `frequency`-th batch, if it is the last one of a step."""
     batches = trainer.accumulate_grad_batches
     return math.lcm(config.frequency, batches) // batches

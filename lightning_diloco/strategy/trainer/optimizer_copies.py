@@ -1,12 +1,13 @@
 """Optimizers that keep copies of parameters: schedule-free ones, Lookahead, float32 masters of bf16 parameters.
 
-What such an optimizer computes next begins with its copy. If only the parameter moved when an anchor lands, the next
-step would move it back. So copies take the same movement (`DenseFragments.copies_of`).
+Such an optimizer computes its next step from its copy. If only the parameter moved when an anchor lands, the next step
+would move it back. So the copies make the same movement (`DenseFragments.copies_of`).
 
-1. A copy is a tensor of an optimizer's state, of its parameter's shape, that points where the parameter does: moments
-   and sums of squares do not. All parameters of an optimizer are looked at together, a sample of each, and a kind of
-   state is judged by its key in the first steps it is there. A parameter that is zero says nothing.
-2. In a learner's own checkpoints a copy is what it is beside its parameter, for which the run has another value later.
+1. A copy is a tensor of an optimizer's state that has its parameter's shape and points in the parameter's direction;
+   moments and sums of squares do not. A sample of every parameter of an optimizer is compared, and the tensors under
+   one key are judged together, in the first steps in which they exist. Parameters that are zero are not judged.
+2. A learner's own checkpoints hold the difference between a copy and its parameter, because the parameter will have
+   another value when the checkpoint is loaded.
 
 Source: our choice.
 """
@@ -36,10 +37,10 @@ RELATIVE = "relative"
 
 
 class ParameterCopies:
-    """The copies that the optimizers of one fit keep.
+    """The copies of parameters in the optimizers of one fit.
 
     Args:
-        params: by name, as the plan has them.
+        params: parameters by name, as in the plan.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -50,13 +51,13 @@ class ParameterCopies:
         self._device: object = None
 
     def attach(self, device: object) -> None:
-        """This device moves parameters; it asks for copies whenever it does."""
+        """Give the copies to the device, which moves them with the parameters."""
         self._device = device
         if hasattr(device, "copies_of"):
             device.copies_of = self.of
 
     def of(self, name: str) -> list[Tensor]:
-        """The copies of a parameter, as they are now."""
+        """Return the present copies of a parameter."""
         if not any(self._keys.values()):
             return []
         param = self._params[name]
@@ -68,10 +69,10 @@ class ParameterCopies:
         return list({copy.data_ptr(): copy for copy in found if copy.data_ptr() != own}.values())
 
     def look(self, optimizers: Iterable[Optimizer]) -> None:
-        """See what these keep; once it is known, that takes next to nothing.
+        """Find the copies in the states of these optimizers; this costs next to nothing once they are known.
 
         Raises:
-            ConfigError: copies, and the device cannot move them.
+            ConfigError: there are copies, and the device cannot move them.
         """
         for optimizer in _with_wrapped(optimizers):
             if id(optimizer) not in self._keys:
@@ -100,11 +101,11 @@ class ParameterCopies:
             log.info("%s keeps copies of parameters in its state (%r); they land with the parameters", name, key)
 
     def relative(self, optimizer: Optimizer, state: State) -> State:
-        """An optimizer's state with copies as what they are beside their parameters (rule 2).
+        """Return an optimizer's state with differences in place of copies (rule 2).
 
         Args:
-            optimizer: whose state it is.
-            state: of it, as `state_dict` has it.
+            optimizer: the optimizer.
+            state: its state, as `state_dict` returns it.
         """
         if not (keys := self._keys.get(id(optimizer))):
             return state
@@ -116,7 +117,7 @@ class ParameterCopies:
 
     @staticmethod
     def restore(optimizer: Optimizer, state: State) -> None:
-        """The inverse, for what was loaded as it was stored."""
+        """Turn the differences in a loaded state into copies again."""
         params = _params(optimizer)
         with torch.no_grad():
             for index, key in state.get(RELATIVE, ()):
@@ -124,7 +125,7 @@ class ParameterCopies:
 
 
 def _points_along(optimizer: Optimizer, key: str) -> bool | None:
-    """Whether these tensors are copies of parameters (rule 1); None: nothing can be said yet."""
+    """Return whether these tensors are copies of parameters (rule 1); None if that is not known yet."""
     sums = [
         torch.stack((kept.dot(param), kept.dot(kept), param.dot(param)))
         for param, kept in _sampled(optimizer, key)
@@ -150,7 +151,7 @@ def _sampled(optimizer: Optimizer, key: str) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _keys(optimizer: Optimizer) -> set[str]:
-    """Of the first parameter with a state in each group: those of one group are treated alike."""
+    """Return the keys in the state of one parameter per group; those of one group have the same keys."""
     found = set[str]()
     for group in optimizer.param_groups:
         state = next((optimizer.state[p] for p in group["params"] if optimizer.state.get(p)), {})
@@ -159,14 +160,14 @@ def _keys(optimizer: Optimizer) -> set[str]:
 
 
 def _with_wrapped(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
-    """These, and those that they step themselves."""
+    """Yield these optimizers and those that they wrap."""
     for optimizer in optimizers:
         yield optimizer
         yield from (each for each in vars(optimizer).values() if isinstance(each, Optimizer))
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
-    """In the order of their numbers in a state."""
+    """Return the parameters in the order of their numbers in a state."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

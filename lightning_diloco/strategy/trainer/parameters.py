@@ -1,9 +1,9 @@
-"""The model as the run sees it.
+"""Names, shapes and values of the parameters of a module.
 
-1. Names come from `named_parameters()` of the plain LightningModule, without what wrappers of its layers add to them:
-   wrappers do not show, tied weights appear once.
-2. What is exchanged are trainable parameters, and those that may become trainable (unfreezing.py). What else is frozen
-   must be equal everywhere when a script has built it, and is compared by digest. Buffers are a learner's own.
+1. Names come from `named_parameters()` of the plain LightningModule, without the prefixes of wrappers. Tied weights
+   appear once.
+2. Trainable parameters are exchanged, and those that may become trainable (unfreezing.py). All other parameters must be
+   equal on all learners when a script has built them; they are compared by digest. Buffers are a learner's own.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters by name, tied ones once."""
+    """Return all parameters by name, tied ones once."""
     return {plain_name(name): p for name, p in module.named_parameters()}
 
 
 def trainable_parameters(module: nn.Module, also: Collection[str] = ()) -> dict[str, nn.Parameter]:
-    """The parameters that learners exchange, by name.
+    """Return the parameters that learners exchange, by name.
 
     Args:
-        module: of a learner.
-        also: names of frozen ones that are exchanged, too.
+        module: module of a learner.
+        also: names of frozen parameters that are exchanged as well.
 
     Raises:
-        ConfigError: there are none, or some are not floating point; all are named.
+        ConfigError: there are none, or some are not floating point.
     """
     found = {name: p for name, p in named_parameters(module).items() if p.requires_grad or name in also}
     if not found:
@@ -60,14 +60,14 @@ def describe(
     shape: Callable[[Tensor], tuple[int, ...]] = lambda tensor: tuple(tensor.shape),
     whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> ModelDescription:
-    """What the others need to know of this model.
+    """Return the description of a model that learners and syncer compare.
 
     Args:
         module: the LightningModule, in its final precision.
-        token_unit: what steps count, if that is known before the first batch.
-        params: what is exchanged; None: `trainable_parameters`.
-        shape: of a parameter, where the tensor is a part of it.
-        whole: a frozen parameter, where the tensor is a part of it; called by all ranks in the same order.
+        token_unit: unit that steps count, if it is known before the first batch.
+        params: exchanged parameters by name; None: `trainable_parameters`.
+        shape: returns the shape of a whole parameter, from this rank's part of it.
+        whole: returns a whole frozen parameter, from this rank's part of it; all ranks call it in the same order.
     """
     params = trainable_parameters(module) if params is None else params
     frozen = {name: p for name, p in named_parameters(module).items() if name not in params}
@@ -80,7 +80,7 @@ def describe(
 
 
 def embedding_names(module: nn.Module, params: dict[str, nn.Parameter]) -> frozenset[str]:
-    """Which of these parameters are embeddings, or heads tied to them, whichever name they go by."""
+    """Return the names of the embeddings among these parameters, and of heads tied to them."""
     tables = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     return frozenset(name for name, p in params.items() if id(p) in tables)
 
@@ -88,13 +88,13 @@ def embedding_names(module: nn.Module, params: dict[str, nn.Parameter]) -> froze
 def named_values(
     plan: FragmentPlan, block_size: int, params: dict[str, nn.Parameter], values: Callable[[int], Tensor]
 ) -> dict[str, Tensor]:
-    """Full tensors on the host from flat fragments.
+    """Return whole tensors on the host, made from flat fragments.
 
     Args:
-        plan: of the run.
-        block_size: of the run.
-        params: every parameter of the plan; gives dtypes.
-        values: float32 [P] of a fragment, by its number.
+        plan: fragment plan of the run.
+        block_size: block size of the run.
+        params: every parameter of the plan; their dtypes are used.
+        values: returns the values of a fragment, float32 [P], by its number.
 
     Returns:
         New tensors by name, in the dtype of the parameter.
@@ -106,13 +106,13 @@ def named_values(
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> its name in `named_parameters()`; they differ for tied weights."""
+    """Map every name of every parameter to its name in `named_parameters()`; tied weights have several names."""
     first = {id(p): plain_name(name) for name, p in module.named_parameters()}
     return {plain_name(name): first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def plain_name(name: str) -> str:
-    """A name without what wrappers add to it."""
+    """Return a name without the prefixes of wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

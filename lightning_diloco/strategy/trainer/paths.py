@@ -1,16 +1,16 @@
-"""Two learners never write to the same path.
+"""A learner's own paths: two learners never write to the same one.
 
 The learner's directory is `<root>/learners/<id>`: root is DILOCO_RUN_DIR if set, else the Trainer's default_root_dir.
 
-1. Done before Lightning looks for checkpoints to resume from, sets up callbacks and opens loggers; possible only if the
-   id is known by then (strategy/identity.py). Without one nothing is moved: there is one learner only.
-2. Explicit directories of file loggers and checkpoints get `learners/<id>` appended. In a run directory those below the
-   working directory move below the learner's own, with the same relative path.
-3. What already lies in the learner's directory is left alone: a launcher may start the process with
+1. Paths are changed before Lightning looks for checkpoints to resume from, sets up callbacks and opens loggers. The
+   learner's id must be known by then (strategy/identity.py). Without an id, nothing is changed: there is one learner.
+2. Explicit directories of file loggers and checkpoints get `learners/<id>` appended. In a run directory, those below
+   the working directory move below the learner's own, with the same relative path.
+3. Paths in the learner's directory stay as they are: a launcher may start the process with
    PL_TRAINER_DEFAULT_ROOT_DIR, which Lightning reads itself.
-4. A run that a learner begins by itself has a directory on a local disk, in `<root>/diloco`. It is temporary, and gone
-   when the run has finished, where the root is elsewhere (a bucket), or where nothing is to be written at all: no root
-   was given, and there is no logger and no checkpoint.
+4. A run that a learner begins by itself has a directory in `<root>/diloco`, on a local disk. If the root is not local
+   (a bucket), the directory is temporary, and removed when the run has finished; likewise if nothing is to be written,
+   because no root was given and there is neither a logger nor a checkpoint callback.
 """
 
 from __future__ import annotations
@@ -24,43 +24,47 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from typing_extensions import override
 
 from lightning_diloco.learner.name import FINISHED
 from lightning_diloco.storage import local_runs
 
 
 class OwnPathsFirst(_Launcher):
-    """Runs a Trainer's function in this process, after its paths were separated: no hook of a strategy is earlier.
+    """Runs a Trainer's function in this process, after separating its paths; no hook of a strategy is earlier.
 
     Args:
-        separate: moves a Trainer's paths.
-        sigterm_came: called in the handler of that signal.
+        separate: separates a Trainer's paths.
+        sigterm_came: called by the handler of SIGTERM.
     """
 
     def __init__(self, separate: Callable[[pl.Trainer], None], sigterm_came: Callable[[], None]) -> None:
         self._separate, self._sigterm_came = separate, sigterm_came
 
     @property
+    @override
     def is_interactive_compatible(self) -> bool:
-        """Notebooks are fine: no process is started."""
+        """Whether this launcher works in notebooks; it does, because it starts no process."""
         return True
 
+    @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """Call the function."""
+        """Separate the paths and call the function."""
         if trainer is not None:
             self._separate(trainer)
         return function(*args, **kwargs)
 
+    @override
     def kill(self, signum: int) -> None:
-        """There is no other process; Lightning tells us that this one was asked to end."""
+        """Note that this process received SIGTERM; there is no other process to pass it on to."""
         self._sigterm_came()
 
 
 def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
-    """Move everything this Trainer writes into the learner's own directory; doing it twice changes nothing.
+    """Move everything that this Trainer writes into the learner's own directory; idempotent.
 
     Args:
-        trainer: about to fit; loggers not yet opened.
+        trainer: about to fit, with loggers that are not open yet.
         learner_id: a valid learner id.
     """
     own = os.path.join("learners", learner_id)
@@ -88,10 +92,10 @@ def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
 
 
 def mark_finished(learner_id: str) -> None:
-    """Tell whoever started this learner in a run directory that its training is done: there, a file says so.
+    """Write a file into the learner's folder that says that its training is done; only in a run directory.
 
     Args:
-        learner_id: of this learner.
+        learner_id: id of this learner.
     """
     if run_dir := os.environ.get("DILOCO_RUN_DIR"):
         folder = Path(run_dir, "learners", learner_id)
@@ -100,7 +104,7 @@ def mark_finished(learner_id: str) -> None:
 
 
 def run_root(trainer: pl.Trainer) -> Path | None:
-    """The folder for a run that this learner begins, by rule 4; None: a temporary one."""
+    """Return the folder for a run that this learner begins; None for a temporary one (rule 4)."""
     root = trainer.default_root_dir
     if not _is_local_file_protocol(root):
         return None
@@ -109,12 +113,13 @@ def run_root(trainer: pl.Trainer) -> Path | None:
 
 
 def checkpoint_url(chosen: str | None, own_run_dir: Path | None, root_dir: str, run: str) -> str:
-    """Where the checkpoints of a run's learners lie: a folder or an fsspec URL.
+    """Return the folder or fsspec URL of the checkpoints of a run's learners.
 
     Args:
-        chosen: by the user; has a folder for each run.
-        own_run_dir: of the run that this learner began.
-        root_dir: the Trainer's, for a run whose directory is on another machine; a folder or an fsspec URL.
+        chosen: the user's choice, in which each run has a folder; None if there is none.
+        own_run_dir: run directory, if this learner began the run.
+        root_dir: root directory of the Trainer, a folder or an fsspec URL; used if the run directory is on another
+            machine.
         run: run id.
     """
     if chosen is not None:
@@ -127,7 +132,7 @@ def checkpoint_url(chosen: str | None, own_run_dir: Path | None, root_dir: str, 
 
 
 def _below_working_directory(path: str) -> str | None:
-    """The relative path, or None if it is elsewhere, such as in a bucket."""
+    """Return the path relative to the working directory; None if it is not below it."""
     if "://" in path:
         return None
     below = os.path.relpath(os.path.realpath(path), os.path.realpath(os.curdir))
@@ -135,6 +140,6 @@ def _below_working_directory(path: str) -> str | None:
 
 
 def _is_inside(path: str, own: str) -> bool:
-    """Whether the parts of `own` appear side by side in `path`."""
+    """Return whether the parts of `own` appear side by side in `path`."""
     parts, wanted = Path(path).parts, Path(own).parts
     return any(parts[k : k + len(wanted)] == wanted for k in range(len(parts)))

@@ -1,10 +1,10 @@
-"""SIGTERM asks a learner to go, soon: it says so, sends what it has, writes a checkpoint, and ends in time.
+"""Pre-emption: after SIGTERM a learner leaves the run, sends its last contributions, writes a checkpoint and ends.
 
-1. Lightning's handler notes the signal, tells our launcher, and raises `SIGTERMException` where the present batch ends.
-   From the signal on a guard counts: whatever hangs, the process is gone when the grace is over. Before the first step
-   is done there is nothing to save: who waits for a syncer, or compiles the first batch, is gone after UNTRAINED_S.
-2. The leave, its last contributions and the checkpoint share the grace, less RESERVE_S for the rest of the way out.
-3. The exit code is EXIT_CODE, 128 + SIGTERM as shells have it: neither an end of the work nor a failure.
+1. Lightning's handler notes the signal, calls our launcher, and raises `SIGTERMException` at the end of the present
+   batch. A guard thread ends the process when the grace period is over, whatever hangs. Before the first step there is
+   nothing to save: a process that waits for a syncer, or compiles the first batch, ends after UNTRAINED_S.
+2. Leaving, the last contributions and the checkpoint share the grace period, less RESERVE_S for the rest of the exit.
+3. The exit code is EXIT_CODE, 128 + SIGTERM as in shells: this is neither the end of the work nor a failure.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.process.threads import Crew
+
+if TYPE_CHECKING:
+    from lightning_diloco.learner.link import Link
+    from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +31,14 @@ UNTRAINED_S = 0.5
 
 
 class Preemption:
-    """Watches for one signal during one fit.
+    """Watches for SIGTERM during one fit.
 
     Args:
-        grace_s: from the signal to the end of the process.
-        end: how the process is ended when the grace is over.
+        grace_s: seconds from the signal to the end of the process.
+        end: ends the process when the grace period is over.
 
     Attributes:
-        has_trained: whether a step is done.
+        has_trained: whether a step has been made.
     """
 
     def __init__(self, grace_s: float, end: Callable[[int], object] = os._exit) -> None:
@@ -42,27 +48,39 @@ class Preemption:
         self._noticed_s: float | None = None
         self._noticed, self._is_over = threading.Event(), threading.Event()
         # Not from the handler: starting a thread takes locks that the interrupted thread may hold.
-        Crew(lambda error: log.error("nobody guards the grace: %s", error)).start("preemption", self._guard)
+        Crew(lambda error: log.error("the guard of the grace period stopped: %s", error)).start(
+            "preemption", self._guard
+        )
 
     def notice(self) -> None:
-        """Called by the signal's handler."""
+        """Note the signal; called by its handler."""
         if self._noticed_s is None:
             self._noticed_s = time.monotonic()
             self._noticed.set()
 
     @property
     def is_noticed(self) -> bool:
-        """Whether the signal came."""
+        """Whether the signal has come."""
         return self._noticed_s is not None
 
     @property
     def left_s(self) -> float:
-        """Time for leaving and for the checkpoint."""
+        """Seconds that are left for leaving the run and for the checkpoint."""
         since_s = time.monotonic() - (time.monotonic() if self._noticed_s is None else self._noticed_s)
         return max(0.0, self._grace_s - RESERVE_S - since_s)
 
+    def leave_run(self, link: Link, checkpointer: LearnerCheckpointer) -> None:
+        """Write a checkpoint while the last contributions are merged."""
+        checkpointer.take()
+        try:
+            link.finish("preempted", self.left_s)
+        except DiLoCoError as error:
+            log.warning("the run was left without a farewell: %s", error)
+        is_stored = checkpointer.wait(self.left_s)
+        log.warning("pre-empted; the run was left with%s a checkpoint", "" if is_stored else "out")
+
     def close(self) -> None:
-        """The fit is over. After a signal the guard stays, until the process has ended."""
+        """End the guard, unless the signal has come: then it stays until the process has ended."""
         if self._noticed_s is None:
             self._is_over.set()
             self._noticed.set()

@@ -1,9 +1,8 @@
-"""Our fields in Lightning's progress bar: which anchor, how stale, what is in flight, who else is there.
+"""Fields in Lightning's progress bar: anchor version, staleness, fragments in flight, number of learners.
 
-1. The bar's own `get_metrics` is asked first and stays as it is, a user's override included. At the end of the fit the
-   bar is what it was.
-2. A syncer out of reach takes the place of the fields: training goes on, and people should know. At a terminal that is
-   coloured: in tqdm's bar the words, in rich's the line of metrics.
+1. The bar's own `get_metrics`, or a user's override, is called first. At the end of the fit the bar is restored.
+2. If the syncer cannot be reached, a warning takes the place of the fields. On a terminal it is coloured: the words in
+   tqdm's bar, the line of metrics in rich's.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class ProgressFields:
     """Adds our fields to a bar, from now until `remove`.
 
     Args:
-        bar: of the Trainer.
-        standing: asked at every redraw; None: this learner takes no part in a run.
+        bar: progress bar of the Trainer.
+        standing: returns the state of this learner, for each redraw; None if it is in no run.
     """
 
     def __init__(self, bar: ProgressBar, standing: Callable[[], LearnerStatus | None]) -> None:
@@ -40,7 +39,7 @@ class ProgressFields:
         bar.get_metrics = self._get_metrics  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Leave the bar as it was; idempotent."""
+        """Restore the bar; idempotent."""
         self._bar.__dict__.pop("get_metrics", None)
         self._colour_rich(False)
 
@@ -65,7 +64,7 @@ class ProgressFields:
 
 
 def fields(standing: LearnerStatus) -> dict[str, str]:
-    """The fields by name, as text."""
+    """Return the fields by name, as text."""
     if standing.offline_s is not None:
         return {"syncer": f"offline {duration(standing.offline_s)}, training on"}
     old, new = standing.versions
@@ -78,13 +77,13 @@ def fields(standing: LearnerStatus) -> dict[str, str]:
 
 
 def _some(fragments: tuple[int, ...]) -> str:
-    """The first of them by name: a bar has one line."""
+    """Return the names of the first fragments; a bar has only one line."""
     names = ",".join(f"f{p}" for p in fragments[:NUM_NAMED]) or "-"
     return names if len(fragments) <= NUM_NAMED else f"{names}+{len(fragments) - NUM_NAMED}"
 
 
 def duration(seconds: float) -> str:
-    """45s, 2m10s or 3h05m."""
+    """Return a duration as 45s, 2m10s or 3h05m."""
     minutes, rest = divmod(int(seconds), 60)
     if minutes < 60:
         return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,8 +1,8 @@
 """Optimizer steps that do not pass through Lightning, such as those of `self.optimizers(use_pl_optimizer=False)`.
 
-1. torch calls a hook before and after each step of every optimizer in the process, whoever made it.
-2. A step within a step is a part of it: some optimizers wrap others.
-3. A step that raised has not ended; the next batch begins anew.
+1. torch calls a hook before and after each step of every optimizer in the process.
+2. A step within a step belongs to the outer one: some optimizers wrap others.
+3. A step that raised an exception has not ended; the state is reset at the next batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class RawSteps:
     """Watches all optimizers that hold certain parameters.
 
     Args:
-        params: the parameters that count.
-        around: entered before such a step, left after it.
+        params: the parameters.
+        around: entered before such a step, exited after it.
 
     Attributes:
-        is_known: a step that Lightning makes is under way, of which everything is known.
+        is_known: whether a step that Lightning makes is in progress; such steps are ignored here.
     """
 
     def __init__(self, params: Collection[Tensor], around: Around) -> None:
@@ -40,11 +40,11 @@ class RawSteps:
         self.is_known = False
 
     def batch_begins(self) -> None:
-        """No step is under way."""
+        """Reset: no step is in progress."""
         self._stepping, self.is_known = None, False
 
     def close(self) -> None:
-        """See no more steps; idempotent."""
+        """Watch no more; idempotent."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,19 +1,20 @@
-"""When a whole run ends before its learners have made all their steps.
+"""Early stopping: when a learner, or the whole run, ends before all steps are made.
 
-1. Who sets `trainer.should_stop` while the anchor is validated means the run: the anchor is the model of all. So does
-   Lightning's EarlyStopping at an epoch's end, its default, if the anchor's validation has logged what it monitors.
-   Anything else that stops a learner means that learner only.
-2. So does the learner that sees `max_fleet_tokens` reached.
-3. The others hear of it within a second or two, stop as Lightning stops early (after `min_steps`, with a last
-   validation), drain, and leave: the run ends as any other.
-4. All ranks of a learner stop at the same step: one of them says so when it begins, and nobody waits
-   (`strategy/backends/ranks.py`).
-5. Who sets `trainer.should_stop` on all ranks after the same batch stops them there, as with Lightning's strategies.
-   Who sets it on some, such as by a clock, leaves the others alone with these, which hang or fail; here all stop after
-   the next batch. While validating or when an epoch ends, where ranks wait for each other anyway, they agree at once.
-6. An anchor that has not changed since it was validated last says nothing new: while the syncer is away, or if
-   validation is more frequent than exchange. EarlyStopping does not count it as one without improvement, and schedules
-   on a plateau wait.
+1. If `trainer.should_stop` is set while the anchor is validated, the whole run stops, because the anchor is the model
+   of all learners. Lightning's EarlyStopping at the end of an epoch, its default, also stops the run if the anchor's
+   validation has logged the metric that it monitors. Anything else that stops a learner stops only that learner.
+2. A learner that sees `max_fleet_tokens` reached stops the run.
+3. The other learners hear of it within a second or two. They stop as Lightning stops early (after `min_steps`, with a
+   last validation), drain and leave, as at the end of any run.
+4. All ranks of a learner stop at the same step. A rank that wants to stop says so when the step begins, so that no rank
+   waits (`strategy/backends/ranks.py`).
+5. If `trainer.should_stop` is set on all ranks after the same batch, they stop there, as with Lightning's strategies.
+   If it is set on some ranks only (by a clock, for example), Lightning's strategies hang or fail; here, all ranks stop
+   after the next batch. In a validation or at the end of an epoch, where ranks wait for each other anyway, they agree
+   at once.
+6. A validation of an anchor that has not changed since the last one says nothing new. This happens if the syncer cannot
+   be reached, or if validation is more frequent than exchange. EarlyStopping does not count it as a validation without
+   improvement, and plateau schedules wait.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ COME_S = 3.0
 
 
 class Stopping:
-    """Watches one fit.
+    """Decides when training stops in one fit.
 
     Args:
-        trainer: that fits.
-        max_fleet_tokens: ends the run when it is reached; None: nothing does.
-        evaluates_anchor: rather than the local parameters.
+        trainer: the Trainer of the fit.
+        max_fleet_tokens: tokens of all learners at which the run ends; None: no limit.
+        evaluates_anchor: whether validation sees the anchor rather than the local parameters.
 
     Attributes:
-        reason: why this learner ends the run; None: it does not.
+        reason: why this learner ends the run; None if it does not.
     """
 
     def __init__(self, trainer: pl.Trainer, max_fleet_tokens: int | None, evaluates_anchor: bool = True) -> None:
@@ -55,24 +56,24 @@ class Stopping:
         self._max_fleet_tokens = max_fleet_tokens
         self._evaluates_anchor = evaluates_anchor
         self._was_stopping = False
-        self._names: frozenset[str] = frozenset()  # of what the anchor's validation has logged
+        self._names: frozenset[str] = frozenset()  # of the metrics that the anchor's validation has logged
         self._looked_at: dict[int, int] = {}  # by callback or schedule: landings when it looked at the anchor last
         self._frequencies: dict[int, int] = {}  # of schedules on a plateau
         self.reason: str | None = None
 
     def heed(self, link: Link) -> None:
-        """At the end of a step: stop if the run is over, or if its tokens are used up. Several ranks agree first."""
+        """After a step, stop if the run is over or its tokens are used up; several ranks agree first (rule 4)."""
         if self._trainer.world_size == 1 and (why := self.verdict(link)) is not None:
             self.stop(why)
 
     def stop(self, why: str) -> None:
-        """This step was the last."""
+        """Stop after this step."""
         if not self._trainer.should_stop:
             log.info("stopping: %s", why)
             self._trainer.should_stop = True
 
     def verdict(self, link: Link) -> str | None:
-        """Why training should stop; None: it should not."""
+        """Return why training should stop; None if it should not."""
         if link.stopped is not None:
             return f"the run is over ({link.stopped})"
         limit = self._max_fleet_tokens
@@ -81,13 +82,13 @@ class Stopping:
         return self.reason
 
     def why_all_end(self) -> str | None:
-        """Why the whole run ends with this learner; None: it does not. Asked when training is over."""
+        """Return why the whole run ends with this learner, when training is over; None if it does not."""
         if self.reason is None and self._trainer.should_stop:
             self.reason = next((text for text in self._said() if text), None)
         return self.reason
 
     def validation_starts(self, link: Link) -> None:
-        """Whoever stops from now on stops because of the anchor; nobody does because it is as it was."""
+        """Note whether training stops already; see that an unchanged anchor stops nothing (rule 6)."""
         self._was_stopping = self._trainer.should_stop
         if not self._evaluates_anchor:
             return
@@ -96,7 +97,7 @@ class Stopping:
                 callback.wait_count -= 1  # and the check to come adds it again
 
     def anchor_was_validated(self, link: Link) -> None:
-        """See whether somebody wants to stop because of it."""
+        """See whether a callback stops training because of the anchor's validation."""
         self._names = frozenset(validated_metrics(self._trainer))
         if self._trainer.should_stop and not self._was_stopping:
             said = next((text for text in self._said() if text), "a callback stopped at the anchor's validation")
@@ -106,14 +107,14 @@ class Stopping:
                 self._hold_plateau(config, link)
 
     def _hold_plateau(self, config: LRSchedulerConfig, link: Link) -> None:
-        """Have Lightning pass over this schedule until there is another anchor to judge by."""
+        """Have Lightning skip a plateau schedule until the anchor has changed."""
         if config.interval == "epoch" and not self._is_epoch_end:
             return
         frequency = self._frequencies.setdefault(id(config), config.frequency)
         config.frequency = frequency if self._is_news(config, link) else sys.maxsize
 
     def _is_news(self, who: object, link: Link) -> bool:
-        """Whether the anchor has changed since this one looked at it last; it does so now."""
+        """Return whether the anchor has changed since this callback or schedule looked at it last."""
         before, self._looked_at[id(who)] = self._looked_at.get(id(who)), link.num_landings
         return before != link.num_landings
 
@@ -122,12 +123,12 @@ class Stopping:
         return self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
     def _early_stopping(self) -> list[EarlyStopping]:
-        """Those that judge by what the anchor's validation logs."""
+        """Return the EarlyStopping callbacks that monitor a metric of the anchor's validation."""
         found = [each for each in self._trainer.early_stopping_callbacks if isinstance(each, EarlyStopping)]
         return [each for each in found if each.monitor in self._names]
 
     def _said(self) -> list[str | None]:
-        """What those have said that stopped now, or when this epoch ended."""
+        """Return the messages of the callbacks that have stopped now, or at the end of this epoch."""
         epoch = self._trainer.current_epoch
         return [each.stopping_reason_message for each in self._early_stopping() if each.stopped_epoch >= epoch - 1]
 
@@ -173,7 +174,7 @@ class StoppingTogether:
         self._of_batch(*args)
 
     def _ask(self) -> None:
-        """Only who wants to stop waits, for a moment: the others may know nothing of it."""
+        """Wait a moment for the other ranks, which may not want to stop; only a rank that wants to stop waits."""
         self.is_agreed = not self.is_put_off and self._ranks.all_come(COME_S)
         self.is_put_off = not self.is_agreed
         self._trainer.should_stop = self.is_agreed

@@ -1,12 +1,11 @@
-"""Parameters that are frozen when a run is joined, and may be trained later in the fit.
+"""Parameters that are frozen when the run is joined and may be trained later in the fit.
 
-The plan of a run is fixed when it begins, so it must hold them from the start. While they are frozen they contribute
-zeros, and land as they are; they take the anchors, and the bytes on the wire, of any other parameter.
+The plan of a run is fixed when it begins, so it contains them from the start. While they are frozen, they contribute
+zeros. They need anchors and bytes on the wire like any other parameter.
 
-1. With a finetuning callback (`BaseFinetuning`) it is all of the module's.
-2. Else it is what an optimizer holds: whoever unfreezes by hand gives the optimizer all of it from the start. What
-   nobody will train is not given to one, or lies under an adapter of PEFT.
-3. Whatever is unfrozen beyond that stops training: each learner would train its own.
+1. With a finetuning callback (`BaseFinetuning`), these are all frozen parameters of the module.
+2. Otherwise, these are the frozen parameters that an optimizer holds, except in a module with PEFT adapters.
+3. If any other parameter is unfrozen, training stops with an error, because each learner would train its own.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 def may_be_unfrozen(trainer: pl.Trainer) -> frozenset[str]:
-    """Names of frozen parameters that are exchanged like those that are trained.
+    """Return the names of frozen parameters that are exchanged.
 
     Args:
-        trainer: about to fit; its optimizers exist.
+        trainer: about to fit, with optimizers.
     """
     module = trainer.lightning_module
     frozen = {
@@ -45,8 +44,8 @@ def may_be_unfrozen(trainer: pl.Trainer) -> frozenset[str]:
     found = frozenset(name for name, p in frozen.items() if id(p) in held)
     if found:
         log.warning(
-            "%d frozen parameters (%d values) are exchanged, as an optimizer holds them and may train them later; if "
-            "nobody unfreezes them, give the optimizer only those with requires_grad",
+            "%d frozen parameters (%d values) are exchanged, because an optimizer holds them and may train them later; "
+            "if they stay frozen, give the optimizer only the parameters with requires_grad",
             len(found),
             sum(frozen[name].numel() for name in found),
         )
@@ -54,14 +53,14 @@ def may_be_unfrozen(trainer: pl.Trainer) -> frozenset[str]:
 
 
 def check_frozen(trainer: pl.Trainer, frozen: Mapping[str, nn.Parameter]) -> None:
-    """Look for parameters that are trained, and not exchanged.
+    """Look for parameters that are trained but not exchanged.
 
     Args:
-        trainer: that just made an inner step.
-        frozen: what was frozen when the run was joined, and is not exchanged.
+        trainer: has just made an inner step.
+        frozen: parameters that were frozen at the join and are not exchanged, by name.
 
     Raises:
-        ConfigError: there are some; they are named.
+        ConfigError: there are some; the message names them.
     """
     thawed = {name: p for name, p in frozen.items() if p.requires_grad}
     if not thawed:
@@ -82,5 +81,5 @@ def _held_by(trainer: pl.Trainer) -> set[int]:
 
 
 def _has_adapter(module: nn.Module) -> bool:
-    """Whether PEFT's layers are in it; it need not be installed."""
+    """Return whether the module has PEFT layers; PEFT need not be installed."""
     return any(type(child).__module__.partition(".")[0] == "peft" for child in module.modules())

@@ -114,7 +114,7 @@ def test_without_leases_a_learner_reads_on_where_it_has_not_read_and_that_is_cou
         seen.append(next(batches))
         loader.trained(4)
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    assert "reads on in data of this epoch that it has not read" in caplog.text
+    assert "reads data of this epoch that it has not read" in caplog.text
     assert [piece.number for piece in desk.collect()] == [1, 2, None, None]
     desk.grant(*leases(2, first=3))
     assert [8, 9, 10, 11] in list(islice(loader, 2)), "leased now, it is trained on for the run's books"

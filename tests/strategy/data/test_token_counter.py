@@ -67,7 +67,7 @@ def test_function_of_the_user_decides():
 )
 def test_batch_of_unknown_size_counts_as_one_and_is_told_once(batch):
     counter = TokenCounter()
-    with pytest.warns(UserWarning, match=f"A batch of type {type(batch).__name__} does not tell its size"):
+    with pytest.warns(UserWarning, match=f"A batch of type {type(batch).__name__} has no size that can be found"):
         counter.add(batch)
     counter.add(batch)  # a warning would be an error
     assert counter.take() == (2, "samples")

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.cli.local import fleet
 from lightning_diloco.storage.checkpoint_store import CheckpointStore
-from lightning_diloco.strategy import hooks
+from lightning_diloco.strategy import fit as fits
 from lightning_diloco.strategy.recovery import checkpointer
 from lightning_diloco.strategy.trainer.preemption import EXIT_CODE, RESERVE_S, Preemption
 
@@ -24,7 +24,7 @@ WITHIN_S = 10.0
 @pytest.fixture(autouse=True)
 def _this_process_stays(monkeypatch):
     """The guard would end the tests, too."""
-    monkeypatch.setattr(hooks, "Preemption", partial(Preemption, end=lambda code: None))
+    monkeypatch.setattr(fits, "Preemption", partial(Preemption, end=lambda code: None))
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ def test_a_schedule_by_fleet_tokens_is_saved_and_restored(
 
 
 def test_a_schedule_by_fleet_tokens_needs_a_fleet(trainer_for: Callable[..., L.Trainer]) -> None:
-    with pytest.raises(ConfigError, match="which knows of no fleet"):
+    with pytest.raises(ConfigError, match="which has no fleet"):
         trainer_for(strategy="auto").fit(Scheduled())
 
 

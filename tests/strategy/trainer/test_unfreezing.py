@@ -63,7 +63,7 @@ def test_what_an_optimizer_holds_is_exchanged_and_may_be_unfrozen_by_hand(scenar
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
     trainer_for(callbacks=Unfreezes("frozen"), **EPOCHS).fit(model)
     assert scenario.link.model.shapes.keys() == HEAD | FROZEN
-    assert "2 frozen parameters (20 values) are exchanged, as an optimizer holds them" in caplog.text
+    assert "2 frozen parameters (20 values) are exchanged, because an optimizer holds them" in caplog.text
 
 
 def test_unfreezing_what_is_not_exchanged_stops_training_and_names_it(scenario, model, trainer_for):

@@ -1,0 +1,296 @@
+"""One learner's part in a run, for the duration of one fit.
+
+1. The object is created when the fit is about to train, and dropped when the fit is over. A strategy holds at most one.
+2. It has three phases. While it joins, it makes its parts one after the other. While it is a member, parameters are
+   exchanged. After it has left, the module is an ordinary one, and Lightning validates and saves for the last time.
+3. Each part registers how it is closed when it is made. An exception in any phase closes what there is by then.
+4. A trial of a tuner interrupts the exchange: from the tuner's checkpoint until it removes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.errors import RunOverError
+from lightning_diloco.manifest import ModelDescription
+from lightning_diloco.strategy.data.split import fork_random_state
+from lightning_diloco.strategy.data.token_counter import TokenCounter, TokenCountFn, check_training_step
+from lightning_diloco.strategy.identity import note_last_step
+from lightning_diloco.strategy.inner_steps import InnerSteps, StepStrategy
+from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer, Owner
+from lightning_diloco.strategy.recovery.own_state import OwnState, follow
+from lightning_diloco.strategy.trainer.last_step import LastStep
+from lightning_diloco.strategy.trainer.lr_schedules import refresh_schedules
+from lightning_diloco.strategy.trainer.optimizer_copies import ParameterCopies
+from lightning_diloco.strategy.trainer.outermost import Outermost
+from lightning_diloco.strategy.trainer.parameters import aliases, named_parameters, named_values, trainable_parameters
+from lightning_diloco.strategy.trainer.paths import checkpoint_url, mark_finished
+from lightning_diloco.strategy.trainer.preemption import Preemption
+from lightning_diloco.strategy.trainer.progress_bar import ProgressFields
+from lightning_diloco.strategy.trainer.stopping import Stopping
+from lightning_diloco.strategy.trainer.unfreezing import may_be_unfrozen
+from lightning_diloco.strategy.validation import Validation, ValidationStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_diloco.learner.link import Link
+    from lightning_diloco.learner.status import LearnerStatus
+
+log = logging.getLogger(__name__)
+
+_LEFT_WITH_WORK = (
+    "the run was left at step %d before all of this learner's work was merged: its syncer could not be reached, or was "
+    "not done in time. The module, and checkpoints of this step, keep this learner's own parameters, with all that it "
+    "trained, instead of the run's anchor. Save them (trainer.save_checkpoint); fit(ckpt_path=...) without a join "
+    "string begins a new run with them"
+)
+
+# Of one of Lightning's checkpoints: state of the loops, whether it holds weights only, storage options.
+SavedAs = tuple[Any, bool, Any]
+
+
+class FitStrategy(StepStrategy, ValidationStrategy, Protocol):
+    """The strategy of a fit: what differs between devices, and between one rank and several."""
+
+    _root_dir: str
+
+    @property
+    def is_global_zero(self) -> bool: ...
+    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+    def _make_link(self) -> Link: ...
+    def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]: ...
+    def _make_checkpointer(self, owner: Owner, url: str | None) -> LearnerCheckpointer: ...
+    def _described(self) -> ModelDescription: ...
+    def _validation_starts(self) -> None: ...
+    def _standing(self) -> LearnerStatus | None: ...
+    def _leave(self) -> None: ...
+    def _end(self) -> None: ...
+    def _let_go(self) -> None: ...
+    def _save_again(self, saved: Mapping[str, SavedAs]) -> None: ...
+    def _close(self) -> None: ...
+
+
+class DiLoCoFit:
+    """One fit; `join` comes first.
+
+    Args:
+        strategy: the strategy whose fit it is.
+        trainer: about to train, with optimizers.
+        token_count_fn: counts the tokens of a batch; None: `TokenCounter` finds them.
+
+    Attributes:
+        params: exchanged parameters by name; some may be frozen for now.
+        frozen: the other parameters by name.
+        aliases: names in the module's state, to names of parameters.
+        counter: counts the batches of an inner step.
+        copies: the optimizers' copies of parameters.
+        preemption: watches for SIGTERM.
+        link: to the syncer; as all below, made by `join`.
+        device: holds the fragments' anchors.
+        own_state: the module's state that is not exchanged.
+        checkpointer: writes this learner's checkpoints.
+        stopping: decides when training stops.
+        steps: what happens at each inner step.
+        validation: what happens at each validation.
+        is_member: whether the run was joined and not yet left.
+        tuner_checkpoint: path of the checkpoint that a tuner restores after its trial; None: there is no trial.
+        saved: Lightning's checkpoints since the last step, by path.
+    """
+
+    link: Link
+    device: FragmentDevice[Any, Any]
+    own_state: OwnState
+    checkpointer: LearnerCheckpointer
+    stopping: Stopping
+    steps: InnerSteps
+    validation: Validation
+
+    def __init__(self, strategy: FitStrategy, trainer: pl.Trainer, token_count_fn: TokenCountFn | None) -> None:
+        module = trainer.lightning_module
+        check_training_step(module)
+        self._strategy = strategy
+        self._trainer = trainer
+        self._module = module
+        self.params = trainable_parameters(module, may_be_unfrozen(trainer))
+        self.frozen = {name: p for name, p in named_parameters(module).items() if name not in self.params}
+        self.aliases = aliases(module)
+        self.counter = TokenCounter(token_count_fn)
+        self.copies = ParameterCopies(self.params)
+        self.copies.look(trainer.optimizers)
+        self.is_member = False
+        self.tuner_checkpoint: str | None = None
+        self.saved: dict[str, SavedAs] = {}
+        self._in_run, self._in_fit, self._linked = ExitStack(), ExitStack(), ExitStack()
+        self.preemption = Preemption(strategy._learner.preemption_s)
+        self._in_fit.callback(self.preemption.close)
+
+    # --- joining -------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Join the run: block until the module has the run's values, or has given the run its first ones.
+
+        Raises:
+            JoinError: the syncer cannot be reached, or refused.
+            SystemExit: the run is over; the exit code is 0, so that nobody starts this learner again.
+        """
+        strategy, trainer = self._strategy, self._trainer
+        self.link = strategy._make_link()
+        self._linked.callback(self.link.close)
+        self._in_fit.callback(self._linked.close)
+        model = strategy._described()
+        try:
+            self.link.start(model, self._make_device)
+        except RunOverError as over:
+            if strategy.is_global_zero:
+                log.warning("%s", over)
+            raise SystemExit(0) from over
+        self.is_member = True
+        self._in_run.callback(strategy._let_go)
+        if model.copies:
+            differing = strategy.broadcast(sorted(self.link.differing) if strategy.is_global_zero else [])
+            follow(self._module, model.copies, differing)
+        self.own_state = OwnState(self._module, self.frozen)
+        self._restore()
+        self._watch()
+        refresh_schedules(trainer)
+
+    def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
+        self.device = self._strategy._make_device(plan, config)
+        self.copies.attach(self.device)
+        return self.device
+
+    def _restore(self) -> None:
+        """Continue from a checkpoint if this process is not the first of its learner, or joins late."""
+        strategy, link = self._strategy, self.link
+        chosen = strategy._learner
+        fork_random_state(link.learner_id, link.incarnation)
+        url = checkpoint_url(chosen.checkpoint_store, link.own_run_dir, strategy._root_dir, link.run)
+        owner = Owner(link.run, link.learner_id, link.incarnation)
+        self.checkpointer = strategy._make_checkpointer(owner, url if chosen.checkpoint_every else None)
+        self._in_run.callback(self.checkpointer.close)
+        if link.is_late:
+            run_steps = strategy.broadcast(link.run_steps if strategy.is_global_zero else 0)
+            self.checkpointer.heal(warm_up_steps=link.config.sync_every, run_steps=run_steps)
+        else:
+            self.checkpointer.heal()
+
+    def _watch(self) -> None:
+        """Watch what the Trainer does from now on.
+
+        The Trainer holds methods of the strategy only, because a copy of the Trainer must not copy the fit.
+        """
+        strategy, trainer = self._strategy, self._trainer
+        chosen = strategy._learner
+        self.stopping = Stopping(trainer, chosen.max_fleet_tokens, chosen.evaluate == "anchor")
+        self.validation = Validation(strategy, trainer, link=self.link, device=self.device, stopping=self.stopping)
+        outermost = Outermost(strategy._validation_starts, strategy._leave)
+        outermost.install(trainer)
+        self._in_run.callback(outermost.remove, trainer)
+        self.steps = InnerSteps(
+            strategy,
+            trainer,
+            link=self.link,
+            params=self.params,
+            frozen=self.frozen,
+            counter=self.counter,
+            copies=self.copies,
+            checkpointer=self.checkpointer,
+            preemption=self.preemption,
+            stopping=self.stopping,
+        )
+        self._in_run.callback(self.steps.close)
+        self.stopping.heed(self.link)
+        self._in_fit.callback(LastStep(trainer, strategy._leave, strategy._end).close)
+        if (bar := trainer.progress_bar_callback) is not None:
+            self._in_run.callback(ProgressFields(bar, strategy._standing).remove)
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def named(self, values: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Values of all parameters by name, from those of each fragment."""
+        return named_values(self.link.plan, self.link.config.block_size, self.params, values)
+
+    def end_inner_step(self, output: Any) -> None:
+        """An inner step has ended: exchange what is due, and see whether training stops."""
+        self.steps.has_stepped = False
+        if not self.is_member and not self._trainer.fit_loop._skip_backward:
+            rank_zero_warn(
+                "Training goes on after its last step, when the run was left: a callback has reset should_stop, or "
+                "raised max_epochs. From here on this learner trains alone."
+            )
+        if self._strategy._exchanging:
+            self.saved.clear()
+            self.steps.ended(output)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """No step follows: send the last contributions, wait for them, and leave the anchor in the module."""
+        strategy = self._strategy
+        if not strategy._exchanging:
+            return
+        link = self.link
+        if (reason := self.stopping.why_all_end()) is not None and strategy.is_global_zero:
+            link.stop_run(reason)
+        note_last_step(strategy._learner)
+        is_last, is_drained = link.finish(), link.is_drained
+        if is_drained:
+            self.device.show_anchor()  # for good
+            if strategy.is_global_zero:
+                mark_finished(link.learner_id)
+        elif strategy.is_global_zero:
+            log.warning(_LEFT_WITH_WORK, self._trainer.global_step)
+        self._leave_run()
+        if is_last:  # the syncer waits for the loss of the final anchor
+            self.validation.anchor_is_final(is_drained=is_drained)
+        else:
+            self._linked.close()
+        strategy._save_again(self.saved)
+
+    def end(self) -> None:
+        """Training ends; a tuner's trial is not the end of the fit."""
+        self.leave()
+        if self.is_member:
+            return
+        try:
+            self.validation.report_final()
+        finally:
+            self._strategy._close()
+
+    def fail(self, exception: BaseException, exit_code: int) -> None:
+        """Training ends with an exception: put the local parameters back.
+
+        Args:
+            exception: it gets the exit code if it was SIGTERM.
+            exit_code: of this process after SIGTERM.
+        """
+        if self.is_member:
+            self.device.show_local()
+        if isinstance(exception, SIGTERMException):
+            exception.code = exit_code
+            if self.is_member:
+                self.preemption.leave_run(self.link, self.checkpointer)
+
+    def close(self) -> None:
+        """Close everything that this fit holds; idempotent."""
+        try:
+            self._leave_run()
+        finally:
+            self._in_fit.close()
+
+    def _leave_run(self) -> None:
+        """From here on the module is an ordinary one."""
+        self.is_member = False
+        self.tuner_checkpoint = None
+        self._in_run.close()

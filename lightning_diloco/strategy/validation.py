@@ -1,0 +1,113 @@
+"""Which parameters are validated during a fit, and the loss of the run's final anchor.
+
+1. Validation sees the anchor, or this learner's own parameters if `evaluate="local"`. In the sanity check, they are
+   still the same.
+2. The last learner of a run reports the loss of the final anchor, which is in its module then. If Lightning has not
+   validated it, the learner does, unless it has begun the run by itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning_diloco.config import LearnerConfig
+from lightning_diloco.devices.base import FragmentDevice
+from lightning_diloco.strategy.identity import given_join
+from lightning_diloco.strategy.trainer.losses import (
+    NOT_DRAINED,
+    NOT_VALIDATED,
+    Verdict,
+    val_loss,
+    validate_final,
+    verdict,
+)
+from lightning_diloco.strategy.trainer.stopping import Stopping
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_diloco.learner.link import Link
+
+
+class ValidationStrategy(Protocol):
+    """The strategy, as far as it concerns validation."""
+
+    _learner: LearnerConfig
+
+    @property
+    def _exchanging(self) -> bool: ...
+    def _set_evaluating(self, evaluating: bool) -> None: ...
+
+
+class Validation:
+    """The validations of one fit.
+
+    Args:
+        strategy: of this learner.
+        trainer: that trains.
+        link: to the syncer.
+        device: holds the anchors.
+        stopping: decides when training stops.
+    """
+
+    def __init__(
+        self,
+        strategy: ValidationStrategy,
+        trainer: pl.Trainer,
+        *,
+        link: Link,
+        device: FragmentDevice[Any, Any],
+        stopping: Stopping,
+    ) -> None:
+        self._strategy = strategy
+        self._trainer = trainer
+        self._link = link
+        self._device = device
+        self._stopping = stopping
+        self._is_final = False
+        self._verdict: Verdict = (None, NOT_VALIDATED)
+
+    def starts(self) -> None:
+        """A validation starts: show the anchor."""
+        if self._strategy._exchanging and not self._trainer.sanity_checking:
+            self._strategy._set_evaluating(True)
+            self._stopping.validation_starts(self._link)
+
+    def ended(self) -> None:
+        """A validation has ended: show the local parameters again, or note the loss of the final anchor."""
+        if self._strategy._exchanging and not self._trainer.sanity_checking:
+            self._strategy._set_evaluating(False)
+            if self._sees_anchor:
+                self._stopping.anchor_was_validated(self._link)
+                if (loss := val_loss(self._trainer)) is not None:
+                    self._link.set_eval_loss(loss)
+        elif self._is_final and self._verdict[1] == NOT_VALIDATED:
+            self._verdict = verdict(self._trainer)
+
+    def set_evaluating(self, evaluating: bool) -> None:
+        """Tell the link, and let the anchor and the local parameters change places."""
+        self._link.set_evaluating(evaluating)
+        if self._sees_anchor:
+            (self._device.show_anchor if evaluating else self._device.show_local)()
+
+    def anchor_is_final(self, *, is_drained: bool) -> None:
+        """This was the last learner of the run: the next validation, if there is one, is that of the final anchor.
+
+        Args:
+            is_drained: whether all of this learner's work is in the anchor, which is in the module then.
+        """
+        self._is_final = True
+        self._verdict = (None, NOT_VALIDATED if is_drained else NOT_DRAINED)
+
+    def report_final(self) -> None:
+        """Training ends: report the final anchor's loss, or why there is none; only the last learner does."""
+        if not self._is_final:
+            return
+        wants_loss = self._verdict[1] == NOT_VALIDATED and given_join(self._strategy._learner) is not None
+        if wants_loss and (problem := validate_final(self._trainer)):
+            self._verdict = (None, problem)
+        self._link.report(*self._verdict)
+
+    @property
+    def _sees_anchor(self) -> bool:
+        return self._strategy._learner.evaluate == "anchor"
