@@ -39,9 +39,7 @@ class LearnerMetrics:
         self._watch = StepTimer()
         self._losses: dict[str, float] = {}
         self.trainer_step = 0  # steps of the Trainer, including those before a restart
-        self.rank_bytes: int | None = (
-            None  # memory for exchanging, of the rank that needs most
-        )
+        self.rank_bytes: int | None = None  # memory for exchanging, of the rank that needs most
 
     def held_up(self, for_s: float) -> None:
         """Count time for which other code of this package held the training thread as stall."""
