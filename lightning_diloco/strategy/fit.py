@@ -192,7 +192,7 @@ class DiLoCoFit:
         """
         strategy, trainer = self._strategy, self._trainer
         chosen = strategy._learner
-        self.stopping = Stopping(trainer, chosen.max_fleet_tokens, chosen.evaluate == "anchor")
+        self.stopping = Stopping(trainer, chosen.max_fleet_tokens, strategy.evaluates_anchor)
         self.validation = Validation(strategy, trainer, link=self.link, device=self.device, stopping=self.stopping)
         outermost = Outermost(strategy._validation_starts, strategy._leave)
         outermost.install(trainer)

@@ -150,9 +150,8 @@ class InnerSteps:
         self._preemption.has_trained = True
         hold_schedules(trainer)
         connector = trainer._logger_connector
-        is_there = (
-            self._strategy.root_device.type == "cpu"
-        )  # a thread waits for other devices, only when Lightning logs
+        # A thread waits for other devices than the CPU, and only when Lightning logs.
+        is_there = self._strategy.root_device.type == "cpu"
         if is_there or connector.should_update_logs:
             link.set_loss(train_loss(trainer, output), aside=not is_there)
         link.trainer_step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1

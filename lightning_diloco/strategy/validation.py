@@ -35,6 +35,8 @@ class ValidationStrategy(Protocol):
     _learner: LearnerConfig
 
     @property
+    def evaluates_anchor(self) -> bool: ...
+    @property
     def _exchanging(self) -> bool: ...
     def _set_evaluating(self, evaluating: bool) -> None: ...
 
@@ -77,7 +79,7 @@ class Validation:
         """A validation has ended: show the local parameters again, or note the loss of the final anchor."""
         if self._strategy._exchanging and not self._trainer.sanity_checking:
             self._strategy._set_evaluating(False)
-            if self._sees_anchor:
+            if self._strategy.evaluates_anchor:
                 self._stopping.anchor_was_validated(self._link)
                 if (loss := val_loss(self._trainer)) is not None:
                     self._link.set_eval_loss(loss)
@@ -87,7 +89,7 @@ class Validation:
     def set_evaluating(self, evaluating: bool) -> None:
         """Tell the link, and let the anchor and the local parameters change places."""
         self._link.set_evaluating(evaluating)
-        if self._sees_anchor:
+        if self._strategy.evaluates_anchor:
             (self._device.show_anchor if evaluating else self._device.show_local)()
 
     def anchor_is_final(self, *, is_drained: bool) -> None:
@@ -107,7 +109,3 @@ class Validation:
         if wants_loss and (problem := validate_final(self._trainer)):
             self._verdict = (None, problem)
         self._link.report(*self._verdict)
-
-    @property
-    def _sees_anchor(self) -> bool:
-        return self._strategy._learner.evaluate == "anchor"

@@ -265,8 +265,6 @@ class RanksHooks(DiLoCoHooks):
     def _begin_inner_step(self) -> None:
         if self._exchanging:
             assert self._link is not None
-            assert self._preemption is not None
-            assert self._checkpointer is not None
             tokens, _ = self._counter.take()
             self._link.begin_step(
                 tokens if self._counts_tokens else 0,
@@ -278,7 +276,6 @@ class RanksHooks(DiLoCoHooks):
     @property
     def _wants_to_stop(self) -> bool:
         """Whether this rank would stop after this step; of the run knows rank 0 alone."""
-        assert self._stopping is not None
         assert self._together is not None
         if self._together.is_put_off:
             return True
@@ -301,7 +298,6 @@ class RanksHooks(DiLoCoHooks):
             return
         assert self._link is not None
         assert isinstance(self._checkpointer, RanksCheckpointer)
-        assert self._stopping is not None
         self._checkpointer.is_agreed = self._link.agreed.saves
         if self._link.agreed.stops:
             assert self._together is not None

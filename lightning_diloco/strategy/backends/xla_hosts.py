@@ -150,7 +150,7 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
 
     def _set_evaluating(self, evaluating: bool) -> None:
         super()._set_evaluating(evaluating)
-        self._anchor_is_shown = evaluating and self._learner.evaluate == "anchor"
+        self._anchor_is_shown = evaluating and self.evaluates_anchor
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with the anchor in place of the local parameters, on all hosts."""
