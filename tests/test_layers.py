@@ -61,7 +61,8 @@ LIBRARIES = {
     "devices/xla/ops.py": "torch torch_xla",
     "transport": "pyarrow cryptography msgspec",
     "transport/portions.py": "torch",
-    "core": "torch",
+    "core": "torch numpy",
+    "core/kernels.py": "numba numpy",
 }
 WHOLE = "the whole environment"
 

@@ -8,7 +8,8 @@
    agree.
 4. int4 packs the first half of a block into the low nibbles and the second half into the high nibbles.
 5. On a CPU, all work is done in chunks that stay in the cache, in buffers that are allocated once. This takes 2.8 times
-   as long as a memcpy of the input; the one-line formula takes 35 times as long.
+   as long as a memcpy of the input, and by the loops of `kernels.py` as long as a memcpy; the one-line formula takes 35
+   times as long.
 
 Shapes: _P values, _B blocks, _BS (blocks, block size).
 Source: our choice; block scales after Streaming DiLoCo (arXiv 2501.18512).
@@ -20,6 +21,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from lightning_diloco.core import native
 
 Bits = Literal[4, 8]
 
@@ -60,6 +63,16 @@ def quantize_into(x_P: Tensor, packed: Tensor, scales_B: Tensor, *, bits: Bits, 
     """
     if block_size % 2:
         raise ValueError(f"block_size={block_size}: must be even; use a power of two from 16 to 4096")
+    if x_P.dtype == torch.float32 and (kernels := native.kernels_for(x_P, bits)) is not None:
+        arrays = native.array(x_P), native.array(packed), native.array(scales_B)
+
+        def quantize(start: int, stop: int) -> None:
+            x, q, scales = arrays
+            b = slice(start // block_size, num_blocks(stop, block_size))
+            kernels.quantize(x[start:stop], q[start:stop], scales[b], block_size, native.INT8_LEVELS)
+
+        native.in_parallel(quantize, native.ranges(x_P.numel(), block_size))
+        return
     step = chunk_numel(x_P, block_size)
     work = torch.empty(min(step, x_P.numel()), dtype=torch.float32, device=x_P.device)
     rounded = work if bits == 8 else torch.empty_like(work, dtype=torch.int8)
@@ -137,30 +150,50 @@ def dequantize_into(packed: Tensor, scales_B: Tensor, out_P: Tensor, *, bits: Bi
 
     Args:
         packed: int8, packed_nbytes(P) elements.
-        scales_B: float32 or bfloat16.
+        scales_B: bfloat16.
         out_P: float32, overwritten.
         bits: 8 or 4.
         block_size: as at quantization.
     """
+    if (kernels := native.kernels_for(out_P, bits)) is not None:
+        q, scales, out = native.array(packed), native.array(scales_B), native.array(out_P)
+
+        def dequantize(start: int, stop: int) -> None:
+            b = slice(start // block_size, num_blocks(stop, block_size))
+            kernels.dequantize(q[start:stop], scales[b], out[start:stop], block_size)
+
+        native.in_parallel(dequantize, native.ranges(len(out), block_size))
+        return
     step = chunk_numel(out_P, block_size)
+    for start in range(0, out_P.numel(), step):
+        chunk_P = out_P[start : start + step]
+        stop = start + chunk_P.numel()
+        integers_into(
+            packed[packed_nbytes(start, bits, block_size) : packed_nbytes(stop, bits, block_size)],
+            chunk_P,
+            bits,
+            block_size,
+        )
+        scale_blocks_(chunk_P, scales_B[start // block_size : num_blocks(stop, block_size)].float(), block_size)
+
+
+def integers_into(packed: Tensor, out_P: Tensor, bits: Bits, block_size: int) -> None:
+    """Write the integers to out_P as float32, without their scales."""
+    if bits == 8:
+        out_P.copy_(packed)
+        return
     whole = out_P.numel() // block_size * block_size
-    for start in range(0, whole, step):
-        stop = min(start + step, whole)
-        q = packed[packed_nbytes(start, bits, block_size) : packed_nbytes(stop, bits, block_size)]
-        scales = scales_B[start // block_size : stop // block_size]
-        _dequantize_blocks(q, scales, out_P[start:stop].view(-1, block_size))
-    if whole < out_P.numel():
-        tail = out_P[whole:]
-        q = packed[packed_nbytes(whole, bits, block_size) :]
-        even = out_P.new_empty(1, tail.numel() + (bits == 4) * tail.numel() % 2)
-        _dequantize_blocks(q, scales_B[whole // block_size :], even)
-        tail.copy_(even[0, : tail.numel()])
+    for start, stop in ((0, whole), (whole, out_P.numel())):
+        if start < stop:
+            size = min(block_size, stop - start)
+            q = packed[packed_nbytes(start, bits, block_size) : packed_nbytes(stop, bits, block_size)]
+            both = torch.cat(unpack(q.view(-1, (size + 1) // 2)), dim=1)
+            out_P[start:stop].view(-1, size).copy_(both[:, :size])
 
 
-def _dequantize_blocks(packed: Tensor, scales_B: Tensor, out_BS: Tensor) -> None:
-    if packed.numel() == out_BS.numel():
-        out_BS.copy_(packed.view_as(out_BS))
-    else:
-        for out, half in zip(out_BS.chunk(2, dim=1), unpack(packed.view(len(out_BS), -1)), strict=True):
-            out.copy_(half)
-    out_BS.mul_(scales_B.float().unsqueeze(1))
+def scale_blocks_(x_P: Tensor, factors_B: Tensor, block_size: int) -> Tensor:
+    """Multiply each block by a float32 factor, in place."""
+    whole = x_P.numel() // block_size
+    x_P[: whole * block_size].view(whole, block_size).mul_(factors_B[:whole].unsqueeze(1))
+    x_P[whole * block_size :].mul_(factors_B[whole:])
+    return x_P

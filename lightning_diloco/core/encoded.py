@@ -1,27 +1,36 @@
-"""Contributions as they come, decoded chunk by chunk, and what they look like side by side.
+"""Encoded contributions side by side: their dot products, and their weighted sum.
 
-1. Lengths are taken per chunk and added up in float64, in the fixed order of the chunks: a float32 norm of 10^8
-   elements is 1 % off.
-2. Cosines are for judging only (`syncer/judging.py`); no bit of an anchor depends on them.
+1. The Gram matrix of a slice holds the dot products of all pairs of contributions. Norms, cosines, and the norm of any
+   weighted sum follow from it, so a merge reads each contribution twice: once for the matrix, once to add it up.
+2. Integers are multiplied exactly, block by block, and the blocks are added up in float64, one after the other. Values
+   without scales are multiplied exactly in float64 and added up one after the other. The result does not depend on the
+   machine or on the number of threads; a float32 norm of 10^8 values would be 1 % off.
+3. A coefficient of a weighted sum is multiplied with a block's scale first, and the product is rounded to float32. Then
+   integers are multiplied with it, and contributions are added up in float32, in their order.
+4. Contributions stay encoded; only a unit of each is decoded at a time. The padding behind a slice is not read.
 
-Shapes: _MC (contributors, chunk), _EM (entries, contributors), _MM (contributors, contributors).
+Shapes: _MC (contributors, chunk), _EMM (entries, contributors, contributors).
 Source: our choice.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_diloco.config import Wire
+from lightning_diloco.core import native
+from lightning_diloco.core.blocks import num_blocks
 from lightning_diloco.core.layout import Entry, FragmentLayout
 from lightning_diloco.core.quantize import Decoder, scaled
 
-_CHUNK_NUMEL = 1 << 17  # of each contributor: eight of them take 4 MiB, a share of a server's last-level cache
+_CHUNK_NUMEL = 1 << 16  # of each contributor, decoded at a time; 256 KiB as float32, which fit a core's cache
+
+_T = TypeVar("_T")
 
 # Every call walks over the chunks of one slice from the start: yields (start, the values of all contributors there).
 Chunks = Callable[[], Iterator[tuple[int, Tensor]]]
@@ -29,43 +38,56 @@ Chunks = Callable[[], Iterator[tuple[int, Tensor]]]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What contributions look like before they are merged.
+    """Dot products of contributions before they are merged.
 
     Args:
-        norms_EM: float64, Euclidean norm of each slice of each contribution.
-        cosines_MM: float64, between contributions over the whole fragment; 0 where one of them is zero, or too large
-            for float32 to tell.
+        gram_EMM: float64, dot products of each slice of two contributions.
     """
 
-    norms_EM: Tensor  # noqa: N815
-    cosines_MM: Tensor  # noqa: N815
+    gram_EMM: Tensor  # noqa: N815
+
+    @property
+    def slice_norms(self) -> Tensor:
+        """Euclidean norm of each slice of each contribution, float64 (E, M)."""
+        return self.gram_EMM.diagonal(dim1=1, dim2=2).sqrt()
 
     @property
     def norms(self) -> list[float]:
-        """Of each contribution over the whole fragment."""
-        return whole_norms(self.norms_EM)
+        """Euclidean norm of each contribution over the whole fragment."""
+        return self.gram_EMM.sum(0).diagonal().sqrt().tolist()
+
+    @property
+    def cosines(self) -> Tensor:
+        """Cosines between contributions over the whole fragment, float64 (M, M); 0 where one of them is zero."""
+        gram_MM = self.gram_EMM.sum(0)
+        norms_M = gram_MM.diagonal().sqrt()
+        return torch.nan_to_num(gram_MM / (norms_M[:, None] * norms_M), 0.0, 0.0, 0.0)
 
     def only(self, num: int) -> Measured:
-        """Of the first so many contributions."""
-        return Measured(self.norms_EM[:, :num], self.cosines_MM[:num, :num])
+        """Return the dot products of the first so many contributions."""
+        return Measured(self.gram_EMM[:, :num, :num])
 
 
 class Encoded:
-    """Encoded contributions, decoded chunk by chunk into one scratch buffer.
+    """Encoded contributions to one fragment.
 
     Args:
         buffers: uint8, from `encode`.
-        numel: of the fragment, padding included.
-        wire, block_size: of the buffers.
+        numel: number of values of the fragment, with padding.
+        wire: wire precision of the buffers.
+        block_size: values that share a scale.
+
+    Raises:
+        CorruptMessageError: see `Decoder`.
     """
 
     def __init__(self, buffers: Sequence[Tensor], numel: int, wire: Wire, block_size: int) -> None:
         self._buffers, self._numel, self._wire, self._block_size = buffers, numel, wire, block_size
         self._decoders = [Decoder(buffer, numel, wire, block_size) for buffer in buffers]
-        self._scratch_MC = torch.empty(len(buffers), _CHUNK_NUMEL, dtype=torch.float32)
+        self._kernels = native.kernels_for(buffers[0], 8 if wire == "int8" else None)
 
     def scaled(self, factors: Sequence[float]) -> Encoded:
-        """Those whose factor is below 1, times that factor."""
+        """Return the contributions, with those multiplied whose factor is below 1."""
         numel, wire, size = self._numel, self._wire, self._block_size
         buffers = [
             scaled(buffer, factor, numel=numel, wire=wire, block_size=size) if factor < 1 else buffer
@@ -73,47 +95,82 @@ class Encoded:
         ]
         return Encoded(buffers, numel, wire, size)
 
-    def norms(self, layout: FragmentLayout) -> Tensor:
-        """float64 (E, M)."""
-        return self._measure(layout, None)
-
     def measured(self, layout: FragmentLayout) -> Measured:
-        """Norms, and how alike contributions are, in one pass."""
-        dots_MM = torch.zeros(len(self._buffers), len(self._buffers), dtype=torch.float64)
-        norms_EM = self._measure(layout, dots_MM)
-        norms_M = norms_EM.square().sum(0).sqrt()
-        return Measured(norms_EM, torch.nan_to_num(dots_MM / (norms_M[:, None] * norms_M), 0.0, 0.0, 0.0))
+        """Compute the dot products of all pairs of contributions."""
+        num = len(self._decoders)
+        gram_EMM = torch.zeros(len(layout.entries), num, num, dtype=torch.float64)
+        units = [(e, *unit) for e, entry in enumerate(layout.entries) for unit in self._units(entry, native.UNIT_NUMEL)]
+        found = self._each(self._dots, [unit[1:] for unit in units])
+        for (e, *_), dots_MM in zip(units, found, strict=True):
+            gram_EMM[e] += dots_MM
+        return Measured(gram_EMM)
 
-    def _measure(self, layout: FragmentLayout, dots_MM: Tensor | None) -> Tensor:
-        norms_EM = torch.zeros(len(layout.entries), len(self._decoders), dtype=torch.float64)
-        for entry, norms_M in zip(layout.entries, norms_EM, strict=True):
-            squares = [0.0] * len(self._decoders)
-            for _, values_MC in self.chunks(entry)():
-                squares = [square + norm(values) ** 2 for square, values in zip(squares, values_MC, strict=True)]
-                if dots_MM is not None:
-                    dots_MM += values_MC @ values_MC.T
-            norms_M.copy_(torch.tensor([math.sqrt(square) for square in squares], dtype=torch.float64))
-        return norms_EM
+    def weighted_sum(self, entry: Entry, coefs: Sequence[float], out_P: Tensor) -> None:
+        """Write sum(coef_m v_m) of one slice to the bfloat16 fragment out_P."""
+        kernels, size = self._kernels, self._block_size
+
+        def add(start: int, stop: int) -> None:
+            total_C = torch.full((self._padded(stop - start),), -0.0)  # -0.0 + x is x, also for x = -0.0
+            if kernels is None:
+                for decoder, coef in zip(self._decoders, coefs, strict=True):
+                    total_C += decoder.read_scaled(start, torch.empty_like(total_C), coef)
+                out_P[start:stop] = total_C[: stop - start]
+                return
+            total = total_C[: stop - start].numpy()
+            for decoder, coef in zip(self._decoders, coefs, strict=True):
+                kernels.add_weighted(*decoder.arrays(start, stop), coef, total, size)
+            kernels.to_bfloat16(total, native.array(out_P[start:stop]))
+
+        self._each(add, self._units(entry, _CHUNK_NUMEL))
 
     def chunks(self, entry: Entry) -> Chunks:
-        """The values of all contributors to a slice."""
+        """Return the values of all contributors to a slice, chunk by chunk."""
 
         def walk() -> Iterator[tuple[int, Tensor]]:
-            for start in range(0, entry.numel, _CHUNK_NUMEL):
-                numel = min(_CHUNK_NUMEL, entry.numel - start)
-                padded = -(-numel // self._block_size) * self._block_size
-                for decoder, row in zip(self._decoders, self._scratch_MC, strict=True):
-                    decoder.read(entry.offset + start, row[:padded])
-                yield start, self._scratch_MC[:, :numel]
+            for start, stop in self._units(entry, _CHUNK_NUMEL):
+                values_MC = torch.empty(len(self._decoders), self._padded(stop - start))
+                for decoder, row in zip(self._decoders, values_MC, strict=True):
+                    decoder.read(start, row)
+                yield start - entry.offset, values_MC[:, : stop - start]
 
         return walk
 
+    def _dots(self, start: int, stop: int) -> Tensor:
+        """Return the dot products of all pairs in one unit, float64."""
+        kernels, size, decoders = self._kernels, self._block_size, self._decoders
+        if kernels is not None:
+            arrays = [decoder.arrays(start, stop) for decoder in decoders]
+            return _symmetric(lambda m, n: kernels.dot(*arrays[m], *arrays[n], size), len(arrays))
+        values_MC = torch.zeros(len(decoders), self._padded(stop - start), dtype=torch.float64)
+        read = [decoder.read_integers(start, row) for decoder, row in zip(decoders, values_MC, strict=True)]
+        values_MC[:, stop - start :] = 0
+        scales = [scales_B for scales_B in read if scales_B is not None]
+        if not scales:
+            return _symmetric(lambda m, n: float(_in_order(values_MC[m] * values_MC[n])), len(decoders))
+        scales_BM = torch.stack(scales, dim=1).double()
+        values_BMS = values_MC.view(len(decoders), -1, size).transpose(0, 1)
+        dots_BMM = torch.bmm(values_BMS, values_BMS.transpose(1, 2)).mul_(scales_BM[:, :, None] * scales_BM[:, None, :])
+        return _in_order(dots_BMM)
 
-def norm(values: Tensor) -> float:
-    """Euclidean, added up in float64."""
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    def _each(self, call: Callable[..., _T], units: Iterable[tuple[int, ...]]) -> list[_T]:
+        """Call a function with each unit, in parallel unless torch does that."""
+        return [call(*unit) for unit in units] if self._kernels is None else native.in_parallel(call, units)
+
+    def _units(self, entry: Entry, numel: int) -> list[tuple[int, int]]:
+        """Cut a slice into units of whole blocks; returns start and stop in the fragment."""
+        at = entry.offset
+        return [(at + start, at + stop) for start, stop in native.ranges(entry.numel, self._block_size, numel)]
+
+    def _padded(self, numel: int) -> int:
+        return num_blocks(numel, self._block_size) * self._block_size
 
 
-def whole_norms(norms_EM: Tensor) -> list[float]:
-    """Norms over the whole fragment, of norms by entry."""
-    return [float(norm) for norm in norms_EM.square().sum(0).sqrt()]
+def _symmetric(element: Callable[[int, int], float], num: int) -> Tensor:
+    half = [[element(m, n) for n in range(m + 1)] for m in range(num)]
+    return torch.tensor([[half[max(m, n)][min(m, n)] for n in range(num)] for m in range(num)], dtype=torch.float64)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """Sum over the first dimension, one after the other: a prefix sum has only one order."""
+    sums: Tensor = x.cumsum(0)
+    return sums[-1]

@@ -12,13 +12,13 @@ Each learner m has a share a_m of the fleet's work; the shares sum to 1 if all l
 2. Directions that cancel (|u| below 0.01: what is left is quantization noise) fall back to the mean.
 3. Trimmed mean and median count all contributions alike, whatever work is in them, and need MIN_ROBUST of them: fewer
    have no middle, and are merged by the mean. So are embeddings: a row that few learners saw would never move.
-4. Lengths are added up as `core/encoded.py` says. The result depends on the order of the contributors; the caller
-   sorts them.
-5. Contributions stay encoded. Each is decoded twice, chunk by chunk: once for its norms, once to be added up.
+4. RDA and mean are weighted sums. The coefficients of RDA follow from the dot products of the contributions
+   (`core/encoded.py`), which are exact but for the rounding of float64 sums in a fixed order.
+5. The result depends on the order of the contributors; the caller sorts them.
 6. What is longer than its limit is scaled down before it is merged, as bytes (`core.quantize.scaled`): its learner does
    the same to the bytes it kept, and so takes off exactly what was merged.
 
-Shapes: _P flat values, _MC (contributors, chunk), _EM (entries, contributors).
+Shapes: _P flat values, _C a chunk of them, _MC (contributors, chunk).
 Source: arXiv 2604.21428, Section 3.2 and Appendix D.2; trimmed mean and median: arXiv 1803.01498; the fallbacks are
 our choice.
 """
@@ -33,14 +33,16 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import Merge, Wire
-from lightning_diloco.core.encoded import Chunks, Encoded, Measured, norm, whole_norms
+from lightning_diloco.core.encoded import Chunks, Encoded, Measured
 from lightning_diloco.core.layout import FragmentLayout
 from lightning_diloco.errors import ConfigError
 
 MIN_ROBUST = 3
 _CANCELLED = 0.01
 _ROUNDING = 1e-9  # tolerance of the sum of shares
-_SMALLEST = torch.finfo(torch.float32).tiny  # the inverse of a smaller norm is Inf in float32
+_SMALLEST = torch.finfo(torch.float32).tiny  # a shorter contribution has no direction
+
+Gram = list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,58 +94,53 @@ def merge_fragment(
     """
     _check_shares(shares, len(contributions))
     source = Encoded(contributions, layout.padded_numel, wire, block_size)
-    norms_EM = source.norms(layout) if measured is None else measured.norms_EM
-    norms = whole_norms(norms_EM)
+    measured = measured or source.measured(layout)
+    norms = measured.norms
     limits = [math.inf] * len(norms) if max_norms is None else max_norms
     kept = [limit / norm if norm > limit else 1.0 for norm, limit in zip(norms, limits, strict=True)]
     if min(kept) < 1:
         source = source.scaled(kept)
-        norms_EM = source.norms(layout)
+        measured = source.measured(layout)
     out_P = torch.zeros(layout.padded_numel, dtype=torch.bfloat16)
-    sum_P = torch.empty(max(entry.numel for entry in layout.entries), dtype=torch.float32)
     square, dots = 0.0, [0.0] * len(norms)
-    for entry, slice_norms in zip(layout.entries, norms_EM.tolist(), strict=True):
+    for entry, gram in zip(layout.entries, measured.gram_EMM.tolist(), strict=True):
         kind = "mean" if entry.merge == "mean" else merge
-        merged = sum_P[: entry.numel]
-        slice_square, slice_dots = _merge_slice(source.chunks(entry), shares, slice_norms, kind=kind, out_P=merged)
-        entry.of(out_P).copy_(merged)
+        if kind in ("trimmed_mean", "median") and len(shares) >= MIN_ROBUST:
+            merged = entry.of(out_P)
+            slice_square, slice_dots = _middle(
+                source.chunks(entry), math.fsum(shares), _num_cut(kind, len(shares)), merged
+            )
+        else:
+            coefs = _rda_coefs(gram, shares) if kind == "rda" and len(shares) > 1 else shares
+            source.weighted_sum(entry, coefs, out_P)
+            slice_square, slice_dots = _square(gram, coefs), _dots(gram, coefs)
         square += slice_square
         dots = [total + dot for total, dot in zip(dots, slice_dots, strict=True)]
     merged_norm = math.sqrt(square)
-    lengths = [norm * merged_norm for norm in whole_norms(norms_EM)]
+    lengths = [norm * merged_norm for norm in measured.norms]
     cosines = [dot / length if length else 0.0 for dot, length in zip(dots, lengths, strict=True)]
     return out_P, MergeReport(tuple(norms), tuple(kept), tuple(cosines), merged_norm)
 
 
-def _merge_slice(
-    chunks: Chunks, shares: Sequence[float], norms: list[float], *, kind: Merge, out_P: Tensor
-) -> tuple[float, list[float]]:
-    """Merge one slice into out_P, float32; returns its squared norm and its dot product with every contribution."""
-    if kind in ("trimmed_mean", "median") and len(shares) >= MIN_ROBUST:
-        return _middle(chunks, math.fsum(shares), _num_cut(kind, len(shares)), out_P)
-    if kind == "rda" and len(shares) > 1:
-        radius = sum(share * norm for share, norm in zip(shares, norms, strict=True))
-        in_sum = [share / math.fsum(shares) for share in shares]
-        directions = [each / norm if norm > _SMALLEST else 0.0 for each, norm in zip(in_sum, norms, strict=True)]
-        square, dots = _weighted_sum(chunks, directions, out_P)
-        if square > _CANCELLED**2:
-            scale = radius / math.sqrt(square)
-            out_P.mul_(scale)
-            return radius**2, [dot * scale for dot in dots]
-    return _weighted_sum(chunks, shares, out_P)
+def _rda_coefs(gram: Gram, shares: Sequence[float]) -> Sequence[float]:
+    """Return the coefficients with which the weighted sum is the RDA; the shares if directions cancel."""
+    norms, whole = [math.sqrt(row[m]) for m, row in enumerate(gram)], math.fsum(shares)
+    directions = [share / whole / norm if norm > _SMALLEST else 0.0 for share, norm in zip(shares, norms, strict=True)]
+    square = _square(gram, directions)
+    if square <= _CANCELLED**2:
+        return shares
+    radius = math.fsum(share * norm for share, norm in zip(shares, norms, strict=True))
+    return [radius / math.sqrt(square) * direction for direction in directions]
 
 
-def _weighted_sum(chunks: Chunks, coefs: Sequence[float], out_P: Tensor) -> tuple[float, list[float]]:
-    """Write sum(coef_m v_m) to out_P; returns its squared norm and its dot products with all v_m."""
-    square, dots = 0.0, [0.0] * len(coefs)
-    for start, values_MC in chunks():
-        total = out_P[start : start + values_MC.shape[1]]
-        torch.mul(values_MC[0], coefs[0], out=total)
-        for values, coef in zip(values_MC[1:], coefs[1:], strict=True):
-            total.add_(values, alpha=coef)
-        square += norm(total) ** 2
-        dots = [dot + float(torch.dot(values, total)) for dot, values in zip(dots, values_MC, strict=True)]
-    return square, dots
+def _dots(gram: Gram, coefs: Sequence[float]) -> list[float]:
+    """Return the dot product of the weighted sum with each contribution."""
+    return [math.fsum(dot * coef for dot, coef in zip(row, coefs, strict=True)) for row in gram]
+
+
+def _square(gram: Gram, coefs: Sequence[float]) -> float:
+    """Return the squared norm of the weighted sum; rounding may leave less than 0 of a sum that is zero."""
+    return max(0.0, math.fsum(dot * coef for dot, coef in zip(_dots(gram, coefs), coefs, strict=True)))
 
 
 def _num_cut(kind: Merge, num_contributors: int) -> int:
@@ -152,15 +149,18 @@ def _num_cut(kind: Merge, num_contributors: int) -> int:
 
 
 def _middle(chunks: Chunks, scale: float, num_cut: int, out_P: Tensor) -> tuple[float, list[float]]:
-    """Like `_weighted_sum`, of scale times the mean of what is left of each coordinate."""
+    """Write scale times the mean of what is left of each coordinate to out_P, bfloat16.
+
+    Returns:
+        The squared norm of the result, and its dot product with each contribution.
+    """
     square, dots = 0.0, list[float]()
     for start, values_MC in chunks():
-        total = out_P[start : start + values_MC.shape[1]]
         ordered_MC = values_MC.sort(dim=0).values
-        torch.mean(ordered_MC[num_cut : len(values_MC) - num_cut], dim=0, out=total)
-        total.mul_(scale)
-        square += norm(total) ** 2
-        found = [float(torch.dot(values, total)) for values in values_MC]
+        total_C = ordered_MC[num_cut : len(values_MC) - num_cut].mean(dim=0).mul_(scale)
+        out_P[start : start + len(total_C)] = total_C
+        square += float(total_C.double().square().sum())
+        found = [float(torch.dot(values, total_C)) for values in values_MC]
         dots = [dot + more for dot, more in zip(dots or [0.0] * len(found), found, strict=True)]
     return square, dots
 

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import Wire
-from lightning_diloco.core.blocks import Bits, all_finite, dequantize_into, num_blocks, packed_nbytes, quantize_into
+from lightning_diloco.core import native
+from lightning_diloco.core.blocks import (
+    Bits,
+    all_finite,
+    chunk_numel,
+    dequantize_into,
+    integers_into,
+    num_blocks,
+    packed_nbytes,
+    quantize_into,
+    scale_blocks_,
+)
 from lightning_diloco.core.layout import FragmentLayout
 from lightning_diloco.errors import CorruptMessageError, NonFiniteError
 
@@ -42,10 +53,17 @@ def encode_unchecked(x: Tensor, *, wire: Wire, block_size: int) -> Tensor:
     if wire in _FLOATS:
         return x.to(_FLOATS[wire], copy=True).view(torch.uint8)
     bits = _BITS[wire]
-    q = torch.empty(packed_nbytes(x.numel(), bits, block_size), dtype=torch.int8, device=x.device)
-    scales = torch.empty(num_blocks(x.numel(), block_size), dtype=torch.bfloat16, device=x.device)
-    quantize_into(x, q, scales, bits=bits, block_size=block_size)
-    return torch.cat((q.view(torch.uint8), scales.view(torch.uint8)))
+    num_integers = packed_nbytes(x.numel(), bits, block_size)
+    buffer = torch.empty(wire_nbytes(x.numel(), wire, block_size), dtype=torch.uint8, device=x.device)
+    scales_B = buffer[num_integers:]
+    is_aligned = num_integers % 2 == 0
+    scales_B = (
+        scales_B.view(torch.bfloat16) if is_aligned else torch.empty_like(x, dtype=torch.bfloat16)[: len(scales_B) // 2]
+    )
+    quantize_into(x, buffer[:num_integers].view(torch.int8), scales_B, bits=bits, block_size=block_size)
+    if not is_aligned:
+        buffer[num_integers:].copy_(scales_B.view(torch.uint8))
+    return buffer
 
 
 def encode(x: Tensor, *, wire: Wire, block_size: int, name: str) -> Tensor:
@@ -133,13 +151,58 @@ class Decoder:
 
         Start and stop must be multiples of the block size; the stop may also be the end of the vector.
         """
-        stop = start + out.numel()
         if self._bits is None:
-            return out.copy_(self._floats[start:stop])
-        low, high = (packed_nbytes(at, self._bits, self._block_size) for at in (start, stop))
-        scales = self._floats[start // self._block_size : num_blocks(stop, self._block_size)]
-        dequantize_into(self._packed[low:high], scales, out, bits=self._bits, block_size=self._block_size)
+            return out.copy_(self._floats[start : start + out.numel()])
+        q, scales_B = self.encoded(start, start + out.numel())
+        dequantize_into(q, scales_B, out, bits=self._bits, block_size=self._block_size)
         return out
+
+    def read_integers(self, start: int, out: Tensor) -> Tensor | None:
+        """Like `read`, without the scales, which are returned as bfloat16; None if the values have no scales."""
+        if self._bits is None:
+            out.copy_(self._floats[start : start + out.numel()])
+            return None
+        q, scales_B = self.encoded(start, start + out.numel())
+        integers_into(q, out, self._bits, self._block_size)
+        return scales_B
+
+    def read_scaled(self, start: int, out: Tensor, coef: float) -> Tensor:
+        """Like `read`, times coef. The product of coef and a scale is rounded to float32; so is coef without scales."""
+        scales_B = self.read_integers(start, out)
+        return (
+            out.mul_(coef)
+            if scales_B is None
+            else scale_blocks_(out, (scales_B.double() * coef).float(), self._block_size)
+        )
+
+    def add_to(self, out_P: Tensor, *, sign: int = 1) -> Tensor:
+        """Add the whole vector, or subtract it if sign is -1; returns out_P, float32."""
+        size = self._block_size
+        if (kernels := native.kernels_for(out_P, self._bits)) is not None:
+            out = native.array(out_P)
+
+            def add(start: int, stop: int) -> None:
+                kernels.add_weighted(*self.arrays(start, stop), float(sign), out[start:stop], size)
+
+            native.in_parallel(add, native.ranges(len(out), size))
+            return out_P
+        step = chunk_numel(out_P, size)
+        values = torch.empty(min(step, out_P.numel()), dtype=torch.float32, device=out_P.device)
+        for start in range(0, out_P.numel(), step):
+            chunk_P = out_P[start : start + step]
+            chunk_P.add_(self.read(start, values[: chunk_P.numel()]), alpha=sign)
+        return out_P
+
+    def encoded(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the packed integers, int8, and the scales, bfloat16, of a range; int8 and int4 only."""
+        assert self._bits is not None
+        low, high = (packed_nbytes(at, self._bits, self._block_size) for at in (start, stop))
+        return self._packed[low:high], self._floats[start // self._block_size : num_blocks(stop, self._block_size)]
+
+    def arrays(self, start: int, stop: int) -> tuple[native.Array, native.Array]:
+        """Return what `encoded` returns for `kernels.py`; int8 only, the stop may be in the middle of a block."""
+        q, scales_B = self.encoded(start, stop)
+        return native.array(q), native.array(scales_B)
 
 
 def decode(buffer: Tensor, *, numel: int, wire: Wire, block_size: int, out: Tensor | None = None) -> Tensor:

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.core import native
 from lightning_diloco.core.align import WIDE_DTYPES, land_added_, land_carry_, landing_pieces
-from lightning_diloco.core.blocks import all_finite, chunk_numel
+from lightning_diloco.core.blocks import all_finite
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan, gather, scatter
 from lightning_diloco.core.layout import Entry
@@ -100,6 +101,8 @@ class DenseFragments:
         self._device = params[self._names[0]].device
         # All buffers have the same size, so that any of them can hold any fragment.
         self._buffer_numel = max(layout.padded_numel for layout in self._layouts)
+        if self._device.type == "cpu" and config.wire == "int8":
+            native.warm_up(self._buffer_numel)
         self._spare = deque(self._new_buffer() for _ in range(_NUM_SPARE_BUFFERS))
         self._anchors = [self._new_buffer() for _ in self._layouts]
         self._residuals: dict[int, Tensor] = {}  # encoding errors of merged contributions
@@ -281,14 +284,7 @@ class DenseFragments:
 
     def _add_decoded(self, encoded: Tensor, out_P: Tensor, sign: int = 1) -> Tensor:
         """Decode a payload chunk by chunk and add `sign` times its values to `out_P`."""
-        numel, size = out_P.numel(), self._config.block_size
-        decoder = Decoder(encoded, numel, self._config.wire, size)
-        step = chunk_numel(out_P, size)
-        piece = torch.empty(min(step, numel), dtype=torch.float32, device=out_P.device)
-        for start in range(0, numel, step):
-            out = out_P[start : start + step]
-            out.add_(decoder.read(start, piece[: out.numel()]), alpha=sign)
-        return out_P
+        return Decoder(encoded, out_P.numel(), self._config.wire, self._config.block_size).add_to(out_P, sign=sign)
 
     # --- hooks for subclasses ------------------------------------------------------------------------------------
 

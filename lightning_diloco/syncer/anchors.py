@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import RunConfig
+from lightning_diloco.core import native
 from lightning_diloco.core.blocks import all_finite
 from lightning_diloco.core.buffers import bytes_of, tensor_of
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.encoded import Encoded, Measured
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.merge import MergeReport, merge_fragment
-from lightning_diloco.core.outer import CHAIN_LENGTH, momentum_by_work, nesterov_step, publish
+from lightning_diloco.core.outer import CHAIN_LENGTH, OuterState, momentum_by_work, outer_step
 from lightning_diloco.core.quantize import wire_nbytes
 from lightning_diloco.errors import CorruptLogError, NonFiniteError, PlanMismatchError
 from lightning_diloco.storage.files import Buffer
@@ -101,6 +102,7 @@ class AnchorStore:
     def __init__(self, plan: FragmentPlan, config: RunConfig) -> None:
         self.layouts = tuple(plan.layout(p, config.block_size) for p in range(plan.num_fragments))
         self._config = config
+        native.warm_up(max(layout.padded_numel for layout in self.layouts))
         self._anchors: list[Anchor | None] = [None] * plan.num_fragments
 
     @property
@@ -192,15 +194,17 @@ class AnchorStore:
         now, config = self.anchor(p), self._config
         assert outer_gradient.dtype == torch.bfloat16, f"outer gradient is {outer_gradient.dtype}"
         assert outer_gradient.shape == now.master.shape, f"{outer_gradient.shape} for {now.master.shape}"
-        coefficients = momentum_by_work(config.outer_momentum, work)
-        master, momentum, published = now.master, now.momentum, now.published
-        if not in_place:
-            master, momentum, published = master.clone(), momentum.clone(), published.clone()
-        nesterov_step(master, momentum, outer_gradient, lr=config.outer_lr, momentum_coef=coefficients)
-        _check_finite(momentum, f"the momentum of fragment {p}", "refuse this round's contributions")
-        update = publish(master, published, wire=config.wire, block_size=config.block_size)
+        state, update = outer_step(
+            OuterState(now.master, now.momentum, now.published),
+            outer_gradient,
+            lr=config.outer_lr,
+            momentum_coef=momentum_by_work(config.outer_momentum, work),
+            wire=config.wire,
+            block_size=config.block_size,
+            in_place=in_place,
+        )
         chain = (*now.chain, update)[-CHAIN_LENGTH:]
-        return Anchor(now.generation, now.version + 1, master, published, momentum, chain)
+        return Anchor(now.generation, now.version + 1, state.master, state.published, state.momentum, chain)
 
     def install(self, p: int, state: Anchor) -> None:
         """Make the result of `next_state` the present state, once its log record is durable."""

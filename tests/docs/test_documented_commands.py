@@ -280,6 +280,7 @@ NOT_HERE = {
     "pip install -e '.[wandb]'": "changes this environment",
     "pip install -e '.[tpu]'": "is for TPU hosts, and brings another torch",
     "pip install 'lightning-diloco[peft]'": "needs a package index that has a release of ours",
+    "pip install 'lightning-diloco[syncer]'": "the same",
     "PJRT_DEVICE=TPU python train.py": "needs a TPU; tests/xla run such scripts on PJRT's CPU devices",
     "hf auth login": "needs an account, and asks for its token",
     ".ci/run": "downloads two environments; this test is a part of it",

@@ -1,0 +1,115 @@
+"""The compiled loops of `kernels.py`: when they are used, and by how many threads.
+
+1. numba is optional (`pip install 'lightning-diloco[syncer]'`). With or without it all results have the same bits. The
+   loops are about ten times as fast as torch, which makes a pass over memory for each operation.
+2. `warm_up` loads numba and the loops in a thread. The first time on a machine this compiles them, which takes a few
+   seconds; the result is cached on disk. Until it is done, torch is used.
+3. A vector is cut into units, always the same ones. The threads, as many as torch uses, process one unit after the
+   other.
+
+Source: our choice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+SMALLEST_NUMEL = 1 << 20
+"""Shorter vectors are left to torch; a run with only shorter fragments does not load numba."""
+
+UNIT_NUMEL = 1 << 18
+INT8_LEVELS = np.float32(127)
+
+Array = np.ndarray[Any, Any]
+_T = TypeVar("_T")
+_loaded: ModuleType | None = None
+_thread: threading.Thread | None = None
+_starting = threading.Lock()
+
+
+def warm_up(numel: int) -> None:
+    """Load the loops in a thread, once per process, if fragments of this length will use them."""
+    global _thread
+    with _starting:
+        if numel >= SMALLEST_NUMEL and _thread is None:
+            _thread = threading.Thread(target=_warm_up, name="compile-kernels")
+            _thread.start()
+
+
+def load() -> str | None:
+    """Load the loops and compile what is not in numba's cache; returns why this is impossible, or None."""
+    global _loaded
+    try:
+        from lightning_diloco.core import kernels
+
+        _compile(kernels)
+    except Exception as error:  # numba does not support this machine, or cannot write its cache
+        return f"{type(error).__name__}: {error}"
+    _loaded = kernels
+    return None
+
+
+def kernels_for(x: Tensor, bits: int | None) -> Any | None:
+    """Return `kernels.py` if it is loaded and made for this vector: int8, on the CPU, contiguous and long."""
+    is_ours = bits == 8 and x.device.type == "cpu" and x.is_contiguous() and x.numel() >= SMALLEST_NUMEL
+    return _loaded if is_ours else None
+
+
+def in_parallel(call: Callable[..., _T], units: Iterable[tuple[int, ...]]) -> list[_T]:
+    """Call a function with each unit, in several threads; returns the results in the order of the units."""
+    num_threads = torch.get_num_threads()
+    over = map if num_threads == 1 else _threads(num_threads).map
+    return list(over(lambda unit: call(*unit), units))
+
+
+def ranges(numel: int, block_size: int, unit: int = UNIT_NUMEL) -> Iterator[tuple[int, int]]:
+    """Cut a vector into units of whole blocks; yields start and stop."""
+    step = max(1, unit // block_size) * block_size
+    return ((start, min(start + step, numel)) for start in range(0, numel, step))
+
+
+def array(x: Tensor) -> Array:
+    """Return a view of a tensor as an array; bfloat16 becomes uint16."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x.detach()).numpy()
+
+
+def empty(numel: int, dtype: type[Any]) -> Tensor:
+    """Allocate a tensor by numpy, which asks for large pages: the first write to it is then twice as fast."""
+    return torch.from_numpy(np.empty(numel, dtype))
+
+
+@cache
+def _threads(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, "kernels")
+
+
+def _warm_up() -> None:
+    if (problem := load()) is not None:
+        log.warning(
+            "numba cannot be used (%s): merging and encoding large fragments is up to ten times slower; "
+            "pip install 'lightning-diloco[syncer]'",
+            problem,
+        )
+
+
+def _compile(kernels: Any) -> None:
+    """Call each function once, with the types that it is called with."""
+    x, q, scales, f32 = np.zeros(16, np.float32), np.zeros(16, np.int8), np.zeros(1, np.uint16), np.float32
+    kernels.quantize(x, q, scales, 16, INT8_LEVELS)
+    kernels.dequantize(q, scales, x, 16)
+    kernels.add_weighted(q, scales, 1.0, x, 16)
+    kernels.to_bfloat16(x, np.zeros(16, np.uint16))
+    kernels.dot(q, scales, q, scales, 16)
+    kernels.outer_step(np.zeros(16, np.uint16), (x,) * 3, (x,) * 3, (q, scales), (f32(0),) * 3, 16, INT8_LEVELS)
