@@ -180,7 +180,7 @@ def test_imports_point_down(where: str) -> None:
         ("protocol/learner/machine.py", "import torch", "torch"),
         ("protocol/learner/machine.py", "from lightning_diloco.core import merge", "core"),
         ("core/merge.py", "from lightning_diloco.protocol.events import Ready", "protocol"),
-        ("core/merge.py", "import numpy", "numpy"),
+        ("core/merge.py", "import numba", "numba"),
         ("config.py", "import yaml", "yaml"),
         ("config.py", "from lightning_diloco.environment import VARIABLES", "environment"),
         ("errors.py", "from lightning_diloco import config", "config"),

@@ -48,7 +48,7 @@ def entered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entered]]
             while learner.landed[0] < 1:
                 learner.step()
             recorder.is_on = True
-            while learner.landed[0] < 4:
+            while learner.landed[0] < 8:
                 learner.step()
             recorder.is_on = False
             sys.setprofile(None)
@@ -59,11 +59,25 @@ def entered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Entered]]
 
 
 def one_exchange(entered: list[Entered]) -> list[Entered]:
-    """The first one that was recorded whole; there is one fragment, so exchanges follow each other."""
+    """The first one that was recorded whole, and whose round the learner asked for: a message of the one before it may
+    reach the syncer late, and open it. The one before it may also land after this one has begun.
+    """
     first, *_, last = stages()
-    asks = entered.index(("protocol/learner/machine.py", "_intent"))
+    announces = [at for at, stage in enumerate(entered) if stage == ("protocol/syncer/rounds.py", "_announce")]
+    snapshots = [at for at, stage in enumerate(entered) if stage == ("devices/dense.py", "snapshot")]
+    asks = next(
+        at
+        for at, stage in enumerate(entered)
+        if stage == ("protocol/learner/machine.py", "_intent") and _next(announces, at) < _next(snapshots, at)
+    )
     begins = max(at for at, stage in enumerate(entered[:asks]) if stage == first)
-    return entered[begins : entered.index(last, asks) + 1]
+    installed = entered.index(("syncer/anchors.py", "install"), _next(snapshots, asks))
+    fetched = entered.index(("learner/exchange.py", "_fetch"), installed)
+    return entered[begins : entered.index(last, fetched) + 1]
+
+
+def _next(places: Sequence[int], at: int) -> int:
+    return next(place for place in places if place > at)
 
 
 def first_missing(stages: Sequence[Entered], entered: Sequence[Entered]) -> Entered | None:
