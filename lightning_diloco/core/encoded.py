@@ -15,10 +15,10 @@ Source: our choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +29,6 @@ from lightning_diloco.core.layout import Entry, FragmentLayout
 from lightning_diloco.core.quantize import Decoder, scaled
 
 _CHUNK_NUMEL = 1 << 16  # of each contributor, decoded at a time; 256 KiB as float32, which fit a core's cache
-
-_T = TypeVar("_T")
 
 # Every call walks over the chunks of one slice from the start: yields (start, the values of all contributors there).
 Chunks = Callable[[], Iterator[tuple[int, Tensor]]]
@@ -100,28 +98,32 @@ class Encoded:
         num = len(self._decoders)
         gram_EMM = torch.zeros(len(layout.entries), num, num, dtype=torch.float64)
         units = [(e, *unit) for e, entry in enumerate(layout.entries) for unit in self._units(entry, native.UNIT_NUMEL)]
-        found = self._each(self._dots, [unit[1:] for unit in units])
+        ranges = [unit[1:] for unit in units]
+        if self._kernels is not None:
+            kernels, size, payloads = self._kernels, self._block_size, self._addresses()
+            found = native.in_parallel(lambda *unit: torch.from_numpy(kernels.dots(payloads, *unit, size)), ranges)
+        else:
+            found = [self._dots(*unit) for unit in ranges]
         for (e, *_), dots_MM in zip(units, found, strict=True):
             gram_EMM[e] += dots_MM
         return Measured(gram_EMM)
 
     def weighted_sum(self, entry: Entry, coefs: Sequence[float], out_P: Tensor) -> None:
         """Write sum(coef_m v_m) of one slice to the bfloat16 fragment out_P."""
-        kernels, size = self._kernels, self._block_size
+        if self._kernels is not None:
+            kernels, size, out = self._kernels, self._block_size, native.array(out_P)
+            payloads, weights = self._addresses(), np.array(coefs)
 
-        def add(start: int, stop: int) -> None:
+            def add(start: int, stop: int) -> None:
+                kernels.weighted_sum(payloads, weights, start, out[start:stop], size)
+
+            native.in_parallel(add, self._units(entry, native.UNIT_NUMEL))
+            return
+        for start, stop in self._units(entry, _CHUNK_NUMEL):
             total_C = torch.full((self._padded(stop - start),), -0.0)  # -0.0 + x is x, also for x = -0.0
-            if kernels is None:
-                for decoder, coef in zip(self._decoders, coefs, strict=True):
-                    total_C += decoder.read_scaled(start, torch.empty_like(total_C), coef)
-                out_P[start:stop] = total_C[: stop - start]
-                return
-            total = total_C[: stop - start].numpy()
             for decoder, coef in zip(self._decoders, coefs, strict=True):
-                kernels.add_weighted(*decoder.arrays(start, stop), coef, total, size)
-            kernels.to_bfloat16(total, native.array(out_P[start:stop]))
-
-        self._each(add, self._units(entry, _CHUNK_NUMEL))
+                total_C += decoder.read_scaled(start, torch.empty_like(total_C), coef)
+            out_P[start:stop] = total_C[: stop - start]
 
     def chunks(self, entry: Entry) -> Chunks:
         """Return the values of all contributors to a slice, chunk by chunk."""
@@ -137,10 +139,7 @@ class Encoded:
 
     def _dots(self, start: int, stop: int) -> Tensor:
         """Return the dot products of all pairs in one unit, float64."""
-        kernels, size, decoders = self._kernels, self._block_size, self._decoders
-        if kernels is not None:
-            arrays = [decoder.arrays(start, stop) for decoder in decoders]
-            return _symmetric(lambda m, n: kernels.dot(*arrays[m], *arrays[n], size), len(arrays))
+        size, decoders = self._block_size, self._decoders
         values_MC = torch.zeros(len(decoders), self._padded(stop - start), dtype=torch.float64)
         read = [decoder.read_integers(start, row) for decoder, row in zip(decoders, values_MC, strict=True)]
         values_MC[:, stop - start :] = 0
@@ -152,9 +151,10 @@ class Encoded:
         dots_BMM = torch.bmm(values_BMS, values_BMS.transpose(1, 2)).mul_(scales_BM[:, :, None] * scales_BM[:, None, :])
         return _in_order(dots_BMM)
 
-    def _each(self, call: Callable[..., _T], units: Iterable[tuple[int, ...]]) -> list[_T]:
-        """Call a function with each unit, in parallel unless torch does that."""
-        return [call(*unit) for unit in units] if self._kernels is None else native.in_parallel(call, units)
+    def _addresses(self) -> native.Array:
+        """Where the integers and the scales of each contribution lie in memory, for `kernels.py`."""
+        encoded = [decoder.encoded(0, self._numel) for decoder in self._decoders]
+        return np.array([[x.data_ptr() for x in pair] for pair in encoded], dtype=np.int64)
 
     def _units(self, entry: Entry, numel: int) -> list[tuple[int, int]]:
         """Cut a slice into units of whole blocks; returns start and stop in the fragment."""

@@ -11,8 +11,12 @@ A last block may be short.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import njit
+from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba.core import cgutils
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 _compiled = njit(nogil=True, cache=True, error_model="numpy")
@@ -20,6 +24,8 @@ _compiled = njit(nogil=True, cache=True, error_model="numpy")
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int8]
 Halves = NDArray[np.uint16]  # bfloat16
+Doubles = NDArray[np.float64]
+Addresses = NDArray[np.int64]  # (contributors, 2): of the integers and of the scales, so that M is not part of the type
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITE = np.uint32(0x7F800000)
@@ -47,6 +53,29 @@ def _scale_for(largest: np.uint32, num_levels: np.float32) -> np.uint16:
 def _divisor_for(scale: np.uint16) -> np.float32:
     divisor = _widened(scale)
     return divisor if divisor != 0 else np.float32(np.inf)
+
+
+def _pointer_type(_: Any, address: Any) -> tuple[Any, Any]:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+_pointer: Any = intrinsic(_pointer_type)  # an address as the pointer that numba's `carray` takes
+
+
+@_compiled
+def _integers(address: int, numel: int) -> Integers:
+    """int8 values in memory."""
+    values: Integers = carray(_pointer(address), numel, np.int8)
+    return values
+
+
+@_compiled
+def _scale(address: int, block: int) -> np.float32:
+    """One of the bfloat16 scales in memory."""
+    return _widened(carray(_pointer(address), block + 1, np.uint16)[block])
 
 
 @_compiled
@@ -84,25 +113,47 @@ def add_weighted(q: Integers, scales: Halves, coef: float, out: Floats, block_si
 
 
 @_compiled
-def to_bfloat16(x: Floats, out: Halves) -> None:
-    """Round to nearest even."""
-    bits = x.view(np.uint32)
-    for i in range(len(x)):
-        odd = np.uint32(np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1))
-        out[i] = np.uint16(np.uint32(bits[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+def weighted_sum(payloads: Addresses, coefs: Doubles, start: int, out: Halves, block_size: int) -> None:
+    """Write the weighted sum of several quantized vectors, from value start on, rounded to nearest even."""
+    total = np.empty(block_size, np.float32)
+    bits = total.view(np.uint32)
+    for at in range(0, len(out), block_size):
+        numel = min(block_size, len(out) - at)
+        total[:] = np.float32(-0.0)  # -0.0 + x is x, also for x = -0.0
+        for m in range(len(coefs)):
+            q = _integers(payloads[m, 0] + start + at, numel)
+            scale = _scale(payloads[m, 1], (start + at) // block_size)
+            weight = np.float32(coefs[m] * np.float64(scale))
+            for i in range(numel):
+                total[i] += np.float32(q[i]) * weight
+        rounded = out[at : at + numel]
+        for i in range(numel):
+            odd = np.uint32(np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1))
+            rounded[i] = np.uint16(np.uint32(bits[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
 @_compiled
-def dot(q: Integers, scales: Halves, other_q: Integers, other_scales: Halves, block_size: int) -> float:
-    """Dot product of two quantized vectors, float64; exact within a block, then summed block after block."""
-    total = 0.0
-    for b in range(len(scales)):
-        left, right = q[b * block_size : (b + 1) * block_size], other_q[b * block_size : (b + 1) * block_size]
-        inner = np.int32(0)
-        for i in range(len(left)):
-            inner = np.int32(inner + np.int32(np.int32(left[i]) * np.int32(right[i])))
-        total += np.float64(_widened(scales[b])) * np.float64(_widened(other_scales[b])) * np.float64(inner)
-    return total
+def dots(payloads: Addresses, start: int, stop: int, block_size: int) -> Doubles:
+    """Dot products of all pairs of several quantized vectors; exact in a block, then added up block after block."""
+    num = len(payloads)
+    sums = np.zeros((num, num), np.float64)
+    for at in range(start, stop, block_size):
+        numel = min(block_size, stop - at)
+        for m in range(num):
+            left, left_scale = (
+                _integers(payloads[m, 0] + at, numel),
+                np.float64(_scale(payloads[m, 1], at // block_size)),
+            )
+            for n in range(m + 1):
+                right = _integers(payloads[n, 0] + at, numel)
+                inner = np.int32(0)
+                for i in range(numel):
+                    inner = np.int32(inner + np.int32(np.int32(left[i]) * np.int32(right[i])))
+                sums[m, n] += left_scale * np.float64(_scale(payloads[n, 1], at // block_size)) * np.float64(inner)
+    for m in range(num):
+        for n in range(m):
+            sums[n, m] = sums[m, n]
+    return sums
 
 
 @_compiled

@@ -88,6 +88,14 @@ def gather(layout: FragmentLayout, tensors: Mapping[str, Tensor], out: Tensor) -
     return out
 
 
+def zero_padding(layout: FragmentLayout, flat: Tensor) -> None:
+    """Set what lies between the slices of a flat fragment to zero."""
+    ends = [entry.offset + entry.numel for entry in layout.entries]
+    starts = [*(entry.offset for entry in layout.entries[1:]), layout.padded_numel]
+    for end, start in zip(ends, starts, strict=True):
+        flat[end:start].zero_()
+
+
 def gather_slice(layout: FragmentLayout, k: int, tensors: Mapping[str, Tensor], out: Tensor) -> None:
     """Copy one slice like `gather`, and zero the padding up to the next one."""
     entry, following = layout.entries[k], layout.entries[k + 1 : k + 2]

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import Merge, Wire
+from lightning_diloco.core import native
 from lightning_diloco.core.encoded import Chunks, Encoded, Measured
-from lightning_diloco.core.layout import FragmentLayout
+from lightning_diloco.core.layout import FragmentLayout, zero_padding
 from lightning_diloco.errors import ConfigError
 
 MIN_ROBUST = 3
@@ -101,7 +102,8 @@ def merge_fragment(
     if min(kept) < 1:
         source = source.scaled(kept)
         measured = source.measured(layout)
-    out_P = torch.zeros(layout.padded_numel, dtype=torch.bfloat16)
+    out_P = native.empty(layout.padded_numel, torch.bfloat16)
+    zero_padding(layout, out_P)
     square, dots = 0.0, [0.0] * len(norms)
     for entry, gram in zip(layout.entries, measured.gram_EMM.tolist(), strict=True):
         kind = "mean" if entry.merge == "mean" else merge

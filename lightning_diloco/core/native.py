@@ -12,8 +12,10 @@ Source: our choice.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -37,6 +39,8 @@ _T = TypeVar("_T")
 _loaded: ModuleType | None = None
 _thread: threading.Thread | None = None
 _starting = threading.Lock()
+_NUM_FREE = 5  # the state of a fragment, its update and its gradient
+_free: list[Array] = []
 
 
 def warm_up(numel: int) -> None:
@@ -85,9 +89,37 @@ def array(x: Tensor) -> Array:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x.detach()).numpy()
 
 
-def empty(numel: int, dtype: type[Any]) -> Tensor:
-    """Allocate a tensor by numpy, which asks for large pages: the first write to it is then twice as fast."""
-    return torch.from_numpy(np.empty(numel, dtype))
+def empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """Allocate a tensor on the host in memory that was used before, if there is some: new memory is slow to write.
+
+    Memory comes from numpy, which asks for large pages. It is used again as soon as nothing refers to it any more: no
+    tensor, array or memoryview, in any thread.
+    """
+    nbytes = numel * dtype.itemsize
+    if nbytes < SMALLEST_NUMEL:
+        return torch.empty(numel, dtype=dtype)
+    memory = _taken(nbytes)
+    lent = (ctypes.c_char * memory.nbytes).from_buffer(memory.data)
+    weakref.finalize(lent, _give_back, memory).atexit = False
+    return torch.frombuffer(lent, dtype=dtype, count=numel)
+
+
+def _taken(nbytes: int) -> Array:
+    for _ in range(len(_free)):
+        try:
+            memory = _free.pop(0)
+        except IndexError:  # another thread took it
+            break
+        if nbytes <= memory.nbytes <= 1.25 * nbytes:
+            return memory
+        _free.append(memory)
+    return np.empty(nbytes, np.uint8)
+
+
+def _give_back(memory: Array) -> None:
+    """Keep memory for the next one; runs in the thread that drops the last reference, so it takes no lock."""
+    _free.append(memory)
+    del _free[:-_NUM_FREE]
 
 
 @cache
@@ -110,6 +142,7 @@ def _compile(kernels: Any) -> None:
     kernels.quantize(x, q, scales, 16, INT8_LEVELS)
     kernels.dequantize(q, scales, x, 16)
     kernels.add_weighted(q, scales, 1.0, x, 16)
-    kernels.to_bfloat16(x, np.zeros(16, np.uint16))
-    kernels.dot(q, scales, q, scales, 16)
+    payloads = np.array([[q.ctypes.data, scales.ctypes.data]])
+    kernels.weighted_sum(payloads, np.ones(1), 0, np.zeros(16, np.uint16), 16)
+    kernels.dots(payloads, 0, 16, 16)
     kernels.outer_step(np.zeros(16, np.uint16), (x,) * 3, (x,) * 3, (q, scales), (f32(0),) * 3, 16, INT8_LEVELS)

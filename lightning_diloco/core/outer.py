@@ -92,7 +92,7 @@ def outer_step(
     Raises:
         NonFiniteError: the momentum or the update is not finite. In place, the state is then lost.
     """
-    after = state if in_place else OuterState(*(native.empty(x.numel(), np.float32) for x in state.tensors))
+    after = state if in_place else OuterState(*(native.empty(x.numel(), torch.float32) for x in state.tensors))
     if (kernels := native.kernels_for(outer_gradient, 8 if wire == "int8" else None)) is not None:
         coefs = (momentum_coef.decay, momentum_coef.push, lr)
         return after, _native_step(kernels, state, after, outer_gradient, coefs=coefs, block_size=block_size)
@@ -115,7 +115,7 @@ def _native_step(
     block_size: int,
 ) -> Tensor:
     numel = gradient_P.numel()
-    update = native.empty(wire_nbytes(numel, "int8", block_size), np.uint8)
+    update = native.empty(wire_nbytes(numel, "int8", block_size), torch.uint8)
     q, scales = native.array(update[:numel].view(torch.int8)), native.array(update[numel:].view(torch.bfloat16))
     gradient, numbers = native.array(gradient_P), tuple(np.float32(coef) for coef in coefs)
     old, new = ([native.array(x) for x in state.tensors] for state in (before, after))

@@ -54,7 +54,8 @@ def encode_unchecked(x: Tensor, *, wire: Wire, block_size: int) -> Tensor:
         return x.to(_FLOATS[wire], copy=True).view(torch.uint8)
     bits = _BITS[wire]
     num_integers = packed_nbytes(x.numel(), bits, block_size)
-    buffer = torch.empty(wire_nbytes(x.numel(), wire, block_size), dtype=torch.uint8, device=x.device)
+    nbytes = wire_nbytes(x.numel(), wire, block_size)
+    buffer = native.empty(nbytes, torch.uint8) if x.device.type == "cpu" else x.new_empty(nbytes, dtype=torch.uint8)
     scales_B = buffer[num_integers:]
     is_aligned = num_integers % 2 == 0
     scales_B = (

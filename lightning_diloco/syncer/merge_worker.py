@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -107,6 +108,8 @@ class MergeWorker:
         except NonFiniteError as error:
             # In this order: while a commit counts as being written, nothing of its members is judged.
             return [events.CommitFailed(p, job.round, str(error)), _refuse_longest(gradient, str(error))]
+        hashing = threading.Thread(target=getattr, args=(anchor, "digest"), name="diloco-digest")
+        hashing.start()  # while the disk writes
         try:
             record = job.record
             if self._recorder is not None:
@@ -115,6 +118,8 @@ class MergeWorker:
         except StorageError as error:
             self._disk_failed(str(error))
             return [events.CommitFailed(p, job.round, str(error))]
+        finally:
+            hashing.join()
         made = events.Committed(p, job.round, anchor.digest)
         return [DurableCommit(made, anchor, gradient.job.action.contributions, gradient.report)]
 

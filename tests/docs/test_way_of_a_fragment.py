@@ -99,7 +99,7 @@ def test_the_way_is_short(entered: list[Entered]) -> None:
     assert len({where for where, _ in STAGES}) <= MAX_FILES
 
 
-@pytest.mark.parametrize("k", [5, 12, 21, 26])
+@pytest.mark.parametrize("k", [8, 12, 21, 26])
 def test_stages_in_another_order_are_found(entered: list[Entered], k: int) -> None:
     swapped = stages()
     swapped[k], swapped[k + 1] = swapped[k + 1], swapped[k]
