@@ -137,19 +137,23 @@ def dots(payloads: Addresses, start: int, stop: int, block_size: int) -> Doubles
     """Dot products of all pairs of several quantized vectors; exact in a block, then added up block after block."""
     num = len(payloads)
     sums = np.zeros((num, num), np.float64)
+    wide = np.empty((num, block_size), np.int16)
+    scales = np.empty(num, np.float64)
     for at in range(start, stop, block_size):
         numel = min(block_size, stop - at)
         for m in range(num):
-            left, left_scale = (
-                _integers(payloads[m, 0] + at, numel),
-                np.float64(_scale(payloads[m, 1], at // block_size)),
-            )
+            scales[m] = _scale(payloads[m, 1], at // block_size)
+            q, row = _integers(payloads[m, 0] + at, numel), wide[m]
+            for i in range(numel):
+                row[i] = q[i]
+        for m in range(num):
+            left = wide[m, :numel]
             for n in range(m + 1):
-                right = _integers(payloads[n, 0] + at, numel)
+                right = wide[n, :numel]
                 inner = np.int32(0)
                 for i in range(numel):
                     inner = np.int32(inner + np.int32(np.int32(left[i]) * np.int32(right[i])))
-                sums[m, n] += left_scale * np.float64(_scale(payloads[n, 1], at // block_size)) * np.float64(inner)
+                sums[m, n] += scales[m] * scales[n] * np.float64(inner)
     for m in range(num):
         for n in range(m):
             sums[n, m] = sums[m, n]
