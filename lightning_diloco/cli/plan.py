@@ -30,7 +30,17 @@ _EXAMPLE = """examples:
   diloco plan recipes/tiny/gpt.yaml --learners 2 --link 1Gbit --step 200ms
   diloco plan gemma/12b-8gpu --learners 8 --link 2Gbit --rtt 40ms --mtbf 6h --json"""
 _RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "wire")
-_DEFAULTS = {"learners": 2, "link": 1e9, "rtt": 0.04, "step": 1.0, "restart": 120.0, "pauses": 0.0, "disk_rate": 1e9}
+_DEFAULTS = {
+    "learners": 2,
+    "link": 1e9,
+    "rtt": 0.04,
+    "step": 1.0,
+    "restart": 120.0,
+    "pauses": 0.0,
+    "disk_rate": 1e9,
+    "syncer_cores": 2,
+    "syncer_memory_rate": 20e9,
+}
 _MARK = "# plan:"
 
 
@@ -64,6 +74,9 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     add("--mtbf", type=seconds, metavar="TIME", help="mean time between failures of a learner, such as 6h (none)")
     add("--restart", type=seconds, metavar="TIME", help="time from a failure to the next step (2min)")
     add("--disk-rate", type=nbytes, metavar="SIZE", help="bytes per second that the syncer's disk can write (1GB)")
+    add("--syncer-cores", type=int, metavar="N", help="cores of the syncer (2)")
+    memory_rate = "bytes per second that the syncer's memory moves, see tests/bench/syncer_round.py (20GB)"
+    add("--syncer-memory-rate", type=nbytes, metavar="SIZE", help=memory_rate)
     for what in ("device-memory", "host-memory", "syncer-memory", "syncer-disk"):
         add(f"--{what}", type=nbytes, metavar="SIZE", help="such as 80GiB (not checked)")
 
@@ -133,6 +146,8 @@ def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:
             step_s=machines["step"],
             syncer_link_bps=machines.get("syncer_link"),
             disk_bytes_per_s=machines["disk_rate"],
+            syncer_cores=machines["syncer_cores"],
+            memory_bytes_per_s=machines["syncer_memory_rate"],
         ),
         on_cpu=drawn.accelerator == "cpu",
         mtbf_s=machines.get("mtbf"),
@@ -201,7 +216,8 @@ def _notes(found: Forecast, drawn: Blueprint) -> list[str]:
     devices = scenario.training.devices
     notes = [
         f"a stream gets {LINK_SHARE:.0%} of its link; the syncer's disk writes "
-        f"{scenario.fleet.disk_bytes_per_s / 1e9:.1f} GB/s; the syncer merges on one thread",
+        f"{scenario.fleet.disk_bytes_per_s / 1e9:.1f} GB/s; it has {scenario.fleet.syncer_cores} core(s), numba, and "
+        f"memory that moves {scenario.fleet.memory_bytes_per_s / 1e9:.0f} GB/s",
         f"parameters, gradients, two moments per parameter and anchors are spread evenly over {devices} device(s); "
         "allocator, kernels and data loading are not counted",
     ]

@@ -5,7 +5,8 @@
 1. Links are full duplex. A stream gets LINK_SHARE of its link and at most STREAM_BPS; each direction is one TLS
    connection.
 2. All members of a round upload at once, and all learners download at once. They share the syncer's link.
-3. The syncer merges on one thread, at the cost given below.
+3. The syncer merges one fragment at a time, with all its cores, as fast as they compute or as its memory moves bytes,
+   whichever takes longer. A core's share was measured with one and two cores; for more it is an assumption.
 4. Data parallel training needs the bandwidth of a ring all-reduce of the gradients in every step.
 
 Source: our choice; the constants were measured on a 2-core machine, see their comments.
@@ -21,9 +22,13 @@ from lightning_diloco.planner.memory import FragmentSizes, Training
 LINK_SHARE = 0.8  # one stream over 40 ms at 2 Gbit/s: 0.70 .. 0.92 of a raw socket
 STREAM_BPS = 6e9  # one TLS stream tops out near 0.8 GB/s
 DISK_BYTES_PER_S = 1e9
-# Seconds per value of a fragment, one thread, int8: decode twice per contribution; outer step, publish and digest.
-MERGE_S = 0.9e-9
-OUTER_S = 14e-9
+MEMORY_BYTES_PER_S = 20e9  # what one core moves, alone
+# Seconds of one core per value of a fragment, int8, by the compiled loops: see tests/bench/syncer_round.py.
+CONTRIBUTION_S, PAIR_S = 0.12e-9, 0.084e-9  # each contribution is added up, each pair is compared
+OUTER_S = 1.0e-9  # outer step and publication
+DIGEST_S = 2.6e-9  # by one core, while the log is written
+# Bytes of memory traffic per value: contributions are read twice; new memory costs more than its own writing.
+_MERGE_BYTES, _OUTER_BYTES = 2, 1.4 * 27
 
 _BITS = 8
 _FLOAT32_BYTES = 4
@@ -43,6 +48,8 @@ class Machines:
         syncer_link_bps: bits per second of the syncer's link; None: M times link_bps, so that it is never the
             bottleneck.
         disk_bytes_per_s: write rate of the syncer's disk, fsync included.
+        syncer_cores: cores of the syncer's machine.
+        memory_bytes_per_s: bytes per second that the syncer's memory moves, with all cores.
     """
 
     num_learners: int = 8
@@ -51,6 +58,8 @@ class Machines:
     step_s: float = 2.0
     syncer_link_bps: float | None = None
     disk_bytes_per_s: float = DISK_BYTES_PER_S
+    syncer_cores: int = 2
+    memory_bytes_per_s: float = MEMORY_BYTES_PER_S
 
     @property
     def learner_stream_bps(self) -> float:
@@ -76,7 +85,7 @@ class Exchange:
         upload_s: upload of one contribution while all learners upload.
         download_s: download of one update while all learners download.
         merge_s: merge and outer step.
-        log_s: durable write of the redo log's record.
+        log_s: durable write of the redo log's record; the digest is computed meanwhile.
         landing_s: from snapshot to landing, without the wait for the next step boundary.
         overlap_s: time that the schedule allows for this: `overlap` steps.
         period_s: time between two fragments.
@@ -98,8 +107,8 @@ class Exchange:
     def of(cls, sizes: FragmentSizes, config: RunConfig, fleet: Machines) -> Exchange:
         """Compute the times for these fragments in this fleet."""
         transfer_s = fleet.rtt_s + _BITS * sizes.nbytes / fleet.stream_bps
-        merge_s = sizes.numel * (OUTER_S + MERGE_S * fleet.num_learners)
-        log_s = _LOG_BYTES * sizes.numel / fleet.disk_bytes_per_s
+        merge_s = sizes.numel * _merge_s(fleet)
+        log_s = sizes.numel * max(_LOG_BYTES / fleet.disk_bytes_per_s, DIGEST_S)
         whole_s = _BITS * _FLOAT32_BYTES * sizes.total_numel / fleet.learner_stream_bps
         return cls(
             upload_s=transfer_s,
@@ -112,6 +121,14 @@ class Exchange:
             adopt_s=whole_s,
             seed_s=whole_s,
         )
+
+
+def _merge_s(fleet: Machines) -> float:
+    """Return the seconds per value of a merge of all learners' contributions and of the outer step."""
+    m, cores, memory = fleet.num_learners, fleet.syncer_cores, fleet.memory_bytes_per_s
+    pairs = m * (m + 1) / 2
+    merging_s = max((CONTRIBUTION_S * m + PAIR_S * pairs) / cores, _MERGE_BYTES * (m + 1) / memory)
+    return merging_s + max(OUTER_S / cores, _OUTER_BYTES / memory)
 
 
 def sweep_s(config: RunConfig, fleet: Machines) -> float:

@@ -197,7 +197,7 @@ def _rates(sizes: FragmentSizes, config: RunConfig, fleet: Machines, exchange: E
         "syncer's merge thread",
         exchange.merge_s / exchange.period_s,
         f"{exchange.merge_s:.2f} of {exchange.period_s:.2f} s per fragment",
-        "a smaller model",
+        "a syncer with more cores and faster memory",
     )
     yield Resource(
         "rate",

@@ -74,6 +74,7 @@ TABLES = {
     "straggler": Table(HERE / "results" / "straggler.json", _rows),
     "xla_step": Table(HERE / "results" / "xla_step.json", _rows),
     "ranks_step": Table(HERE / "results" / "ranks_step.json", _rows),
+    "syncer_round": Table(HERE / "results" / "syncer_round.json", _rows),
     "attacks": Table(HERE / "results" / "attacks.json", _rows),
     "forecast": Table(RECIPE.parent / "results" / "forecast.json", _rows),
     "memory": Table(RECIPE.parent / "results" / "memory.json", _rows),

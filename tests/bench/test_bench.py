@@ -19,6 +19,7 @@ from lightning_diloco.protocol.events import Verdict
 from lightning_diloco.protocol.syncer.conduct import Conduct
 from lightning_diloco.protocol.syncer.roster import Member
 from tests.bench import (
+    at_size,
     attacks,
     broken_learner,
     busy_survivors,
@@ -47,6 +48,13 @@ def test_the_loop_of_a_syncer_is_measured_while_leases_come_and_go() -> None:
     assert 0.0 < found["cpu_s_per_s"] < 1.0
     assert found["commits_per_s"] > 0.5
     assert 4 < found["leases_each"] < 20
+
+
+@pytest.mark.slow
+def test_a_fragment_goes_over_the_wire_and_back() -> None:
+    found = at_size.measure(200_000, 2, 1, rounds=3)
+    assert found["last byte to offer [s]"] > 0
+    assert 2 <= found["log bytes per parameter"] < 2.1
 
 
 @pytest.fixture

@@ -259,6 +259,11 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             of=("python tests/bench/run.py quality",),
             says="missed a bound: none",
         ),
+        Step(
+            line="python tests/bench/run.py syncer_round --numel 1e6 --threads 1 --repeats 1 || [ $? -eq 1 ]",
+            of=("python tests/bench/run.py syncer_round --numel 64e6 256e6 --contributors 4 8",),
+            says="control: torch",
+        ),
         Step(line="python -m tests.bench.render", of=("python -m tests.bench.render",)),
     ),
     "contributing": (
@@ -286,6 +291,7 @@ NOT_HERE = {
     ".ci/run": "downloads two environments; this test is a part of it",
     "python tests/bench/run.py loss_by_participation exchange straggler ranks_step attacks": "an hour; see tests/bench",
     "PJRT_DEVICE=CPU python -m tests.bench.xla_step": "ten minutes, with torch_xla; tests/xla run it with less of all",
+    "python tests/bench/run.py at_size": "takes 24 GB; tests/bench run it with a small fragment",
     "python tests/bench/run.py chaos recoveries soak survivors busy_survivors forecast": "two hours; likewise",
 }
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,15 @@ class Peer:
     Args:
         connection: its own.
         learner: its id.
+
+    Attributes:
+        model, options: of the run, if this is the first one and seeds it.
+        wait_s: how long it waits for a message.
     """
+
+    model: ModelDescription = MODEL
+    options: Mapping[str, Any] = OPTIONS
+    wait_s = WAIT_S
 
     def __init__(self, connection: Connection, learner: str) -> None:
         self.connection = connection
@@ -59,7 +67,7 @@ class Peer:
 
     def hear(self, kind: Any, again: messages.FromLearner | None = None, **wanted: Any) -> Any:
         """Wait for a message with these fields, saying `again` from time to time; what came before it is forgotten."""
-        until_s = time.monotonic() + WAIT_S
+        until_s = time.monotonic() + self.wait_s
         while time.monotonic() < until_s:
             while self._heard:
                 message = self._heard.pop(0)
@@ -71,7 +79,7 @@ class Peer:
             self._heard += [messages.decode(values, messages.FromSyncer) for values in told]
             if again is not None and not told:
                 self.say(again)
-        raise AssertionError(f"{self.learner} waited {WAIT_S:.0f} s for {kind} {wanted}")
+        raise AssertionError(f"{self.learner} waited {self.wait_s:.0f} s for {kind} {wanted}")
 
     def join(self) -> messages.Welcome:
         """Hello to active; seeds the run if it is empty."""
@@ -79,11 +87,12 @@ class Peer:
         self.say(hello)
         answer = self.hear((messages.Welcome, messages.SeedGrant))
         if isinstance(answer, messages.SeedGrant):
-            manifest, plan = make_manifest(MODEL, {**answer.options, **OPTIONS})
+            manifest, plan = make_manifest(self.model, {**answer.options, **self.options})
+            config = plan_of(manifest)[1]
             for p in range(plan.num_fragments):
                 header: Json = {"what": "seed", "session": self.session, "lease": answer.lease, "fragment": p}
-                values = torch.linspace(-1.0, 1.0, plan.layout(p, 16).padded_numel)
-                self.connection.put(Bulk(header, bytes_of(values)), deadline_s=5.0)
+                values = torch.linspace(-1.0, 1.0, plan.layout(p, config.block_size).padded_numel)
+                self.connection.put(Bulk(header, bytes_of(values)), deadline_s=self.wait_s)
             self.say(messages.SeedPlan(answer.lease, manifest), hello)
             answer = self.hear(messages.Welcome)
         plan, _ = plan_of(answer.manifest)

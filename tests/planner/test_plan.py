@@ -193,7 +193,7 @@ def test_twelve_billion_parameters_fit_eight_learners(link_bps: float) -> None:
     [
         ({"link_bps": 1e8}, "learner's link"),
         ({"syncer_link_bps": 1e9}, "syncer's link"),
-        ({"sync_every": 96}, "syncer's merge thread"),
+        ({"syncer_cores": 1, "memory_bytes_per_s": 1e9}, "syncer's merge thread"),
         ({"overlap": 1}, "overlap"),
         ({"disk_bytes_per_s": 2e7}, "syncer's disk"),
     ],

@@ -27,6 +27,7 @@ SIZES = {
     "mistral/12b-v5p.yaml": 12_247_782_400,
 }
 LARGEST = [name for name in SIZES if "12b" in name]
+SLOW_LINK = ["--sync-every", "48", "--num-fragments", "48"]
 
 
 def plan(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> dict[str, Any]:
@@ -48,12 +49,20 @@ def test_all_sizes_are_tested() -> None:
 
 
 @pytest.mark.parametrize("name", LARGEST)
-@pytest.mark.parametrize("link", ["2Gbit", "5Gbit"])
-def test_twelve_billion_parameters_fit_eight_learners(name: str, link: str, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = plan(capsys, name, "--learners", "8", "--link", link)
-    assert max(load for load in figures["loads"].values() if load is not None) < 0.9
+@pytest.mark.parametrize("options", [["--link", "5Gbit"], ["--link", "2Gbit", *SLOW_LINK]])
+def test_twelve_billion_parameters_fit_eight_learners(
+    name: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = plan(capsys, name, "--learners", "8", *options)
+    assert max(load for load in figures["loads"].values() if load is not None) < 1  # the paper's H, P and tau, as asked
     assert figures["goodput"] > 0.95
-    assert figures["data_parallel_bps"] > 100 * figures["learner_up_bps"]
+    assert figures["data_parallel_bps"] > 80 * figures["learner_up_bps"]
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_links_of_2_gbit_take_what_the_readme_says(name: str) -> None:
+    assert main(["plan", str(RECIPES / name), "--json", "--link", "2Gbit"]) == 1
+    assert f"`{' '.join(SLOW_LINK)}`" in (RECIPES / "gemma" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", SIZES)
