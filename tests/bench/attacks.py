@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import statistics
@@ -222,20 +221,14 @@ def _checked(
         f"honest learners make {left:.2f} of their steps meanwhile, at least {MIN_SPEED:.2f}": left >= MIN_SPEED,
         f"control: a learner that is stopped is an effect ({control})": control is not None,
     }
-    return {"circumstances": report.circumstances(), "rows": rows, "checks": checks}
+    return {"rows": rows, "checks": checks}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, store; 1 if a check fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(argv)
+    args = report.options(__doc__).parse_args(argv)
     with tempfile.TemporaryDirectory() as root:
-        found = run(Path(root))
-    print(report.table(found["rows"]))
-    print("\n" + report.verdicts(found["checks"]))
-    report.store(args.out, found)
-    return int(not all(found["checks"].values()))
+        return report.conclude(args.out, **run(Path(root)))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
-import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,6 +32,7 @@ from lightning_diloco.simulate.process import SimulatedLearner
 from tests.bench import report
 from tests.bench.tasks import BATCH, Classifier, Task
 from tests.bench.training_fleet import TrainingFleet, Trains
+from tests.bench.trials import by_seed
 
 STEPS, LEARNERS = 800, 4
 BOUND = 0.02
@@ -129,9 +125,8 @@ class BrokenFleet(TrainingFleet):
 
     def __init__(self, *args: Any, spoil: Spoil, from_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._spoil, self._from_s, self._numbers = spoil, from_s, itertools.count()
+        self._spoil, self._from_s = spoil, from_s
         self.culprit = list(self.learners.values())[-1]
-        self.likenesses: list[tuple[str, float]] = []
 
     def _sent(self, learner: SimulatedLearner, p: int, payload: Tensor) -> Tensor:
         if learner is not self.culprit or self.now_s < self._from_s:
@@ -165,20 +160,20 @@ def outcome(
     )  # fmt: skip
     with contextlib.nullcontext() if guarded else _unguarded():
         try:
-            fleet.run_to_the_end(limit_s=3.0 * steps + 500)
+            loss = fleet.anchor_loss(limit_s=3.0 * steps + 500, num_sound=LEARNERS - 1)
         except NonFiniteError:
             assert not guarded
             return {"loss": float("inf"), "refused": 0, "merged": 0, "quarantined at step": None, "told": None}
-    honest = list(fleet.learners.values())[: LEARNERS - 1]
-    errors = [learner.error for learner in honest if learner.error]
-    assert not errors, errors
-    found = {"loss": fleet.show_anchor().validation_loss(), "refused": len(fleet.events("refused"))}
     first = next(iter(fleet.events("quarantine")), None)
     merged = sum(fleet.culprit.name in note.fields["learners"] for _, note in fleet.notes if note.event == "commit")
-
     told = [note.fields for _, note in (*fleet.events("rejected"), *fleet.events("quarantine"))]
-    found |= {"merged": merged if kind else 0, "told": told[0].get("reason", told[0].get("text")) if told else None}
-    return {**found, "quarantined at step": None if first is None else first[0] - from_step}
+    return {
+        "loss": loss,
+        "refused": len(fleet.events("refused")),
+        "merged": merged if kind else 0,
+        "told": told[0].get("reason", told[0].get("text")) if told else None,
+        "quarantined at step": None if first is None else first[0] - from_step,
+    }
 
 
 @contextlib.contextmanager
@@ -192,7 +187,6 @@ def _unguarded() -> Iterator[None]:
 
 
 def _trial(name: str | None, arm: str, seed: int, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(1)
     kind = None if name is None else KINDS[name]
     from_step = steps // 2 if arm == "from half time on" else 0
     return outcome(Classifier(seed), kind, steps=steps, guarded=arm != "control", from_step=from_step, **options)
@@ -205,19 +199,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each kind and arm: means over the seeds."""
     options = {"merge": args.merge} if args.merge else {}
     wanted: list[tuple[str | None, str]] = [(None, ARMS[0]), *((kind, arm) for kind in args.kinds for arm in args.arms)]
-    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        trials: dict[tuple[Any, ...], Any] = {
-            (*key, seed): pool.submit(partial(_trial, *key, seed, args.steps, options))
-            for key in wanted
-            for seed in args.seeds
-        }
-        found = {key: future.result() for key, future in trials.items()}
-    rows = []
-    for key in wanted:
-        each = [found[(*key, seed)] for seed in args.seeds]
-        alone = statistics.mean(found[(*wanted[0], seed)]["loss"] for seed in args.seeds)
+    found = by_seed(_trial, wanted, args.seeds, args.steps, options, jobs=args.jobs)
+    rows, alone = [], statistics.mean(one["loss"] for one in found[wanted[0]])
+    for (kind, arm), each in found.items():
         loss = statistics.mean(one["loss"] for one in each)
-        row: dict[str, Any] = {"fourth learner": key[0] or "none", "broken": key[1] if key[0] else "", "loss": loss}
+        row: dict[str, Any] = {"fourth learner": kind or "none", "broken": arm if kind else "", "loss": loss}
         row["against three"] = loss / alone - 1
         for name in ("merged", "refused"):
             row[name] = statistics.mean(one[name] for one in each)
@@ -243,23 +229,18 @@ def checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, store; 1 if a check fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--merge", choices=("rda", "mean", "trimmed_mean", "median"))
     parser.add_argument("--jobs", type=int, default=2, help="processes; each takes one core")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = run(args)
-    say(report.table(rows, [name for name in rows[0] if name != "told"]))
-    found = checks(rows)
-    say("\n" + report.verdicts(found))
-    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": found})
-    return int(not all(found.values()))
+    return report.conclude(args.out, rows, checks(rows), columns=[name for name in rows[0] if name != "told"])
 
 
 if __name__ == "__main__":

@@ -8,47 +8,38 @@ python -m tests.bench.busy_survivors --out tests/bench/results/busy_survivors.js
 2. The longest hook after the kill may exceed the longest one before by at most TOLERANCE_S. The hooks of a step are
    summed.
 3. A core that becomes free, or a process that imports torch, changes the other's step times by itself. Therefore the
-   same recipe also runs without the strategy, in two independent processes, one of which is killed in the same way. The
-   survivor's steps may slow down no more than there. The noise is estimated from the means of ten blocks of steps.
+   same recipe also runs without the strategy, beside a syncer that nobody joins, and one of its two processes is killed
+   in the same way. The survivor's steps may slow down no more than there. The noise is estimated from the means of ten
+   blocks of steps.
 4. In the control, a learner waits for a missing peer once its lease has run out. Both checks must fail.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import math
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from lightning_diloco.cli import run as cli_run
 from lightning_diloco.cli.faults import step_log as step_clock
 from lightning_diloco.cli.faults import story as chaos_story
-from lightning_diloco.cli.local.display import Screen
 from lightning_diloco.cli.local.feed import Status
-from lightning_diloco.cli.local.fleet import Command, Fleet
-from lightning_diloco.cli.local.interruption import Interruption
-from lightning_diloco.cli.local.run import Plan, execute
-from tests.bench import report, timed_recipe
+from lightning_diloco.cli.local.fleet import Fleet
+from lightning_diloco.cli.run import syncer_argv
+from tests.bench import local_run, report, timed_recipe
 from tests.bench.tiny import RECIPE
 
-ROOT = Path(__file__).parents[2]
 SURVIVOR, VICTIM = "l0", "l1"
 DEAD, AGAIN = "stays dead", "is started again"
 WARM_UP_S = 3.0
 START_S = 120.0
-LOOK_S = 0.1
 LINGER_S = 2.0  # the syncer would wait longer for a dead learner
 NUM_BLOCKS = 10
 T_95 = 2.101  # Student's t of 2 * (NUM_BLOCKS - 1) degrees of freedom, two-sided
@@ -121,40 +112,22 @@ def run(seconds: float, *, strategy: bool, restarts: bool, waits: bool = False) 
         restarts: whether the victim is restarted.
         waits: whether this is the control.
     """
-    with tempfile.TemporaryDirectory(prefix="diloco-survivors-") as name, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="diloco-survivors-") as name:
         run_dir, end = Path(name), Path(name) / "end"
         killer = Killer(run_dir / "learners", seconds, end)
-        waiting = ["--waits", str(end)] if waits else []
-        module = (sys.executable, "-m", "tests.bench.timed_recipe", *waiting, "--local", "2")
+        module = ("tests.bench.timed_recipe", *(["--waits", end] if waits else []), "--local", 2)
         options = [*OVERRIDES, f"--trainer.callbacks.path={end}", *([] if strategy else ["--trainer.strategy=auto"])]
-        plan = Plan(
-            run_dir=run_dir,
-            syncer_argv=(*cli_run.syncer_argv(run_dir, 2), *(["--lease-s", str(SHORT_LEASE_S)] if waits else [])),
-            learner_argv=(*module, str(RECIPE), *options),
-            num_learners=2,
-            threads=1,
+        lease = ("--lease-s", str(SHORT_LEASE_S)) if waits else ()
+        local_run.run(
+            run_dir,
+            (*module, RECIPE, *options),
+            2,
+            killer,
+            syncer_argv=(*syncer_argv(run_dir, 2), *lease),
             max_restarts=int(restarts),
             linger_s=LINGER_S,
         )
-        screen = stack.enter_context(Screen(Console(), live=False, period_s=30.0))
-        if strategy:
-            execute(plan, screen, stack.enter_context(Interruption()), meddle=killer)
-        else:
-            _execute_alone(plan, screen, killer)
         return _seen(run_dir, killer)
-
-
-def _execute_alone(plan: Plan, screen: Screen, killer: Killer) -> None:
-    """Run the learners of a plan without a syncer."""
-    with Fleet(max_restarts=plan.max_restarts, say=screen.say) as fleet:
-        for name in plan.learners:
-            folder = plan.run_dir / "learners" / name
-            env = {"DILOCO_RUN_DIR": str(plan.run_dir), "DILOCO_LEARNER": name, "OMP_NUM_THREADS": str(plan.threads)}
-            fleet.start(Command(name=name, argv=plan.learner_argv, log_path=folder / "log.txt", env=env))
-        while fleet.outcome(SURVIVOR) == "running":
-            killer(fleet, None)
-            time.sleep(LOOK_S)
-            fleet.watch()
 
 
 def _seen(run_dir: Path, killer: Killer) -> Seen:
@@ -259,13 +232,11 @@ def excess_of(seen: Seen, plain: Seen) -> tuple[float, float]:
     return math.expm1(change - plain_change), math.expm1(T_95 * math.hypot(error, plain_error))
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and store; return 1 if a check fails, or the control's does not."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="before and after the kill in each of five runs")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    os.environ["PYTHONPATH"] = str(ROOT)  # for the learners
     runs = [
         (how, *(run(args.seconds, strategy=strategy, restarts=how == AGAIN) for strategy in (True, False)))
         for how in (DEAD, AGAIN)
@@ -277,11 +248,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
         for name, seen in zip((f"the other {how}", f"plain, the other {how}"), both, strict=True)
     ]
     rows.append(row_of(f"control, the other {AGAIN}", control))
-    checks = checks_of(runs, control)
-    say(report.table(rows))
-    say("\n" + report.verdicts(checks))
-    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": checks})
-    return int(not all(checks.values()))
+    return report.conclude(args.out, rows, checks_of(runs, control))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Source: our choice. The best published step efficiency under failures is 85 %.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -128,11 +127,10 @@ def checks_of(found: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and store; return 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--run-dir", type=Path, help="run directory of a finished run; default: run COMMAND now")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="diloco-chaos-") as folder:
         run_dir = args.run_dir or Path(folder) / "run"
@@ -146,12 +144,7 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(run_dir / "chaos.png", args.out.with_suffix(".png"))
-    rows, checks = rows_of(found), checks_of(found)
-    say(report.table(rows))
-    say("\n" + report.verdicts(checks))
-    seen = {**report.circumstances(), "command": f"diloco {COMMAND}"}
-    report.store(args.out, {"circumstances": seen, "rows": rows, "checks": checks, "report": found})
-    return int(not all(checks.values()))
+    return report.conclude(args.out, rows_of(found), checks_of(found), command=f"diloco {COMMAND}", report=found)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ the hook that lands, and the copies that remain when the optimizer is about to c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tests.bench import report
@@ -98,20 +97,19 @@ def is_right(case: Case, failed: set[str]) -> bool:
     return case.must_fail <= failed if case.must_fail else not failed
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases; return 1 if one has an unexpected result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--numel", type=int, default=96 * 512**2, help="parameters, default 25M")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--sync-every", type=int, default=24)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = [measure(case, args) for case in CASES]
-    say(report.table(rows))
+    print(report.table(rows))
     bounds = ", ".join(f"{check.figure} <= {check.bound:g}" for check in CHECKS.values())
-    say(f"\n{args.numel / 1e6:.1f}M parameters, {args.step_s * 1e3:.0f} ms a step; checks: {bounds}")
+    print(f"\n{args.numel / 1e6:.1f}M parameters, {args.step_s * 1e3:.0f} ms a step; checks: {bounds}")
     report.store(args.out, {"circumstances": report.circumstances(), "rows": rows})
     return int(any(row["as it must"] == "NO" for row in rows))
 

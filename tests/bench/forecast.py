@@ -15,10 +15,9 @@ Source: our choice. The tolerance is the same for everything that `diloco plan` 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -119,10 +118,9 @@ def checks_of(runs: dict[str, dict[str, Any]]) -> dict[str, bool]:
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and store; return 1 if a bound is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = report.options(__doc__)
     parser.add_argument("--chaos", type=Path, metavar="RUN_DIR", help="run directory of `diloco chaos --compare`")
     args = parser.parse_args(argv)
     runs: dict[str, dict[str, Any]] = {}
@@ -138,12 +136,8 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     if args.chaos is not None:
         calm = chaos_story.read(args.chaos / "calm")
         runs[CHAOS] = run_of(chaos_story.read(args.chaos), pauses_of(calm))
-    rows, checks = [row_of(name, **run) for name, run in runs.items()], checks_of(runs)
-    say(report.table(rows))
-    say("\n" + report.verdicts(checks))
-    seen = {**report.circumstances(), "command": "python -m tests.bench.forecast"}
-    report.store(args.out, {"circumstances": seen, "rows": rows, "checks": checks, "runs": runs})
-    return int(not all(checks.values()))
+    rows = [row_of(name, **run) for name, run in runs.items()]
+    return report.conclude(args.out, rows, checks_of(runs), command="python -m tests.bench.forecast", runs=runs)
 
 
 if __name__ == "__main__":

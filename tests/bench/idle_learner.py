@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.cli.faults.step_log import StepClock
 from tests.bench.sleeper import Sleeping
+from tests.quiet import QUIET
 
 WIDTH = 64
 NUM_SAMPLES = 256  # few, because each epoch allocates its order, and a memory bench needs many epochs
@@ -89,10 +90,7 @@ def main() -> None:
         accelerator="cpu",
         devices=1,
         max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     leaks = args.leaker is not None and args.leaker == os.environ.get("DILOCO_LEARNER")
     module = Leaking(args.matrices, args.step_s, args.leak_bytes if leaks else 0)

@@ -1,4 +1,4 @@
-"""A callback for benches that records when each update of the anchor landed, like the step clock for steps."""
+"""What the learners of benches record while they train, and when each update of the anchor landed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,25 @@ from lightning.pytorch.callbacks import Callback
 PATTERN = "landings-*.f64"
 
 
+class Numbers:
+    """A file of float64 for this process, like that of the step clock; it survives SIGKILL.
+
+    Args:
+        folder: folder of the file.
+        pattern: its name; `*` is the pid.
+    """
+
+    def __init__(self, folder: Path, pattern: str) -> None:
+        self._path = folder / pattern.replace("*", str(os.getpid()))
+        self._fd: int | None = None
+
+    def append(self, *values: float) -> None:
+        """Add some in one write; the first of them makes the file."""
+        if self._fd is None:
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(self._fd, array("d", values).tobytes())
+
+
 class LandingClock(Callback):
     """Writes `landings-<pid>.f64` on rank 0, from outside the link; other strategies write no file.
 
@@ -22,16 +41,16 @@ class LandingClock(Callback):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / PATTERN.replace("*", str(os.getpid()))
+        self._landings = Numbers(folder, PATTERN)
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         device = getattr(trainer.strategy, "_device", None)
         if device is None or not trainer.is_global_zero:
             return
-        land, fd = device.land, os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        land = device.land
 
         def landed(*args: Any) -> None:
             land(*args)
-            os.write(fd, array("d", [time.time()]).tobytes())
+            self._landings.append(time.time())
 
         device.land = landed

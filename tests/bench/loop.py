@@ -12,13 +12,10 @@ python -m tests.bench.loop --learners 16 64 256 --out tests/bench/results/loop.j
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,15 +131,13 @@ def measure(num_learners: int, *, leases: int, num_fragments: int, measured_s: f
     return found
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 if the bound is not kept."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--learners", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--leases", type=int, default=128, help="that each learner holds, about")
     parser.add_argument("--fragments", type=int, default=NUM_FRAGMENTS)
     parser.add_argument("--measured-s", type=float, default=20.0, help="of virtual time")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     given = {"leases": args.leases, "num_fragments": args.fragments, "measured_s": args.measured_s}
     rows = [measure(num_learners, **given) for num_learners in args.learners]
@@ -153,12 +148,8 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
         for num_learners, row in zip(args.learners, rows, strict=True)
         if num_learners <= BOUND_AT
     }
-    about = {"circumstances": report.circumstances(), "fragments": args.fragments}
-    results = {**about, "rows": rows, "checks": checks}
-    say(json.dumps(results, indent=1) if args.json else f"{report.table(rows)}\n{report.verdicts(checks)}")
-    report.store(args.out, results)
-    return int(not all(checks.values()))
+    return report.conclude(args.out, rows, checks, fragments=args.fragments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

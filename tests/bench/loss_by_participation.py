@@ -14,17 +14,11 @@ python -m tests.bench.loss_by_participation --tasks classifier --learners 2 8 --
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.protocol.syncer.shares import shares_of_work
@@ -32,6 +26,7 @@ from lightning_diloco.simulate.fleet import Pace
 from tests.bench import report
 from tests.bench.tasks import BATCH, TASKS, Task
 from tests.bench.training_fleet import TrainingFleet
+from tests.bench.trials import by_seed
 
 STEPS = {"classifier": 800, "gan": 1200}
 BOUND, BOUND_PLAIN = 0.02, 0.05
@@ -108,10 +103,8 @@ def anchor_loss(task: Task, arm: Arm, *, learners: int, steps: int, **options: A
     )
     shares = _of_the_round if arm.normalized else shares_of_work
     with mock.patch("lightning_diloco.protocol.syncer.rounds.shares_of_work", shares):
-        fleet.run_to_the_end(limit_s=3.0 * steps + 500)
-    errors = [learner.error for learner in fleet.learners.values() if learner.error]
-    assert not errors, errors
-    return {"loss": fleet.show_anchor().validation_loss(), "participation": fleet.participation}
+        loss = fleet.anchor_loss(limit_s=3.0 * steps + 500)
+    return {"loss": loss, "participation": fleet.participation}
 
 
 def _of_the_round(contributors: Sequence[object], at_work: object) -> tuple[float, ...]:
@@ -119,7 +112,6 @@ def _of_the_round(contributors: Sequence[object], at_work: object) -> tuple[floa
 
 
 def _trial(name: str, arm: str | None, learners: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
-    torch.set_num_threads(1)
     task = TASKS[name](seed)
     if arm is None:
         return {"loss": task.plain(parts=learners, steps=STEPS[name]), "participation": 1.0}
@@ -130,14 +122,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each task, number of learners and arm, with means over the seeds."""
     options = {name: value for name in ("merge", "outer_lr", "outer_momentum") if (value := getattr(args, name))}
     wanted = [(task, arm, m) for task in args.tasks for m in args.learners for arm in (None, *ARMS)]
-    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        trials: dict[tuple[Any, ...], Any] = {
-            (*key, seed): pool.submit(partial(_trial, *key, seed, options)) for key in wanted for seed in args.seeds
-        }
-        found = {key: future.result() for key, future in trials.items()}
     rows, means = [], dict[tuple[Any, ...], float]()
-    for task, arm, m in wanted:
-        each = [found[task, arm, m, seed] for seed in args.seeds]
+    for (task, arm, m), each in by_seed(_trial, wanted, args.seeds, options, jobs=args.jobs).items():
         means[task, arm, m] = loss = statistics.mean(one["loss"] for one in each)
         row: dict[str, Any] = {"task": task, "M": m, "run": arm or "plain Trainer, M times the batch", "loss": loss}
         row["participation"] = statistics.mean(one["participation"] for one in each)
@@ -162,9 +148,9 @@ def checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and store; return 1 if a check fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--learners", type=int, nargs="+", default=[4])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -172,14 +158,10 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     parser.add_argument("--outer-lr", type=float)
     parser.add_argument("--outer-momentum", type=float)
     parser.add_argument("--jobs", type=int, default=2, help="processes; each takes one core")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = run(args)
-    say(report.table(rows, ["task", "M", "run", "participation", "loss", "against all", "against plain"]))
-    found = checks(rows) if "classifier" in args.tasks else {}
-    say("\n" + report.verdicts(found))
-    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": found})
-    return int(not all(found.values()))
+    columns = ["task", "M", "run", "participation", "loss", "against all", "against plain"]
+    return report.conclude(args.out, rows, checks(rows) if "classifier" in args.tasks else {}, columns=columns)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ python -m tests.bench.participation
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +57,15 @@ def of_recipe(num_steps: int | None) -> dict[str, Any]:
         return dict(json.loads((Path(folder) / "run" / "summary.json").read_text()))
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; return 1 if a fleet is below the bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--learners", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=480, help="steps of each simulated learner")
     parser.add_argument("--recipe-steps", type=int, help="steps of the real run; default: the recipe's")
     parser.add_argument("--no-run", action="store_true")
     parser.add_argument("--summary", type=Path, help="summary.json of a finished run, in place of a new one")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = []
     for num_learners in args.learners:
@@ -85,8 +83,8 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
         rounds = sum(summary["versions"]) / len(summary["versions"]) / periods
         row = {"run": "tiny recipe, M = 2", "participation": summary["participation"], "rounds per H": rounds}
         rows.append(row)
-    say(report.table(rows))
-    say(f"\nworst of {args.seeds} seeds; participation must be at least {BOUND}")
+    print(report.table(rows))
+    print(f"\nworst of {args.seeds} seeds; participation must be at least {BOUND}")
     report.store(args.out, {"circumstances": report.circumstances(), "rows": rows})
     return int(any(row["participation"] < BOUND for row in rows))
 

@@ -13,24 +13,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_diloco.process.threads import yield_cores
-from lightning_diloco.transport.address import JoinAddress, read_join_file, split_host_port
+from lightning_diloco.transport.address import split_host_port
 from lightning_diloco.transport.faults import FaultProxy
+from tests.e2e.conftest import Processes, until
 
-ROOT = Path(__file__).parents[2]
-START_S = 120.0
 LIMIT_S = 300.0
 LOOK_S = 0.01
 DELAY_S = 0.01
@@ -107,63 +103,70 @@ def run(sleepers: Sequence[Sleeper], options: Mapping[str, Any]) -> tuple[list[M
         The measurements of each learner, and the run's summary.
     """
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as name, contextlib.ExitStack() as stack:
-        folder = Path(name)
-        run_dir = folder / "run"
-        command = [sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(run_dir)]
-        command += ["--listen", "127.0.0.1:0", "--expect", str(len(sleepers))]
-        command += [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-        syncer = stack.enter_context(_process(command, folder, {}, folder / "syncer.out"))
+        processes = Processes(Path(name))
+        stack.callback(processes.kill_all)
+        syncer = start_syncer(processes, len(sleepers), options)
         yield_cores(syncer.pid)
-        address = _join_address(run_dir / "join", syncer)
-        crew = []
-        for k, sleeper in enumerate(sleepers):
-            proxy = stack.enter_context(FaultProxy(address.host_port, delay_s=DELAY_S))
-            command, environment = _start_of(sleeper, folder / f"l{k}", _through(proxy, address))
-            process = stack.enter_context(_process(command, ROOT, environment, folder / f"l{k}.out"))
-            crew.append(_Learner(process, proxy, folder / f"l{k}"))
+        proxies = [stack.enter_context(FaultProxy(processes.address.host_port, delay_s=DELAY_S)) for _ in sleepers]
+        crew = [Started(processes, f"l{k}", *one) for k, one in enumerate(zip(sleepers, proxies, strict=True))]
         _yield_cores()
-        measured = _await(crew)
-        if syncer.wait(timeout=START_S) != 0:
-            raise RuntimeError(f"the syncer failed:\n{(folder / 'syncer.out').read_text()[-4000:]}")
-        return measured, json.loads((run_dir / "summary.json").read_text())
+        until_s = time.monotonic() + LIMIT_S
+        while sum(learner.is_running for learner in crew):
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"learners still run after {LIMIT_S:.0f} s")
+            time.sleep(LOOK_S)
+        if any(processes.end(process) for process in (*(learner.process for learner in crew), syncer)):
+            raise RuntimeError("a process failed; its log is above")
+        return [learner.measured for learner in crew], processes.summary()
 
 
-class _Learner:
-    """A learner process with its own proxy."""
+def start_syncer(processes: Processes, expect: int, options: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    """Start a syncer with these options of the run, and wait until it can be joined."""
+    given = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", value)]
+    own = ("syncer", "--run-dir", processes.run_dir, "--listen", "127.0.0.1:0", "--expect", expect)
+    syncer = processes.start("syncer", "-m", "lightning_diloco.cli.main", *own, *given)
+    until((processes.run_dir / "join").exists, "the join file", processes)
+    return syncer
 
-    def __init__(self, process: subprocess.Popen[bytes], proxy: FaultProxy, root: Path) -> None:
-        self._process, self._proxy, self._root = process, proxy, root
+
+class Started:
+    """A learner process with its own proxy.
+
+    Args:
+        processes: among which it is started.
+        name: of the learner.
+        sleeper: what it does.
+        proxy: its way to the syncer.
+    """
+
+    def __init__(self, processes: Processes, name: str, sleeper: Sleeper, proxy: FaultProxy) -> None:
+        self._proxy, self.root = proxy, processes.root / name
         self._before: tuple[int, int] | None = None
+        host, port = split_host_port(proxy.address)
+        env = {
+            "DILOCO_JOIN": dataclasses.replace(processes.address, host=host, port=port).join_string(),
+            "DILOCO_LEARNER": name,
+        }
+        given = json.dumps({**dataclasses.asdict(sleeper), "root": str(self.root)})
+        self.process = processes.start(name, "-m", "tests.bench.sleeper", given, **env)
 
     @property
     def is_running(self) -> bool:
-        """Whether the process still runs; raises if it failed."""
-        if self._before is None and (self._root / STEPPING).exists():
+        """Whether the process still runs; from its first step on, its bytes are counted."""
+        if self._before is None and (self.root / STEPPING).exists():
             self._before = self._counted
-        returned = self._process.poll()
-        if returned:
-            raise RuntimeError(f"a learner failed:\n{self._root.with_suffix('.out').read_text()[-4000:]}")
-        return returned is None
+        return self.process.poll() is None
 
     @property
     def measured(self) -> Measured:
         """Return its measurements, after its end."""
         assert self._before is not None, "a learner that never stepped"
         up, down = (now - before for now, before in zip(self._counted, self._before, strict=True))
-        return Measured(bytes_up=up, bytes_down=down, **json.loads((self._root / MEASURED).read_text()))
+        return Measured(bytes_up=up, bytes_down=down, **json.loads((self.root / MEASURED).read_text()))
 
     @property
     def _counted(self) -> tuple[int, int]:
         return self._proxy.bytes_up, self._proxy.bytes_down
-
-
-def _await(crew: Sequence[_Learner]) -> list[Measured]:
-    until_s = time.monotonic() + LIMIT_S
-    while sum(learner.is_running for learner in crew):
-        if time.monotonic() > until_s:
-            raise TimeoutError(f"learners still run after {LIMIT_S:.0f} s")
-        time.sleep(LOOK_S)
-    return [learner.measured for learner in crew]
 
 
 def _yield_cores() -> None:
@@ -171,42 +174,3 @@ def _yield_cores() -> None:
     for thread in threading.enumerate():
         if thread.name == "fault-proxy" and thread.native_id is not None:
             yield_cores(thread.native_id)
-
-
-def _start_of(sleeper: Sleeper, root: Path, join: str) -> tuple[list[str], dict[str, str]]:
-    """Return command and environment of a learner process."""
-    given = json.dumps({**dataclasses.asdict(sleeper), "root": str(root)})
-    return [sys.executable, "-m", "tests.bench.sleeper", given], {"DILOCO_JOIN": join, "DILOCO_LEARNER": root.name}
-
-
-def _through(proxy: FaultProxy, address: JoinAddress) -> str:
-    host, port = split_host_port(proxy.address)
-    return dataclasses.replace(address, host=host, port=port).join_string()
-
-
-def _join_address(path: Path, syncer: subprocess.Popen[bytes]) -> JoinAddress:
-    until_s = time.monotonic() + START_S
-    while not path.exists():
-        if syncer.poll() is not None or time.monotonic() > until_s:
-            raise RuntimeError(f"the syncer wrote no {path}")
-        time.sleep(0.05)
-    return read_join_file(path)
-
-
-@contextlib.contextmanager
-def _process(
-    command: Sequence[str], cwd: Path, environment: Mapping[str, str], out: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that is killed at the end of the block."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
-    threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with out.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=cwd, env={**inherited, **threads, **environment}, stdout=file, stderr=subprocess.STDOUT
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()

@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import statistics
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.simulate.fleet import Pace
 from tests.bench import report
 from tests.bench.tiny import Tiny
 from tests.bench.training_fleet import TrainingFleet
+from tests.bench.trials import outcomes
 
 RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "outer_lr", "outer_momentum", "merge", "wire")
 SIZE = ("learners", "steps", "seed")
@@ -68,10 +65,7 @@ def decoupled(
         [Pace(step_s=1.0, tokens=batch, num_steps=steps, starts_s=m * spread_s) for m in range(learners)],
         together=together,
     )
-    fleet.run_to_the_end(limit_s=2.0 * steps + 100)
-    errors = [learner.error for learner in fleet.learners.values() if learner.error]
-    assert not errors, errors
-    return fleet.show_anchor().validation_loss()
+    return fleet.anchor_loss(limit_s=2.0 * steps + 100)
 
 
 def trials(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -87,9 +81,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     keys = [] if args.no_data_parallel else list(dict.fromkeys(map(_baseline_of, wanted)))
     tasks = [partial(_baseline, args.recipe, key) for key in keys]
     tasks += [partial(_anchor, args.recipe, trial) for trial in wanted]
-    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(task) for task in tasks]
-        losses = [future.result() for future in futures]
+    losses = outcomes(tasks, args.jobs)
     baselines = dict(zip(keys, losses, strict=False))
     results = []
     for trial, loss in zip(wanted, losses[len(keys) :], strict=True):
@@ -104,12 +96,10 @@ def _baseline_of(trial: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _baseline(recipe: Path, key: tuple[Any, ...]) -> float:
-    torch.set_num_threads(1)
     return data_parallel(Tiny(recipe, model={"lr": key[0]}), **dict(zip(SIZE, key[1:], strict=True)))
 
 
 def _anchor(recipe: Path, trial: dict[str, Any]) -> float:
-    torch.set_num_threads(1)
     tiny = Tiny(recipe, model={"lr": trial["lr"]})
     config = RunConfig(**{name: trial[name] for name in RUN_OPTIONS}).validate()
     return decoupled(
@@ -144,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
     path.add_argument("--recipe", type=Path, default=Tiny().path)
     known, _ = path.parse_known_args()
     tiny, defaults = Tiny(known.recipe), RunConfig()
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = report.options(__doc__)
     options.add_argument("--recipe", type=Path, default=tiny.path)
     for name in RUN_OPTIONS:
         default = tiny.strategy.get(name, getattr(defaults, name))
@@ -158,7 +148,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--together", type=int, nargs="+", default=[None], help="learners in each round; default: all")
     options.add_argument("--jobs", type=int, default=1, help="processes; each takes one core")
     options.add_argument("--no-data-parallel", action="store_true")
-    options.add_argument("--out", type=Path)
     return options
 
 

@@ -14,13 +14,12 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.bench import report, turns
 
-ROOT = Path(__file__).parents[2]
 SHARE = 0.97
 LANDINGS = 0.9 * 4 / 24  # 90 % of num_fragments / sync_every
 WARM_UP = 30  # steps, more than a period
@@ -38,7 +37,7 @@ def launch(inner: str, args: argparse.Namespace) -> tuple[dict[str, list[float]]
     """Launch one learner per mode; return the mean step time in each turn of each mode, and landings per step."""
     common = ("-m", "tests.bench.ranks_trainer", "--inner", inner, "--numel", args.numel, "--step-s", args.step_s)
     programs = {mode: (sys.executable, *map(str, common), *options) for mode, options in MODES.items()}
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(report.ROOT)}
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
         turns.playing(programs, Path(name), env=env, warm_up=WARM_UP) as players,
@@ -81,23 +80,19 @@ def checks_of(row: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run all modes in turns; return 1 if a bound is missed, or if the control does not miss it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--numel", type=int, default=64 * 128**2, help="parameters, default 1M")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--inner", nargs="+", default=["ddp", "fsdp2"])
     parser.add_argument("--launches", type=int, default=5, help="launches of each mode")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each mode in each launch")
     parser.add_argument("--turn-s", type=float, default=3.0)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = [measure(inner, args) for inner in args.inner]
     checks = {sentence: holds for row in rows for sentence, holds in checks_of(row).items()}
-    say(report.table(rows))
-    say("\n" + report.verdicts(checks))
-    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": checks})
-    return int(not all(checks.values()))
+    return report.conclude(args.out, rows, checks)
 
 
 if __name__ == "__main__":

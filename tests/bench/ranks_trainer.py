@@ -25,6 +25,7 @@ from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.cli.faults.step_log import StepClock
 from tests.bench.landing_clock import LandingClock
 from tests.bench.sleeper import Sleeping
+from tests.quiet import QUIET
 
 NUM_RANKS, WIDTH = 2, 128
 NUM_STEPS = 100_000  # more than it can reach
@@ -74,10 +75,7 @@ def main() -> None:
         max_steps=NUM_STEPS,
         callbacks=[*([Blocking()] if given.blocks else []), LandingClock(given.root), StepClock()],
         default_root_dir=given.root,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Model(given.numel, WIDTH, given.step_s), DataLoader(torch.ones(NUM_RANKS * NUM_STEPS, 1)))
 

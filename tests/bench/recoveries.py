@@ -17,7 +17,6 @@ python -m tests.bench.recoveries --out tests/bench/results/recoveries.json
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -25,23 +24,17 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from lightning_diloco.cli import run as cli_run
-from lightning_diloco.cli.local.display import Screen
 from lightning_diloco.cli.local.feed import Status
 from lightning_diloco.cli.local.fleet import Fleet
-from lightning_diloco.cli.local.interruption import Interruption
-from lightning_diloco.cli.local.run import Plan, execute
+from lightning_diloco.cli.run import syncer_argv
 from lightning_diloco.errors import StorageError
 from lightning_diloco.syncer.replay import replay
-from tests.bench import report
+from tests.bench import local_run, report
 
-ROOT = Path(__file__).parents[2]
 LEARNERS = 3
 STEP_S = 0.03
 MATRICES = 12
@@ -58,11 +51,10 @@ class Director:
         journal: folder with a file per syncer process.
         num_kills: number of times that the syncer is killed.
         end: file whose appearance ends the learners.
-        interruption: ends a run that does not end by itself.
     """
 
-    def __init__(self, journal: Path, num_kills: int, end: Path, interruption: Interruption) -> None:
-        self._journal, self._num_kills, self._end, self._interruption = journal, num_kills, end, interruption
+    def __init__(self, journal: Path, num_kills: int, end: Path) -> None:
+        self._journal, self._num_kills, self._end = journal, num_kills, end
         self._kill_at = [num_kills // 3, 2 * num_kills // 3]
         self._commits_before_end: int | None = None
         self._until_s = time.monotonic() + LIMIT_S
@@ -78,36 +70,23 @@ class Director:
             elif status["num_commits"] >= self._commits_before_end + COMMITS_AT_THE_END:
                 self._end.touch()
         if time.monotonic() > self._until_s:
-            self._interruption.signal = signal.SIGTERM
+            raise TimeoutError(f"{num_lives - 1} recoveries of {self._num_kills} after {LIMIT_S:.0f} s")
 
 
 def run(num_kills: int, seed: int, *, fsync: bool = True) -> dict[str, Any]:
     """Run once; return the results of the run and of each recovery."""
-    with tempfile.TemporaryDirectory(prefix="diloco-recoveries-") as name, Interruption() as interruption:
-        folder, end = Path(name), Path(name) / "end"
-        run_dir, journal = folder / "run", folder / "journal"
+    with tempfile.TemporaryDirectory(prefix="diloco-recoveries-") as name:
+        run_dir, journal, end = (Path(name) / part for part in ("run", "journal", "end"))
         given = json.dumps({"journal": str(journal), "seed": seed, "num_kills": num_kills, "fsync": fsync})
-        options = cli_run.syncer_argv(run_dir, LEARNERS)[4:]
-        learner = ("tests.bench.idle_learner", "--until-file", str(end), "--step-s", str(STEP_S))
-        plan = Plan(
-            run_dir=run_dir,
-            syncer_argv=(
-                sys.executable,
-                "-m",
-                "tests.bench.watched_syncer",
-                given,
-                *options,
-                "--record",
-                "contributions",
-            ),
-            learner_argv=(sys.executable, "-m", *learner, "--matrices", str(MATRICES)),
-            num_learners=LEARNERS,
-            threads=1,
+        syncer = (sys.executable, "-m", "tests.bench.watched_syncer", given, *syncer_argv(run_dir, LEARNERS)[4:])
+        ended = local_run.run(
+            run_dir,
+            ("tests.bench.idle_learner", "--until-file", end, "--step-s", STEP_S, "--matrices", MATRICES),
+            LEARNERS,
+            Director(journal, num_kills, end),
+            syncer_argv=(*syncer, "--record", "contributions"),
             max_restarts=2 * num_kills,
         )
-        director = Director(journal, num_kills, end, interruption)
-        with Screen(Console(), live=False, period_s=30.0) as screen:
-            ended = execute(plan, screen, interruption, meddle=director)
         summary = ended.summary or {}
         return {
             "exit_code": ended.exit_code,
@@ -235,26 +214,18 @@ def checks_of(found: dict[str, Any], control: dict[str, Any], num_kills: int) ->
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and store; return 1 if a recovery is not exact, or if all of the control's are."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--control-kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    os.environ["PYTHONPATH"] = str(ROOT)  # for syncer and learners
     found = run(args.kills, args.seed)
     control = run(args.control_kills, args.seed, fsync=False)
     checks = checks_of(found, control, args.kills)
-    say(report.table(found["recoveries"]))
-    say("\n" + report.verdicts(checks))
     rows = [{"run": name, **row} for name, run_ in (("", found), ("control", control)) for row in run_["recoveries"]]
-    report.store(
-        args.out,
-        {"circumstances": report.circumstances(), "rows": rows, "checks": checks, "found": found, "control": control},
-    )
-    return int(not all(checks.values()))
+    return report.conclude(args.out, rows, checks, found=found, control=control)
 
 
 if __name__ == "__main__":

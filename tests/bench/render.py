@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,6 @@ from tests.bench.tiny import RECIPE
 
 Results = dict[str, Any]
 HERE = Path(__file__).parent
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The location of stored results, the README of their table, and the function that makes it."""
-
-    results: Path
-    make: Callable[[Results], str]
 
 
 def _rows(found: Results) -> str:
@@ -35,16 +26,6 @@ def _checks(found: Results) -> str:
 
 def _losses(found: Results) -> str:
     return quality.summary(found["results"])
-
-
-def _survivors(found: Results) -> str:
-    about = "What two learners that sleep in each step notice of faults that hit a third one and the syncer."
-    return f"{about}\n\n{_rows(found)}"
-
-
-def _busy_survivors(found: Results) -> str:
-    about = "What a learner of the recipe, busy in each step, notices when the other one is killed."
-    return f"{about}\n\n{_rows(found)}"
 
 
 def _loss_by_participation(found: Results) -> str:
@@ -64,27 +45,21 @@ def _broken_learner(found: Results) -> str:
     return f"{report.table(list(by_kind.values()), columns)}\n\n{_checks(found)}"
 
 
-BENCH, PROJECT = HERE / "README.md", HERE.parents[1] / "README.md"
-TABLES = {
-    "quality": Table(RECIPE.parent / "results" / "quality.json", _losses),
-    "sweep": Table(RECIPE.parent / "results" / "sweep.json", _losses),
-    "loss_by_participation": Table(HERE / "results" / "loss_by_participation.json", _loss_by_participation),
-    "broken_learner": Table(HERE / "results" / "broken_learner.json", _broken_learner),
-    "exchange": Table(HERE / "results" / "exchange.json", _rows),
-    "straggler": Table(HERE / "results" / "straggler.json", _rows),
-    "xla_step": Table(HERE / "results" / "xla_step.json", _rows),
-    "ranks_step": Table(HERE / "results" / "ranks_step.json", _rows),
-    "syncer_round": Table(HERE / "results" / "syncer_round.json", _rows),
-    "attacks": Table(HERE / "results" / "attacks.json", _rows),
-    "forecast": Table(RECIPE.parent / "results" / "forecast.json", _rows),
-    "memory": Table(RECIPE.parent / "results" / "memory.json", _rows),
-    "chaos": Table(RECIPE.parent / "results" / "chaos.json", _rows),
-    "recoveries": Table(HERE / "results" / "recoveries.json", _checks),
-    "survivors": Table(HERE / "results" / "survivors.json", _survivors),
-    "busy_survivors": Table(HERE / "results" / "busy_survivors.json", _busy_survivors),
-    "loop": Table(HERE / "results" / "loop.json", _rows),
-    "soak": Table(HERE / "results" / "soak.json", _rows),
+BENCH, PROJECT = HERE / "README.md", report.ROOT / "README.md"
+OF_THE_RECIPE = ("quality", "sweep", "forecast", "memory", "chaos")
+TABLES: dict[str, Callable[[Results], str]] = {
+    **dict.fromkeys(("quality", "sweep"), _losses),
+    "loss_by_participation": _loss_by_participation,
+    "broken_learner": _broken_learner,
+    "recoveries": _checks,
+    **dict.fromkeys(("exchange", "straggler", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows),
+    **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round", "soak"), _rows),
 }
+
+
+def stored(name: str) -> Path:
+    """Return the path of a benchmark's results."""
+    return (RECIPE.parent if name in OF_THE_RECIPE else HERE) / "results" / f"{name}.json"
 
 
 def _row(found: Results, run: str) -> dict[str, Any]:
@@ -143,7 +118,7 @@ def summary() -> str:
     """Return the table of the README."""
     rows, machines = [], set()
     for what, (name, figure) in SUMMARY.items():
-        found = json.loads(TABLES[name].results.read_text())
+        found = json.loads(stored(name).read_text())
         seen = found["circumstances"]
         rows.append({"what": what, "measured": figure(found), "when": f"{seen['date']}, {seen['commit']}"})
         machines.add(seen["machine"].partition(",")[0])
@@ -154,12 +129,12 @@ def summary() -> str:
 def rendered() -> dict[str, str]:
     """Return the text between the markers, for each name with stored results."""
     texts = {}
-    for name, table in TABLES.items():
-        if not table.results.exists():
+    for name, make in TABLES.items():
+        if not stored(name).exists():
             print(f"{name}: no stored results; its README is unchanged")
             continue
-        found = json.loads(table.results.read_text())
-        texts[name] = f"{table.make(found)}\n\n{_origin(found['circumstances'])}"
+        found = json.loads(stored(name).read_text())
+        texts[name] = f"{make(found)}\n\n{_origin(found['circumstances'])}"
     return texts
 
 

@@ -1,4 +1,4 @@
-"""Stores benchmark results as JSON, formats them as Markdown, and inserts them into READMEs.
+"""What all benchmarks have at both ends: options, and results as JSON, as Markdown, and in READMEs.
 
 1. Tables are always made from stored results. No number is typed by hand.
 2. Generated text in a README is between `<!-- bench NAME -->` and `<!-- /bench NAME -->`.
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -20,6 +21,43 @@ from typing import Any
 import torch
 
 Row = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+
+
+def options(about: str | None) -> argparse.ArgumentParser:
+    """Return a parser that has the docstring of a benchmark as its help, and `--out`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a file for the results")
+    return parser
+
+
+def conclude(
+    out: Path | None,
+    rows: Sequence[Row],
+    checks: Mapping[str, bool],
+    *,
+    columns: Iterable[str] | None = None,
+    command: str | None = None,
+    **found: Any,
+) -> int:
+    """Print the table and the checks, and store them.
+
+    Args:
+        out: file for the results; None: nothing is stored.
+        rows: rows of the table.
+        checks: whether each sentence holds.
+        columns: columns to print; default: those of the first row.
+        command: command that gives these results, if not that of all benchmarks.
+        found: more results to store.
+
+    Returns:
+        The exit code: 1 if a check fails.
+    """
+    print(table(rows, columns))
+    print("\n" + verdicts(checks))
+    seen = circumstances() | ({} if command is None else {"command": command})
+    store(out, {"circumstances": seen, "rows": rows, "checks": checks, **found})
+    return int(not all(checks.values()))
 
 
 def circumstances() -> dict[str, str]:

@@ -27,6 +27,7 @@ from lightning_diloco.learner import link
 from lightning_diloco.learner.exchange import FragmentExchange
 from lightning_diloco.protocol import messages
 from tests.bench.processes import MEASURED, STEPPING
+from tests.quiet import QUIET
 
 
 class Sleeping(L.LightningModule):
@@ -144,10 +145,7 @@ def main() -> None:
         devices=1,
         max_steps=given["num_steps"],
         default_root_dir=root,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     samples = DataLoader(torch.ones(given["num_steps"] * 8, 1), batch_size=1)
     trainer.fit(Sleeping(given["numel"], given["width"], given["step_s"]), samples)

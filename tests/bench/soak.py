@@ -18,28 +18,23 @@ python -m tests.bench.soak --out tests/bench/results/soak.json
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+import psutil
 
-from lightning_diloco.cli import run as cli_run
-from lightning_diloco.cli.local.display import Screen
 from lightning_diloco.cli.local.feed import Status
 from lightning_diloco.cli.local.fleet import Fleet
-from lightning_diloco.cli.local.interruption import Interruption
-from lightning_diloco.cli.local.run import Plan, execute
-from tests.bench import report
+from tests.bench import local_run, report
 
 SAMPLE_S = 2.0
 MIN_MINUTES = 2.0
@@ -48,7 +43,6 @@ NUM_BLOCKS = 10
 T = 2.752  # (1 - 0.05 / 4) quantile of Student's t with NUM_BLOCKS - 2 degrees of freedom, see rule 2
 FIGURES = ("memory_bytes", "threads", "files")
 SYNCER, PLAIN, CONTROL = "syncer", "without", "control"
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 
@@ -120,33 +114,23 @@ class Sampler:
 
 def _look(pid: int) -> tuple[int, int, int]:
     """Return anonymous memory, threads and open files of a process."""
-    process = Path("/proc") / str(pid)
-    fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
-    return (
-        int(fields["RssAnon"].split()[0]) * 1024,
-        int(fields["Threads"]),
-        len(list((process / "fd").iterdir())),
-    )
+    process = psutil.Process(pid)
+    held = process.memory_info()
+    return held.rss - held.shared, process.num_threads(), process.num_fds()
 
 
 def soak(minutes: float, *, learners: int, step_s: float, leak_bytes: int) -> dict[str, Any]:
     """Run once, with a last learner that leaks; return the samples, and whether the run ended well."""
     until_s = time.time() + 60.0 * minutes
-    options = ["--until-s", f"{until_s:.1f}", "--step-s", str(step_s)]
-    leaks = ["--leak-bytes", str(leak_bytes), "--leaker", f"l{learners}"]
-    argv, screen = (sys.executable, "-m", "tests.bench.idle_learner"), Screen(Console(), live=False, period_s=120.0)
-    with tempfile.TemporaryDirectory(prefix="diloco-soak-") as name, Interruption() as interruption:
-        plan = Plan(
-            run_dir=Path(name),
-            syncer_argv=cli_run.syncer_argv(Path(name), learners + 1),
-            learner_argv=(*argv, *options, *leaks),
-            num_learners=learners + 1,
-            threads=1,
-            max_restarts=0,
-        )
-        with _beside((*argv, *options, "--plain"), Path(name)) as plain, screen:
-            sampler = Sampler([SYNCER, *plan.learners], {PLAIN: plain}, until_s)
-            ended = execute(plan, screen, interruption, meddle=sampler)
+    options = ["--until-s", until_s, "--step-s", step_s]
+    learner = ("tests.bench.idle_learner", *options, "--leak-bytes", leak_bytes, "--leaker", f"l{learners}")
+    plain_argv = (sys.executable, "-m", "tests.bench.idle_learner", *map(str, options), "--plain")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(report.ROOT)}
+    with tempfile.TemporaryDirectory(prefix="diloco-soak-") as name, ExitStack() as stack:
+        plain = stack.enter_context(subprocess.Popen(plain_argv, cwd=name, env=env))
+        stack.callback(plain.kill)
+        sampler = Sampler([SYNCER, *(f"l{k}" for k in range(learners + 1))], {PLAIN: plain}, until_s)
+        ended = local_run.run(Path(name), learner, learners + 1, sampler)
     summary = ended.summary or {}
     return {
         "exit_code": ended.exit_code,
@@ -156,16 +140,6 @@ def soak(minutes: float, *, learners: int, step_s: float, leak_bytes: int) -> di
         "leaker": f"l{learners}",
         "samples": sampler.samples,
     }
-
-
-@contextmanager
-def _beside(argv: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program that is ended with the block."""
-    with subprocess.Popen(argv, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -215,62 +189,44 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from lightning_diloco.plots import style
+    from lightning_diloco.plots import panels, style
 
     colors = style.color_of(found["samples"])
     with rc_context(style.SETTINGS):
         figure = Figure(figsize=(9, 6), layout="constrained")
         for k, (axes, title) in enumerate(zip(figure.subplots(3, sharex=True), FIGURES, strict=True), start=1):
-            ends = {}
+            ends = []
             for name, samples in found["samples"].items():
                 (t, y), first = np.array(samples)[:, [0, k]].T, int(WARM_UP_SHARE * len(samples))
                 if k == 1:
                     y = (y - y[first]) / MIB
                 axes.plot(t / 60, y, color=colors[name])
-                ends[name] = (y[first:].min(), y[first:].max(), y[-1])
+                ends.append((t[-1] / 60, y[first:], name))
             axes.set_title("memory [MiB], since the first two fifths of the run" if k == 1 else title)
-            lowest, highest = min(end[0] for end in ends.values()), max(end[1] for end in ends.values())
+            lowest, highest = min(y.min() for _, y, _ in ends), max(y.max() for _, y, _ in ends)
             axes.set_ylim(lowest - 0.1 * (highest - lowest), highest + 0.1 * (highest - lowest))
-            for names, y_end in _told_apart({name: end[2] for name, end in ends.items()}, (highest - lowest) / 12):
-                style.label_end(axes, t[-1] / 60, y_end, ", ".join(names), colors[names[0]])
+            panels._label_ends(axes, [(t_end, y[-1], name, colors[name]) for t_end, y, name in ends])
         axes.set_xlabel("minutes since the first step")
         figure.savefig(path)
 
 
-def _told_apart(ends: Mapping[str, float], distance: float) -> list[tuple[list[str], float]]:
-    """Group the names of lines that end too close to each other for separate labels, and return where they end."""
-    groups: list[tuple[list[str], float]] = []
-    for name, y in sorted(ends.items(), key=lambda item: item[1]):
-        if groups and y - groups[-1][1] < distance:
-            groups[-1][0].append(name)
-        else:
-            groups.append(([name], y))
-    return groups
-
-
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and store; return 1 if anything grows, or if the control does not."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--minutes", type=float, default=52.0, help="length of the run; two fifths are left out")
     parser.add_argument("--learners", type=int, default=3, help="learners, without the one that leaks")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--leak-bytes", type=int, default=32, help="bytes that the control leaks per step")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     if args.minutes < MIN_MINUTES:
         parser.error(f"--minutes {args.minutes:g}: at least {MIN_MINUTES:g}")
-    os.environ["PYTHONPATH"] = str(ROOT)  # for the learners
     found = soak(args.minutes, learners=args.learners, step_s=args.step_s, leak_bytes=args.leak_bytes)
     rows = rows_of(found)
     checks = {"the run ended by itself with an exact ledger": found["exit_code"] == 0 and found["ledger_exact"]}
     checks |= checks_of(rows)
-    say(report.table(rows))
-    say("\n" + report.verdicts(checks))
-    stored = {"circumstances": report.circumstances(), "rows": rows, "checks": checks, "found": found}
-    report.store(args.out, stored)
     if args.out:
         draw(found, args.out.with_suffix(".png"))
-    return int(not all(checks.values()))
+    return report.conclude(args.out, rows, checks, found=found)
 
 
 if __name__ == "__main__":

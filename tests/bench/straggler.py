@@ -7,10 +7,8 @@ Both sleep instead of computing. The reference is the same fast learner next to 
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from tests.bench import report
@@ -23,7 +21,7 @@ NUM_FRAGMENTS = 4  # as in the exchange bench
 WIDTH = 128
 
 
-def figures(fast: Measured, summary: dict[str, Any], name: str, step_s: float) -> dict[str, Any]:
+def figures(fast: Measured, summary: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the table row of one run, with the values of its fast learner."""
     wall_s = [step["wall_s"] for step in fast.steps]
     (learner,) = [found for found in summary["learners"] if found["id"] == name]
@@ -41,28 +39,21 @@ def figures(fast: Measured, summary: dict[str, Any], name: str, step_s: float) -
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run both pairs; return 1 if the straggler slows down the fast learner beyond a bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--numel", type=int, default=64 * WIDTH**2, help="parameters, default 1M")
     parser.add_argument("--steps", type=int, default=480, help="steps of the fast learner")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = []
     for name, factor in (("next to an equal", 1), (f"next to a {SLOWDOWN}x slower", SLOWDOWN)):
         fast = Sleeper(step_s=args.step_s, num_steps=args.steps, numel=args.numel, width=WIDTH)
         slow = Sleeper(step_s=factor * args.step_s, num_steps=args.steps // factor, numel=args.numel, width=WIDTH)
         found = [run([fast, slow], {"num_fragments": NUM_FRAGMENTS}) for _ in range(args.runs)]
-        rows.append(
-            {"run": name, **report.median_of([figures(m[0], summary, "l0", args.step_s) for m, summary in found])}
-        )
-    say(report.table(rows))
-    checks = _checks(*rows)
-    say("\n" + report.verdicts(checks))
-    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": checks})
-    return int(not all(checks.values()))
+        rows.append({"run": name, **report.median_of([figures(m[0], summary, "l0") for m, summary in found])})
+    return report.conclude(args.out, rows, _checks(*rows))
 
 
 def _checks(equal: dict[str, Any], straggling: dict[str, Any]) -> dict[str, bool]:

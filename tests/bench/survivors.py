@@ -11,29 +11,18 @@ python -m tests.bench.survivors --out tests/bench/results/survivors.json
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from lightning_diloco.cli import run as cli_run
 from lightning_diloco.cli.faults import story as chaos_story
 from lightning_diloco.cli.faults.injector import FaultInjector
 from lightning_diloco.cli.faults.schedule import KINDS, draw
-from lightning_diloco.cli.local.display import Screen
-from lightning_diloco.cli.local.interruption import Interruption
-from lightning_diloco.cli.local.run import Plan, execute
-from tests.bench import report
+from tests.bench import local_run, report
 
-ROOT = Path(__file__).parents[2]
 SURVIVORS, VICTIM = ("l0", "l1"), "l2"
 STEP_S = 0.05
 FAULTS_PER_HOUR = 800  # seed 1: three of each kind within 45 s
@@ -48,23 +37,16 @@ def run(seconds: float, seed: int | None, *, waits: bool = False) -> dict[str, A
         seed: seed of the faults; None for no faults.
         waits: whether learners wait for the syncer.
     """
-    with tempfile.TemporaryDirectory(prefix="diloco-survivors-") as name, contextlib.ExitStack() as stack:
-        run_dir, until_s = Path(name), time.time() + seconds
-        kinds = draw(KINDS, [VICTIM], faults_per_hour=FAULTS_PER_HOUR, seed=seed or 0)
-        meddler = stack.enter_context(FaultInjector(iter(()) if seed is None else kinds, run_dir / chaos_story.FAULTS))
-        options = ["--until-s", f"{until_s:.1f}", "--step-s", str(STEP_S), *(["--waits"] if waits else [])]
-        plan = Plan(
-            run_dir=run_dir,
-            syncer_argv=cli_run.syncer_argv(run_dir, len(SURVIVORS) + 1),
-            learner_argv=(sys.executable, "-m", "tests.bench.idle_learner", *options),
-            num_learners=len(SURVIVORS) + 1,
-            threads=1,
-            max_restarts=100,
-            via=meddler.via,
-        )
-        interruption = stack.enter_context(Interruption())
-        screen = stack.enter_context(Screen(Console(), live=False, period_s=30.0))
-        ended = execute(plan, screen, interruption, meddle=meddler)
+    until_s = time.time() + seconds
+    faults = iter(()) if seed is None else draw(KINDS, [VICTIM], faults_per_hour=FAULTS_PER_HOUR, seed=seed)
+    with (
+        tempfile.TemporaryDirectory(prefix="diloco-survivors-") as name,
+        FaultInjector(faults, Path(name) / chaos_story.FAULTS) as meddler,
+    ):
+        run_dir = Path(name)
+        options = ["--until-s", until_s, "--step-s", STEP_S, *(["--waits"] if waits else [])]
+        learner = ("tests.bench.idle_learner", *options)
+        ended = local_run.run(run_dir, learner, len(SURVIVORS) + 1, meddler, max_restarts=100, via=meddler.via)
         story = chaos_story.read(run_dir)
     gaps = sorted(gap for name in SURVIVORS for gap in story.learners[name].gaps())
     return {
@@ -89,23 +71,17 @@ def checks_of(rows: Sequence[dict[str, Any]], control: dict[str, Any]) -> dict[s
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and store; return 1 if a check fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--seconds", type=float, default=65.0, help="length of each of three runs, including the start")
     parser.add_argument("--control-seconds", type=float, default=40.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    os.environ["PYTHONPATH"] = str(ROOT)  # for the learners
     seeds = {"without faults": None, "with faults": args.seed, "without faults again": None}
     rows = [{"run": name, **run(args.seconds, seed)} for name, seed in seeds.items()]
     control = {"run": "with faults, learners wait", **run(args.control_seconds, args.seed, waits=True)}
-    checks = checks_of(rows, control)
-    say(report.table([*rows, control]))
-    say("\n" + report.verdicts(checks))
-    report.store(args.out, {"circumstances": report.circumstances(), "rows": [*rows, control], "checks": checks})
-    return int(not all(checks.values()))
+    return report.conclude(args.out, [*rows, control], checks_of(rows, control))
 
 
 if __name__ == "__main__":

@@ -350,8 +350,7 @@ def test_goodput_that_is_planned_is_that_of_the_measured_runs() -> None:
 
 
 def test_memory_that_is_not_as_planned_is_seen() -> None:
-    found = {size: memory.forecast_of(size) for size in (320, 640)}
-    planned = {size: (memory.learner_bytes(each), memory.syncer_bytes(each)) for size, each in found.items()}
+    planned = {size: memory.planned_of(memory.forecast_of(size)) for size in (320, 640)}
     assert list(memory.checks_of(planned).values()) == [True] * 6
     taken = {size: (learner, round(1.2 * syncer)) for size, (learner, syncer) in planned.items()}
     assert [what for what, holds in memory.checks_of(taken).items() if not holds] == [

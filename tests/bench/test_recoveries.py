@@ -64,8 +64,7 @@ def test_a_syncer_that_does_not_come_back_fails() -> None:
 
 
 @pytest.mark.chaos
-def test_a_real_syncer_that_is_killed_within_its_writes_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(recoveries.ROOT))
+def test_a_real_syncer_that_is_killed_within_its_writes_comes_back() -> None:
     found = recoveries.run(2, seed=4)
     assert [[row[name] for name in CHECKS] for row in found["recoveries"]] == [[True] * len(CHECKS)] * 2
     assert (found["exit_code"], found["ledger_exact"], found["replayed"]) == (0, True, "merges")

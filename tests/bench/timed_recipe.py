@@ -15,7 +15,6 @@ import functools
 import os
 import sys
 import time
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from lightning_diloco.learner import link
 from lightning_diloco.learner.lease_client import LeaseClient
 from lightning_diloco.strategy.hooks import DiLoCoHooks
 from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer
+from tests.bench.landing_clock import Numbers
 
 PATTERN = "hooks-*.f64"
 CALLS: tuple[tuple[type, str], ...] = (
@@ -46,8 +46,7 @@ class HookClock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / PATTERN.replace("*", str(os.getpid()))
-        self._fd: int | None = None
+        self._hooks = Numbers(folder, PATTERN)
         self._taken_s = 0.0
 
     def attach(self) -> None:
@@ -64,15 +63,10 @@ class HookClock:
             finally:
                 self._taken_s += time.perf_counter() - entered_s
                 if ends_step:
-                    self._write()
+                    self._hooks.append(time.time(), self._taken_s)
+                    self._taken_s = 0.0
 
         return timed
-
-    def _write(self) -> None:
-        if self._fd is None:
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(self._fd, array("d", [time.time(), self._taken_s]).tobytes())
-        self._taken_s = 0.0
 
 
 def read_hooks(path: Path) -> list[tuple[float, float]]:

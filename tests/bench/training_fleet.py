@@ -114,11 +114,19 @@ class TrainingFleet(Fleet):
             device = CpuFragments(self.plan, trainable_parameters(trainee.module), config, learner)
             self._board(self.start(f"l{len(self._crews)}", pace), _Crew(trainee, stream, device, {}, {}))
 
-    def show_anchor(self) -> Trains:
-        """Return the first learner's model with the anchor's parameters."""
+    def anchor_loss(self, *, limit_s: float, num_sound: int | None = None) -> float:
+        """Run to the end, and return the validation loss of the anchor.
+
+        Args:
+            limit_s: simulated time that this may take.
+            num_sound: how many learners, from the first, must end without an error; None: all.
+        """
+        self.run_to_the_end(limit_s=limit_s)
+        errors = [learner.error for learner in list(self.learners.values())[:num_sound] if learner.error]
+        assert not errors, errors
         crew = next(iter(self._crews.values()))
         crew.device.show_anchor()
-        return crew.trainee
+        return crew.trainee.validation_loss()
 
     def _board(self, learner: SimulatedLearner, crew: _Crew) -> None:
         for p in range(self.plan.num_fragments):

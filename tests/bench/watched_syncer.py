@@ -34,13 +34,8 @@ from lightning_diloco.syncer import store as durable_module
 from lightning_diloco.syncer.anchors import Anchor, AnchorStore
 from lightning_diloco.syncer.outbox import Outbox
 from lightning_diloco.syncer.store import SyncerStore
+from tests.storage.faults import POINTS
 
-POINTS = (
-    *("append:before", "append:after_header", "append:after_payload", "sync:before", "sync:after"),
-    *("rotate:before", "rotate:after_create", "drop:before"),
-    *("snapshot:before", "snapshot:after_file", "snapshot:before_rename"),
-    *("snapshot:after_rename", "snapshot:after_remove"),
-)
 MAX_WRITES_BEFORE_KILL = 40
 MIN_LOG_BYTES = 1 << 18  # small, so that snapshots are frequent
 TENSORS = ("master", "published", "momentum")

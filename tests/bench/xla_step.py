@@ -24,13 +24,12 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.bench import report, timed_recipe, turns
 
-ROOT = Path(__file__).parents[2]
 SPEED = 0.97
 LANDINGS = 0.9  # per step
 FIRST_S = 3.0  # start of a turn, when little lands: an exchange takes some steps, two of them on the device
@@ -52,7 +51,7 @@ def measure(ours: str, rounds: int, args: argparse.Namespace) -> list[dict[str, 
     common = ("-m", "tests.bench.xla_trainer", *sizes, "--anchor-device", args.anchor_device)
     command = (sys.executable, *map(str, common), *(["--shared"] if args.shared else []))
     programs = {mode: (*command, "--mode", mode) for mode in (WITHOUT, ours)}
-    env = {"PYTHONPATH": str(ROOT), **({} if args.as_it_comes else AHEAD)}
+    env = {"PYTHONPATH": str(report.ROOT), **({} if args.as_it_comes else AHEAD)}
     with (
         tempfile.TemporaryDirectory(prefix="diloco-bench-") as name,
         turns.playing(programs, Path(name), env=env, warm_up=args.warm_up) as players,
@@ -96,9 +95,9 @@ def checks_of(row: Mapping[str, float], control: Mapping[str, float]) -> dict[st
     }
 
 
-def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run both in turns; return 1 if steps are too slow, the control's are not, or a graph is compiled."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.options(__doc__)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--batch", type=int, default=2048)
@@ -108,17 +107,12 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
     parser.add_argument("--anchor-device", choices=("device", "host"), default="device")
     parser.add_argument("--shared", action="store_true", help="the device shares all cores with its host")
     parser.add_argument("--as-it-comes", action="store_true", help="the device waits where PJRT's CPU does")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = [*measure(WITH, args.rounds, args), *measure(CONTROL, min(args.rounds, CONTROL_ROUNDS), args)]
-    checks = checks_of(rows[1], rows[3])
-    say(report.table(rows))
     numel = args.depth * args.width * (args.width + 1)
     where = "all cores are shared" if args.shared else "half of the cores are for the device"
-    say(f"\n{numel / 1e6:.1f}M parameters in 24 fragments, one a step; {where}\n")
-    say(report.verdicts(checks))
-    report.store(args.out, {"circumstances": report.circumstances(), "rows": rows, "checks": checks})
-    return int(not all(checks.values()))
+    print(f"{numel / 1e6:.1f}M parameters in 24 fragments, one a step; {where}\n")
+    return report.conclude(args.out, rows, checks_of(rows[1], rows[3]))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from tests.bench.idle_learner import EndWith
 from tests.bench.landing_clock import LandingClock
 from tests.bench.timed_recipe import HookClock
 from tests.bench.xla_step import CONTROL, END, MODES, NOTES, WITHOUT
+from tests.quiet import QUIET
 
 NUM_AHEAD = 2
 
@@ -131,11 +132,8 @@ def main() -> None:
             LandingClock(given.root),
             StepClock(),
         ],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=given.root,
+        **QUIET,
     )
     trainer.fit(Stack(given.width, given.depth), DataLoader(TensorDataset(samples), batch_size=given.batch))
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +10,10 @@ from typing import Any
 import pytest
 
 from lightning_diloco.storage.tape import read_tape
+from tests import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
-ROOT = Path(__file__).parents[2]
-WITHIN_S = 300.0
 CONTRIBUTES_WITHIN_S = 30.0
 # `own`: killed. `bare`: its checkpoints are removed, then it is killed. `torn`: its newest is cut short, then killed.
 # `asked`: SIGTERM. Each once, at the first step after its second checkpoint; a note of every step's moments is kept.
@@ -108,16 +104,7 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("healing")
     (folder / "train.py").write_text(SCRIPT.replace("MAX_STEPS", str(MAX_STEPS)))
-    words = ("run", str(folder / "train.py"), "--local", "4", "--run-dir", str(folder / "run"), "--no-table")
-    ended = subprocess.run(
-        [sys.executable, "-m", "lightning_diloco.cli.main", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        check=False,
-    )
+    ended = command.run(folder, "run", "train.py", "--local", 4, "--run-dir", "run", "--no-table")
     return Run(folder / "run", ended.returncode, ended.stdout + ended.stderr)
 
 

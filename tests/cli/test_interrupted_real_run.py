@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ import psutil
 import pytest
 
 from lightning_diloco.storage.tape import read_tape
+from tests import command
 from tests.cli.line_model import MODEL
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 WITHIN_S = 240.0
 LEARNERS = ("l0", "l1")
 # Its samples are read by a process of its own, which a signal to all would have ended under it.
@@ -56,15 +54,8 @@ class Run:
         (folder / "train.py").write_text(SCRIPT)
 
     def start(self, num_steps: int) -> subprocess.Popen[str]:
-        words = ("run", "train.py", "--local", "2", "--run-dir", str(self.dir), "--no-table", "--no-page")
-        return subprocess.Popen(
-            (sys.executable, "-m", "lightning_diloco.cli.main", *words, "--stop-grace", "120", "--", str(num_steps)),
-            cwd=self._folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        words = ("run", "train.py", "--local", "2", "--run-dir", self.dir, "--no-table", "--no-page")
+        return command.start(self._folder, *words, "--stop-grace", 120, "--", num_steps)
 
     def steps(self, learner: str) -> dict[int, list[int]]:
         """Those that each process of a learner made."""

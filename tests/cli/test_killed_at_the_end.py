@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import command
 from tests.cli.line_model import MODEL
 
-ROOT = Path(__file__).parents[2]
 # The last one to leave validates. Its next process comes when the run is over, as it does where imports take longer.
 SCRIPT = (
     """
@@ -50,19 +47,10 @@ L.Trainer(
 @pytest.mark.chaos
 def test_a_learner_that_comes_back_after_the_end_of_the_run_ends_at_once_and_in_good_order(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ("run", "train.py", "--local", "2", "--run-dir", str(tmp_path / "run"), "--no-table", "--no-page")
-    ended = subprocess.run(
-        (sys.executable, "-m", "lightning_diloco.cli.main", *words),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    words = ("run", "train.py", "--local", 2, "--run-dir", "run", "--no-table", "--no-page")
+    printed = command.succeed(tmp_path, *words)
     (killed,) = (path.stem for path in (tmp_path / "run").glob("*.killed"))
-    assert f"{killed} died (signal SIGKILL); restart 1 of 3" in ended.stdout
+    assert f"{killed} died (signal SIGKILL); restart 1 of 3" in printed
     said = (tmp_path / "run" / "learners" / killed / "log.txt").read_text()
     assert "has finished, nothing is left to train" in said
     assert "trying for another" not in said, "it did not look for a syncer"

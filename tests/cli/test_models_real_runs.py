@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import command
+
 pytestmark = pytest.mark.slow
 
 State = dict[str, torch.Tensor]
 
-WITHIN_S = 180.0
-ROOT = Path(__file__).parents[2]
 # A teacher, a backbone that is frozen at first, statistics of BatchNorm, an optimizer with copies.
 SCRIPT = """
 import copy, os, time
@@ -60,24 +57,9 @@ torch.save({"state": model.state_dict(), "start": start}, os.path.join(trainer.d
 
 
 def test_learners_with_teachers_and_backbones_become_one_model(tmp_path: Path) -> None:
-    script, run_dir = tmp_path / "train.py", tmp_path / "run"
-    script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_diloco.cli.main",
-        "run",
-        str(script),
-        "--local",
-        "2",
-        "--run-dir",
-        str(run_dir),
-        "--no-table",
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, timeout=WITHIN_S, check=False, capture_output=True, text=True, cwd=tmp_path)
-    logs = "".join(path.read_text() for path in run_dir.glob("*.log"))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command.succeed(tmp_path, "run", "train.py", "--local", 2, "--run-dir", "run", "--no-table")
+    run_dir = tmp_path / "run"
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["ledger_exact"]
     assert summary["tokens_merged"] == summary["tokens_seen"]

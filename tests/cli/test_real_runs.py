@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from tests import command
+
 pytestmark = pytest.mark.slow
 
-WITHIN_S = 180.0
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 # Nothing of ours but the import, the strategy, and a note of what was seen.
 SCRIPT = """
@@ -72,18 +70,9 @@ class Run:
             (folder / "train.py").write_text(script)
             script = folder / "train.py"
         self.dir = folder / "run"
-        command = ("run", str(script), "--local", "2", "--run-dir", str(self.dir), "--no-table", *words)
         here = folder / "here"
         here.mkdir()
-        ended = subprocess.run(
-            [sys.executable, "-m", "lightning_diloco.cli.main", *command],
-            cwd=here,
-            env={**os.environ, "PYTHONPATH": str(TINY.parents[1])},
-            capture_output=True,
-            text=True,
-            timeout=WITHIN_S,
-            check=False,
-        )
+        ended = command.run(here, "run", script, "--local", 2, "--run-dir", self.dir, "--no-table", *words)
         self.exit_code, self.said = ended.returncode, ended.stdout + ended.stderr
         self.written_elsewhere = list(here.iterdir())
         self.left_over = [

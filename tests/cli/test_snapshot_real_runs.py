@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +13,11 @@ import pytest
 from lightning_diloco.cli.main import main
 from lightning_diloco.syncer.replay import replay
 from lightning_diloco.transport.address import read_join_file
+from tests import command
 from tests.cli.line_model import MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
-ROOT = Path(__file__).parents[2]
 WITHIN_S = 120.0
 # Trains until it is told that it is enough, and notes the moments and the position of every step.
 SCRIPT = (
@@ -61,15 +58,8 @@ class Running:
 
     def __init__(self, script: Path, run_dir: Path, *words: str) -> None:
         self.dir = run_dir
-        command = ("run", str(script), "--local", "2", "--run-dir", str(run_dir), "--no-table", *words)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_diloco.cli.main", *command],
-            cwd=script.parent,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        own = ("--local", 2, "--run-dir", run_dir, "--no-table")
+        self._process = command.start(script.parent, "run", script, *own, *words)
 
     def until_steps(self, num_steps: int) -> None:
         deadline_s = time.monotonic() + WITHIN_S

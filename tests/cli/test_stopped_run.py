@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lightning_diloco.storage.tape import read_tape
+from tests import command
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "diffusion" / "video.yaml"
 MAX_STEPS, CHECK_EVERY = 5000, 20
@@ -29,13 +27,8 @@ def test_early_stopping_on_the_anchor_ends_the_run_of_both_learners(tmp_path: Pa
     (tmp_path / "video_dit.py").write_bytes(RECIPE.with_name("video_dit.py").read_bytes())
     (tmp_path / "stopping.yaml").write_text(yaml.safe_dump(recipe))
 
-    words = ["run", "stopping.yaml", "--local", "2", "--run-dir", "run", "--no-table"]
-    command = [sys.executable, "-m", "lightning_diloco.cli.main", *words]
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=300, check=False
-    )
+    command.succeed(tmp_path, "run", "stopping.yaml", "--local", 2, "--run-dir", "run", "--no-table")
 
-    assert ended.returncode == 0, ended.stdout + ended.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert "Stopping threshold reached" in summary["stopped"]

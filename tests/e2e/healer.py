@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_diloco import DecoupledDiLoCoStrategy
+from tests.quiet import QUIET
 
 
 def is_wrapped(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -118,10 +119,7 @@ def main() -> None:
         strategy=DecoupledDiLoCoStrategy(INNER[given.inner](), **options),
         max_steps=given.steps,
         default_root_dir=given.out.parent,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Noisy(given.out, given.pause_s))
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import lightning_diloco  # noqa: F401  makes "decoupled_diloco" known to the Trainer
+from tests.quiet import QUIET
 from tests.strategy.trainer.test_lr_schedules import Scheduled
 
 MAX_STEPS = 100_000  # of the schedule; nobody comes that far
@@ -47,10 +48,7 @@ def main() -> None:
         callbacks=Until(given.stop_file, given.steps),
         strategy="decoupled_diloco",
         default_root_dir=given.out.with_suffix(""),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model)
     given.out.write_text(json.dumps(model.rates))

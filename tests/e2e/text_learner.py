@@ -24,6 +24,7 @@ from lightning_diloco.hf import TextData
 from lightning_diloco.protocol.data_ranges import Lease
 from lightning_diloco.strategy.data.range_batches import Ranges
 from tests.e2e.spread import spread
+from tests.quiet import QUIET
 
 SEQ_LEN, RANGE_SIZE, VOCAB_SIZE, HIDDEN = 16, 10, 300, 34
 INNER = {
@@ -110,10 +111,7 @@ def main() -> None:
         accumulate_grad_batches=given.accumulate,
         limit_val_batches=0,
         default_root_dir=given.out.parent,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     model = Echo(given.out, given.until, given.pause_s)
     trainer.fit(model, text_data(given.data, given.batch_size))

@@ -28,6 +28,7 @@ from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.strategy.trainer.lr_schedules import FleetTokenLR
 from tests.e2e.in_step import InStep
 from tests.e2e.spread import spread
+from tests.quiet import QUIET
 
 NUM_SAMPLES, WIDTH = 384, 8
 HIDDEN = 34  # halves of it are odd, and so are the parts of the last layer
@@ -245,10 +246,7 @@ def main() -> None:
         precision=given.precision,
         callbacks=[pace, *early, *in_step],
         default_root_dir=given.out.parent,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     model = Regression(num_batch=8, shuffles=not given.paced, part=tuple(given.part))
     model.momentum, model.decays, model.fails = given.momentum, given.decays, tuple(given.fails)

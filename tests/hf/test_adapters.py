@@ -22,6 +22,7 @@ from lightning_diloco.hf.export import ADAPTER, CHECKPOINT
 from lightning_diloco.manifest import plan_of
 from lightning_diloco.strategy.anchor import read_anchor
 from lightning_diloco.strategy.trainer.parameters import describe, named_values, trainable_parameters
+from tests.quiet import QUIET
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
@@ -58,8 +59,7 @@ def fit(module: CausalLM, root: Path, *, num_steps: int) -> Path:
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = L.Trainer(
         strategy=DecoupledDiLoCoStrategy(sync_every=2, num_fragments=2, overlap=1), accelerator="cpu", devices=1,
-        max_steps=num_steps, default_root_dir=root, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        max_steps=num_steps, default_root_dir=root, **QUIET,
     )  # fmt: skip
     trainer.fit(module, DataLoader(rows, batch_size=1), DataLoader(rows[:2], batch_size=1))
     (run_dir,) = (root / "diloco").iterdir()

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf import CausalLM, TextData
+from tests.quiet import QUIET
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
@@ -34,9 +35,9 @@ def _rows(num_rows: int) -> list[dict[str, torch.Tensor]]:
 
 
 def _trainer(tmp_path: Path, **options: Any) -> L.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    defaults = {"accelerator": "cpu", "devices": 1, "max_steps": 3, "enable_checkpointing": False, **quiet}
-    return L.Trainer(default_root_dir=tmp_path, **{**defaults, **options})
+    return L.Trainer(
+        default_root_dir=tmp_path, **{**QUIET, "accelerator": "cpu", "devices": 1, "max_steps": 3, **options}
+    )
 
 
 def _built(**options: Any) -> CausalLM:

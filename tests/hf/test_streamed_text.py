@@ -15,6 +15,7 @@ import torch
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf import TextData
 from lightning_diloco.protocol.data_ranges import Lease
+from tests.quiet import QUIET
 
 MARKERS = ["marker" + chr(ord("a") + index) for index in range(12)]
 
@@ -105,8 +106,7 @@ class Noting(L.LightningModule):
 
 def fit(made: TextData, steps: int, *, save: Path | None = None, ckpt_path: Path | None = None) -> list[list[int]]:
     model = Noting()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = L.Trainer(accelerator="cpu", max_steps=steps, limit_val_batches=0, enable_model_summary=False, **quiet)
+    trainer = L.Trainer(accelerator="cpu", max_steps=steps, limit_val_batches=0, **QUIET)
     trainer.fit(model, made, ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)

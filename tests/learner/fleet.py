@@ -51,6 +51,14 @@ def assert_exact(summary: Json) -> None:
     assert summary["ledger_exact"]
 
 
+def finish(*learners: Learner) -> None:
+    """Tell all of them that it is enough, then wait for their ends."""
+    for learner in learners:
+        learner.enough()
+    for learner in learners:
+        learner.done()
+
+
 class Learner:
     """One learner; `train` runs in a thread of its own once `go` was called."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.learner.fleet import OPTIONS, Fleet, assert_exact, until
+from tests.learner.fleet import OPTIONS, Fleet, assert_exact, finish, until
 
 
 def test_a_device_that_is_behind_does_not_hold_up_what_is_staged(
@@ -34,10 +34,7 @@ def test_a_device_that_is_behind_does_not_hold_up_what_is_staged(
         monkeypatch.setattr(device, "stage", staging)
         until(lambda: staged, "an update staged while a snapshot is not computed yet")
         caught_up.set()
-        for learner in (behind, other):
-            learner.enough()
-        for learner in (behind, other):
-            learner.done()
+        finish(behind, other)
         summary = fleet.stop()
     assert summary["tokens_merged"] == summary["tokens_seen"]
 

@@ -31,7 +31,7 @@ from lightning_diloco.storage import local_runs
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
 from lightning_diloco.transport.identity import ServerIdentity
-from tests.learner.fleet import JOIN, OPTIONS, RUN, SHAPES, Fleet, assert_exact, until
+from tests.learner.fleet import JOIN, OPTIONS, RUN, SHAPES, Fleet, assert_exact, finish, until
 
 
 def diloco_threads() -> set[str]:
@@ -42,10 +42,7 @@ def test_two_learners_drain_to_one_anchor_and_an_exact_ledger(tmp_path: Path) ->
     with Fleet(tmp_path, expect=2) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(9)
-        for learner in learners:
-            learner.enough()
-        for learner in learners:
-            learner.done()
+        finish(*learners)
         assert fleet.service.wait(5.0), "an expected fleet that has left ends the run"
         last = next(learner for learner in learners if learner.is_last)
         other = next(learner for learner in learners if learner is not last)
@@ -90,10 +87,7 @@ def test_the_same_over_flight_with_a_pinned_certificate(tmp_path: Path) -> None:
             fleet.connect = lambda: FlightConnection(server.join_address(RUN))
             learners = [fleet.learner(name).go() for name in ("l0", "l1")]
             fleet.until_commits(6)
-            for learner in learners:
-                learner.enough()
-            for learner in learners:
-                learner.done()
+            finish(*learners)
             assert fleet.service.wait(5.0)
             last = next(learner for learner in learners if learner.is_last)
             assert last.digests() == list(fleet.service._store.digests())
@@ -163,10 +157,7 @@ def test_learner_trains_on_without_a_syncer_and_catches_up(tmp_path: Path) -> No
         away.wire.is_cut = False
         until(lambda: away.link._line.is_online, "being back")
         until(lambda: sum(away.landed) >= sum(fleet.versions) - 3, "catching up")
-        for learner in (away, other):
-            learner.enough()
-        for learner in (away, other):
-            learner.done()
+        finish(away, other)
         assert away.link.metrics()["diloco/offline_s"] > 0
         summary = fleet.stop()
     assert summary["tokens_merged"] == summary["tokens_seen"]
@@ -185,10 +176,7 @@ def test_syncer_restarted_at_its_address_has_every_bit_and_learners_come_back(tm
         assert (fleet.versions, list(second._store.digests())) == before
         fleet.transport.handler, fleet.summary = second, None
         fleet.until_commits(6)
-        for learner in learners:
-            learner.enough()
-        for learner in learners:
-            learner.done()
+        finish(*learners)
         summary = fleet.stop()
     assert summary["tokens_seen"] == sum(learner.steps for learner in learners) * 7 * 3
     assert_exact(summary)
@@ -205,10 +193,7 @@ def test_a_slow_upload_does_not_hold_up_downloads(tmp_path: Path, monkeypatch: p
         until(lambda: sum(slow.landed) >= landed + 3, "updates landing while an upload hangs")
         let_go.set()
         slow.wire.before.clear()
-        for learner in (slow, fast):
-            learner.enough()
-        for learner in (slow, fast):
-            learner.done()
+        finish(slow, fast)
         assert_exact(fleet.stop())
 
 
@@ -432,7 +417,4 @@ def test_learners_that_wait_for_the_start_are_shown_as_joining(tmp_path: Path) -
         third = fleet.learner("c").go()
         fleet.until_commits(1)
         assert {m["phase"] for m in fleet.status()["learners"]} == {"stepping"}
-        for learner in (*waiting, third):
-            learner.enough()
-        for learner in (*waiting, third):
-            learner.done()
+        finish(*waiting, third)

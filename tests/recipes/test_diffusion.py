@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +13,7 @@ import torch
 from lightning_diloco.cli.main import main
 from lightning_diloco.hf.export import CHECKPOINT
 from lightning_diloco.hf.recipe import class_of, make_importable, parse
+from tests import command
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "diffusion" / "video.yaml"
 
@@ -63,12 +62,8 @@ def test_forty_steps_lower_the_loss_and_clips_can_be_drawn(video: ModuleType) ->
 
 @pytest.mark.slow
 def test_two_learners_lower_the_loss_and_tools_take_their_run(tmp_path: Path, video: ModuleType) -> None:
-    words = ["run", str(RECIPE), "--local", "2", "--run-dir", str(tmp_path / "run"), "--no-table"]
-    command = [sys.executable, "-m", "lightning_diloco.cli.main", *words, "--trainer.max_steps", "120"]
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    words = ("--local", 2, "--run-dir", "run", "--no-table", "--trainer.max_steps", 120)
+    command.succeed(tmp_path, "run", RECIPE, *words)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["fleet_tokens"] == 2 * 120 * 16

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from lightning_diloco.planner.memory import Training
 from lightning_diloco.planner.plan import Forecast, Scenario, forecast
 from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.transport.faults import FaultProxy
-from tests.bench.processes import MEASURED, START_S, STEPPING, Sleeper, _join_address, _process, _start_of, _through
-from tests.bench.processes import ROOT as REPOSITORY
+from tests.bench.processes import MEASURED, STEPPING, Sleeper, Started, start_syncer
+from tests.e2e.conftest import Processes, until
 
 TOLERANCE = 0.15
 RATE_BPS, DELAY_S = 8e6, 0.02
@@ -50,44 +49,36 @@ class Ran:
     commits: list[dict[str, Any]]
 
 
-def until(reached: Callable[[], Any], process: subprocess.Popen[bytes]) -> None:
-    deadline_s = time.monotonic() + START_S
-    while not reached():
-        assert process.poll() is None, "a process has ended"
-        assert time.monotonic() < deadline_s, "it takes too long"
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    folder = tmp_path_factory.mktemp("capped")
-    run_dir, root = folder / "run", folder / "l0"
-    words = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    syncer_argv = ["-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(run_dir), "--listen", "127.0.0.1:0"]
-    sleeper_argv, environment = _start_of(SLEEPER, root, "")
-    python = sleeper_argv[0]
-    with _process([python, *syncer_argv, "--expect", "1", *words], folder, {}, folder / "syncer.out") as syncer:
-        address = _join_address(run_dir / "join", syncer)
-        with FaultProxy(address.host_port, delay_s=DELAY_S) as proxy:
-            environment["DILOCO_JOIN"] = _through(proxy, address)
-            with _process(sleeper_argv, REPOSITORY, environment, folder / "l0.out") as learner:
-                until((root / STEPPING).exists, learner)
-                proxy.rate_bps = RATE_BPS
-                moments = [_moment(run_dir, proxy, wanted, learner) for wanted in (4, 16)]
-                assert learner.wait(START_S) == 0, (folder / "l0.out").read_text()
-        assert syncer.wait(START_S) == 0, (folder / "syncer.out").read_text()
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    processes = Processes(tmp_path_factory.mktemp("capped"))
+    try:
+        yield _run(processes)
+    finally:
+        processes.kill_all()
+
+
+def _run(processes: Processes) -> Ran:
+    syncer = start_syncer(processes, 1, OPTIONS)
+    with FaultProxy(processes.address.host_port, delay_s=DELAY_S) as proxy:
+        learner = Started(processes, "l0", SLEEPER, proxy)
+        until((learner.root / STEPPING).exists, "the first step", processes)
+        proxy.rate_bps = RATE_BPS
+        moments = [_moment(processes, proxy, wanted) for wanted in (4, 16)]
+        assert processes.end(learner.process) == 0
+    assert processes.end(syncer) == 0
     (first_s, first_bytes), (last_s, last_bytes) = moments
-    steps = json.loads((root / MEASURED).read_text())["steps"]
+    steps = json.loads((learner.root / MEASURED).read_text())["steps"]
     return Ran(
         step_s=statistics.mean(step["wall_s"] for step in steps),
         up_bps=8 * (last_bytes - first_bytes) / (last_s - first_s),
-        commits=_commits(run_dir)[4:16],
+        commits=_commits(processes.run_dir)[4:16],
     )
 
 
-def _moment(run_dir: Path, proxy: FaultProxy, wanted: int, learner: subprocess.Popen[bytes]) -> tuple[float, int]:
+def _moment(processes: Processes, proxy: FaultProxy, wanted: int) -> tuple[float, int]:
     """When there are so many commits, and what went up until then."""
-    until(lambda: len(_commits(run_dir)) >= wanted, learner)
+    until(lambda: len(_commits(processes.run_dir)) >= wanted, f"{wanted} commits", processes)
     return time.monotonic(), proxy.bytes_up
 
 

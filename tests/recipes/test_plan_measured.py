@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_diloco.storage.tape import read_tape
+from tests import command
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "gpt.yaml"
 NUM_LEARNERS, NUM_STEPS = 2, 480  # long enough that the drain, which depends on who ends first, weighs little
@@ -20,19 +18,11 @@ TOLERANCE = 0.15
 pytestmark = pytest.mark.slow
 
 
-def command(*words: str, cwd: Path) -> str:
-    argv = [sys.executable, "-m", "lightning_diloco.cli.main", *words]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measured")
-    overrides = ["--trainer.max_steps", str(NUM_STEPS), "--trainer.limit_val_batches", "2"]
-    command("run", str(RECIPE), "--local", str(NUM_LEARNERS), "--run-dir", "run", "--", *overrides, cwd=folder)
+    overrides = ("--trainer.max_steps", NUM_STEPS, "--trainer.limit_val_batches", 2)
+    command.succeed(folder, "run", RECIPE, "--local", NUM_LEARNERS, "--run-dir", "run", "--", *overrides)
     return folder / "run"
 
 
@@ -44,8 +34,8 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def planned(run_dir: Path) -> dict[str, Any]:
-    options = ["--learners", str(NUM_LEARNERS), "--max-steps", str(NUM_STEPS), "--json"]
-    content: dict[str, Any] = json.loads(command("plan", str(RECIPE), *options, cwd=run_dir))
+    options = ("--learners", NUM_LEARNERS, "--max-steps", NUM_STEPS, "--json")
+    content: dict[str, Any] = json.loads(command.succeed(run_dir, "plan", RECIPE, *options, PYTHONWARNINGS="ignore"))
     return content
 
 

@@ -13,29 +13,9 @@ import pytest
 
 from lightning_diloco.errors import CorruptLogError, StorageError
 from lightning_diloco.storage.redo_log import Record, RedoLog
+from tests.storage.faults import Crash, Faults
 
 PAYLOADS = [b"", b"a" * 10, bytes(range(256)) * 40, b"z"]
-
-
-class Crash(BaseException):
-    """The process ends here."""
-
-
-class Failing:
-    """Raises `error` when a named point is reached for the nth time from now."""
-
-    def __init__(self) -> None:
-        self.arm("", 0, Crash())
-
-    def arm(self, point: str, skip: int, error: BaseException) -> None:
-        self.point, self.skip, self.error = point, skip, error
-
-    def __call__(self, point: str) -> None:
-        if point == self.point:
-            self.skip -= 1
-            if self.skip < 0:
-                self.point = ""
-                raise self.error
 
 
 @pytest.fixture
@@ -260,7 +240,7 @@ def test_records_span_segments_and_stop_at_the_call(log: RedoLog) -> None:
 
 @pytest.mark.parametrize("point", ["append:before", "append:after_header", "append:after_payload"])
 def test_full_disk_leaves_the_log_as_before_and_goes_on(folder: Path, point: str) -> None:
-    faults = Failing()
+    faults = Faults()
     log = RedoLog(folder, faults=faults)
     fill(log, 3)
     before = only_segment(folder).read_bytes()
@@ -300,7 +280,7 @@ def test_short_and_failing_writes_leave_the_log_as_before(folder: Path, monkeypa
 
 
 def test_failed_sync_takes_back_what_was_not_durable(folder: Path) -> None:
-    faults = Failing()
+    faults = Faults()
     log = RedoLog(folder, faults=faults)
     fill(log, 2)
     log.sync()
@@ -320,7 +300,7 @@ def test_failed_sync_takes_back_what_was_not_durable(folder: Path) -> None:
 
 @pytest.mark.parametrize("point", ["append:after_header", "append:after_payload"])
 def test_append_after_an_interrupted_one_is_clean(folder: Path, point: str) -> None:
-    faults = Failing()
+    faults = Faults()
     log = RedoLog(folder, faults=faults)
     fill(log, 1)
     faults.arm(point, 0, KeyboardInterrupt())
@@ -336,7 +316,7 @@ def test_append_after_an_interrupted_one_is_clean(folder: Path, point: str) -> N
 
 @pytest.mark.parametrize("point", ["rotate:before", "rotate:after_create", "drop:before"])
 def test_crash_while_rotating_or_dropping_loses_nothing(folder: Path, tmp_path: Path, point: str) -> None:
-    faults = Failing()
+    faults = Faults()
     log = RedoLog(folder, faults=faults)
     fill(log, 4)
     faults.arm(point, 0, Crash())

@@ -14,12 +14,10 @@ import torch
 
 from lightning_diloco.errors import CorruptLogError, StorageError
 from lightning_diloco.storage.snapshots import Snapshot, SnapshotStore
+from tests.storage import faults
+from tests.storage.faults import Crash, Faults
 
-POINTS = ["before", "after_file", "before_rename", "after_rename", "after_remove"]
-
-
-class Crash(BaseException):
-    """The process ends here."""
+POINTS = [point for point in faults.POINTS if point.startswith("snapshot:")]
 
 
 def tensors(seed: int) -> list[tuple[str, dict[str, torch.Tensor]]]:
@@ -39,18 +37,6 @@ def is_that_of(snapshot: Snapshot | None, seed: int) -> bool:
         for stem, by_name in wanted
         for name, tensor in by_name.items()
     )
-
-
-def crash_at(point: str, skip: int = 0) -> object:
-    reached = [0]
-
-    def faults(here: str) -> None:
-        if here == f"snapshot:{point}":
-            reached[0] += 1
-            if reached[0] > skip:
-                raise Crash
-
-    return faults
 
 
 def test_latest_is_none_before_the_first(tmp_path: Path) -> None:
@@ -90,12 +76,11 @@ def test_files_are_private_and_checkable_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_crash_while_writing_leaves_the_old_or_the_new(tmp_path: Path, point: str) -> None:
     SnapshotStore(tmp_path).write(7, {"seed": 1}, tensors(1))
+    crash = Faults(point, skip=1 if point == "snapshot:after_file" else 0)
     with pytest.raises(Crash):
-        SnapshotStore(tmp_path, faults=crash_at(point, skip=1 if point == "after_file" else 0)).write(
-            9, {"seed": 2}, tensors(2)
-        )
+        SnapshotStore(tmp_path, faults=crash).write(9, {"seed": 2}, tensors(2))
     store = SnapshotStore(tmp_path)
-    assert is_that_of(store.latest(), 2 if point in ("after_rename", "after_remove") else 1)
+    assert is_that_of(store.latest(), 2 if point in ("snapshot:after_rename", "snapshot:after_remove") else 1)
     assert not list(tmp_path.glob("*.partial"))
     store.write(11, {"seed": 3}, tensors(3))
     assert is_that_of(store.latest(), 3)

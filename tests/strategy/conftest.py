@@ -22,6 +22,7 @@ from lightning_diloco.devices.base import FragmentDevice, Update
 from lightning_diloco.learner.status import LearnerStatus
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.strategy import identity
+from tests.quiet import QUIET
 
 STANDING = LearnerStatus((3, 4), 1, (2,), 2, None)
 VOCABULARY, LENGTH, NUM_SAMPLES = 11, 6, 24
@@ -284,8 +285,7 @@ def trainer_for(tmp_path: Path) -> Callable[..., L.Trainer]:
     """Makes a quiet CPU Trainer with our strategy; any argument can be overridden."""
 
     def make(**options: Any) -> L.Trainer:
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        defaults = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "default_root_dir": tmp_path, **quiet}
-        return L.Trainer(**{"strategy": "decoupled_diloco", "enable_model_summary": False, **defaults, **options})
+        defaults = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "default_root_dir": tmp_path, **QUIET}
+        return L.Trainer(**{"strategy": "decoupled_diloco", **defaults, **options})
 
     return make

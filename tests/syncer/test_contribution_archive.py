@@ -16,7 +16,7 @@ from lightning_diloco.manifest import plan_of
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer.contribution_archive import Recorded, Recorder, read_commit, read_seed
-from tests.learner.fleet import OPTIONS, Fleet
+from tests.learner.fleet import OPTIONS, Fleet, finish
 
 BF16_STEP = 2.0**-8
 
@@ -27,10 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     with Fleet(tmp_path_factory.mktemp("run"), record_contributions=True, run_options=options) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(12)
-        for learner in learners:
-            learner.enough()
-        for learner in learners:
-            learner.done()
+        finish(*learners)
         fleet.stop()
     return fleet
 

@@ -26,36 +26,14 @@ from lightning_diloco.storage.files import Buffer
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.syncer.anchors import AnchorStore
+from tests.storage.faults import POINTS, Crash, Faults
 
 NUM_COMMITS = 12
 NUM_FRAGMENTS = 2
-POINTS = [
-    *("append:before", "append:after_header", "append:after_payload", "sync:before", "sync:after"),
-    *("rotate:before", "rotate:after_create", "drop:before"),
-    *("snapshot:before", "snapshot:after_file", "snapshot:before_rename"),
-    *("snapshot:after_rename", "snapshot:after_remove"),
-]
 PLAN = FragmentPlan.balanced({"a": (8, 8), "b": (64,)}, num_fragments=NUM_FRAGMENTS, max_slice_numel=1 << 20)
 CONFIG = RunConfig(sync_every=8, num_fragments=NUM_FRAGMENTS, block_size=16)
 
 Fingerprint = list[object]
-
-
-class Crash(BaseException):
-    """The process ends here."""
-
-
-class Faults:
-    """Raises an error when a named point is reached once more after `skip` times, and only then."""
-
-    def __init__(self, point: str, skip: int, error: BaseException) -> None:
-        self.point, self.skip, self.error = point, skip, error
-
-    def __call__(self, point: str) -> None:
-        if point == self.point:
-            self.skip -= 1
-            if self.skip == -1:
-                raise self.error
 
 
 class Disk:
@@ -188,7 +166,7 @@ def die_and_restart(
     root, promised, num_crashes = tmp_path / "life-0", 0, 0
     files.make_directory(root)
     for num_lives in range(1, 6):
-        syncer = Syncer(root, Faults(point if num_lives < 5 else "", chance.randrange(6), Crash()), log_type)
+        syncer = Syncer(root, Faults(point if num_lives < 5 else "", chance.randrange(6)), log_type)
         assert syncer.num_commits >= promised, f"{syncer.num_commits} commits came back of {promised} promised"
         assert fingerprint(syncer.store) == reference()[syncer.num_commits]
         try:
@@ -281,7 +259,7 @@ def test_disk_error_at_any_point_is_survived(
     live(syncer, chance, patient=True)
     assert fingerprint(syncer.store) == reference()[NUM_COMMITS]
     syncer.log.close(sync=False)
-    restarted = Syncer(disk.after_power_cut(root, tmp_path / "again", chance), Faults("", 0, Crash()), RedoLog)
+    restarted = Syncer(disk.after_power_cut(root, tmp_path / "again", chance), Faults(), RedoLog)
     assert restarted.num_commits == NUM_COMMITS
     assert fingerprint(restarted.store) == reference()[NUM_COMMITS]
     restarted.log.close()

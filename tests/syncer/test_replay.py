@@ -16,7 +16,7 @@ from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer import store as durable
 from lightning_diloco.syncer.contribution_archive import Recorder, read_commit
 from lightning_diloco.syncer.replay import replay
-from tests.learner.fleet import OPTIONS, Fleet
+from tests.learner.fleet import OPTIONS, Fleet, finish
 
 NUM_COMMITS = 18
 # The log tells that a merge differs; where a snapshot came after the commit, the digest on the tape does.
@@ -33,10 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fleet.until_commits(NUM_COMMITS // 2)
         fleet.restart()
         fleet.until_commits(NUM_COMMITS)
-        for learner in learners:
-            learner.enough()
-        for learner in learners:
-            learner.done()
+        finish(*learners)
         fleet.stop()
     return run_dir
 
@@ -173,8 +170,7 @@ def test_merges_by_coordinate_are_computed_again_bit_for_bit(tmp_path: Path, mer
     with Fleet(tmp_path, run_options={**OPTIONS, "merge": merge}, record_contributions=True) as fleet:
         learners = [fleet.learner(name).go() for name in "abc"]
         fleet.until_commits(9)
-        for learner in learners:
-            learner.enough().done()
+        finish(*learners)
         fleet.stop()
     replayed = replay(tmp_path)
     assert (replayed.level, replayed.num_merges) == ("merges", sum(replayed.versions))

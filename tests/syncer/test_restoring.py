@@ -18,16 +18,13 @@ from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
 from lightning_diloco.transport.flight import FlightConnection
-from tests.learner.fleet import Fleet, assert_exact, until
+from tests.learner.fleet import Fleet, assert_exact, finish, until
 
 
 def trained(fleet: Fleet, commits: int = 6) -> None:
     learners = [fleet.learner(name).go() for name in ("l0", "l1")]
     fleet.until_commits(commits)
-    for learner in learners:
-        learner.enough()
-    for learner in learners:
-        learner.done()
+    finish(*learners)
 
 
 def test_a_clean_stop_leaves_a_snapshot_and_no_log_to_replay(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lightning_diloco.storage.checkpoint_store import CheckpointStore
 from lightning_diloco.syncer import run_snapshot
 from lightning_diloco.syncer.run_snapshot import begin_from, take
 from lightning_diloco.transport.address import JoinAddress, read_join_file, write_join_file
-from tests.learner.fleet import RUN, Fleet
+from tests.learner.fleet import RUN, Fleet, finish
 
 
 @pytest.fixture
@@ -50,10 +50,7 @@ def test_a_run_begins_from_a_snapshot_of_one_that_went_on(fleet: Fleet, store: C
     found = take(fleet.run_dir, tmp_path / "kept", store, answering(store, "a", "b"), within_s=5.0)
     fleet.until_commits(9)
     after = fleet.versions
-    for learner in learners:
-        learner.enough()
-    for learner in learners:
-        learner.done()
+    finish(*learners)
     assert fleet.stop()["ledger_exact"]
     assert all(a <= cut <= c for a, cut, c in zip(before, found.versions, after, strict=True))
     assert found.steps == {"a": 5, "b": 5}

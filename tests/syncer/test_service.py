@@ -27,7 +27,7 @@ from lightning_diloco.syncer.merge_worker import DurableCommit, MergeJob, MergeW
 from lightning_diloco.syncer.process import SyncerOptions, _address_and_identity
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import write_join_file
-from tests.learner.fleet import DEADLINE_S, OPTIONS, Fleet, until
+from tests.learner.fleet import DEADLINE_S, OPTIONS, Fleet, finish, until
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +74,7 @@ def test_full_disk_stops_commits_and_nothing_else(tmp_path: Path) -> None:
         disk.is_full = False
         fleet.until_commits(3)
         assert fleet.status()["reason"] is None
-        for learner in learners:
-            learner.enough()
-        for learner in learners:
-            learner.done()
+        finish(*learners)
         summary = fleet.stop()
     assert summary["ledger_exact"]
     assert summary["tokens_merged"] == summary["tokens_seen"]
@@ -108,10 +105,7 @@ def test_snapshots_under_way_lose_nothing_at_a_restart(tmp_path: Path, monkeypat
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         until(lambda: fleet.service._durable.log.first_lsn > 1, "a snapshot that let the log drop its start")
         fleet.until_commits(20)
-        for learner in learners:
-            learner.enough()
-        for learner in learners:
-            learner.done()
+        finish(*learners)
         summary, before = fleet.stop(), (fleet.versions, fleet.service._store.digests())
         totals = fleet.service.state.ledger.totals()
         fleet.restart()

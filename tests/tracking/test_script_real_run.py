@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_diloco.tracking.script import environment
+from tests import command
 from tests.tracking.offline import read
 
 SCRIPT = """
@@ -37,13 +35,9 @@ assert len(opened) == 1
 @pytest.mark.parametrize(("named", "project"), [("", "mine"), ("project='theirs'", "theirs")])
 def test_a_script_s_own_logger_joins_the_group(tmp_path: Path, named: str, project: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("PROJECT", named))
-    argv = [sys.executable, "-m", "lightning_diloco.cli.main", "run", "train.py", "--local", "2", "--run-dir", "run"]
-    given = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [*argv, "--wandb", "mine", "--no-page"], cwd=tmp_path, env=given, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the script's own WandbLogger logs its learners to this group" in done.stdout
+    words = ("run", "train.py", "--local", 2, "--run-dir", "run", "--wandb", "mine", "--no-page")
+    printed = command.succeed(tmp_path, *words, PYTHONWARNINGS="ignore")
+    assert "the script's own WandbLogger logs its learners to this group" in printed
     syncer, *learners = sorted(read(tmp_path), key=lambda run: (run.job_type != "syncer", run.name))
     assert (syncer.id, syncer.project) == (f"{syncer.group}-syncer", "mine")
     assert [run.name for run in learners] == ["l0", "l1"]

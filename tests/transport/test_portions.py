@@ -23,7 +23,7 @@ from lightning_diloco.transport.base import Bulk, Connection, Json
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
 from lightning_diloco.transport.portions import Portioned
 from tests.fuzz.target import Peer
-from tests.learner.fleet import RUN, Fleet, Learner, Wire, assert_exact, until
+from tests.learner.fleet import RUN, Fleet, Learner, Wire, assert_exact, finish, until
 
 SIZE = 80  # bytes; a fragment of the fleet's model has some 600 as float32, and 170 as int8
 
@@ -69,10 +69,7 @@ def test_a_run_whose_payloads_are_all_too_long_for_one_call_is_exact(tmp_path: P
             for learner in learners:
                 learner.go()
             fleet.until_commits(6)
-            for learner in learners:
-                learner.enough()
-            for learner in learners:
-                learner.done()
+            finish(*learners)
             last = next(learner for learner in learners if learner.is_last)
             assert last.digests() == list(fleet.service._store.digests())
             summary = fleet.stop()

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import command
+
 pytestmark = [pytest.mark.xla, pytest.mark.slow]
 
-REPOSITORY = Path(__file__).parents[2]
 NUM_FRAGMENTS, NUM_TOKENS = 12, 512  # of the recipe: fragments, and the vocabulary
 
 
 def run(folder: Path, *changed: object, **environment: str) -> tuple[dict[str, Any], str]:
     """Its summary, and what its learner said."""
-    words = ["run", "recipes/tiny/gpt.yaml", "--local", "1", "--run-dir", str(folder / "run"), "--no-table"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "lightning_diloco.cli.main", *words, "--trainer.accelerator", "xla", *map(str, changed)],
-        check=False,
-        env={**os.environ, "PJRT_DEVICE": "CPU", **environment},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    words = ("--local", 1, "--run-dir", folder / "run", "--no-table", "--trainer.accelerator", "xla")
+    command.succeed(command.ROOT, "run", "recipes/tiny/gpt.yaml", *words, *changed, PJRT_DEVICE="CPU", **environment)
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert (summary["status"], summary["ledger_exact"]) == ("finished", True)
     return summary, (folder / "run" / "learners" / "l0" / "log.txt").read_text()

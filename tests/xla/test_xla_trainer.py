@@ -16,6 +16,7 @@ from torch_xla.debug import metrics
 from lightning_diloco.devices.xla import ops as xla
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.backends.xla import SingleDeviceXLADiLoCo
+from tests.quiet import QUIET
 
 pytestmark = [
     pytest.mark.xla,
@@ -75,14 +76,11 @@ def loader(batch_size: int = 8) -> DataLoader[tuple[torch.Tensor, ...]]:
 def trainer_for(root: Path, max_steps: int, **options: object) -> L.Trainer:
     from lightning_diloco import DecoupledDiLoCoStrategy
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     strategy = options.pop("strategy", {})
     if isinstance(strategy, dict):
         strategy = DecoupledDiLoCoStrategy(sync_every=4, num_fragments=4, **strategy)
-    defaults = {"accelerator": "xla", "devices": 1, "enable_checkpointing": False, "check_val_every_n_epoch": None}
-    return L.Trainer(
-        **{"default_root_dir": root, "strategy": strategy, "max_steps": max_steps, **quiet, **defaults, **options}
-    )
+    defaults = {"accelerator": "xla", "devices": 1, "check_val_every_n_epoch": None, "default_root_dir": root, **QUIET}
+    return L.Trainer(**{"strategy": strategy, "max_steps": max_steps, **defaults, **options})
 
 
 @pytest.fixture

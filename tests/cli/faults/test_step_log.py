@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_diloco.cli.faults.step_log import PATTERN, StepClock, read_steps
+from tests.quiet import QUIET
 
 NUM_BATCHES = 6
 
@@ -33,10 +34,8 @@ class Line(L.LightningModule):
 
 def fit(tmp_path: Path, clock: StepClock, **options: object) -> L.Trainer:
     data = DataLoader(TensorDataset(torch.ones(NUM_BATCHES, 1)))
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[clock],
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, **options,
-    )  # fmt: skip
+    own = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "callbacks": [clock], "default_root_dir": tmp_path}
+    trainer = L.Trainer(**QUIET, **own, **options)
     trainer.fit(Line(), data, data)
     return trainer
 

@@ -22,7 +22,6 @@ SLEEP = "import time; time.sleep(60)"
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); {SLEEP}"
 DEADLINE_S = 10.0
-TRACEBACK = "Traceback (most recent call last):\n  File 'a.py', line 1, in f\n    f()\n    ^^^\n"
 
 
 def python(code: str) -> tuple[str, ...]:

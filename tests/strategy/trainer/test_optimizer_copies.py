@@ -41,10 +41,8 @@ def test_a_landing_is_not_undone_by_later_steps(scenario, model, trainer_for, ki
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             found.append(pl_module.body.weight.detach().float().clone())
 
-    trainer_for(
-        max_steps=6, limit_val_batches=0, precision=precision, callbacks=[Lands(scenario), Keep()],
-        enable_progress_bar=False,
-    ).fit(module)  # fmt: skip
+    callbacks = [Lands(scenario), Keep()]
+    trainer_for(max_steps=6, limit_val_batches=0, precision=precision, callbacks=callbacks).fit(module)
     tolerance = {"atol": 1e-2 if precision == "bf16-true" else 1e-5, "rtol": 0}
     assert torch.allclose(found[0], start, **tolerance)
     for weight in found[1:]:

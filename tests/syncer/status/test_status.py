@@ -13,7 +13,7 @@ from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.syncer.payloads import Payloads
 from lightning_diloco.syncer.status.publisher import NUM_RECENT, StatusPublisher
-from tests.learner.fleet import Fleet, until
+from tests.learner.fleet import Fleet, finish, until
 
 
 def test_learners_hear_of_the_fleet_and_of_their_own_direction(tmp_path: Path) -> None:
@@ -33,10 +33,7 @@ def test_learners_hear_of_the_fleet_and_of_their_own_direction(tmp_path: Path) -
         until(lambda: one.link.standing().offline_s, "being offline")
         one.wire.is_cut = False
         until(lambda: one.link.standing().offline_s is None, "being back")
-        for learner in (one, two):
-            learner.enough()
-        for learner in (one, two):
-            learner.done()
+        finish(one, two)
         told = [(event["event"], event.get("learner")) for event in fleet.status()["recent"]]
     assert told[0] == ("seeded", None)
     assert {("join", "l0"), ("join", "l1"), ("leave", "l0"), ("leave", "l1")} < set(told)

@@ -1,0 +1,31 @@
+"""Crashes and errors at the named points of log and snapshots."""
+
+from __future__ import annotations
+
+POINTS = (
+    *("append:before", "append:after_header", "append:after_payload", "sync:before", "sync:after"),
+    *("rotate:before", "rotate:after_create", "drop:before"),
+    *("snapshot:before", "snapshot:after_file", "snapshot:before_rename"),
+    *("snapshot:after_rename", "snapshot:after_remove"),
+)
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Faults:
+    """Raises an error when a named point is reached once more after `skip` times, and only then."""
+
+    def __init__(self, point: str = "", skip: int = 0, error: BaseException | None = None) -> None:
+        self.arm(point, skip, error or Crash())
+
+    def arm(self, point: str, skip: int, error: BaseException) -> None:
+        """Another error, from here on."""
+        self.point, self.skip, self.error = point, skip, error
+
+    def __call__(self, point: str) -> None:
+        if point == self.point:
+            self.skip -= 1
+            if self.skip == -1:
+                raise self.error
