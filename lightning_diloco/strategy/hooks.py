@@ -187,9 +187,9 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
         return describe(self.lightning_module, self._counter.unit, params=self._params)
 
     def _make_link(self) -> Link:
-        from lightning_diloco.learner.link import Link  # imports pyarrow, which only a fit needs
+        from lightning_diloco.learner.member import Member  # imports pyarrow, which only a fit needs
 
-        return Link(self._run_options, self._learner, self._run_root)
+        return Member(self._run_options, self._learner, self._run_root)
 
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
         return device_for(self.root_device)(plan, self._params, config, self._learner)

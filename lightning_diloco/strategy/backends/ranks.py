@@ -116,7 +116,8 @@ class RanksHooks(DiLoCoHooks):
             ahead.close()
 
     def _make_link(self) -> Link:
-        from lightning_diloco.learner.link import Link
+        from lightning_diloco.learner.ranks.follower import Follower
+        from lightning_diloco.learner.ranks.leader import Leader
 
         ranks, self._ranks_ahead = self._ranks_ahead or self._alike(), None
         self._heed_sigterm_together()
@@ -125,7 +126,8 @@ class RanksHooks(DiLoCoHooks):
         self._ranks, self._layout = ranks, layout_of(ranks.size, boxes or None)
         self._shares = ranks.share(super().distributed_sampler_kwargs["rank"])
         together: dict[str, Any] = {"ranks": ranks, "boxes": boxes, "kind": self._kind_of_device()}
-        return Link(self._run_options, self._learner, self._run_root, **together)
+        role = Leader if ranks.rank == 0 else Follower
+        return role(self._run_options, self._learner, self._run_root, **together)
 
     def _kind_of_device(self) -> type[ReplicatedDevice]:
         """How devices of the ranks work together."""
