@@ -182,7 +182,8 @@ class Link(LearnerMetrics):
         Raises:
             DiLoCoError: an error that a thread beside met since the last call, or that another rank met.
         """
-        raise NotImplementedError
+        self._raise_error()
+        return self.agreed
 
     def _end_step(self, tokens: int) -> int:
         """A step of so many tokens has ended; returns how many snapshots and landings there were. Holds the lock."""

@@ -22,7 +22,6 @@ from lightning_diloco.learner.driver import Driver
 from lightning_diloco.learner.join import Joining, MakeDevice
 from lightning_diloco.learner.lease_client import LeaseClient
 from lightning_diloco.learner.name import own_name
-from lightning_diloco.learner.ranks.agreement import Agreement
 from lightning_diloco.learner.retry import retry
 from lightning_diloco.learner.rotation import Followed
 from lightning_diloco.learner.whereabouts import Whereabouts, given_run_dir
@@ -122,14 +121,6 @@ class Member(Driver):
     def stopped(self) -> str | None:
         """See `Link.stopped`."""
         return self._machine.stopped
-
-    def _begin(self, **said: Any) -> None:
-        """See `Link._begin`; this rank agrees with itself."""
-        self.agreed = Agreement(**said)
-
-    def _agree(self) -> Agreement:
-        self._raise_error()
-        return self.agreed
 
     def _end_step(self, tokens: int) -> int:
         state, watch = self._machine, self._watch

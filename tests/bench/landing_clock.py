@@ -25,7 +25,7 @@ class LandingClock(Callback):
         self._path = folder / PATTERN.replace("*", str(os.getpid()))
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        device = getattr(trainer.strategy, "_device", None)
+        device = getattr(getattr(trainer.strategy, "_joined", None), "device", None)
         if device is None or not trainer.is_global_zero:
             return
         land, fd = device.land, os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
