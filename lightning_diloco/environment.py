@@ -32,7 +32,7 @@ VARIABLES = {
     ),
     "DILOCO_LEARNER": Variable(
         "id of this learner; default: host name and a slot",
-        ("learner/link.py", "strategy/identity.py", "strategy/backends/launchers.py", "strategy/backends/ranks.py"),
+        ("learner/member.py", "strategy/identity.py", "strategy/backends/launchers.py", "strategy/backends/ranks.py"),
     ),
     "DILOCO_RUN_DIR": Variable(
         "run directory, which contains this learner's folder", ("learner/whereabouts.py", "strategy/trainer/paths.py")

@@ -8,9 +8,7 @@ Source: our choice.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,7 @@ from lightning_diloco.planner.bandwidth import Machines
 from lightning_diloco.planner.memory import Training
 from lightning_diloco.planner.plan import Forecast, Scenario, forecast
 from lightning_diloco.plots.story import Lane, Story, read
-from lightning_diloco.strategy.options import resolve
+from lightning_diloco.strategy.options import RUN_NAMES, resolve
 from lightning_diloco.strategy.trainer.parameters import embedding_names, named_parameters, trainable_parameters
 
 if TYPE_CHECKING:
@@ -132,7 +130,7 @@ def plan_run(
     scenario = Scenario(
         shapes={name: tuple(p.shape) for name, p in params.items()},
         mean_names=embedding_names(module, params),
-        config=_run_config(options),
+        config=RunConfig.with_defaults(resolve(options, RUN_NAMES)[0]),
         training=training,
         fleet=machines,
         on_cpu=on_cpu,
@@ -160,13 +158,6 @@ def export_run(
     from lightning_diloco.hf.export import export  # transformers, needed only here
 
     return export(Path(run_dir), Path(folder), config=None if config is None else Path(config))
-
-
-def _run_config(options: Mapping[str, Any]) -> RunConfig:
-    names = {field.name for field in dataclasses.fields(RunConfig)}
-    known = {**dict.fromkeys(names), **{name: value for name, value in options.items() if name in names}}
-    run_options, _ = resolve(known, {name: value for name, value in options.items() if name not in names}, ())
-    return RunConfig.with_defaults(run_options).validate()
 
 
 def _progress(story: Story) -> pa.Table:

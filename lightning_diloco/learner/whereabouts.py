@@ -1,17 +1,28 @@
-"""Where the run is that this learner joins, as it was told, and how its data is split there."""
+"""Where the run is that this learner joins, as it was told or as it starts it, and how its data is split there."""
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
+import shutil
+import tempfile
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from lightning_diloco.config import LearnerConfig
+from lightning_diloco.learner.embedded_syncer import EmbeddedSyncer
 from lightning_diloco.learner.join import reached
+from lightning_diloco.learner.leftovers import tidy
 from lightning_diloco.learner.rotation import Followed
+from lightning_diloco.process.threads import Crew
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Connection
 from lightning_diloco.transport.flight import FlightConnection
+
+log = logging.getLogger(__name__)
 
 
 def given_address(learner: LearnerConfig) -> JoinAddress | None:
@@ -49,3 +60,66 @@ def agreed_parts(
     finally:
         connection.close()
     return None if parts is None else int(parts)
+
+
+class Whereabouts:
+    """Of a learner's syncer: where it was told, or on this machine, started for this run.
+
+    Args:
+        learner: its options.
+        root_dir: where the run directory of a syncer that is started goes; None: it is temporary, and removed when the
+            run has finished.
+        crew: runs the thread that keeps this syncer up.
+    """
+
+    def __init__(self, learner: LearnerConfig, root_dir: Path | None, crew: Crew) -> None:
+        self._learner, self._root_dir, self._crew = learner, root_dir, crew
+        self._embedded: EmbeddedSyncer | None = None
+
+    def find(self, is_needed: Callable[[], bool]) -> JoinAddress:
+        """Return the address; without one, start a syncer.
+
+        Args:
+            is_needed: whether this learner takes part; see `EmbeddedSyncer.watch`.
+        """
+        if (address := given_address(self._learner)) is not None:
+            return address
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if self._root_dir is None:
+            run_dir = Path(tempfile.mkdtemp(prefix=f"diloco-{name}-"))
+        else:
+            run_dir = self._root_dir / "diloco" / name
+            tidy(run_dir.parent)
+        self._embedded = EmbeddedSyncer(run_dir)
+        self._crew.start("syncer", partial(self._embedded.watch, self._crew.stopping, is_needed))
+        address = self._embedded.address
+        log.warning(
+            "started a syncer for this run at %s; others join it with DILOCO_JOIN=$(cat %s)", address, run_dir / "join"
+        )
+        return address
+
+    @property
+    def own_run_dir(self) -> Path | None:
+        """Run directory of the syncer that was started, if one was."""
+        return self._embedded.run_dir if self._embedded else None
+
+    @property
+    def join_file(self) -> Path | None:
+        """Where the syncer says how it is joined, as far as that is known here."""
+        folder = self.own_run_dir or given_run_dir()
+        return None if folder is None else folder / "join"
+
+    def let_go(self, *, was_joined: bool, is_last: bool, is_drained: bool) -> None:
+        """Release a syncer that was started.
+
+        Args:
+            was_joined: this learner took part.
+            is_last: nobody else does.
+            is_drained: all that it trained is merged.
+        """
+        if self._embedded is None:
+            return
+        self._embedded.let_go(was_joined=was_joined, is_last=is_last)
+        is_kept = was_joined and not (is_last and is_drained)
+        if self._root_dir is None and self._embedded.has_ended and not is_kept:
+            shutil.rmtree(self._embedded.run_dir, ignore_errors=True)

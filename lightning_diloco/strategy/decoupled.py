@@ -125,7 +125,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "inner", "unknown", "__class__")}
         super().__init__()
-        self._run_options, self._learner = resolve(options, unknown, inners.problems(inner))
+        self._run_options, self._learner = resolve({**options, **unknown}, options, inners.problems(inner))
         self._token_count_fn = token_count_fn
         if isinstance(inner, Strategy):
             self._has_inner = True

@@ -193,22 +193,11 @@ class DiLoCoFit:
         strategy, trainer = self._strategy, self._trainer
         chosen = strategy._learner
         self.stopping = Stopping(trainer, chosen.max_fleet_tokens, strategy.evaluates_anchor)
-        self.validation = Validation(strategy, trainer, link=self.link, device=self.device, stopping=self.stopping)
+        self.validation = Validation(strategy, trainer, self)
         outermost = Outermost(strategy._validation_starts, strategy._leave)
         outermost.install(trainer)
         self._in_run.callback(outermost.remove, trainer)
-        self.steps = InnerSteps(
-            strategy,
-            trainer,
-            link=self.link,
-            params=self.params,
-            frozen=self.frozen,
-            counter=self.counter,
-            copies=self.copies,
-            checkpointer=self.checkpointer,
-            preemption=self.preemption,
-            stopping=self.stopping,
-        )
+        self.steps = InnerSteps(strategy, trainer, self)
         self._in_run.callback(self.steps.close)
         self.stopping.heed(self.link)
         self._in_fit.callback(LastStep(trainer, strategy._leave, strategy._end).close)

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.strategies import Strategy
-from torch import nn
 
-from lightning_diloco.devices.base import FragmentDevice
-from lightning_diloco.strategy.data.token_counter import TokenCounter
 from lightning_diloco.strategy.fit import DiLoCoFit
-from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer
-from lightning_diloco.strategy.trainer.optimizer_copies import ParameterCopies
-from lightning_diloco.strategy.trainer.preemption import Preemption
-from lightning_diloco.strategy.trainer.stopping import Stopping
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_diloco.learner.link import Link
 
 
 class HoldsFit(Strategy):
@@ -40,40 +31,6 @@ class HoldsFit(Strategy):
     def _exchanging(self) -> bool:
         """Whether the steps that are made now are part of the run; those of a tuner's trial are not."""
         return self._joined is not None and self._joined.tuner_checkpoint is None
-
-    # --- parts of it, for the final classes ----------------------------------------------------------------------
-
-    @property
-    def _link(self) -> Link | None:
-        return None if self._joined is None else self._joined.link
-
-    @property
-    def _device(self) -> FragmentDevice[Any, Any] | None:
-        return None if self._joined is None else self._joined.device
-
-    @property
-    def _params(self) -> dict[str, nn.Parameter]:
-        return self._present.params
-
-    @property
-    def _counter(self) -> TokenCounter:
-        return self._present.counter
-
-    @property
-    def _copies(self) -> ParameterCopies:
-        return self._present.copies
-
-    @property
-    def _checkpointer(self) -> LearnerCheckpointer:
-        return self._present.checkpointer
-
-    @property
-    def _preemption(self) -> Preemption:
-        return self._present.preemption
-
-    @property
-    def _stopping(self) -> Stopping:
-        return self._present.stopping
 
     @property
     def _present(self) -> DiLoCoFit:

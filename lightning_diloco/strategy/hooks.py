@@ -3,20 +3,13 @@
 1. A fit begins at the Trainer's barrier "run-stage". By then Lightning has restored a checkpoint, moved the model to
    its device and made the optimizers; neither the sanity check nor a training loader has run. `validate`, `test`,
    `predict` and `fast_dev_run` begin no fit, and neither do the trial fits of a tuner, which call the fit loop.
-2. An inner step ends after `optimizer_step`. With manual optimization it ends after a `training_step` in which any
-   optimizer stepped, because gradients may be computed with the parameters until then. Steps that do not pass through
-   Lightning count as well (trainer/raw_steps.py).
+2. inner_steps.py says when an inner step ends, and what is copied of the parameters after it.
 3. We change parameters only at the end of an inner step, around validation, and when the run is left. The run is left
    as soon as it is known that no step follows: before the last validation and the last checkpoints, and at the latest
    before the callbacks' `on_train_end` (trainer/last_step.py). After that, the module is an ordinary one.
-4. A snapshot that is taken at the end of an inner step may be copied while the next forward and backward are computed.
-   The copy is complete before gradients are clipped and an optimizer changes parameters, and before validation. If
-   other code changes parameters meanwhile (clamping at a batch's start or end, `max_norm` of an embedding, an optimizer
-   that steps within the backward), some values are sent as they were before the change. Nothing is lost: the rest stays
-   progress of this learner and is part of the next contribution.
-5. The start of a validation and the end of training come before every callback's hook (trainer/outermost.py), the end
+4. The start of a validation and the end of training come before every callback's hook (trainer/outermost.py), the end
    of a validation after them.
-6. trainer/lightning_checkpoints.py decides what Lightning's checkpoints hold; data/hooks.py and data/leasing.py decide
+5. trainer/lightning_checkpoints.py decides what Lightning's checkpoints hold; data/hooks.py and data/leasing.py decide
    which data this learner reads.
 """
 
@@ -71,17 +64,17 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
     @property
     def fleet_tokens(self) -> int:
         """Tokens (or samples) that all learners of the run have seen; 0 outside a run, and on ranks other than 0."""
-        return self._link.fleet_tokens if self._link is not None and self.is_global_zero else 0
+        return self._joined.link.fleet_tokens if self._joined is not None and self.is_global_zero else 0
 
     @property
     def membership(self) -> tuple[str, str] | None:
         """(run, learner) while this learner is a member of a run; None otherwise."""
-        return (self._link.run, self._link.learner_id) if self._link else None
+        return None if self._joined is None else (self._joined.link.run, self._joined.link.learner_id)
 
     @property
     def exchanged(self) -> Mapping[str, nn.Parameter]:
         """Exchanged parameters by name; some may be frozen for now."""
-        return self._params
+        return self._present.params
 
     @property
     def own_state(self) -> OwnState:
@@ -94,7 +87,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
         return self._learner.evaluate == "anchor"
 
     def _standing(self) -> LearnerStatus | None:
-        return None if self._link is None else self._link.standing()
+        return None if self._joined is None else self._joined.link.standing()
 
     # --- start and end -------------------------------------------------------------------------------------------
 
@@ -179,20 +172,20 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
         """Describe the model as it is now and as it was before a checkpoint was loaded."""
         assert self.lightning_module is not None
         built, self._built = self._built, None
-        copies = copies_of_trained(self.lightning_module, self._params) if self._holds_all else {}
+        copies = copies_of_trained(self.lightning_module, self._present.params) if self._holds_all else {}
         return replace(self._describe(), copies=copies, built=built)
 
     def _describe(self) -> ModelDescription:
         assert self.lightning_module is not None
-        return describe(self.lightning_module, self._counter.unit, params=self._params)
+        return describe(self.lightning_module, self._present.counter.unit, params=self._present.params)
 
     def _make_link(self) -> Link:
-        from lightning_diloco.learner.link import Link  # imports pyarrow, which only a fit needs
+        from lightning_diloco.learner.member import Member  # imports pyarrow, which only a fit needs
 
-        return Link(self._run_options, self._learner, self._run_root)
+        return Member(self._run_options, self._learner, self._run_root)
 
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
-        return device_for(self.root_device)(plan, self._params, config, self._learner)
+        return device_for(self.root_device)(plan, self._present.params, config, self._learner)
 
     def _make_checkpointer(self, owner: Owner, url: str | None) -> LearnerCheckpointer:
         store = None if url is None else CheckpointStore(url)
@@ -200,13 +193,13 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
 
     def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer for this learner's own checkpoints."""
-        return self._copies.relative(optimizer, self.optimizer_state(optimizer))
+        return self._present.copies.relative(optimizer, self.optimizer_state(optimizer))
 
     def give_optimizer_states(self, state: Mapping[str, Any]) -> None:
         """Load the states of all optimizers from `state["optimizer_states"]`."""
         self.load_optimizer_state_dict(state)
         for optimizer, held in zip(self.optimizers, state["optimizer_states"], strict=True):
-            self._copies.restore(optimizer, held)
+            self._present.copies.restore(optimizer, held)
 
     # --- training ------------------------------------------------------------------------------------------------
 
@@ -221,7 +214,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Count the tokens of a training batch while it is still on the host, then move it to the device."""
         if self._trainer.training:
-            self._note_leased(self._counter.add(batch) if self._exchanging else None)
+            self._note_leased(self._present.counter.add(batch) if self._exchanging else None)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -235,23 +228,33 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
         """Make the step; with automatic optimization it ends an inner step."""
         if (fit := self._fit) is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        is_automatic = self._trainer.lightning_module.automatic_optimization
+        if is_automatic:
+            self._begin_inner_step()
         with fit.steps.lightning_step(optimizer):
             output = super().optimizer_step(optimizer, fit.steps.settling(closure), model, **kwargs)
-        if self._trainer.lightning_module.automatic_optimization:
+        if is_automatic:
             self._end_inner_step(output)
         return output
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Make a training step; with manual optimization it ends an inner step if any optimizer stepped in it."""
+        if (fit := self._fit) is None or self._trainer.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        self._begin_inner_step()
         output = super().training_step(*args, **kwargs)
-        is_manual = not self._trainer.lightning_module.automatic_optimization
-        if is_manual and self._fit is not None and self._fit.steps.has_stepped:
+        if fit.steps.has_stepped:
             self._end_inner_step()
+        else:
+            self._skip_inner_step()
         return output
 
     def _begin_inner_step(self) -> None:
         """The last batch of an inner step is known; with several ranks, they agree on what the step does."""
+
+    def _skip_inner_step(self) -> None:
+        """What began turned out to be no inner step."""
 
     def _end_inner_step(self, output: Any = None) -> None:
         if self._fit is not None:

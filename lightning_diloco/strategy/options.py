@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.errors import ConfigError
 
-_RUN_NAMES = frozenset(field.name for field in dataclasses.fields(RunConfig))
+RUN_NAMES = frozenset(field.name for field in dataclasses.fields(RunConfig))
 _LEARNER_NAMES = frozenset(field.name for field in dataclasses.fields(LearnerConfig))
 
 
 def resolve(
-    options: Mapping[str, Any], unknown: Mapping[str, Any], inner_problems: Sequence[str]
+    options: Mapping[str, Any], known: Collection[str], inner_problems: Sequence[str] = ()
 ) -> tuple[dict[str, Any], LearnerConfig]:
     """Check all options together.
 
     Args:
-        options: known options by name; None is unset.
-        unknown: unknown options by name.
+        options: by name; None is unset.
+        known: names that are allowed.
         inner_problems: problems of the inner strategy.
 
     Returns:
@@ -34,10 +34,10 @@ def resolve(
     Raises:
         ConfigError: every problem, one sentence each.
     """
-    explicit = {name: value for name, value in options.items() if value is not None}
-    run = {name: explicit[name] for name in explicit if name in _RUN_NAMES}
+    explicit = {name: value for name, value in options.items() if value is not None and name in known}
+    run = {name: explicit[name] for name in explicit if name in RUN_NAMES}
     learner = LearnerConfig(**{name: explicit[name] for name in explicit if name in _LEARNER_NAMES})
-    problems = [_unknown(name, options) for name in unknown] + list(inner_problems)
+    problems = [_unknown(name, known) for name in options if name not in known] + list(inner_problems)
     if (count_fn := explicit.get("token_count_fn")) is not None and not callable(count_fn):
         problems.append(f"token_count_fn={count_fn!r}: must be a function from a batch to its number of tokens")
     problems += RunConfig.with_defaults(run).problems() + learner.problems()
@@ -46,7 +46,7 @@ def resolve(
     return run, learner
 
 
-def _unknown(name: str, known: Mapping[str, Any]) -> str:
+def _unknown(name: str, known: Collection[str]) -> str:
     nearest = difflib.get_close_matches(name, known, n=1)
     advice = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(sorted(known))}"
     return f"unknown option {name!r}: {advice}"

@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lightning_diloco.config import LearnerConfig
-from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.strategy.identity import given_join
+from lightning_diloco.strategy.inner_steps import FitParts
 from lightning_diloco.strategy.trainer.losses import (
     NOT_DRAINED,
     NOT_VALIDATED,
@@ -21,12 +21,9 @@ from lightning_diloco.strategy.trainer.losses import (
     validate_final,
     verdict,
 )
-from lightning_diloco.strategy.trainer.stopping import Stopping
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_diloco.learner.link import Link
 
 
 class ValidationStrategy(Protocol):
@@ -47,25 +44,13 @@ class Validation:
     Args:
         strategy: of this learner.
         trainer: that trains.
-        link: to the syncer.
-        device: holds the anchors.
-        stopping: decides when training stops.
+        fit: has joined.
     """
 
-    def __init__(
-        self,
-        strategy: ValidationStrategy,
-        trainer: pl.Trainer,
-        *,
-        link: Link,
-        device: FragmentDevice[Any, Any],
-        stopping: Stopping,
-    ) -> None:
+    def __init__(self, strategy: ValidationStrategy, trainer: pl.Trainer, fit: FitParts) -> None:
         self._strategy = strategy
         self._trainer = trainer
-        self._link = link
-        self._device = device
-        self._stopping = stopping
+        self._fit = fit
         self._is_final = False
         self._verdict: Verdict = (None, NOT_VALIDATED)
 
@@ -73,24 +58,24 @@ class Validation:
         """A validation starts: show the anchor."""
         if self._strategy._exchanging and not self._trainer.sanity_checking:
             self._strategy._set_evaluating(True)
-            self._stopping.validation_starts(self._link)
+            self._fit.stopping.validation_starts(self._fit.link)
 
     def ended(self) -> None:
         """A validation has ended: show the local parameters again, or note the loss of the final anchor."""
         if self._strategy._exchanging and not self._trainer.sanity_checking:
             self._strategy._set_evaluating(False)
             if self._strategy.evaluates_anchor:
-                self._stopping.anchor_was_validated(self._link)
+                self._fit.stopping.anchor_was_validated(self._fit.link)
                 if (loss := val_loss(self._trainer)) is not None:
-                    self._link.set_eval_loss(loss)
+                    self._fit.link.set_eval_loss(loss)
         elif self._is_final and self._verdict[1] == NOT_VALIDATED:
             self._verdict = verdict(self._trainer)
 
     def set_evaluating(self, evaluating: bool) -> None:
         """Tell the link, and let the anchor and the local parameters change places."""
-        self._link.set_evaluating(evaluating)
+        self._fit.link.set_evaluating(evaluating)
         if self._strategy.evaluates_anchor:
-            (self._device.show_anchor if evaluating else self._device.show_local)()
+            (self._fit.device.show_anchor if evaluating else self._fit.device.show_local)()
 
     def anchor_is_final(self, *, is_drained: bool) -> None:
         """This was the last learner of the run: the next validation, if there is one, is that of the final anchor.
@@ -108,4 +93,4 @@ class Validation:
         wants_loss = self._verdict[1] == NOT_VALIDATED and given_join(self._strategy._learner) is not None
         if wants_loss and (problem := validate_final(self._trainer)):
             self._verdict = (None, problem)
-        self._link.report(*self._verdict)
+        self._fit.link.report(*self._verdict)

@@ -44,7 +44,7 @@ class LandingClock(Callback):
         self._landings = Numbers(folder, PATTERN)
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        device = getattr(trainer.strategy, "_device", None)
+        device = getattr(getattr(trainer.strategy, "_joined", None), "device", None)
         if device is None or not trainer.is_global_zero:
             return
         land = device.land

@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader
 
 import lightning_diloco  # noqa: F401  registers "decoupled_diloco"
 from lightning_diloco.devices.cpu import CpuFragments
-from lightning_diloco.learner import link
 from lightning_diloco.learner.exchange import FragmentExchange
+from lightning_diloco.learner.link import Link
+from lightning_diloco.learner.member import Member
 from lightning_diloco.protocol import messages
 from tests.bench.processes import MEASURED, STEPPING
 from tests.quiet import QUIET
@@ -65,8 +66,8 @@ class Journal:
         self._left_s = 0.0
 
     def attach(self) -> None:
-        """Wrap `Link.start`, `Link.step`, `Link.settle`, and the device's `snapshot` and `land`."""
-        start, step, settle = link.Link.start, link.Link.step, link.Link.settle
+        """Wrap `Member.start`, `Link.step`, `Link.settle`, and the device's `snapshot` and `land`."""
+        start, step, settle = Member.start, Link.step, Link.settle
         snapshot, land = CpuFragments.snapshot, CpuFragments.land
 
         def started(self_: Any, *args: Any) -> None:
@@ -96,7 +97,7 @@ class Journal:
             self._landings.append(fragment)
             land(self_, fragment, staged)
 
-        link.Link.start, link.Link.step, link.Link.settle = started, stepped, settled  # type: ignore[method-assign]
+        Member.start, Link.step, Link.settle = started, stepped, settled  # type: ignore[method-assign]
         CpuFragments.snapshot, CpuFragments.land = snapshotted, landed  # type: ignore[method-assign]
 
     def _wrote(self, entered_s: float, left_s: float, worked_s: float) -> None:

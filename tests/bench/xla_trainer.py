@@ -98,8 +98,8 @@ class Notes(Callback):
         self._path.write_text(json.dumps({**found, "graphs after warm-up": graphs_now - graphs}))
 
     def _now(self, trainer: L.Trainer) -> tuple[int, dict[str, float]]:
-        joined = getattr(trainer.strategy, "_link", None)
-        return xla.num_compilations(), self._cores.computed_s(joined and joined._embedded._process.pid)
+        fit = getattr(trainer.strategy, "_fit", None)
+        return xla.num_compilations(), self._cores.computed_s(fit and fit.link._whereabouts._embedded._process.pid)
 
 
 def main() -> None:

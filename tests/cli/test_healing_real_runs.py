@@ -45,7 +45,7 @@ class Note(L.Callback):
             return
         if what == "bare" and not list((run_dir / "checkpoints" / "l0").glob("*.safetensors")):
             return
-        trainer.strategy._checkpointer.wait(10)
+        trainer.strategy._present.checkpointer.wait(10)
         marker.touch()
         if what == "bare":
             shutil.rmtree(own)

@@ -33,7 +33,7 @@ class InStep(Callback):
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.is_global_zero:
-            self._link: Any = trainer.strategy._link
+            self._link: Any = trainer.strategy._present.link
             self._pass_on, self._link._handle = self._link._handle, self._handle
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:

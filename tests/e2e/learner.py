@@ -16,7 +16,7 @@ import torch
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.errors import DiLoCoError
-from lightning_diloco.learner.link import Link
+from lightning_diloco.learner.member import Member
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.transport.flight import FlightConnection
 
@@ -40,7 +40,7 @@ def main() -> int:
     target = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     config = LearnerConfig(drain_s=given.drain_s)
     connect = partial(FlightConnection, control_deadline_s=given.deadline_s)
-    link = Link(json.loads(given.options), config, given.out.parent, connect=connect)
+    link = Member(json.loads(given.options), config, given.out.parent, connect=connect)
     steps, longest_s = 0, 0.0
     try:
         description = ModelDescription(SHAPES, frozenset({"embedding"}), {}, "tokens")

@@ -15,7 +15,8 @@ from typing import Any
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.part import PartFragments
-from lightning_diloco.learner.link import Link
+from lightning_diloco.learner.ranks.follower import Follower
+from lightning_diloco.learner.ranks.leader import Leader
 from lightning_diloco.learner.ranks.memory import FURTHER_BUFFERS, SPARE_BUFFERS, footprint
 from tests.e2e import two_ranks
 from tests.resident import forget_peak, resident_at_most, resident_now
@@ -24,9 +25,9 @@ SHAPES = {f"p{k}": (1024, 2048) for k in range(8)}  # none is cut into slices: e
 taken: dict[str, int] = {}
 
 
-def watch() -> None:
+def watch(role: type[Follower] | type[Leader]) -> None:
     """From the moment at which parameters are there until all has landed."""
-    start, finish = Link.start, Link.finish
+    start, finish = role.start, role.finish
 
     def started(self: Any, *args: Any) -> None:
         forget_peak()
@@ -42,7 +43,7 @@ def watch() -> None:
         taken["stated"] = found.peak + taken["further"] * found.further // FURTHER_BUFFERS
         return is_last
 
-    Link.start, Link.finish = started, finished  # type: ignore[method-assign, assignment]
+    role.start, role.finish = started, finished  # type: ignore[method-assign, assignment]
 
 
 def stated(link: Any) -> Any:
@@ -63,6 +64,6 @@ if __name__ == "__main__":
             return new(self)
 
         PartFragments._new_buffer = longer  # type: ignore[method-assign]
-    watch()
+    watch(Leader if rank == "0" else Follower)
     two_ranks.main(Path(folder), int(rank), int(size), line, steps=int(steps), cut=cut)
     Path(folder, f"memory.{rank}").write_text(json.dumps(taken))

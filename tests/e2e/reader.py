@@ -12,7 +12,7 @@ import torch
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.cpu import CpuFragments
-from lightning_diloco.learner.link import Link
+from lightning_diloco.learner.member import Member
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease
 from lightning_diloco.strategy.data.range_batches import RangeBatches, RangeLoader
@@ -39,7 +39,7 @@ def main() -> int:
     given = parser.parse_args()
     params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     config = LearnerConfig(drain_s=20.0)
-    link = Link({}, config, given.out.parent)
+    link = Member({}, config, given.out.parent)
     link.start(
         ModelDescription(SHAPES, frozenset(), {}, "samples"), lambda plan, run: CpuFragments(plan, params, run, config)
     )

@@ -73,7 +73,7 @@ class Echo(L.LightningModule):
             spread(self.layers, self.device_mesh)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        link = self.trainer.strategy._link
+        link = self.trainer.strategy._present.link
         noted = {"incarnation": link.incarnation, "session": getattr(link, "_session", None), "pid": os.getpid()}
         rows = batch["input_ids"].tolist()
         with Path(f"{self.out}.{self.global_rank}.jsonl").open("a") as notes:

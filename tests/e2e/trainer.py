@@ -185,7 +185,7 @@ class Pace(Callback):
         if self._stop_file is not None:
             trainer.should_stop = trainer.strategy.reduce_boolean_decision(self._stop_file.exists(), all=False)
         if trainer.is_global_zero:
-            time.sleep(self._pause_s) if self._pause_s is not None else self._wait(trainer.strategy._link)
+            time.sleep(self._pause_s) if self._pause_s is not None else self._wait(trainer.strategy._present.link)
 
     def _wait(self, link: Any) -> None:
         until_s = time.monotonic() + PACE_S

@@ -22,8 +22,9 @@ from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.part import Box, CpuPart
 from lightning_diloco.errors import TransportError
-from lightning_diloco.learner.link import Link
+from lightning_diloco.learner.ranks.follower import Follower
 from lightning_diloco.learner.ranks.group import Ranks
+from lightning_diloco.learner.ranks.leader import Leader
 from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
 from lightning_diloco.learner.ranks.sharded_device import ShardedDevice
 from lightning_diloco.manifest import ModelDescription
@@ -54,7 +55,8 @@ def main(folder: Path, rank: int, size: int, line: str, *, steps: int, cut: str)
         return FlightConnection(replace(address, host=host, port=port))
 
     own = LearnerConfig(learner="l0")
-    link = Link({}, own, folder, ranks=Ranks(), boxes=boxes, kind=kind, connect=connect)
+    role = Follower if rank else Leader
+    link = role({}, own, folder, ranks=Ranks(), boxes=boxes, kind=kind, connect=connect)
     description = ModelDescription(dict(SHAPES), frozenset(), {}, "tokens")
     if not boxes:
         link.start(description, lambda plan, config: CpuFragments(plan, params, config, own))

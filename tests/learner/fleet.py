@@ -20,6 +20,7 @@ from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.errors import TransportError
 from lightning_diloco.learner.link import Link
+from lightning_diloco.learner.member import Member
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from lightning_diloco.syncer.store import SyncerStore
@@ -72,7 +73,7 @@ class Learner:
         own = {key: options.pop(key) for key in ("align", "drain_s") if key in options}
         config = LearnerConfig(learner=name, join=JOIN, **{"drain_s": 10.0, **own})
         self.wire = Wire(fleet.connect())
-        self.link = Link(options, config, fleet.run_dir, connect=self._connected)
+        self.link: Link = Member(options, config, fleet.run_dir, connect=self._connected)
         self.name, self.steps, self.is_last = name, 0, None
         self._enough = threading.Event()
         self._pool = ThreadPoolExecutor(1)

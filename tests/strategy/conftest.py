@@ -200,9 +200,9 @@ class RecordingLink:
 @pytest.fixture
 def scenario(monkeypatch: pytest.MonkeyPatch) -> Scenario:
     """Puts RecordingLink where the strategy looks for its link."""
-    module = ModuleType("lightning_diloco.learner.link")
+    module = ModuleType("lightning_diloco.learner.member")
     made = Scenario()
-    module.Link = type("Link", (RecordingLink,), {"scenario": made})  # type: ignore[attr-defined]
+    module.Member = type("Member", (RecordingLink,), {"scenario": made})  # type: ignore[attr-defined]
     whereabouts = ModuleType("lightning_diloco.learner.whereabouts")
     whereabouts.agreed_parts = lambda learner: made.data_part and made.data_part[1]  # type: ignore[attr-defined]
     for each in (module, whereabouts):

@@ -14,7 +14,7 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.errors import ConfigError, PlanMismatchError
 from lightning_diloco.learner import join as joining
-from lightning_diloco.learner import link
+from lightning_diloco.learner import member
 from lightning_diloco.manifest import make_manifest
 from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.protocol.syncer import records, rounds
@@ -81,7 +81,7 @@ def test_full_disk_stops_commits_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_what_waits_for_a_full_disk_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "GOODBYE_S", DEADLINE_S)  # however slowly the other one makes its steps
+    monkeypatch.setattr(member, "GOODBYE_S", DEADLINE_S)  # however slowly the other one makes its steps
     disk = FullDisk()
     with Fleet(tmp_path, faults=disk) as fleet:
         staying, leaving = fleet.learner("staying").go(), fleet.learner("leaving").join()

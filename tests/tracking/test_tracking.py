@@ -37,7 +37,7 @@ OUTER = {"merged_norm": 2.0, "norms": [1.0, 3.0], "cosines": [0.5, 0.75]}
 def telling(scenario: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A link that tells what a real one does."""
     told = {"fleet_tokens": 640.0, "diloco/staleness_versions": 1.0, "fleet/learners": 2.0, "perf/tokens_per_s": 1000.0}
-    link = sys.modules["lightning_diloco.learner.link"].Link
+    link = sys.modules["lightning_diloco.learner.member"].Member
     monkeypatch.setattr(link, "metrics", lambda self: {**told, "fleet_tokens": 64.0 * len(self.steps)})
     scenario.is_last = True
     return scenario

@@ -133,7 +133,7 @@ class Adversity(Callback):
         trainer.strategy._make_device = watched
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Line, *_: Any) -> None:
-        exchanges = int(trainer.strategy._link.metrics()["diloco/num_exchanges"])
+        exchanges = int(trainer.strategy._present.link.metrics()["diloco/num_exchanges"])
         self.num_graphs[exchanges] = module.compilations[-1]
         trainer.should_stop = exchanges >= MIN_EXCHANGES
         if exchanges // CUT_EVERY > self.num_cuts:

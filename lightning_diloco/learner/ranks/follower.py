@@ -10,77 +10,93 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_diloco.config import LearnerConfig
 from lightning_diloco.errors import DiLoCoError, JoinError, RunOverError
 from lightning_diloco.learner.join import MakeDevice
 from lightning_diloco.learner.ranks.agreement import Agreement
-from lightning_diloco.learner.ranks.group import Ranks
+from lightning_diloco.learner.ranks.one_of_several import OneOfSeveral
 from lightning_diloco.learner.ranks.partial_uploads import PartSender
 from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
 from lightning_diloco.learner.rotation import Followed
-from lightning_diloco.manifest import plan_of
-from lightning_diloco.process.threads import Crew, Jobs, compute_alone, yield_cores
+from lightning_diloco.learner.whereabouts import given_address
+from lightning_diloco.manifest import ModelDescription, plan_of
+from lightning_diloco.process.threads import Jobs, compute_alone, yield_cores
+from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 from lightning_diloco.transport.base import Connection
+from lightning_diloco.transport.flight import FlightConnection
 from lightning_diloco.transport.portions import Portioned
 
 
-class Follower:
-    """What `Link` has at a rank that is not 0.
+class Follower(OneOfSeveral):
+    """The link of a rank that is not 0.
 
     Args:
-        ranks: of this learner.
-        in_front: makes the device that `follow`s, of the own one.
-        crew: runs the threads.
-        address: that all ranks were given; None: rank 0 starts a syncer, and it is in its run directory.
+        run_options: rank 0 knows them.
+        learner: this learner's own options, the same at all ranks.
+        root_dir: rank 0 uses it.
+        ranks, boxes, kind: see `OneOfSeveral`.
         connect: makes the connection.
-
-    Attributes:
-        is_over: whether rank 0 says nothing any more.
     """
+
+    device: ReplicatedDevice
 
     def __init__(
         self,
-        ranks: Ranks,
-        in_front: Callable[..., ReplicatedDevice],
-        crew: Crew,
-        address: JoinAddress | None,
-        connect: Callable[[JoinAddress], Connection],
+        run_options: object,
+        learner: LearnerConfig,
+        root_dir: object,
+        *,
+        connect: Callable[[JoinAddress], Connection] = FlightConnection,
+        **of_ranks: Any,
     ) -> None:
-        self._ranks, self._crew, self._given = ranks, crew, address
+        super().__init__(**of_ranks)
+        self._given = given_address(learner)  # None: rank 0 starts a syncer, and it is in its run directory
         self._join_file: Path | None = None
-        self._sender = PartSender(ranks.uploads, lambda address: Portioned(Followed(connect, address, self._join_file)))
-        self._in_front = partial(in_front, sender=self._sender)
-        self._known: dict[str, Any] = {}
+        uploads = self._ranks.uploads
+        self._sender = PartSender(uploads, lambda address: Portioned(Followed(connect, address, self._join_file)))
         self._copies: Jobs | None = None
-        self.is_over = False
 
-    def join(self, make_device: MakeDevice) -> dict[str, Any]:
-        """Do what rank 0 says until it has joined; returns what is known then.
-
-        Raises:
-            JoinError: it could not.
-            RunOverError: it could not because the run has ended.
-        """
+    def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
+        """See `Link.start`: do what rank 0 says until it has joined."""
         while self._follow(make_device) != "go":
             pass
         self._crew.start("follower", self._follow_on)
         self._crew.start("uploads", self._sender.run)
         self._copies = Jobs(self._crew, "copies", yields=False)
-        return self._known
+        self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
 
-    def make(self, agreed: Agreement) -> None:
-        """Training thread: what all ranks do at this boundary."""
-        assert self._copies is not None, "join() comes first"
-        self._device.make(agreed.land, agreed.snapshot)
-        if agreed.snapshot:
-            self._copies.put(self._device.settle)
+    # ----------------------------------------------------------------------------------------------- training and end
 
-    def close(self) -> None:
-        """Have the threads end, and let go of the connection."""
+    def _begin(self, *, saves: bool = False, **said: Any) -> None:
+        """See `Link._begin`; rank 0 says what is saved."""
+        super()._begin(**said)
+
+    def _end_step(self, tokens: int) -> int:
+        """What all ranks do at this boundary."""
+        assert self._copies is not None, "start() comes first"
+        self.device.make(self.agreed.land, self.agreed.snapshot)
+        if self.agreed.snapshot:
+            self._copies.put(self.device.settle)
+        self.num_landings += len(self.agreed.land)
+        return 0
+
+    def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
+        """See `Link.finish`: land what still comes, until rank 0 has left."""
+        while not self._is_over:
+            self._begin()
+            self._agree()
+            self._end_step(0)
+            self._is_over = self.agreed.is_over
+        return self.agreed.is_last
+
+    def _stop(self) -> None:
         if self._copies is not None:
             self._copies.stop()
         self._sender.close()
+
+    # ---------------------------------------------------------------------------------------------- what rank 0 says
 
     def _follow_on(self) -> None:
         compute_alone()
@@ -103,7 +119,7 @@ class Follower:
         self._ranks.answer(True)
         after()
         if command["do"] == "fail":
-            self.is_over = True
+            self._is_over = True
             if command["is_over"]:
                 raise RunOverError(command["why"])
             raise JoinError(f"rank 0 of this learner could not join: {command['why']}")
@@ -114,19 +130,19 @@ class Follower:
         match command["do"]:
             case "plan":
                 assert make_device is not None
-                plan, config = plan_of(command)
-                self._device = self._in_front(make_device(plan, config), plan=plan, config=config)
-                self._known |= {"plan": plan, "config": config, "device": self._device}
+                self.plan, self.config = plan, config = plan_of(command)
+                self.device = self._in_front(make_device(plan, config), plan=plan, config=config, sender=self._sender)
             case "reach":
                 reaches = self._sender.reach(partial(self._address, command["run_dir"]))
                 return partial(self._ranks.deliver, torch.tensor([float(reaches)]))
             case "go":
-                self._device.deals = command["deals"]
-                self._known |= command["known"]
+                self.device.deals = command["deals"]
+                self.agreed = Agreement(fleet_tokens=command["known"].pop("fleet_tokens"))
+                vars(self).update(command["known"])
             case "fail" | "end":
                 pass
             case _:
-                return self._device.follow(command, payload)
+                return self.device.follow(command, payload)
         return lambda: None
 
     def _address(self, run_dir: str | None) -> JoinAddress:

@@ -1,97 +1,168 @@
-"""Rank 0's part in a learner of several ranks: it alone follows the protocol, and has the others start and end.
+"""Rank 0 of a learner of several ranks: it alone follows the protocol, and says what all of them do.
 
-Each rank uploads its own part of a contribution (`partial_uploads.py`).
+1. Whatever lands or is snapshotted was promised when the step began, and is done by all ranks when it ends. Before
+   training and after it, ranks wait for each other; within steps nobody waits.
+2. Each rank uploads its own part of a contribution (`partial_uploads.py`).
+3. While a rank does not answer, its learner is silent: it lapses like one that is gone, and returns with that rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.errors import RunOverError
+from lightning_diloco.learner.control_channel import TICK_S
 from lightning_diloco.learner.join import MakeDevice
-from lightning_diloco.learner.ranks.group import Ranks
+from lightning_diloco.learner.member import Member
+from lightning_diloco.learner.ranks.agreement import Agreement
+from lightning_diloco.learner.ranks.one_of_several import OneOfSeveral
 from lightning_diloco.learner.ranks.partial_uploads import PartedConnection
 from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
+from lightning_diloco.manifest import ModelDescription
+from lightning_diloco.protocol import actions, events, messages
+from lightning_diloco.protocol.data_ranges import Piece, divided
+from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.portions import LargeConnection
 
+SILENT_S = 5.0
+KNOWN = ("learner_id", "run", "incarnation", "slot", "data_seed", "is_late")  # at all ranks
 
-class Leader:
-    """What `Link` has at rank 0.
 
-    Args:
-        ranks: of this learner.
-        in_front: makes what stands for all ranks' devices, of the own one.
+class Leader(OneOfSeveral, Member):
+    """The link of rank 0; `device` stands for all ranks' devices."""
 
-    Attributes:
-        device: stands for all ranks' devices, once rank 0 knows the run.
-        is_over: whether the other ranks need nothing any more.
-    """
-
+    _has_ranks = True
     device: ReplicatedDevice
+    _promise = actions.Promise((), ())
+    _ends_together = False
 
-    def __init__(self, ranks: Ranks, in_front: Callable[..., ReplicatedDevice]) -> None:
-        self._ranks, self._in_front = ranks, in_front
-        self.is_over = False
+    # --- joining -------------------------------------------------------------------------------------------------
 
-    def parted(self, connection: LargeConnection) -> PartedConnection:
-        """The connection, for contributions that all ranks upload."""
-        self._parted = PartedConnection(connection, self._ranks.uploads)
+    def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
+        """See `Link.start`."""
+        with self._telling_failure():
+            super().start(model, partial(self._make_devices, make_device))
+        self.agreed = Agreement(fleet_tokens=self.fleet_tokens)
+        self._go()
+        self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
+
+    def _connected(self, address: JoinAddress) -> LargeConnection:
+        self._parted = PartedConnection(super()._connected(address), self._ranks.uploads)
         return self._parted
 
-    def telling(self, make_device: MakeDevice) -> MakeDevice:
+    def _make_devices(self, make_device: MakeDevice, plan: FragmentPlan, config: RunConfig) -> ReplicatedDevice:
         """Make the device, and have the others make theirs, of the same plan."""
-
-        def make(plan: FragmentPlan, config: RunConfig) -> ReplicatedDevice:
-            self._ranks.tell(
-                {
-                    "do": "plan",
-                    "config": config.to_dict(),
-                    "shapes": {name: list(shape) for name, shape in plan.shapes.items()},
-                    "mean_names": sorted(plan.mean_names),
-                }
-            )
-            self.device = self._in_front(make_device(plan, config), plan=plan, config=config)
-            self._parted.prepare(plan, config, self.device.dealt)
-            return self.device
-
-        return make
+        self._ranks.tell(
+            {
+                "do": "plan",
+                "config": config.to_dict(),
+                "shapes": {name: list(shape) for name, shape in plan.shapes.items()},
+                "mean_names": sorted(plan.mean_names),
+            }
+        )
+        device = self._in_front(make_device(plan, config), plan=plan, config=config)
+        self._parted.prepare(plan, config, device.dealt)
+        return device
 
     @contextmanager
-    def telling_failure(self) -> Iterator[None]:
+    def _telling_failure(self) -> Iterator[None]:
         """The other ranks fail with this one."""
         try:
             yield
         except BaseException as error:
             self._ranks.tell({"do": "fail", "why": str(error), "is_over": isinstance(error, RunOverError)})
-            self.is_over = True
+            self._is_over = True
             raise
 
-    def go(self, join_file: Path | None, known: Mapping[str, Any]) -> None:
-        """Training begins.
+    def _go(self) -> None:
+        """Training begins."""
+        join_file = self._whereabouts.join_file
+        run_dir = None if join_file is None else str(join_file.parent)
+        found = self._ranks.collect({"do": "reach", "run_dir": run_dir}, [1] * (self._ranks.size - 1))
+        self.device.deals = self._parted.is_possible([bool(reaches) for reaches in found])
+        known = {name: getattr(self, name) for name in (*KNOWN, "fleet_tokens")}
+        self._ranks.tell({"do": "go", "known": known, "deals": self.device.deals})
 
-        Args:
-            join_file: where other ranks may find how the run is joined.
-            known: what they have to know of it.
-        """
-        self.device.deals = self._all_reach_the_syncer(join_file)
-        self._ranks.tell({"do": "go", "known": dict(known), "deals": self.device.deals})
+    # --- training ------------------------------------------------------------------------------------------------
 
-    def _all_reach_the_syncer(self, join_file: Path | None) -> bool:
-        own = None if join_file is None else str(join_file.parent)
-        found = self._ranks.collect({"do": "reach", "run_dir": own}, [1] * (self._ranks.size - 1))
-        return self._parted.is_possible([bool(reaches) for reaches in found])
+    def _begin(self, **said: Any) -> None:
+        """See `Link._begin`; says what is promised, too."""
+        with self._changed:
+            self._promise = actions.Promise((), ())
+            self._handle(events.StepBegins())
+        promised = {"land": self._promise.land, "snapshot": self._promise.snapshot}
+        super()._begin(**{"fleet_tokens": self.fleet_tokens, **promised, **said})
 
-    def end_failed(self) -> None:
-        """Wait until the others know that this one has failed."""
-        self._ranks.end()
+    def _end_step(self, tokens: int) -> int:
+        """What was promised is done, and then the machine asks for it."""
+        self.device.make(self.agreed.land, self.agreed.snapshot)
+        return super()._end_step(tokens)
 
-    def end(self) -> None:
-        """Let go of the others."""
+    def _collected(self, tokens: int) -> tuple[Piece, ...]:
+        """This rank knows of all samples, and until a step ends of its own tokens only."""
+        return divided(super()._collected(tokens), tokens)
+
+    def _do(self, action: actions.LearnerAction) -> int:
+        if isinstance(action, actions.Promise):
+            self._promise = action
+        return super()._do(action)
+
+    def _expect(self, p: int, values: Tensor) -> None:
+        self.device.expect(p, values)
+
+    def _anchor(self, p: int) -> Tensor | None:
+        return self.device.counted_anchor(p)
+
+    # --- a rank that is silent -----------------------------------------------------------------------------------
+
+    def _hear(self, message: messages.FromSyncer) -> None:
+        """Much of what is heard would be answered."""
+        while self._is_silent and not self._crew.stopping.wait(TICK_S):
+            pass
+        super()._hear(message)
+
+    def _tick(self) -> None:
+        if not self._is_silent:
+            super()._tick()
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._ranks.silent_s >= SILENT_S
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
+        """See `Link.finish`; all ranks make the boundaries until then."""
+        self._ends_together = True
+        try:
+            is_last = super().finish(reason, within_s)
+        except BaseException:
+            self._begin(is_over=True, num_failed=1)
+            self._ranks.end()  # the others know then
+            raise
+        finally:
+            self._ends_together = False
+        landed = tuple(self.device.landed) if is_last else ()
+        self._begin(is_over=True, land=landed, snapshot=(), is_last=is_last, is_drained=self.is_drained)
+        self._agree()
         self._ranks.tell({"do": "end"})
         self._parted.end()
-        self.is_over = True
+        self._is_over = True
+        return is_last
+
+    @contextmanager
+    def _boundary(self) -> Iterator[None]:
+        if self._ends_together:
+            self._begin()
+            self._agree()
+        with self._changed:
+            if self._ends_together:
+                self.device.make(self.agreed.land, self.agreed.snapshot)
+            yield

@@ -44,7 +44,7 @@ class FSDPDiLoCo(ShardedHooks, FSDPStrategy):
     # --- what is where -------------------------------------------------------------------------------------------
 
     def _held(self) -> dict[str, tuple[Tensor, Box]]:
-        return {name: (param, self._box(param)) for name, param in self._params.items()}
+        return {name: (param, self._box(param)) for name, param in self._present.params.items()}
 
     def _box(self, param: Tensor) -> Box:
         if id(param) not in self._cut:  # one that FSDP was told to ignore
@@ -74,8 +74,8 @@ class FSDPDiLoCo(ShardedHooks, FSDPStrategy):
 
     def _describe(self) -> ModelDescription:
         assert self.lightning_module is not None
-        options = {"params": self._params, "shape": self._shape, "whole": self._whole}
-        return describe(self.lightning_module, self._counter.unit, **options)
+        options = {"params": self._present.params, "shape": self._shape, "whole": self._whole}
+        return describe(self.lightning_module, self._present.counter.unit, **options)
 
     def _drop_gathered(self) -> None:
         for module, handle in self._wrappers():

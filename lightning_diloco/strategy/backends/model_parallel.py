@@ -46,10 +46,10 @@ class ModelParallelDiLoCo(ShardedHooks, ModelParallelStrategy):
 
     def _held(self) -> dict[str, tuple[Tensor, Box]]:
         parts = self._live_parts()
-        return {name: (parts[name], box(name, param)) for name, param in self._params.items()}
+        return {name: (parts[name], box(name, param)) for name, param in self._present.params.items()}
 
     def _live_parts(self) -> Mapping[str, Tensor]:
-        return LocalTensors(self._params)
+        return LocalTensors(self._present.params)
 
     def _drop_gathered(self) -> None:
         assert self.model is not None

@@ -17,10 +17,10 @@ import hashlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -29,7 +29,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_diloco.devices.part import PartFragments
@@ -116,7 +115,8 @@ class RanksHooks(DiLoCoHooks):
             ahead.close()
 
     def _make_link(self) -> Link:
-        from lightning_diloco.learner.link import Link
+        from lightning_diloco.learner.ranks.follower import Follower
+        from lightning_diloco.learner.ranks.leader import Leader
 
         ranks, self._ranks_ahead = self._ranks_ahead or self._alike(), None
         self._heed_sigterm_together()
@@ -125,7 +125,8 @@ class RanksHooks(DiLoCoHooks):
         self._ranks, self._layout = ranks, layout_of(ranks.size, boxes or None)
         self._shares = ranks.share(super().distributed_sampler_kwargs["rank"])
         together: dict[str, Any] = {"ranks": ranks, "boxes": boxes, "kind": self._kind_of_device()}
-        return Link(self._run_options, self._learner, self._run_root, **together)
+        role = Leader if ranks.rank == 0 else Follower
+        return role(self._run_options, self._learner, self._run_root, **together)
 
     def _kind_of_device(self) -> type[ReplicatedDevice]:
         """How devices of the ranks work together."""
@@ -146,17 +147,15 @@ class RanksHooks(DiLoCoHooks):
         if (found := self._footprint()) is None:
             return
         log.info("rank %d of %d: %s", self._ranks.rank, self._ranks.size, found)
-        assert self._link is not None
-        self._link.rank_bytes = max(self._ranks.share(found.peak))
+        self._present.link.rank_bytes = max(self._ranks.share(found.peak))
 
     def _footprint(self) -> Footprint | None:
         """What exchanging takes of this rank's memory; None: its device says so."""
         from lightning_diloco.learner.ranks.memory import footprint
 
-        assert self._link is not None
-        part = self._device.part if isinstance(self._device, PartFragments) else None
+        part = self._present.device.part if isinstance(self._present.device, PartFragments) else None
         where: dict[str, Any] = {"rank": self._ranks.rank, "size": self._ranks.size, "part": part}
-        return footprint(self._link.plan, self._link.config, self._learner, **where)
+        return footprint(self._present.link.plan, self._present.link.config, self._learner, **where)
 
     def _make_checkpointer(self, owner: Owner, url: str | None) -> LearnerCheckpointer:
         url = self._ranks.share(url)[0]  # rank 0 knows whether the run is its own
@@ -166,13 +165,13 @@ class RanksHooks(DiLoCoHooks):
 
     def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """See `DiLoCoHooks.held_optimizer_state`: of this rank."""
-        return self._copies.relative(optimizer, optimizer_state.held(optimizer))
+        return self._present.copies.relative(optimizer, optimizer_state.held(optimizer))
 
     def give_optimizer_states(self, state: Mapping[str, Any]) -> None:
         """See `DiLoCoHooks.give_optimizer_states`."""
         for optimizer, held in zip(self.optimizers, state["optimizer_states"], strict=True):
             optimizer_state.give(optimizer, held, self.root_device)
-            self._copies.restore(optimizer, held)
+            self._present.copies.restore(optimizer, held)
 
     def _part_boxes(self) -> dict[str, Any] | None:
         """What this rank holds of each parameter; None: all of it."""
@@ -213,7 +212,7 @@ class RanksHooks(DiLoCoHooks):
 
         handout, of_all = self._ranks.hand_out(self._shares), None
         if self._ranks.rank == 0:
-            desk, size = cast("Link", self._link).lease(ranges.catalogue), batch_size * self._num_readers
+            desk, size = self._present.link.lease(ranges.catalogue), batch_size * self._num_readers
             of_all = RangeBatches(ranges, desk, batch_size=size, seed=self._own_seed)
         return RankBatches(of_all, handout)
 
@@ -236,42 +235,20 @@ class RanksHooks(DiLoCoHooks):
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """See `DiLoCoHooks.optimizer_step`."""
-        assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
-            self._begin_inner_step()
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See `DiLoCoHooks.training_step`; whether it steps is known at its end."""
-        assert self.lightning_module is not None
-        if self.lightning_module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
-        self._begin_inner_step()
-        begun, self._ended = self._exchanging, False
-        output = super().training_step(*args, **kwargs)
-        if begun and not self._ended:
-            assert self._link is not None
-            self._link.skip_step()
-        return output
-
     def _begin_inner_step(self) -> None:
         if self._exchanging:
-            assert self._link is not None
-            tokens, _ = self._counter.take()
-            self._link.begin_step(
+            fit = self._present
+            tokens, _ = fit.counter.take()
+            fit.link.begin_step(
                 tokens if self._counts_tokens else 0,
-                is_asked=self._preemption.is_noticed,
-                saves=self._checkpointer.is_due_after(1),
+                is_asked=fit.preemption.is_noticed,
+                saves=fit.checkpointer.is_due_after(1),
                 stops=self._wants_to_stop,
             )
+
+    def _skip_inner_step(self) -> None:
+        if self._exchanging:
+            self._present.link.skip_step()
 
     @property
     def _wants_to_stop(self) -> bool:
@@ -279,12 +256,12 @@ class RanksHooks(DiLoCoHooks):
         assert self._together is not None
         if self._together.is_put_off:
             return True
-        return self.is_global_zero and self._stopping.verdict(cast("Link", self._link)) is not None
+        return self.is_global_zero and self._present.stopping.verdict(self._present.link) is not None
 
     @property
     def fleet_tokens(self) -> int:
         """See `DiLoCoHooks.fleet_tokens`; what all ranks know, as of the beginning of the last step."""
-        return self._link.agreed.fleet_tokens if self._link is not None else 0
+        return self._joined.link.agreed.fleet_tokens if self._joined is not None else 0
 
     @property
     def _counts_tokens(self) -> bool:
@@ -293,17 +270,16 @@ class RanksHooks(DiLoCoHooks):
 
     def _end_inner_step(self, output: Any = None) -> None:
         super()._end_inner_step(output)
-        self._ended = True
         if not self._exchanging:
             return
-        assert self._link is not None
-        assert isinstance(self._checkpointer, RanksCheckpointer)
-        self._checkpointer.is_agreed = self._link.agreed.saves
-        if self._link.agreed.stops:
+        fit, agreed = self._present, self._present.link.agreed
+        assert isinstance(fit.checkpointer, RanksCheckpointer)
+        fit.checkpointer.is_agreed = agreed.saves
+        if agreed.stops:
             assert self._together is not None
             self._together.is_agreed = True
-            self._stopping.stop("a rank of this learner said so")
-        if self._link.agreed.num_asked:
+            fit.stopping.stop("a rank of this learner said so")
+        if agreed.num_asked:
             self._sigterm_came()
             self._trainer._signal_connector.received_sigterm = True
 

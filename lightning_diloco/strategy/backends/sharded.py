@@ -81,16 +81,16 @@ class ShardedHooks(RanksHooks):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with the anchor in place of the local parameters."""
-        if self._device is None or self._anchor_is_shown:
+        if (fit := self._joined) is None or self._anchor_is_shown:
             return self._inner_state_dict()
         self._drop_gathered()
-        self._device.show_anchor()
+        fit.device.show_anchor()
         try:
             state = self._inner_state_dict()
             # On a CPU these were the parameters themselves.
             return {name: tree_map_only(Tensor, _copied, value) for name, value in state.items()}
         finally:
-            self._device.show_local()
+            fit.device.show_local()
 
     def _inner_state_dict(self) -> dict[str, Any]:
         return self._inner.lightning_module_state_dict(self)

@@ -135,7 +135,7 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
         from lightning_diloco.devices.xla.hosts import XlaHostFragments
 
-        device = XlaHostFragments(plan, self._params, config, self._learner)
+        device = XlaHostFragments(plan, self._present.params, config, self._learner)
         rank_zero_info(device.memory())
         return device
 
@@ -154,13 +154,13 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with the anchor in place of the local parameters, on all hosts."""
-        if self._device is None or self._anchor_is_shown:
+        if (fit := self._joined) is None or self._anchor_is_shown:
             return self._fetched(SingleDeviceXLAStrategy.lightning_module_state_dict(self))
-        self._device.show_anchor()
+        fit.device.show_anchor()
         try:
             return self._fetched(SingleDeviceXLAStrategy.lightning_module_state_dict(self))
         finally:
-            self._device.show_local()
+            fit.device.show_local()
 
     def _local_parameters(self) -> dict[str, Tensor]:
         return {}

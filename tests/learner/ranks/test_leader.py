@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.learner.link import SILENT_S, Link
+from lightning_diloco.learner.ranks.leader import SILENT_S, Leader
 from lightning_diloco.process.threads import Crew
 from lightning_diloco.protocol import events, messages
 
@@ -23,8 +23,8 @@ class SilentFor:
         return SILENT_S if self.num_left >= 0 else 0.0
 
 
-def leader(ranks: Any, handled: list[events.LearnerEvent]) -> Link:
-    link = Link.__new__(Link)
+def leader(ranks: Any, handled: list[events.LearnerEvent]) -> Leader:
+    link = Leader.__new__(Leader)
     link._ranks, link._crew = ranks, Crew(pytest.fail)
     link._handle = lambda event: handled.append(event) or 0  # type: ignore[method-assign, func-returns-value]
     return link

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_diloco.learner import link
+from lightning_diloco.learner import member
+from lightning_diloco.learner.ranks.leader import Leader
 from tests.learner.fleet import Fleet, Learner
 
 
@@ -45,7 +46,7 @@ def of_ranks(fleet: Fleet) -> tuple[Learner, OneRank]:
     """A learner whose link has ranks."""
     learner, ranks = fleet.learner("l0"), OneRank()
     alone = learner.link
-    learner.link = link.Link(
+    learner.link = Leader(
         alone._run_options,
         alone._learner,
         fleet.run_dir,
@@ -65,7 +66,7 @@ def of_ranks(fleet: Fleet) -> tuple[Learner, OneRank]:
 def test_last_contributions_are_waited_for_as_long_as_by_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "LEAVE_S", 0.0)  # on top of the time to drain
+    monkeypatch.setattr(member, "LEAVE_S", 0.0)  # on top of the time to drain
     with Fleet(tmp_path) as fleet:
         learner, ranks = of_ranks(fleet)
         learner.go()

@@ -46,7 +46,8 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.noise.append((random.random(), float(np.random.rand())))
-        trainer.strategy._checkpointer.wait(10.0)  # a step takes a millisecond, and none is taken while one is written
+        # A step takes a millisecond, and none is taken while one is written.
+        trainer.strategy._present.checkpointer.wait(10.0)
 
     def on_validation_end(self, trainer, pl_module):
         self.validated_at += [] if trainer.sanity_checking else [trainer.global_step]
