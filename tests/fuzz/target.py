@@ -73,7 +73,7 @@ class Peer:
                 message = self._heard.pop(0)
                 if isinstance(message, kind) and all(getattr(message, k) == v for k, v in wanted.items()):
                     return message
-            polled = self.connection.poll(self.session, self._cursor, 0.2)
+            polled = self.connection.poll(self.session, self._cursor, 0.05)
             self._cursor = polled.cursor
             told = [values for values in polled.messages if values["kind"] != "Reset"]
             self._heard += [messages.decode(values, messages.FromSyncer) for values in told]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 import yaml
 
 from lightning_diloco.cli.main import main
+from lightning_diloco.hf.blueprint import blueprint
+from lightning_diloco.hf.recipe import parse
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NAMES = sorted(path.relative_to(RECIPES).as_posix() for path in RECIPES.rglob("*.yaml"))
@@ -28,6 +32,16 @@ SIZES = {
 }
 LARGEST = [name for name in SIZES if "12b" in name]
 SLOW_LINK = ["--sync-every", "48", "--num-fragments", "48"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_recipe_is_read_once() -> Iterator[None]:
+    """What is planned with other options again and again is one recipe, and building its model takes the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(lambda path: blueprint(parse(path)))
+        patch.setattr("lightning_diloco.hf.recipe.parse", lambda path: path)
+        patch.setattr("lightning_diloco.hf.blueprint.blueprint", once)
+        yield
 
 
 def plan(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors import callback_connector
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -278,6 +280,15 @@ class TinyModel(L.LightningModule):
 def model() -> TinyModel:
     torch.manual_seed(7)
     return TinyModel()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _extensions() -> Iterator[None]:
+    """Each Trainer asks all installed packages for callbacks, which takes 10 ms; they are the same for all."""
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(callback_connector._load_external_callbacks)
+        patch.setattr(callback_connector, "_load_external_callbacks", once)
+        yield
 
 
 @pytest.fixture
