@@ -2,8 +2,9 @@
 
 1. numba is optional (`pip install 'lightning-diloco[syncer]'`). With or without it all results have the same bits. The
    loops are about ten times as fast as torch, which makes a pass over memory for each operation.
-2. `warm_up` loads numba and the loops in a thread. The first time on a machine this compiles them, which takes a few
-   seconds; the result is cached on disk. Until it is done, torch is used.
+2. The syncer loads them, learners do not: numba and its compiler take 200 MB of memory. `warm_up` loads them in a
+   thread. The first time on a machine this compiles the loops, which takes a few seconds; the result is cached on disk.
+   Until it is done, torch is used.
 3. A vector is cut into units, always the same ones. The threads, as many as torch uses, process one unit after the
    other.
 
@@ -130,7 +131,7 @@ def _threads(num_threads: int) -> ThreadPoolExecutor:
 def _warm_up() -> None:
     if (problem := load()) is not None:
         log.warning(
-            "numba cannot be used (%s): merging and encoding large fragments is up to ten times slower; "
+            "numba cannot be used (%s): merging large fragments is up to ten times slower; "
             "pip install 'lightning-diloco[syncer]'",
             problem,
         )

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.core import native
 from lightning_diloco.core.align import WIDE_DTYPES, land_added_, land_carry_, landing_pieces
 from lightning_diloco.core.blocks import all_finite
 from lightning_diloco.core.digest import digest
@@ -101,8 +100,6 @@ class DenseFragments:
         self._device = params[self._names[0]].device
         # All buffers have the same size, so that any of them can hold any fragment.
         self._buffer_numel = max(layout.padded_numel for layout in self._layouts)
-        if self._device.type == "cpu" and config.wire == "int8":
-            native.warm_up(self._buffer_numel)
         self._spare = deque(self._new_buffer() for _ in range(_NUM_SPARE_BUFFERS))
         self._anchors = [self._new_buffer() for _ in self._layouts]
         self._residuals: dict[int, Tensor] = {}  # encoding errors of merged contributions
