@@ -3,7 +3,9 @@
 1. A connection is unknown until a call arrives on it, which needs the token. An unknown connection is ended after
    HANDSHAKE_S. At most MAX_STRANGERS may be open; a further one ends the oldest.
 2. An upload without data for SILENT_S is ended with its connection, because memory is reserved for it (`frames`).
-3. pyarrow does not offer the limits of gRPC's server, so this looks at the sockets of the process at the server's port.
+3. When many connections have ended, their memory is returned to the system; otherwise a crowd of strangers would leave
+   the process larger.
+4. pyarrow does not offer the limits of gRPC's server, so this looks at the sockets of the process at the server's port.
    It shuts them down but never closes them, because gRPC owns them.
 
 Source: our choice.
@@ -22,10 +24,13 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from urllib.parse import unquote
 
+from lightning_diloco.process.malloc import return_free_memory
+
 LOOK_S = 0.25
 HANDSHAKE_S = 20.0
 SILENT_S = 60.0
 MAX_STRANGERS = 512
+MANY = 32
 _MAX_SCANNED = 1 << 16
 
 Peer = tuple[str, int]
@@ -49,6 +54,7 @@ class Doorkeeper:
         self._silent_s = silent_s
         self._known: set[Peer] = set()
         self._since_s: dict[Peer, float] = {}  # of unknown connections, the oldest first
+        self._num_open = 0  # at most, since memory was returned
         self._uploads: dict[object, tuple[Peer, float]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -110,6 +116,10 @@ class Doorkeeper:
         too_many = list(self._since_s)[: max(0, len(strangers) - self._allowed())]
         for peer in {*late, *too_many, *silent}:
             _end(here.get(peer), peer)
+        self._num_open = max(self._num_open, len(here))
+        if self._num_open - len(here) >= MANY:
+            self._num_open = len(here)
+            return_free_memory()
 
     def _allowed(self) -> int:
         if self._max_strangers is not None:
