@@ -4,8 +4,7 @@
    error in a part is reported to its sender only.
 2. One contribution per session and fragment is assembled at a time. A higher seq replaces a lower one; a repeated part
    changes nothing. The memory of the whole contribution is allocated with its first part.
-3. A long part comes in portions, in order (`transport/portions.py`). A portion that does not follow the received bytes
-   is ignored, and its sender is told how many there are.
+3. A long part comes in portions, in any order (`transport/portions.py`). The answer says which bytes are missing.
 4. The parts of a contribution that cannot be merged any more are dropped.
 """
 
@@ -22,9 +21,10 @@ from lightning_diloco.core.parts import part_range
 from lightning_diloco.core.quantize import integers_nbytes, wire_nbytes
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.intervals import Ranges
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.transport.base import Bulk, Json
-from lightning_diloco.transport.portions import place
+from lightning_diloco.transport.portions import Received, place
 
 MAX_PARTS = 1 << 16
 
@@ -36,8 +36,8 @@ class _Assembly:
     ready: messages.Ready
     num_parts: int
     whole: Tensor
-    have: dict[int, int] = field(default_factory=dict)  # received bytes, by part
-    num_whole: int = 0  # number of complete parts
+    have: dict[int, Received] = field(default_factory=dict)  # by part
+    is_complete: bool = False
     filling: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -56,7 +56,7 @@ class Assemblies:
 
     def add(
         self, session: str, ready: messages.Ready, bulk: Bulk, *, numel: int, config: RunConfig
-    ) -> tuple[int, Tensor | None]:
+    ) -> tuple[Ranges, Tensor | None]:
         """Keep a part, or a portion of it.
 
         Args:
@@ -67,7 +67,7 @@ class Assemblies:
             config: options of the run.
 
         Returns:
-            The received bytes of this part; and the whole contribution if it is complete, else None.
+            The missing bytes of this part; and the whole contribution if this has completed it, else None.
 
         Raises:
             CorruptMessageError: it is not a part of this contribution.
@@ -90,16 +90,15 @@ class Assemblies:
                     "was used; all ranks must send parts of the newest contribution"
                 )
         with found.filling:
-            have = found.have.get(k)
-            if have == of or (have or 0) != at:  # repeated, or out of order
-                return have or 0, None
-            _put(found.whole, bulk.payload, at, part=(start, stop), numel=numel, config=config)
-            found.have[k] = have = at + bulk.payload.nbytes
-            found.num_whole += have == of
-            if found.num_whole < n:
-                return have, None
-        self.drop(session, ready.fragment, ready.seq)
-        return have, found.whole
+            received = found.have.setdefault(k, Received(of))
+            if not found.is_complete:
+                _put(found.whole, bulk.payload, at, part=(start, stop), numel=numel, config=config)
+                received.add(at, bulk.payload.nbytes)
+                found.is_complete = len(found.have) == n and not any(part.missing for part in found.have.values())
+                if found.is_complete:
+                    self.drop(session, ready.fragment, ready.seq)
+                    return [], found.whole
+            return received.missing, None
 
     def drop(self, session: str, fragment: int, seq: int) -> None:
         """Drop the parts of contributions up to this seq."""

@@ -5,7 +5,7 @@
 2. At most one payload per session and fragment is kept, until the state machine drops it. A payload whose fate is
    decided is not kept again. Start values are kept only for the granted seed lease. A payload that comes in parts or
    portions is complete when all of them are here (`assembly.py`, `transport/portions.py`).
-3. An update that is sent in portions stays unchanged until it is complete, or for GIVING_S; one per session.
+3. An update that is sent in portions stays unchanged until all were sent, or for GIVING_S; one per session.
 4. A reply names the learner's contribution that is part of the update, as of the version of the update.
 """
 
@@ -25,6 +25,7 @@ from lightning_diloco.core.quantize import Decoder, check_fragment, wire_nbytes
 from lightning_diloco.errors import CorruptMessageError, JoinError
 from lightning_diloco.process.machine import memory_here
 from lightning_diloco.protocol import actions, events, limits, messages
+from lightning_diloco.protocol.intervals import Ranges
 from lightning_diloco.protocol.syncer import manifests
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.records import CommitRecord
@@ -40,10 +41,10 @@ _TOO_LATE = "already decided, or from a process that is not active"
 
 @dataclass(slots=True)
 class _Seed:
-    """Start values of one fragment, float32 as bytes; the first num_bytes are received."""
+    """Start values of one fragment, float32 as bytes."""
 
     values: Tensor
-    num_bytes: int
+    received: portions.Received
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class _Given:
     answer: Json
     payload: memoryview
     asked_s: float
+    num_sent: int = 0  # bytes
 
 
 class Payloads:
@@ -67,7 +69,7 @@ class Payloads:
         self._payloads: dict[tuple[str, int], tuple[int, Tensor]] = {}
         self._seed: dict[tuple[str, int, int], _Seed] = {}
         self._given: dict[str, _Given] = {}
-        self._keeping = threading.Lock()
+        self._keeping, self._giving = threading.Lock(), threading.Lock()
         self._assemblies = Assemblies()
         self._merged: dict[tuple[str, int], tuple[int, int, float]] = {}
         self._counting = threading.Lock()
@@ -77,33 +79,33 @@ class Payloads:
 
     def take_contribution(
         self, session: str, bulk: Bulk, store: AnchorStore | None, state: SyncerState
-    ) -> tuple[events.PayloadReceived | None, int]:
+    ) -> tuple[events.PayloadReceived | None, Ranges]:
         """Keep a contribution's payload, if it may be merged.
 
         Returns:
-            The event for the state machine, if any; and the bytes of this transfer that need not be sent again.
+            The event for the state machine, if any; and the bytes of this part that must still be sent.
         """
         self._count_up(bulk)
         config, ready = state.config, _described(bulk.header)
         if store is None or not 0 <= ready.fragment < len(store.layouts):
             raise CorruptMessageError(f"a contribution to fragment {ready.fragment}; the run has no such fragment yet")
-        layout, (_, have) = store.layouts[ready.fragment], portions.place(bulk)
+        layout, (_, of) = store.layouts[ready.fragment], portions.place(bulk)
         if (error := bulk.header.get("error")) is not None:  # the learner reports an error instead of a payload
             if not isinstance(error, str) or len(error) > limits.MAX_CHARS:
                 raise CorruptMessageError(
                     f"error={error!r:.80}; must be a text of at most {limits.MAX_CHARS} characters"
                 )
-            return events.PayloadReceived(session, ready, error), have
-        if bulk.header.get("num_parts") is None and have == bulk.payload.nbytes:
+            return events.PayloadReceived(session, ready, error), []
+        if bulk.header.get("num_parts") is None and of == bulk.payload.nbytes:
             payload = tensor_of(bulk.payload, torch.uint8)
         else:
             if not state.may_merge(session, ready):
-                return events.PayloadReceived(session, ready, _TOO_LATE), have
+                return events.PayloadReceived(session, ready, _TOO_LATE), []
             if self._has(session, ready):
-                return None, have  # complete already
-            have, whole = self._assemblies.add(session, ready, bulk, numel=layout.padded_numel, config=config)
+                return None, []  # complete already
+            missing, whole = self._assemblies.add(session, ready, bulk, numel=layout.padded_numel, config=config)
             if whole is None:
-                return None, have
+                return None, missing
             payload = whole
         try:
             if payload.numel() != (wanted := wire_nbytes(layout.padded_numel, config.wire, config.block_size)):
@@ -115,11 +117,11 @@ class Payloads:
                 payload, layout.padded_numel, config.wire, config.block_size
             )  # raises for all that a merge would refuse
         except (ValueError, CorruptMessageError) as error:
-            return events.PayloadReceived(session, ready, str(error)), have
+            return events.PayloadReceived(session, ready, str(error)), []
         if not state.may_merge(session, ready):
-            return events.PayloadReceived(session, ready, _TOO_LATE), have
+            return events.PayloadReceived(session, ready, _TOO_LATE), []
         self._keep(session, ready, payload)
-        return events.PayloadReceived(session, ready), have
+        return events.PayloadReceived(session, ready), []
 
     def _keep(self, session: str, ready: messages.Ready, payload: Tensor) -> None:
         with self._keeping:
@@ -136,7 +138,7 @@ class Payloads:
         with self._keeping:
             return self._payloads.get((session, ready.fragment), (None,))[0] == ready.seq
 
-    def take_seed(self, session: str, bulk: Bulk, granted: tuple[str, int] | None) -> int:
+    def take_seed(self, session: str, bulk: Bulk, granted: tuple[str, int] | None) -> Ranges:
         """Keep start values of one fragment.
 
         Args:
@@ -145,7 +147,7 @@ class Payloads:
             granted: session and number of the seed lease; values of others are dropped.
 
         Returns:
-            The bytes of the values that need not be sent again.
+            The bytes of the values that must still be sent.
 
         Raises:
             CorruptMessageError: the header is invalid.
@@ -159,7 +161,7 @@ class Payloads:
                 "be integers, the values whole float32 numbers; do both sides run the same version?"
             )
         if granted != (session, lease) or not 0 <= p < manifests.MAX_FRAGMENTS:
-            return of
+            return []
         if of > (there := memory_here()):
             raise JoinError(
                 f"the start values of fragment {p} take {of} bytes; the syncer's machine has {there} bytes of memory; "
@@ -168,14 +170,13 @@ class Payloads:
         with self._keeping:
             self._seed = {key: kept for key, kept in self._seed.items() if key[:2] == granted}
             seed = self._seed.get((session, lease, p))
-            if at == 0 and (seed is None or seed.num_bytes == of or seed.values.nbytes != of):
-                seed = self._seed[session, lease, p] = _Seed(torch.empty(of, dtype=torch.uint8), 0)
-            if seed is None or seed.values.nbytes != of or seed.num_bytes != at:
-                return 0 if seed is None else min(seed.num_bytes, of)
-            stop = at + bulk.payload.nbytes
-            seed.values.numpy()[at:stop] = bulk.payload
-            seed.num_bytes = stop
-        return stop
+            if seed is None or seed.values.nbytes != of:
+                seed = _Seed(torch.empty(of, dtype=torch.uint8), portions.Received(of))
+                self._seed[session, lease, p] = seed
+            if seed.received.missing:
+                seed.values.numpy()[at : at + bulk.payload.nbytes] = bulk.payload
+                seed.received.add(at, bulk.payload.nbytes)
+            return seed.received.missing
 
     def give(
         self,
@@ -186,37 +187,41 @@ class Payloads:
         is_known: bool = False,
         proof: Callable[[int, int, int, str], str] = lambda *_: "",
     ) -> Bulk:
-        """Return the update that a learner needs.
+        """Return the update that a learner needs, or a portion of it.
 
         Args:
             session: the learner's session.
-            header: {"fragment", "generation", "have"}, and {"at", "mark"} to continue an update in portions.
+            header: {"fragment", "generation", "have"}; and {"mark", "span", "at"} for a portion, see `portions`.
             store: the anchors, if there are any.
-            is_known: whether the session has joined, so that an update may be kept until it is complete.
+            is_known: whether the session has joined, so that an update may be kept until all of it was sent.
             proof: returns the proof of a version, see `SyncerState.proof`.
 
         Raises:
             CorruptMessageError: the header is invalid, or the run has no such fragment.
         """
-        at, mark = header.get("at", 0), header.get("mark")
-        given = self._given.pop(session, None)
-        if given is None or at == 0 or given.mark != mark:
-            given = self._new(session, header, store, proof)
-        num_bytes = given.payload.nbytes
-        if type(at) is not int or not 0 <= at < num_bytes or given.mark != mark:
-            at = 0
-        payload = given.payload[at : at + portions.PORTION_BYTES]
+        mark = header.get("mark", "")
+        if not isinstance(mark, str) or len(mark) > limits.MAX_CHARS:
+            raise CorruptMessageError(f"mark={mark!r:.40}; must be a text of at most {limits.MAX_CHARS} characters")
+        with self._giving:
+            given = self._given.pop(session, None)
+            if given is None or given.mark != mark:
+                given = self._new(session, header, store, proof, mark)
+            num_bytes = given.payload.nbytes
+            start, stop = portions.asked_range(header, num_bytes)
+            given.num_sent, given.asked_s = given.num_sent + stop - start, time.monotonic()
+            if is_known and given.num_sent < num_bytes:
+                self._given[session] = given
         with self._counting:
-            self.bytes_down += payload.nbytes
-        if payload.nbytes == num_bytes:
-            return Bulk(given.answer, payload)
-        if is_known and at + payload.nbytes < num_bytes:
-            given.asked_s = time.monotonic()
-            self._given[session] = given
-        return Bulk({**given.answer, "at": at, "of": num_bytes, "mark": given.mark}, payload)
+            self.bytes_down += stop - start
+        return Bulk({**given.answer, "at": start, "of": num_bytes}, given.payload[start:stop])
 
     def _new(
-        self, session: str, header: Json, store: AnchorStore | None, proof: Callable[[int, int, int, str], str]
+        self,
+        session: str,
+        header: Json,
+        store: AnchorStore | None,
+        proof: Callable[[int, int, int, str], str],
+        mark: str,
     ) -> _Given:
         p = header.get("fragment")
         if store is None or type(p) is not int or not 0 <= p < len(store.layouts):
@@ -239,7 +244,6 @@ class Payloads:
             "digest": update.digest if update.kind == "full" else None,
             "proof": proof(p, update.generation, update.version, update.digest),
         }
-        mark = f"{p} {update.kind} {update.generation} {update.from_version} {update.version}"
         return _Given(mark, answer, update.payload, time.monotonic())
 
     def _count_up(self, bulk: Bulk) -> None:
@@ -275,7 +279,7 @@ class Payloads:
         num_fragments = action.manifest["num_fragments"]
         assert isinstance(num_fragments, int)
         found = [self._seed.get((action.session, action.lease, p)) for p in range(num_fragments)]
-        seeds = [seed for seed in found if seed is not None and seed.num_bytes == seed.values.nbytes]
+        seeds = [seed for seed in found if seed is not None and not seed.received.missing]
         return [seed.values.view(torch.float32) for seed in seeds] if len(seeds) == num_fragments else None
 
     def drop_seed(self) -> None:

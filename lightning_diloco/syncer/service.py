@@ -46,7 +46,6 @@ from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.syncer.status.progress import pause_s, progress
 from lightning_diloco.syncer.status.publisher import StatusPublisher
 from lightning_diloco.syncer.store import SyncerStore, seeded_store
-from lightning_diloco.transport import portions
 from lightning_diloco.transport.base import Bulk, Json, Polled
 
 log = logging.getLogger(__name__)
@@ -209,18 +208,18 @@ class SyncerService:
         session = self._enter(bulk.header)
         if bulk.header.get("what") == "seed":
             if self._store is not None:  # the run has its start values already
-                return {"have": portions.place(bulk)[1]}
-            return {"have": self._desk.take_seed(session, bulk, self.state.seed_grant)}
+                return {"missing": []}
+            return {"missing": self._desk.take_seed(session, bulk, self.state.seed_grant)}
         with self._places(session, [bulk.header]) as (place,):
-            event, have = self._desk.take_contribution(session, bulk, self._store, self.state)
+            event, missing = self._desk.take_contribution(session, bulk, self._store, self.state)
         if event is None:  # parts are missing
             self._quota.free(place)
         else:
             self._inbox.put(Placed(event, place))
-        return {"have": have}
+        return {"missing": missing}
 
     def on_get(self, header: Json) -> Bulk:
-        """Return the update that a learner needs: {"session", "fragment", "generation", "have"} -> update."""
+        """Return the update that a learner needs, or a portion of it."""
         session = self._enter(header)
         is_known = self._is_member(session)
         return self._desk.give(session, header, self._store, is_known=is_known, proof=self.state.proof)

@@ -1,7 +1,6 @@
 """The transport between machines: Arrow Flight over gRPC.
 
-1. A connection uses three TCP connections: control, polls, bulk. A waiting poll never delays a send, and bulk delays
-   neither.
+1. Each running call has a TCP connection of its own. A waiting poll never delays a send, and bulk delays neither.
 2. Control calls are `do_action` with JSON in both directions. Bulk calls are `do_put` and `do_get`; see `frames`.
 3. Each call has a deadline, and each connection uses keepalive. If a peer freezes, keepalive ends an upload (the
    deadline does not), and the deadline ends a download (keepalive does not). So a call ends at its deadline; an upload

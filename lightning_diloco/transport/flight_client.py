@@ -1,10 +1,13 @@
 """The Arrow Flight client; see `flight`.
 
 1. The constructor does not connect. The first call connects, and so does the first call after a failure.
-2. A call that finds no server, or misses its deadline, drops its connection. Otherwise gRPC would fail calls for
-   seconds before it connects again, and keep a connection over a dead path for a minute.
-3. A client is released after its last use and never closed: closing one that another thread uses crashes the process.
-4. `AuthError` (token, certificate) needs the user; `TransportError` may go away by itself.
+2. Each call has a TCP connection of its own while it lasts, which is then kept for other calls. So bulk delays nothing
+   else, and bulk calls that run at the same time use several connections.
+3. If a call finds no server, or misses its deadline, all connections that are not in use are dropped with its own.
+   Otherwise gRPC would fail calls for seconds before it connects again, and keep a connection over a dead path for a
+   minute.
+4. A client is released after its last use and never closed: closing one that another thread uses crashes the process.
+5. `AuthError` (token, certificate) needs the user; `TransportError` may go away by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import pyarrow as pa
 from pyarrow import flight
@@ -38,7 +40,6 @@ from lightning_diloco.transport.identity import ClientIdentity, server_name
 from lightning_diloco.transport.introduction import pinned_certificate, refused_token
 from lightning_diloco.transport.token_identity import learner_certificate
 
-Channel = Literal["control", "polls", "bulk"]
 _PIN_CHECK_S = 2.0
 _CONNECT_MS = 5000
 
@@ -80,25 +81,25 @@ class FlightConnection:
         self._keepalive_s = keepalive_s
         self._max_payload_bytes = max_payload_bytes
         self._headers = [(b"authorization", f"Bearer {address.token}".encode())]
-        self._clients: dict[Channel, flight.FlightClient] = {}
+        self._idle: list[flight.FlightClient] = []
         self._pinned: bytes | None = None
         self._lock = threading.Lock()
         self._closed = False
 
     def send(self, session: str, messages: Sequence[Json]) -> Json:
-        return self._act("control", "send", {"session": session, "messages": list(messages)}, self._control_deadline_s)
+        return self._act("send", {"session": session, "messages": list(messages)}, self._control_deadline_s)
 
     def poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         body = {"session": session, "cursor": cursor, "wait_s": wait_s}
-        answer = self._act("polls", "poll", body, wait_s + self._control_deadline_s)
+        answer = self._act("poll", body, wait_s + self._control_deadline_s)
         return Polled(answer["cursor"], tuple(answer["messages"]))
 
     def status(self) -> Json:
-        return self._act("control", "status", {}, self._control_deadline_s)
+        return self._act("status", {}, self._control_deadline_s)
 
     def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
         descriptor = flight.FlightDescriptor.for_command(Envelope.of(bulk).encode())
-        with self._call("bulk", "put", deadline_s) as (client, options):
+        with self._call("put", deadline_s) as (client, options):
             writer, answers = client.do_put(descriptor, SCHEMA, options)
             # Only close() raises the syncer's own error; a failed write only says that the stream broke.
             with writer:
@@ -112,7 +113,7 @@ class FlightConnection:
 
     def get(self, header: Json, *, deadline_s: float) -> Bulk:
         ticket = flight.Ticket(dumps(header))
-        with self._call("bulk", "get", deadline_s) as (client, options):
+        with self._call("get", deadline_s) as (client, options):
             reader = client.do_get(ticket, options)
             check_schema(reader.schema)
             metadata = reader.schema.metadata or {}
@@ -127,47 +128,48 @@ class FlightConnection:
         """Refuse further calls; running ones end at their deadlines."""
         with self._lock:
             self._closed = True
-            self._clients.clear()
+            self._idle.clear()
 
-    def _act(self, channel: Channel, name: str, body: Json, deadline_s: float) -> Json:
+    def _act(self, name: str, body: Json, deadline_s: float) -> Json:
         action = flight.Action(name, dumps(body))
-        with self._call(channel, name, deadline_s) as (client, options):
+        with self._call(name, deadline_s) as (client, options):
             results = list(client.do_action(action, options))
         return loads(b"".join(result.body.to_pybytes() for result in results))
 
     @contextmanager
-    def _call(
-        self, channel: Channel, name: str, deadline_s: float
-    ) -> Iterator[tuple[flight.FlightClient, flight.FlightCallOptions]]:
-        began_s = time.monotonic()
+    def _call(self, name: str, deadline_s: float) -> Iterator[tuple[flight.FlightClient, flight.FlightCallOptions]]:
+        began_s, client = time.monotonic(), None
         try:
-            client = self._client(channel, deadline_s)
+            client = self._client(deadline_s)
             left_s = max(began_s + deadline_s - time.monotonic(), 0.001)
             yield client, flight.FlightCallOptions(timeout=left_s, headers=self._headers)
+            self._keep(client)
         except (flight.FlightError, pa.ArrowException, OSError) as error:
             waited_s = time.monotonic() - began_s
             if isinstance(error, (flight.FlightTimedOutError, flight.FlightUnavailableError)):
-                self._forget(channel)
+                with self._lock:
+                    self._idle.clear()
+            elif client is not None:
+                self._keep(client)
             refusal = self._refusal(error, deadline_s - waited_s)
             translated = refusal or self._translated(error, name, waited_s, deadline_s)
             # The syncer's own error is complete; Arrow's traceback above it would only distract.
             raise translated from (error if isinstance(translated, TransportError) else None)
 
-    def _client(self, channel: Channel, timeout_s: float) -> flight.FlightClient:
+    def _client(self, timeout_s: float) -> flight.FlightClient:
+        """Return a connection that nobody uses."""
         with self._lock:
-            client = self._clients.get(channel)
-        if client is None:
-            made = self._connected(timeout_s)
-            with self._lock:
-                client = made if self._closed else self._clients.setdefault(channel, made)
+            client = self._idle.pop() if self._idle else None
+        client = client or self._connected(timeout_s)
         if self._closed:
             raise TransportError(f"the connection to {self._address.host_port} is closed; make a new one")
         return client
 
-    def _forget(self, channel: Channel) -> None:
-        """Drop a connection; the next call makes a new one, and running calls end at their deadlines."""
+    def _keep(self, client: flight.FlightClient) -> None:
+        """Keep a connection for the next call."""
         with self._lock:
-            self._clients.pop(channel, None)
+            if not self._closed:
+                self._idle.append(client)
 
     def _connected(self, timeout_s: float) -> flight.FlightClient:
         """Return a client with its own TCP connection, which its first call opens."""

@@ -1,27 +1,38 @@
-"""Payloads of any size, sent in portions that each have their own deadline.
+"""Payloads of any size, sent in portions, over several TCP connections at once where that is faster.
 
-1. A payload up to PORTION_BYTES is one call. A longer one is several calls; the header of each gives the offset of its
-   bytes (`at`) and the size of the whole payload (`of`).
-2. The answer to an upload says how many bytes the syncer has (`have`), and the sender continues there. After a failed
-   call, `put` is called again with the payload, and only the missing bytes are sent; a restarted syncer gets all.
-3. The answer to a download identifies the payload (`mark`), and the next request asks to continue it. If the syncer
-   cannot continue it, it starts another payload (`at` is 0).
-4. Portions are slices of the payload, and are received into one buffer, so there is no second copy.
+1. A short payload is one call. Otherwise it is cut into portions of at most PORTION_BYTES, and each portion is a call
+   with its own deadline. The header gives the offset of its bytes (`at`) and the size of the whole payload (`of`).
+2. A far link needs several connections ("streams"): one connection has at most a few MB on their way, which take a
+   round trip. Each portion has a connection of its own. The number of streams is measured (`streams.py`).
+3. Portions of an upload may arrive in any order. The answer lists the bytes that the syncer does not have (`missing`),
+   and only those are sent. After a failed call, `put` is called again with the payload. A restarted syncer gets all.
+4. Portions of a download have a common `mark`, so that all are of one update, and each has a range: "the second of four
+   quarters" (`span`), from byte `at` on. If the update was lost in between, the download fails, and is called again.
+5. Portions are slices of the payload, and are received into one buffer, so there is no second copy.
 """
 
 from __future__ import annotations
 
+import secrets
+import threading
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.errors import CorruptMessageError, TransportError
+from lightning_diloco.protocol.intervals import IntervalSet, Ranges
 from lightning_diloco.transport.base import Bulk, Connection, Json
 from lightning_diloco.transport.frames import MAX_PAYLOAD_BYTES
+from lightning_diloco.transport.streams import NumStreams
 
 PORTION_BYTES = MAX_PAYLOAD_BYTES
-_PORTION = ("at", "of", "mark")
+MAX_GAPS = 64  # in one answer
+MAX_RANGES = 4096  # of received bytes that do not touch
+_OWN = ("at", "of")
 
 
 class LargeConnection(Connection, Protocol):
@@ -34,6 +45,9 @@ class LargeConnection(Connection, Protocol):
 class Portioned:
     """Implements `Connection` on top of another one; a deadline applies to each portion.
 
+    Args:
+        connection: connection for single calls, used from several threads at once.
+
     Attributes:
         heard_s: when the last portion was transferred, on the monotonic clock.
     """
@@ -42,38 +56,29 @@ class Portioned:
         self.send, self.poll = connection.send, connection.poll
         self.status, self.close = connection.status, connection.close
         self._connection = connection
+        self._up, self._down = NumStreams(), NumStreams()
+        self._num_downloaded = 0  # bytes of the last payload; the next one is probably as long
         self.heard_s = float("-inf")
 
     def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
         """See `Connection.put`."""
-        whole, have = bulk.payload, 0
-        if whole.nbytes <= PORTION_BYTES:
-            return self._put(bulk, deadline_s)
-        while have < whole.nbytes:
-            header = {**bulk.header, "at": have, "of": whole.nbytes}
-            answer = self._put(Bulk(header, whole[have : have + PORTION_BYTES]), deadline_s)
-            have = answer["have"]
+        num_bytes, began_s = bulk.payload.nbytes, time.monotonic()
+        num = self._up.number_for(num_bytes)
+        if num == 1 and num_bytes <= PORTION_BYTES:
+            answer = self._put(bulk, deadline_s)
+        else:
+            answer = _Upload(bulk, partial(self._put, deadline_s=deadline_s)).run(num)
+        self._up.note(num, num_bytes, time.monotonic() - began_s)
         return answer
 
     def get(self, header: Json, *, deadline_s: float) -> Bulk:
         """See `Connection.get`; a payload that came in portions is writable."""
-        bulk, num_bytes = self._get(header, deadline_s), 0
-        if "of" not in bulk.header:
-            return bulk
-        while True:
-            at = bulk.header["at"]
-            if at == 0:
-                whole, num_bytes = torch.empty(bulk.header["of"], dtype=torch.uint8).numpy().data, 0
-            end = at + bulk.payload.nbytes
-            if at != num_bytes or not at < end <= whole.nbytes:
-                raise CorruptMessageError(
-                    f"bytes {at} to {end} of {whole.nbytes} came, but byte {num_bytes} must be next; nothing of it was "
-                    "used; do both sides run the same version?"
-                )
-            whole[at:end] = bulk.payload
-            if (num_bytes := end) == whole.nbytes:
-                return Bulk({name: value for name, value in bulk.header.items() if name not in _PORTION}, whole)
-            bulk = self._get({**header, "at": num_bytes, "mark": bulk.header["mark"]}, deadline_s)
+        began_s = time.monotonic()
+        num = self._down.number_for(self._num_downloaded)
+        whole = _Download(header, partial(self._get, deadline_s=deadline_s)).run(num)
+        self._num_downloaded = whole.payload.nbytes
+        self._down.note(num, self._num_downloaded, time.monotonic() - began_s)
+        return whole
 
     def _put(self, bulk: Bulk, deadline_s: float) -> Json:
         answer = self._connection.put(bulk, deadline_s=deadline_s)
@@ -84,6 +89,135 @@ class Portioned:
         bulk = self._connection.get(header, deadline_s=deadline_s)
         self.heard_s = time.monotonic()
         return bulk
+
+
+class _Upload:
+    """An upload in portions.
+
+    Args:
+        bulk: header and whole payload.
+        put: uploads a portion.
+    """
+
+    def __init__(self, bulk: Bulk, put: Callable[[Bulk], Json]) -> None:
+        self._bulk, self._put = bulk, put
+        self._missing: Ranges = [(0, bulk.payload.nbytes)]  # at the syncer, by its last answer
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._answer: Json = {}
+
+    def run(self, num: int) -> Json:
+        """Send what is missing, with so many streams; returns the last answer."""
+        while self._missing:
+            self._waiting.extend(_portions(self._missing, num))
+            _at_once([self._stream] * num)
+            if self._missing:  # lost by the syncer; or the answers of two streams have crossed, so ask again
+                self._send(self._missing[0][0], self._missing[0][0])
+        return self._answer
+
+    def _stream(self) -> None:
+        try:
+            while (portion := self._next()) is not None:
+                self._send(*portion)
+        except BaseException:
+            self._waiting.clear()  # the other streams end
+            raise
+
+    def _next(self) -> tuple[int, int] | None:
+        """Return the next portion of which a byte is missing."""
+        while True:
+            try:
+                start, stop = self._waiting.popleft()
+            except IndexError:
+                return None
+            if any(a < stop and start < b for a, b in self._missing):
+                return start, stop
+
+    def _send(self, start: int, stop: int) -> None:
+        payload = self._bulk.payload
+        header = {**self._bulk.header, "at": start, "of": payload.nbytes}
+        self._answer = answer = self._put(Bulk(header, payload[start:stop]))
+        self._missing = [(a, b) for a, b in answer["missing"]]
+
+
+class _Download:
+    """A download in portions.
+
+    Args:
+        header: of the request.
+        get: downloads a portion.
+    """
+
+    def __init__(self, header: Json, get: Callable[[Json], Bulk]) -> None:
+        self._asked, self._get = {**header, "mark": secrets.token_hex(8)}, get
+        self._header: Json | None = None
+        self._whole = memoryview(b"")
+        self._keeping = threading.Lock()
+
+    def run(self, num: int) -> Bulk:
+        """Download everything, with so many streams."""
+        _at_once([partial(self._stream, k, num) for k in range(num)])
+        assert self._header is not None
+        return Bulk({name: value for name, value in self._header.items() if name not in _OWN}, self._whole)
+
+    def _stream(self, k: int, num: int) -> None:
+        at, stop = 0, 1
+        while at < stop:
+            bulk = self._get({**self._asked, "span": [k, num], "at": at})
+            of = bulk.header["of"]
+            at, stop = max(at, of * k // num), of * (k + 1) // num
+            end = at + bulk.payload.nbytes
+            if bulk.header["at"] != at or not (at < end <= stop or at == end == stop):
+                raise CorruptMessageError(
+                    f"bytes {bulk.header['at']} to {bulk.header['at'] + bulk.payload.nbytes} of {of} came, but byte "
+                    f"{at} must be next, up to {stop}; nothing of it was used; do both sides run the same version?"
+                )
+            self._keep(bulk, at, of)
+            at = end
+
+    def _keep(self, bulk: Bulk, at: int, of: int) -> None:
+        header = {**bulk.header, "at": 0}
+        with self._keeping:
+            if self._header is None:
+                self._header = header
+                if bulk.payload.nbytes == of > 0:
+                    self._whole = bulk.payload
+                    return
+                self._whole = torch.empty(of, dtype=torch.uint8).numpy().data
+            if self._header != header:
+                raise TransportError("the update changed while it was downloaded in portions; download it again")
+        self._whole[at : at + bulk.payload.nbytes] = bulk.payload
+
+
+class Received:
+    """The bytes of a payload that have arrived; portions arrive in any order and may be repeated.
+
+    Args:
+        num_bytes: size of the payload.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._have = IntervalSet()
+
+    @property
+    def missing(self) -> Ranges:
+        """Ranges of missing bytes; if there are many, the last one includes all that follow."""
+        gaps = self._have.missing(0, self._num_bytes)
+        return gaps if len(gaps) <= MAX_GAPS else [*gaps[: MAX_GAPS - 1], (gaps[MAX_GAPS - 1][0], self._num_bytes)]
+
+    def add(self, at: int, num_bytes: int) -> None:
+        """Add a portion.
+
+        Raises:
+            CorruptMessageError: the bytes are in too many pieces.
+        """
+        for gap in self._have.missing(at, at + num_bytes):
+            self._have.add(*gap)
+        if len(self._have) > MAX_RANGES:
+            raise CorruptMessageError(
+                f"a payload of {self._num_bytes} bytes came in more than {MAX_RANGES} pieces that do not touch; do "
+                "both sides run the same version?"
+            )
 
 
 def place(bulk: Bulk) -> tuple[int, int]:
@@ -99,3 +233,49 @@ def place(bulk: Bulk) -> tuple[int, int]:
             "nothing of it was used; do both sides run the same version?"
         )
     return at, of
+
+
+def asked_range(header: Json, num_bytes: int) -> tuple[int, int]:
+    """Return the bytes that a request for a portion asks for, of a payload of num_bytes.
+
+    Raises:
+        CorruptMessageError: the header is invalid.
+    """
+    span, at = header.get("span", [0, 1]), header.get("at", 0)
+    is_pair = isinstance(span, list) and len(span) == 2 and all(type(x) is int for x in span)
+    if not is_pair or not 0 <= span[0] < span[1] or type(at) is not int or at < 0:
+        raise CorruptMessageError(
+            f"span={span!r:.40}, at={at!r:.40}; span must be [k, n] with 0 <= k < n, at an integer >= 0; do both sides "
+            "run the same version?"
+        )
+    k, n = span
+    stop = num_bytes * (k + 1) // n
+    start = min(max(at, num_bytes * k // n), stop)
+    return start, min(start + PORTION_BYTES, stop)
+
+
+def _portions(missing: Ranges, num: int) -> Ranges:
+    """Cut ranges of bytes into portions, so that each of the streams gets one of about the same size."""
+    size = min(PORTION_BYTES, -(-sum(stop - start for start, stop in missing) // num))
+    return [(at, min(at + size, stop)) for start, stop in missing for at in range(start, stop, size)]
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Make calls in threads, wait for all, and raise an error of one of them."""
+    failed: list[BaseException] = []
+
+    def make(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # raised by the caller's thread
+            failed.append(error)
+
+    # Threads of a pool would be waited for when the process ends.
+    threads = [threading.Thread(target=make, args=(call,), name="diloco-stream", daemon=True) for call in calls[1:]]
+    for thread in threads:
+        thread.start()
+    make(calls[0])
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]

@@ -92,14 +92,21 @@ def test_a_malformed_message_is_refused_before_the_handler(serve, handler, body)
 # --- lines and servers
 
 
-def test_control_polls_and_bulk_have_a_tcp_connection_each(serve, dial):
+def test_calls_that_run_at_the_same_time_have_a_tcp_connection_each_and_it_is_used_again(serve, dial, handler, pool):
     server = serve()
     with FaultProxy(server.address) as proxy:
         connection = dial(server.join_address("run"), through=proxy)
         assert proxy.num_connections == 0
         for call in every_call(connection):
             call()
-        assert proxy.num_connections == 1 + 3  # the first one made sure of the certificate
+        assert proxy.num_connections == 1 + 1  # the first one made sure of the certificate
+        handler.entered.clear()
+        waiting = pool.submit(connection.poll, "s", 0, 1.0)
+        assert handler.entered.wait(5)
+        for call in every_call(connection):
+            call()
+        waiting.result(5)
+        assert proxy.num_connections == 1 + 2
 
 
 def test_bytes_at_the_socket_are_the_payload_and_little_more(serve, dial, identity):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.config import Wire as Wires
-from lightning_diloco.core.buffers import bytes_of, tensor_of
+from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.parts import part_of
 from lightning_diloco.core.quantize import encode
 from lightning_diloco.errors import AuthError, CorruptMessageError, JoinError, TransportError
@@ -22,6 +23,7 @@ from lightning_diloco.transport import portions
 from lightning_diloco.transport.base import Bulk, Connection, Json
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
 from lightning_diloco.transport.portions import Portioned
+from lightning_diloco.transport.streams import NumStreams
 from tests.fuzz.target import Peer
 from tests.learner.fleet import RUN, Fleet, Learner, Wire, assert_exact, finish, until
 
@@ -100,45 +102,132 @@ def test_a_download_continues_the_version_it_began_with_while_commits_go_on(tmp_
         other = fleet.learner("l1").join()
         other.wire.is_cut = True  # or it would ask, too
         session = other.link._session
-        asked = {"session": session, "fragment": 0, "generation": None, "have": None}
+        asked = {"session": session, "fragment": 0, "generation": None, "have": None, "mark": "m"}
         whole = fleet.service._store.anchor(0)
         began = fleet.connect().get(asked, deadline_s=5.0)
         until(lambda: fleet.versions[0] > began.header["version"], "a commit of this fragment")
-        rest = fleet.connect().get({**asked, "at": SIZE, "mark": began.header["mark"]}, deadline_s=5.0)
+        rest = fleet.connect().get({**asked, "at": SIZE}, deadline_s=5.0)
         if whole.version == began.header["version"]:
             assert (rest.header["at"], rest.header["version"]) == (SIZE, began.header["version"])
             assert bytes(rest.payload) == bytes(bytes_of(whole.published))[SIZE : 2 * SIZE]
-        # Nothing is kept for a session that is made up: it begins anew with what is there now.
+        # Nothing is kept for a session that is made up: every request finds what is there now.
         made_up = {**asked, "session": "made up"}
-        mark = fleet.connect().get(made_up, deadline_s=5.0).header["mark"]
-        until(lambda: str(fleet.versions[0]) != mark.split()[-1], "another commit of this fragment")
-        assert fleet.connect().get({**made_up, "at": SIZE, "mark": mark}, deadline_s=5.0).header["at"] == 0
+        version = fleet.connect().get(made_up, deadline_s=5.0).header["version"]
+        until(lambda: fleet.versions[0] > version, "another commit of this fragment")
+        assert fleet.connect().get({**made_up, "at": SIZE}, deadline_s=5.0).header["version"] > version
         assert set(fleet.service._desk._given) <= {session}
         learner.enough().done()
 
 
-def test_what_is_begun_anew_in_between_is_put_together_of_one_payload_only() -> None:
-    old, new = bytes(range(2 * SIZE)), bytes(range(50, 50 + 2 * SIZE))
+class Giving:
+    """A connection that gives a payload in portions; `answers` may change the header of one of them."""
 
-    class Restarted:
-        send = poll = status = close = put = None
+    send = poll = status = close = None
 
-        def __init__(self) -> None:
-            self.asked: list[Json] = []
+    def __init__(self, payload: bytes, **changes: Json) -> None:
+        self.payload, self.changes = memoryview(payload), changes
+        self.asked: list[Json] = []
+        self.put_at: list[int] = []
 
-        def get(self, header: Json, *, deadline_s: float) -> Bulk:
-            self.asked.append(header)
-            at, source, version = [(0, old, 1), (0, new, 2), (SIZE, new, 2)][len(self.asked) - 1]
-            mark = {"version": version, "mark": f"m{version}", "at": at, "of": 2 * SIZE}
-            return Bulk(mark, memoryview(source)[at : at + SIZE])
+    def get(self, header: Json, *, deadline_s: float) -> Bulk:
+        self.asked.append(header)
+        start, stop = portions.asked_range(header, len(self.payload))
+        changed = self.changes.get(f"call{len(self.asked)}", {})
+        return Bulk({"version": 1, "at": start, "of": len(self.payload)} | changed, self.payload[start:stop])
 
-    line = Restarted()
+
+@pytest.mark.parametrize("num", [1, 3, 7])
+@pytest.mark.parametrize("length", [0, 1, 5, SIZE, 5 * SIZE + 3])
+def test_portions_of_several_streams_make_the_same_payload(
+    length: int, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NumStreams, "number_for", lambda *_: num)
+    line = Giving(bytes(k % 251 for k in range(length)))
     found = Portioned(line).get({"fragment": 0}, deadline_s=1.0)  # type: ignore[arg-type]
-    assert (bytes(found.payload), found.header) == (new, {"version": 2})
-    assert line.asked[1:] == [{"fragment": 0, "at": SIZE, "mark": mark} for mark in ("m1", "m2")]
-    assert tensor_of(found.payload, torch.uint8).data_ptr() == tensor_of(found.payload, torch.uint8).data_ptr(), (
-        "copied"
-    )
+    assert (bytes(found.payload), found.header) == (bytes(line.payload), {"version": 1})
+    assert len({asked["mark"] for asked in line.asked}) == 1
+    assert {tuple(asked["span"]) for asked in line.asked} == {(k, num) for k in range(num)}
+
+
+def test_portions_of_two_updates_are_never_put_together() -> None:
+    line = Giving(bytes(2 * SIZE), call2={"version": 2})
+    with pytest.raises(TransportError, match="changed while it was downloaded"):
+        Portioned(line).get({"fragment": 0}, deadline_s=1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changed", [{"at": SIZE + 1}, {"of": SIZE + 1}, {"of": 9 * SIZE}])
+def test_bytes_that_do_not_follow_are_refused(changed: Json) -> None:
+    line = Giving(bytes(2 * SIZE), call2=changed)
+    with pytest.raises((CorruptMessageError, TransportError)):
+        Portioned(line).get({"fragment": 0}, deadline_s=1.0)  # type: ignore[arg-type]
+
+
+class Taking:
+    """A connection that takes portions in any order; it may fail, and lose everything as a restart does."""
+
+    send = poll = status = close = None
+
+    def __init__(self, *, fails_at: int = 0, loses_at: int = 0) -> None:
+        self.fails_at, self.loses_at, self.num_bytes = fails_at, loses_at, 0
+        self.portions: list[tuple[int, int]] = []
+        self.whole = bytearray()
+        self.received: portions.Received | None = None
+        self._lock = threading.Lock()
+
+    def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
+        with self._lock:
+            at, of = portions.place(bulk)
+            self.portions.append((at, at + bulk.payload.nbytes))
+            if len(self.portions) == self.fails_at:
+                raise TransportError("the line is cut")
+            if self.received is None or len(self.portions) == self.loses_at:
+                self.received, self.whole = portions.Received(of), bytearray(of)
+            self.whole[at : at + bulk.payload.nbytes] = bulk.payload
+            self.received.add(at, bulk.payload.nbytes)
+            self.num_bytes += bulk.payload.nbytes
+            return {"missing": self.received.missing}
+
+
+@pytest.mark.parametrize("num", [1, 3, 7])
+def test_only_what_is_missing_is_sent_again(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumStreams, "number_for", lambda *_: num)
+    sent = bytes(k % 251 for k in range(9 * SIZE + 5))
+    bulk = Bulk({"what": "contribution"}, memoryview(sent))
+    line = Taking(fails_at=6)
+    connection = Portioned(line)  # type: ignore[arg-type]
+    with pytest.raises(TransportError, match="cut"):
+        connection.put(bulk, deadline_s=1.0)
+    there = line.num_bytes
+    connection.put(bulk, deadline_s=1.0)
+    assert bytes(line.whole) == sent
+    assert there >= 5 * min(SIZE, len(sent) // num)
+    assert line.num_bytes <= len(sent) + num * SIZE, "the first portion of each stream may come twice"
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_a_syncer_that_has_lost_everything_gets_everything(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NumStreams, "number_for", lambda *_: num)
+    sent = bytes(k % 251 for k in range(9 * SIZE + 5))
+    line = Taking(loses_at=8)
+    Portioned(line).put(Bulk({}, memoryview(sent)), deadline_s=1.0)  # type: ignore[arg-type]
+    assert bytes(line.whole) == sent
+
+
+def test_many_gaps_are_told_in_short_and_too_many_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portions, "MAX_GAPS", 3)
+    monkeypatch.setattr(portions, "MAX_RANGES", 9)
+    received = portions.Received(100)
+    for at in range(0, 90, 10):
+        received.add(at, 1)
+    assert received.missing == [(1, 10), (11, 20), (21, 100)]
+    with pytest.raises(CorruptMessageError, match="more than 9 pieces"):
+        received.add(95, 1)
+
+
+@pytest.mark.parametrize("asked", [{"span": [1, 1]}, {"span": "0 of 1"}, {"span": [0, 1.5]}, {"at": -1}, {"at": True}])
+def test_a_request_for_a_range_that_cannot_be_is_refused(asked: Json) -> None:
+    with pytest.raises(CorruptMessageError, match="span must be"):
+        portions.asked_range(asked, 100)
 
 
 @pytest.mark.parametrize("wire", ["int8", "int4", "bf16"])
@@ -149,14 +238,15 @@ def test_portions_of_ranks_parts_come_together_in_the_memory_of_one_contribution
     assemblies, found = Assemblies(), None
     for k in reversed(range(num_parts)):
         part = bytes_of(part_of(whole, k, num_parts, numel=numel, wire=wire, block_size=16))
-        have = 0
-        while have < part.nbytes:
-            header = {"part": k, "num_parts": num_parts, "at": have, "of": part.nbytes}
-            portion = Bulk(header, part[have : have + SIZE])
-            have, found = assemblies.add("s", ready, portion, numel=numel, config=config)
+        starts = list(range(0, part.nbytes, SIZE))
+        for at in starts[1::2] + starts[::2]:
+            header = {"part": k, "num_parts": num_parts, "at": at, "of": part.nbytes}
+            portion = Bulk(header, part[at : at + SIZE])
+            missing, found = assemblies.add("s", ready, portion, numel=numel, config=config)
             if found is None:
                 assert assemblies.nbytes == whole.nbytes
-                assert assemblies.add("s", ready, portion, numel=numel, config=config) == (have, None)
+                assert assemblies.add("s", ready, portion, numel=numel, config=config) == (missing, None)
+        assert missing == []
     assert found is not None
     assert torch.equal(found, whole)
     assert assemblies.nbytes == 0
@@ -172,10 +262,8 @@ def test_portions_that_do_not_lie_within_the_whole_are_refused(tmp_path: Path) -
             with pytest.raises(CorruptMessageError, match=r"must be integers, with all bytes within"):
                 peer.connection.put(Bulk({**header, "at": at, "of": of}, memoryview(b"1234")), deadline_s=1.0)
         put = peer.connection.put
-        assert put(Bulk({**header, "at": 4, "of": 8}, memoryview(b"1234")), deadline_s=1.0) == {"have": 0}
-        assert put(Bulk({**header, "at": 0, "of": 8}, memoryview(b"1234")), deadline_s=1.0) == {"have": 4}
-        assert put(Bulk({**header, "at": 0, "of": 8}, memoryview(b"1234")), deadline_s=1.0) == {"have": 4}
-        assert put(Bulk({**header, "at": 4, "of": 8}, memoryview(b"1234")), deadline_s=1.0) == {"have": 8}
+        for at, missing in ((4, [[0, 4]]), (4, [[0, 4]]), (0, []), (0, [])):
+            assert put(Bulk({**header, "at": at, "of": 8}, memoryview(b"1234")), deadline_s=1.0) == {"missing": missing}
 
 
 def test_a_seed_that_no_memory_holds_is_refused_at_once_with_the_reason(
@@ -220,4 +308,4 @@ def test_a_contribution_that_came_before_is_not_asked_for_again(tmp_path: Path) 
         learner.enough().done()
         first = next(b for b in line.puts if b.header["what"] == "contribution" and b.header.get("at") == 0)
         answer = fleet.connect().put(first, deadline_s=1.0)
-    assert answer == {"have": first.header["of"]}
+    assert answer == {"missing": []}

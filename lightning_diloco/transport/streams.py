@@ -1,0 +1,58 @@
+"""Finds the number of TCP connections ("streams") that carry large payloads fastest over a link.
+
+1. One connection is enough for a near link. On a far link, a connection has only a few MB on their way, and it becomes
+   slow for some time after a lost packet. Then two connections are twice as fast, until they fill the link.
+2. So the number is doubled as long as transfers become faster by FASTER, and halved if they do not. The best of TRIALS
+   transfers counts, because anything else on the link can only make a transfer slower.
+3. It is looked for again after each AGAIN transfers, because links change.
+
+Source: our choice.
+"""
+
+from __future__ import annotations
+
+import threading
+
+MIN_STREAM_BYTES = 2 << 20  # of a payload, for each stream
+MAX_STREAMS = 16
+TRIALS = 2
+FASTER = 1.15
+AGAIN = 64
+
+
+class NumStreams:
+    """The number of streams for one direction of a link; may be used by several threads."""
+
+    def __init__(self) -> None:
+        self._trying = 1
+        self._best = (1, 0.0)  # number, and its bytes per second
+        self._rates: list[float] = []  # of transfers with the number that is tried
+        self._num_settled = -1  # transfers since the number was found; -1 while it is looked for
+        self._noting = threading.Lock()
+
+    def number_for(self, num_bytes: int) -> int:
+        """Return the number of streams for a payload of this size."""
+        return max(1, min(self._trying, num_bytes // MIN_STREAM_BYTES))
+
+    def note(self, num: int, num_bytes: int, seconds: float) -> None:
+        """Note how long a transfer took."""
+        with self._noting:
+            if num != self._trying or num_bytes < MIN_STREAM_BYTES:
+                return  # it says nothing about the number that is tried
+            if self._num_settled >= 0:
+                self._num_settled += 1
+                if self._num_settled >= AGAIN:
+                    self._try(max(1, num // 2), best=(1, 0.0))
+                return
+            self._rates.append(num_bytes / max(seconds, 1e-6))
+            if len(self._rates) < TRIALS:
+                return
+            rate = max(self._rates)
+            if rate > FASTER * self._best[1] and num < MAX_STREAMS and num_bytes >= 2 * num * MIN_STREAM_BYTES:
+                self._try(2 * num, best=(num, rate))
+            else:
+                found = num if rate > FASTER * self._best[1] else self._best[0]
+                self._trying, self._num_settled, self._rates = found, 0, []
+
+    def _try(self, num: int, best: tuple[int, float]) -> None:
+        self._trying, self._best, self._num_settled, self._rates = num, best, -1, []
