@@ -2,8 +2,9 @@
 
 1. One connection is enough for a near link. On a far link, a connection has only a few MB on their way, and it becomes
    slow for some time after a lost packet. Then two connections are twice as fast, until they fill the link.
-2. So the number is doubled as long as transfers become faster by FASTER, and halved if they do not. The best of TRIALS
-   transfers counts, because anything else on the link can only make a transfer slower.
+2. So the number is doubled as long as transfers become faster by FASTER; otherwise the last number was the right one.
+   The bytes of TRIALS transfers over their time count, because where packets are lost, some transfers are much slower
+   than others, and more so with more streams.
 3. It is looked for again after each AGAIN transfers, because links change.
 
 Source: our choice.
@@ -15,8 +16,8 @@ import threading
 
 MIN_STREAM_BYTES = 2 << 20  # of a payload, for each stream
 MAX_STREAMS = 16
-TRIALS = 2
-FASTER = 1.15
+TRIALS = 4
+FASTER = 1.2
 AGAIN = 64
 
 
@@ -26,7 +27,7 @@ class NumStreams:
     def __init__(self) -> None:
         self._trying = 1
         self._best = (1, 0.0)  # number, and its bytes per second
-        self._rates: list[float] = []  # of transfers with the number that is tried
+        self._tried: list[tuple[int, float]] = []  # bytes and seconds of transfers with the number that is tried
         self._num_settled = -1  # transfers since the number was found; -1 while it is looked for
         self._noting = threading.Lock()
 
@@ -44,15 +45,15 @@ class NumStreams:
                 if self._num_settled >= AGAIN:
                     self._try(max(1, num // 2), best=(1, 0.0))
                 return
-            self._rates.append(num_bytes / max(seconds, 1e-6))
-            if len(self._rates) < TRIALS:
+            self._tried.append((num_bytes, seconds))
+            if len(self._tried) < TRIALS:
                 return
-            rate = max(self._rates)
+            rate = sum(size for size, _ in self._tried) / max(sum(took for _, took in self._tried), 1e-6)
             if rate > FASTER * self._best[1] and num < MAX_STREAMS and num_bytes >= 2 * num * MIN_STREAM_BYTES:
                 self._try(2 * num, best=(num, rate))
             else:
                 found = num if rate > FASTER * self._best[1] else self._best[0]
-                self._trying, self._num_settled, self._rates = found, 0, []
+                self._trying, self._num_settled, self._tried = found, 0, []
 
     def _try(self, num: int, best: tuple[int, float]) -> None:
-        self._trying, self._best, self._num_settled, self._rates = num, best, -1, []
+        self._trying, self._best, self._num_settled, self._tried = num, best, -1, []

@@ -53,7 +53,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "broken_learner": _broken_learner,
     "recoveries": _checks,
     **dict.fromkeys(("exchange", "straggler", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows),
-    **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round", "soak"), _rows),
+    **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round", "streams", "soak"), _rows),
 }
 
 

@@ -37,7 +37,7 @@ from tests.bench.far_link import SYNCER, FarLinks, learner, within
 
 PAYLOAD_BYTES = 64_000_000
 AT_ONCE = 2  # payloads in each direction
-WARM_S, BEAT_S, DEADLINE_S = 12.0, 0.05, 60.0
+WARM_S, BEAT_S, DEADLINE_S = 25.0, 0.05, 60.0
 MIN_USED, MAX_BEAT_S = 0.85, 1.0
 
 
