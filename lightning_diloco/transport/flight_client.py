@@ -1,8 +1,8 @@
 """The Arrow Flight client; see `flight`.
 
 1. The constructor does not connect. The first call connects, and so does the first call after a failure.
-2. Each call has a TCP connection of its own while it lasts, which is then kept for other calls. So bulk delays nothing
-   else, and bulk calls that run at the same time use several connections.
+2. Each call has a TCP connection of its own while it lasts. It is then kept for other calls, for up to IDLE_S. So bulk
+   delays nothing else, and bulk calls that run at the same time use several connections.
 3. If a call finds no server, or misses its deadline, all connections that are not in use are dropped with its own.
    Otherwise gRPC would fail calls for seconds before it connects again, and keep a connection over a dead path for a
    minute.
@@ -40,6 +40,7 @@ from lightning_diloco.transport.identity import ClientIdentity, server_name
 from lightning_diloco.transport.introduction import pinned_certificate, refused_token
 from lightning_diloco.transport.token_identity import learner_certificate
 
+IDLE_S = 60.0  # routers between the machines may forget a connection that is idle for some minutes
 _PIN_CHECK_S = 2.0
 _CONNECT_MS = 5000
 
@@ -81,7 +82,7 @@ class FlightConnection:
         self._keepalive_s = keepalive_s
         self._max_payload_bytes = max_payload_bytes
         self._headers = [(b"authorization", f"Bearer {address.token}".encode())]
-        self._idle: list[flight.FlightClient] = []
+        self._idle: list[tuple[flight.FlightClient, float]] = []  # with the time of their last use, which rises
         self._pinned: bytes | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -159,7 +160,9 @@ class FlightConnection:
     def _client(self, timeout_s: float) -> flight.FlightClient:
         """Return a connection that nobody uses."""
         with self._lock:
-            client = self._idle.pop() if self._idle else None
+            fresh_s = time.monotonic() - IDLE_S
+            self._idle = [(client, used_s) for client, used_s in self._idle if used_s >= fresh_s]
+            client = self._idle.pop()[0] if self._idle else None
         client = client or self._connected(timeout_s)
         if self._closed:
             raise TransportError(f"the connection to {self._address.host_port} is closed; make a new one")
@@ -169,7 +172,7 @@ class FlightConnection:
         """Keep a connection for the next call."""
         with self._lock:
             if not self._closed:
-                self._idle.append(client)
+                self._idle.append((client, time.monotonic()))
 
     def _connected(self, timeout_s: float) -> flight.FlightClient:
         """Return a client with its own TCP connection, which its first call opens."""

@@ -6,8 +6,8 @@ python -m tests.bench.loss_by_participation --tasks classifier --learners 2 8 --
 1. The real state machines and arithmetic run in one process with a simulated clock. Participation is forced (learners
    receive only rounds that their group opened), or results from slow networks, slow learners and late starts.
 2. Each arm trains for the same number of steps per learner, with two exceptions. A slow learner makes fewer steps, so
-   less of its part of the data is read; "without the slow one", none of it is. And in "one leaves, one comes", one
-   learner leaves at half time and another one joins.
+   less of its part of the data is read; "without the slow one", none of it is; if data are leased, the others read it.
+   And in "one leaves, one comes", one learner leaves at half time and another one joins.
 3. In the control, weights are shares of the round, as in the paper.
 """
 
@@ -43,6 +43,7 @@ class Arm:
         waits: whether the grace window is long enough for all learners, instead of 0.
         staggered: whether learners start at different times within one period.
         slowdown: factor by which the last learner is slower.
+        leased: whether learners read what is next of all data, instead of a part each.
         is_short: whether the last learner takes no part, and nobody reads its part of the data.
         changes: whether the first learner leaves at half time and the last one joins then.
         normalized: whether weights are shares of the round instead of the fleet.
@@ -53,6 +54,7 @@ class Arm:
     waits: bool = True
     staggered: bool = False
     slowdown: int = 1
+    leased: bool = False
     is_short: bool = False
     changes: bool = False
     normalized: bool = False
@@ -68,6 +70,7 @@ ARMS = {
     "slower network, nobody waits": Arm(latency_steps=10, waits=False, staggered=True),
     "one is 4x slower": Arm(slowdown=4, waits=False),
     "one is 10x slower": Arm(slowdown=10, waits=False),
+    "one is 10x slower, leased data": Arm(slowdown=10, waits=False, leased=True),
     SHORT: Arm(is_short=True),
     "one leaves, one comes": Arm(changes=True),
     CONTROL: replace(QUARTER, normalized=True),
@@ -96,7 +99,7 @@ def anchor_loss(task: Task, arm: Arm, *, learners: int, steps: int, **options: A
         config,
         LearnerConfig(),
         [task.model() for _ in range(learners)],
-        [task.batches(part, parts) for part in range(learners)],
+        task.leased_batches(learners) if arm.leased else [task.batches(part, parts) for part in range(learners)],
         paces,
         together=max(1, round(arm.together * learners)),
         latency_s=arm.latency_steps,

@@ -3,7 +3,7 @@
 1. `Classifier` learns the labels of a random teacher, which no model learns fully.
 2. `Gan` trains two networks against each other with two optimizers, the usual case of manual optimization. Its loss is
    the energy distance between its samples and the data (a ring of eight Gaussians).
-3. Learner m of M reads every Mth sample, in its own order.
+3. Learner m of M reads every Mth sample, in its own order. Or data are leased: whoever is next reads the next samples.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ class Task:
             order = own[torch.randperm(len(own), generator=generator)]
             for start in range(0, len(order) - BATCH + 1, BATCH):
                 yield tuple(values[order[start : start + BATCH]] for values in self.train)
+
+    def leased_batches(self, learners: int) -> list[Iterator[Batch]]:
+        """Return a stream of batches for each learner; all take the next batch of one common order."""
+        return [self.batches(0, 1)] * learners
 
     def joined_batches(self, parts: int) -> Iterator[Batch]:
         """Yield the joined batches of all learners, as in data-parallel training."""

@@ -109,6 +109,16 @@ def test_calls_that_run_at_the_same_time_have_a_tcp_connection_each_and_it_is_us
         assert proxy.num_connections == 1 + 2
 
 
+def test_a_connection_that_was_idle_for_long_is_not_used_again(serve, dial, monkeypatch):
+    server = serve()
+    with FaultProxy(server.address) as proxy:
+        connection = dial(server.join_address("run"), through=proxy)
+        connection.status()
+        monkeypatch.setattr(flight_client, "IDLE_S", 0.0)
+        connection.status()
+        assert proxy.num_connections == 1 + 2
+
+
 def test_bytes_at_the_socket_are_the_payload_and_little_more(serve, dial, identity):
     server = serve(tls=identity)
     with FaultProxy(server.address) as proxy:
