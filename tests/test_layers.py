@@ -36,7 +36,7 @@ NARROWER = {
     "storage": "transport protocol core process config environment errors",
     "process": "config errors",
     "devices": "core config errors",
-    "transport": "protocol process config errors",
+    "transport": "protocol config errors",
     "protocol": "config errors",
     "core": "config errors",
 }

@@ -11,11 +11,14 @@ import logging
 import os
 import socket
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lightning_diloco.errors import ConfigError, TransportError
+from lightning_diloco.process.malloc import return_free_memory
 from lightning_diloco.transport.address import JoinAddress, read_join_file, split_host_port, write_join_file
 from lightning_diloco.transport.base import Handler
+from lightning_diloco.transport.doorkeeper import Doorkeeper
 from lightning_diloco.transport.flight import FlightServer
 from lightning_diloco.transport.identity import ServerIdentity
 
@@ -44,7 +47,8 @@ class Front:
         self._must_listen = False
 
     def _made(self, listen: str) -> FlightServer:
-        return FlightServer(self._handler, listen, token=self._address.token, tls=self._identity)
+        doorkeeper = partial(Doorkeeper, many_ended=return_free_memory)
+        return FlightServer(self._handler, listen, token=self._address.token, tls=self._identity, doorkeeper=doorkeeper)
 
     def listen(self) -> JoinAddress:
         """Start to serve, and write RUN_DIR/join.

@@ -3,8 +3,8 @@
 1. A connection is unknown until a call arrives on it, which needs the token. An unknown connection is ended after
    HANDSHAKE_S. At most MAX_STRANGERS may be open; a further one ends the oldest.
 2. An upload without data for SILENT_S is ended with its connection, because memory is reserved for it (`frames`).
-3. When many connections have ended, their memory is returned to the system; otherwise a crowd of strangers would leave
-   the process larger.
+3. `many_ended` is called when many connections have ended. A syncer then returns their memory to the system; otherwise
+   a crowd of strangers would leave the process larger.
 4. pyarrow does not offer the limits of gRPC's server, so this looks at the sockets of the process at the server's port.
    It shuts them down but never closes them, because gRPC owns them.
 
@@ -24,8 +24,6 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from urllib.parse import unquote
 
-from lightning_diloco.process.malloc import return_free_memory
-
 LOOK_S = 0.25
 HANDSHAKE_S = 20.0
 SILENT_S = 60.0
@@ -44,17 +42,24 @@ class Doorkeeper:
             MAX_STRANGERS.
         handshake_s: seconds that a connection may stay without a call.
         silent_s: seconds that an upload may stay without data.
+        many_ended: called in the own thread when MANY connections have ended.
     """
 
     def __init__(
-        self, *, max_strangers: int | None = None, handshake_s: float = HANDSHAKE_S, silent_s: float = SILENT_S
+        self,
+        *,
+        max_strangers: int | None = None,
+        handshake_s: float = HANDSHAKE_S,
+        silent_s: float = SILENT_S,
+        many_ended: Callable[[], object] = lambda: None,
     ) -> None:
         self._max_strangers = max_strangers
         self._handshake_s = handshake_s
         self._silent_s = silent_s
+        self._many_ended = many_ended
         self._known: set[Peer] = set()
         self._since_s: dict[Peer, float] = {}  # of unknown connections, the oldest first
-        self._num_open = 0  # at most, since memory was returned
+        self._num_open = 0  # at most, since `many_ended` was called
         self._uploads: dict[object, tuple[Peer, float]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -119,7 +124,7 @@ class Doorkeeper:
         self._num_open = max(self._num_open, len(here))
         if self._num_open - len(here) >= MANY:
             self._num_open = len(here)
-            return_free_memory()
+            self._many_ended()
 
     def _allowed(self) -> int:
         if self._max_strangers is not None:

@@ -49,11 +49,11 @@ class NumStreams:
             if len(self._tried) < TRIALS:
                 return
             rate = sum(size for size, _ in self._tried) / max(sum(took for _, took in self._tried), 1e-6)
-            if rate > FASTER * self._best[1] and num < MAX_STREAMS and num_bytes >= 2 * num * MIN_STREAM_BYTES:
+            is_faster = rate > FASTER * self._best[1]
+            if is_faster and num < MAX_STREAMS and num_bytes >= 2 * num * MIN_STREAM_BYTES:
                 self._try(2 * num, best=(num, rate))
             else:
-                found = num if rate > FASTER * self._best[1] else self._best[0]
-                self._trying, self._num_settled, self._tried = found, 0, []
+                self._trying, self._num_settled = num if is_faster else self._best[0], 0
 
     def _try(self, num: int, best: tuple[int, float]) -> None:
         self._trying, self._best, self._num_settled, self._tried = num, best, -1, []

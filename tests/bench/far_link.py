@@ -28,42 +28,36 @@ _MIN_SEGMENTS = 40  # that TCP sends at once, so that this process has fewer pac
 SYNCER = "diloco-syncer"
 
 
-class Delay:
-    """Carries packets between two TUN devices, each packet after `delay_s`.
+def _carry(names: Sequence[str], delay_s: float) -> None:
+    """Carry packets between two TUN devices, each packet after delay_s, until their namespaces are gone."""
+    ends = [_tun(name) for name in names]
+    for source, target in (ends, ends[::-1]):
+        held: deque[tuple[float, bytes]] = deque()
+        came = threading.Semaphore(0)
+        threading.Thread(target=_read, args=(source, held, came, delay_s), daemon=True).start()
+        threading.Thread(target=_write, args=(target, held, came), daemon=True).start()
 
-    Args:
-        names: names of the devices.
-        delay_s: seconds in each direction.
-    """
 
-    def __init__(self, names: Sequence[str], delay_s: float) -> None:
-        self._ends = [_tun(name) for name in names]
-        self._delay_s = delay_s
-        for source, target in (self._ends, self._ends[::-1]):
-            held: deque[tuple[float, bytes]] = deque()
-            came = threading.Semaphore(0)
-            threading.Thread(target=self._read, args=(source, held, came), daemon=True).start()
-            threading.Thread(target=self._write, args=(target, held, came), daemon=True).start()
+def _read(source: int, held: deque[tuple[float, bytes]], came: threading.Semaphore, delay_s: float) -> None:
+    while True:
+        try:
+            packet = os.read(source, _MAX_PACKET)
+        except OSError:  # the namespace is gone, and the device with it
+            return
+        held.append((time.monotonic() + delay_s, packet))
+        came.release()
 
-    def _read(self, source: int, held: deque[tuple[float, bytes]], came: threading.Semaphore) -> None:
-        while True:
-            try:
-                packet = os.read(source, _MAX_PACKET)
-            except OSError:  # the namespace is gone, and the device with it
-                return
-            held.append((time.monotonic() + self._delay_s, packet))
-            came.release()
 
-    def _write(self, target: int, held: deque[tuple[float, bytes]], came: threading.Semaphore) -> None:
-        while True:
-            came.acquire()
-            due_s, packet = held.popleft()
-            if (wait_s := due_s - time.monotonic()) > 0:
-                time.sleep(wait_s)
-            try:
-                os.write(target, packet)
-            except OSError:
-                return
+def _write(target: int, held: deque[tuple[float, bytes]], came: threading.Semaphore) -> None:
+    while True:
+        came.acquire()
+        due_s, packet = held.popleft()
+        if (wait_s := due_s - time.monotonic()) > 0:
+            time.sleep(wait_s)
+        try:
+            os.write(target, packet)
+        except OSError:
+            return
 
 
 def _tun(name: str) -> int:
@@ -91,7 +85,6 @@ class FarLinks:
         self._shape = _shape(mbit_s, round_trip_s / 2 if buffer_s is None else buffer_s)
         self._round_trip_s = round_trip_s
         self._congestion = congestion
-        self._delays: list[Delay] = []
 
     def __enter__(self) -> FarLinks:
         self.__exit__(None, None, None)
@@ -115,7 +108,7 @@ class FarLinks:
         for name in names:
             _make(name)
         _ip(f"link add {ups} netns {learner(k)} type veth peer name {downs} netns {router}")
-        self._delays.append(Delay((near, far), self._round_trip_s / 2))
+        _carry((near, far), self._round_trip_s / 2)
         _ip(f"link set {near} netns {router}")
         _ip(f"link set {far} netns {SYNCER}")
         for name, device, address in (
@@ -154,15 +147,8 @@ def _router(k: int) -> str:
 
 def _shape(mbit_s: float, buffer_s: float) -> list[str]:
     num_bytes = mbit_s * 1e6 / 8
-    return [
-        "tbf",
-        "rate",
-        f"{mbit_s}mbit",
-        "burst",
-        f"{max(num_bytes / 250, 3000):.0f}",
-        "limit",
-        f"{num_bytes * buffer_s:.0f}",
-    ]
+    burst, limit = max(num_bytes / 250, 3000), num_bytes * buffer_s
+    return f"tbf rate {mbit_s}mbit burst {burst:.0f} limit {limit:.0f}".split()
 
 
 def _make(name: str) -> None:

@@ -2,7 +2,7 @@
 
 1. Two processes in network namespaces have a link between them (`far_link.py`): 1 Gbit/s in each direction, buffers of
    half a round trip, so that packets are lost, and a round-trip time of 40 or 120 ms.
-2. One has the server of the package, which keeps payloads in memory. The other one has the connection of the package.
+2. One has the server of the package, and drops the payloads that come. The other one has the connection of the package.
    In each direction, two threads send payloads of 64 MB without a break, with TLS. So one payload is on its way while
    the answer to another one comes back.
 3. Bytes are those that the kernel counts at the end of the link, in both directions at once.
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from lightning_diloco.errors import TransportError
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
@@ -42,7 +43,7 @@ MIN_USED, MAX_BEAT_S = 0.85, 1.0
 
 
 class Keeper:
-    """The server's side: takes payloads in portions, and gives one."""
+    """The server's side: notes which bytes of payloads came, and gives one payload."""
 
     def __init__(self) -> None:
         self._payload = memoryview(bytearray(PAYLOAD_BYTES))
@@ -77,6 +78,7 @@ def send(join: str, seconds: float, streams: int | None) -> dict[str, Any]:
     """Send and receive, and return what was measured."""
     connection, stopping = Portioned(FlightConnection(JoinAddress.parse(join))), threading.Event()
     payload, beats, names = memoryview(bytearray(PAYLOAD_BYTES)), list[float](), iter(range(1 << 30))
+    failed = list[TransportError]()
 
     def put() -> None:
         connection.put(Bulk({"name": str(next(names))}, payload), deadline_s=DEADLINE_S)
@@ -92,7 +94,11 @@ def send(join: str, seconds: float, streams: int | None) -> dict[str, Any]:
 
     def again(call: Callable[[], None]) -> None:
         while not stopping.is_set():
-            call()
+            try:
+                call()
+            except TransportError as error:  # a learner would repeat it, too
+                failed.append(error)
+                print(error, file=sys.stderr)
 
     with ExitStack() as stack:
         if streams is not None:
@@ -106,11 +112,13 @@ def send(join: str, seconds: float, streams: int | None) -> dict[str, Any]:
         after, took_s = _counted(), time.monotonic() - began_s
         down, up = (8e-6 * (last - first) / took_s for first, last in zip(before, after, strict=True))
         stopping.set()
+        nums = [direction.number_for(PAYLOAD_BYTES) for direction in (connection._up, connection._down)]
     found = sorted(beats)
     return {
         "up [Mbit/s]": up,
         "down [Mbit/s]": down,
-        "streams up, down": f"{connection._up.number_for(PAYLOAD_BYTES)}, {connection._down.number_for(PAYLOAD_BYTES)}",
+        "streams up, down": "{}, {}".format(*nums),
+        "failed calls": len(failed),
         "control p50 [ms]": 1e3 * statistics.median(found),
         "control p99 [ms]": 1e3 * found[int(0.99 * len(found))],
     }
