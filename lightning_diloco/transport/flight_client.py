@@ -3,9 +3,9 @@
 1. The constructor does not connect. The first call connects, and so does the first call after a failure.
 2. Each call has a TCP connection of its own while it lasts. It is then kept for other calls, for up to IDLE_S. So bulk
    delays nothing else, and bulk calls that run at the same time use several connections.
-3. If a call finds no server, or misses its deadline, all connections that are not in use are dropped with its own.
-   Otherwise gRPC would fail calls for seconds before it connects again, and keep a connection over a dead path for a
-   minute.
+3. If a call finds no server, its connection is dropped; otherwise gRPC would fail calls for seconds before it connects
+   again. If a call misses its deadline, the path may be dead, and all connections that are not in use are dropped as
+   well; otherwise gRPC would keep them for a minute.
 4. A client is released after its last use and never closed: closing one that another thread uses crashes the process.
 5. `AuthError` (token, certificate) needs the user; `TransportError` may go away by itself.
 """
@@ -147,10 +147,10 @@ class FlightConnection:
             self._keep(client)
         except (flight.FlightError, pa.ArrowException, OSError) as error:
             waited_s = time.monotonic() - began_s
-            if isinstance(error, (flight.FlightTimedOutError, flight.FlightUnavailableError)):
+            if isinstance(error, flight.FlightTimedOutError):
                 with self._lock:
                     self._idle.clear()
-            elif client is not None:
+            elif client is not None and not isinstance(error, flight.FlightUnavailableError):
                 self._keep(client)
             refusal = self._refusal(error, deadline_s - waited_s)
             translated = refusal or self._translated(error, name, waited_s, deadline_s)

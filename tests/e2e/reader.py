@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="one line for each step")
     parser.add_argument("--until", type=Path, required=True, help="train until this file exists")
     given = parser.parse_args()
+    torch.manual_seed(0)
     params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     config = LearnerConfig(drain_s=20.0)
     link = Member({}, config, given.out.parent)
@@ -51,7 +52,7 @@ def main() -> int:
                 link.settle()
                 with torch.no_grad():
                     for param in params.values():
-                        param.add_(0.01)
+                        param.add_(0.01 * torch.rand_like(param))  # equal contributions would be refused
                 time.sleep(0.01)
                 loader.trained(len(batch))
                 # Before it can be merged: what is merged is never unknown.

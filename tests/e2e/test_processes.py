@@ -175,7 +175,9 @@ def test_full_disk_suspends_commits_until_there_is_room(processes: Processes) ->
 def test_interrupted_learner_leaves_within_seconds(processes: Processes) -> None:
     processes.syncer()
     interrupted, other = processes.learner("l0"), processes.learner("l1")
-    until(lambda: processes.status()["num_commits"] >= 4, "commits", processes)
+    stepping = {"l0": "stepping", "l1": "stepping"}
+    until(lambda: {m["id"]: m["phase"] for m in processes.status()["learners"]} == stepping, "two learners", processes)
+    processes.until_commits(4)
     interrupted.send_signal(signal.SIGINT)
     began_s = time.monotonic()
     assert processes.end(interrupted) != 0
