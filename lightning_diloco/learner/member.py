@@ -36,7 +36,8 @@ from lightning_diloco.transport.portions import LargeConnection, Portioned
 log = logging.getLogger(__name__)
 
 LEAVE_S = 10.0
-FINAL_S = 10.0
+FINAL_ANCHOR_S = 60.0  # on a bad network, several attempts; it is the result of the run
+REPORT_S = 10.0
 GOODBYE_S = 2.0
 
 
@@ -174,14 +175,15 @@ class Member(Driver):
 
     def _take_final(self) -> None:
         """Nobody else takes part: what is newest now stays so."""
+        until_s = time.monotonic() + FINAL_ANCHOR_S
         try:
             for p, f in enumerate(self._machine.fragments):
                 take = partial(self._freight.take_final, p, f.generation, f.landed)
-                retry(take, within_s=FINAL_S)
+                retry(take, within_s=until_s - time.monotonic())
         except DiLoCoError as error:
             log.warning("the final anchor could not be fetched, the one before it is kept: %s", error)
 
-    def report(self, eval_loss: float | None, reason: str | None = None, *, within_s: float = FINAL_S) -> None:
+    def report(self, eval_loss: float | None, reason: str | None = None, *, within_s: float = REPORT_S) -> None:
         """See `Link.report`."""
         self._has_verdict = True
         shown = None if reason is None else reason[: limits.MAX_CHARS]  # it may quote all metrics of a validation
