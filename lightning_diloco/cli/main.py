@@ -15,13 +15,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_diloco import __version__
-from lightning_diloco.cli import chaos, cp, export, ls, plan, plot, replay, rotate, run, snapshot, status, syncer
+from lightning_diloco.cli import (
+    chaos,
+    cp,
+    export,
+    ls,
+    plan,
+    plot,
+    replay,
+    rotate,
+    run,
+    simulate,
+    snapshot,
+    status,
+    syncer,
+)
 from lightning_diloco.cli.text.printable import printable
 from lightning_diloco.cli.text.spelling import did_you_mean
 from lightning_diloco.errors import DiLoCoError, StorageError
 
 _EXAMPLE = "example:\n  diloco run recipes/tiny/gpt.yaml --local 2"
-_VERBS = (run, chaos, replay, snapshot, plan, plot, export, syncer, status, rotate, ls, cp)
+_VERBS = (run, chaos, replay, snapshot, plan, simulate, plot, export, syncer, status, rotate, ls, cp)
 
 
 def build_parser() -> argparse.ArgumentParser:

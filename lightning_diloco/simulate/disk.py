@@ -32,12 +32,14 @@ class Disk:
     """Log, snapshot and anchors.
 
     Args:
+        keeps_log: keep the records; False where nothing reads them again.
         log: all records; none is ever dropped.
         snapshot: number of records it includes, and the state machine's state as JSON text.
         anchors: values by version, per fragment.
         digests: digests of the anchors by version, per fragment.
     """
 
+    keeps_log: bool = True
     log: list[Entry] = field(default_factory=list)
     snapshot: tuple[int, str] | None = None
     anchors: list[list[int]] = field(default_factory=list)
@@ -46,7 +48,8 @@ class Disk:
     def append(self, values: Json, gradient: int = 0) -> None:
         """Make a record durable."""
         entry = Entry(records.decode(json.loads(json.dumps(values, allow_nan=False))), gradient)
-        self.log.append(entry)
+        if self.keeps_log:
+            self.log.append(entry)
         self._follow(entry)
 
     def _follow(self, entry: Entry) -> None:

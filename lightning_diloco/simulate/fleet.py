@@ -30,6 +30,7 @@ from lightning_diloco.simulate.settings import Network, Pace, manifest
 
 TICK_S = 0.25
 CONFIRM_AGAIN_S = 0.5
+NUM_NOTES_KEPT = 1000
 
 
 class Fleet:
@@ -43,6 +44,9 @@ class Fleet:
         expect: number of learners for which the start waits.
         crashes: points where the syncer is killed; it restarts immediately.
         guard: probability that the norm guard scales a contribution down.
+        is_audited: check the invariants after every event, and keep the whole log; False for long forecasts, which
+            cannot restart the syncer.
+        tick_s: time between two ticks of all machines.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class Fleet:
         expect: int | None = None,
         crashes: CrashPoints | None = None,
         guard: float = 0.0,
+        is_audited: bool = True,
+        tick_s: float = TICK_S,
     ) -> None:
         self.config = config.validate()
         self.network = network or Network()
@@ -62,22 +68,24 @@ class Fleet:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.syncer = SyncerState(run="simulated", expect=expect, secret="simulated")
-        self.disk = Disk()
+        self.disk = Disk(keeps_log=is_audited)
         self.disk_is_full = False
         self.learners: dict[str, SimulatedLearner] = {}
-        self.notes: list[tuple[float, do.Note]] = []
+        self.notes: deque[tuple[float, do.Note]] = deque(maxlen=None if is_audited else NUM_NOTES_KEPT)
         self.history: deque[tuple[float, str, object]] = deque(maxlen=80)
         self.invariants = Invariants(self)
         self.crashes = crashes or CrashPoints()
         self._expect = expect
         self._guard = guard
+        self._is_audited = is_audited
+        self._tick_s = tick_s
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._sessions = itertools.count(1)
         self._boot = 0
         self._payloads: dict[tuple[str, int, int], int] = {}
         self._gradients: dict[tuple[int, int], int] = {}
-        self._after(TICK_S, self._tick)
+        self._after(tick_s, self._tick)
 
     # ---------------------------------------------------------------------------------------------------- from outside
 
@@ -116,6 +124,13 @@ class Fleet:
         """Let the training thread hang while the link continues."""
         learner.busy_until_s = self.now_s + for_s
 
+    def interrupt(self, learner: SimulatedLearner, for_s: float) -> None:
+        """Discard the step in progress, and begin it again after this time; the link continues."""
+        if learner.is_stepping:
+            learner.num_interruptions += 1
+            again = partial(self._step, learner, learner.num_interruptions)
+            self._after(for_s + self._step_s(learner), again)
+
     def restart_syncer(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
         """Kill the syncer and restart it from its disk, which may have lost the newest `lose` records."""
         self._boot += 1
@@ -126,6 +141,10 @@ class Fleet:
         self.syncer = self.disk.recovered(expect=self._expect, now_s=self.now_s, use_snapshot=use_snapshot)
         for learner in self.learners.values():
             self._reconnect(learner)
+
+    def at(self, at_s: float, call: Callable[[], None]) -> None:
+        """Call a function at this time, which has not passed yet."""
+        self._after(at_s - self.now_s, call)
 
     def run_until(self, until_s: float) -> None:
         """Run the simulation until this time."""
@@ -179,7 +198,7 @@ class Fleet:
             self._learner_handles(learner, on.Tick())
             if learner.state.phase == "draining":
                 self._learner_handles(learner, on.Pause())
-        self._after(TICK_S, self._tick)
+        self._after(self._tick_s, self._tick)
 
     # ------------------------------------------------------------------------------------------------------ the syncer
 
@@ -197,7 +216,8 @@ class Fleet:
             for action in self.syncer.handle(event, self.now_s):
                 self.crashes.before(action)
                 self._do_for_syncer(action)
-        self.invariants.after_syncer_event()
+        if self._is_audited:
+            self.invariants.after_syncer_event()
 
     def _do_for_syncer(self, action: do.SyncerAction) -> None:
         boot = self._boot
@@ -299,7 +319,7 @@ class Fleet:
             case messages.Active() if learner.state is not None:
                 learner.is_stepping, learner.boot = True, boot
                 self._learner_handles(learner, on.FromTheSyncer(message))
-                self._after(self._step_s(learner), partial(self._step, learner))
+                self._after(self._step_s(learner), partial(self._step, learner, learner.num_interruptions))
             case messages.Rejected():
                 learner.error = message.text
 
@@ -338,12 +358,15 @@ class Fleet:
         pace = learner.pace
         return pace.step_s * (1 + pace.jitter * (2 * self.random.random() - 1))
 
-    def _step(self, learner: SimulatedLearner) -> None:
-        state = learner.state
+    def _step(self, learner: SimulatedLearner, num_interruptions: int) -> None:
+        """End a step, unless it was interrupted since it began."""
+        state, again = learner.state, partial(self._step, learner, num_interruptions)
         if learner.is_gone or state is None or state.phase == "draining":
             return
+        if num_interruptions != learner.num_interruptions:
+            return
         if self.now_s < learner.busy_until_s:
-            self._after(learner.busy_until_s - self.now_s, partial(self._step, learner))
+            self._after(learner.busy_until_s - self.now_s, again)
             return
         state.step_s, state.long_step_s = learner.pace.step_s, learner.pace.step_s * (1 + learner.pace.jitter)
         state.tokens_per_s = learner.pace.tokens / learner.pace.step_s
@@ -352,7 +375,7 @@ class Fleet:
         if learner.pace.num_steps is not None and state.step >= learner.pace.num_steps:
             self.finish(learner)
         else:
-            self._after(self._step_s(learner), partial(self._step, learner))
+            self._after(self._step_s(learner), again)
 
     def _learner_handles(self, learner: SimulatedLearner, event: on.LearnerEvent) -> None:
         if learner.is_gone or learner.state is None:
@@ -360,7 +383,8 @@ class Fleet:
         self.history.append((self.now_s, learner.session, event))
         for action in learner.state.handle(event, self.now_s):
             self._do_for_learner(learner, action)
-        self.invariants.after_learner_event(learner)
+        if self._is_audited:
+            self.invariants.after_learner_event(learner)
 
     def _do_for_learner(self, learner: SimulatedLearner, action: do.LearnerAction) -> None:
         match action:

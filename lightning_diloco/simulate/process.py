@@ -34,6 +34,7 @@ class SimulatedLearner:
         staged: the last fetched update, per fragment.
         landings: (fragment, version) in order.
         is_last: answer to its leave; None before.
+        num_interruptions: how often its step was discarded.
     """
 
     name: str
@@ -57,6 +58,7 @@ class SimulatedLearner:
     staged: dict[int, tuple[Update, str]] = field(default_factory=dict)
     adopts: dict[int, bool] = field(default_factory=dict)
     landings: list[tuple[int, int]] = field(default_factory=list)
+    num_interruptions: int = 0
 
     @property
     def is_gone(self) -> bool:

@@ -1,4 +1,4 @@
-"""Parses times, rates, sizes and shares of a command line: 40ms, 5Gbit, 80GiB, 5%."""
+"""Parses times, rates, sizes, numbers and shares of a command line: 40ms, 5Gbit, 80GiB, 1.2M, 5%."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import re
 from collections.abc import Mapping
 
-_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400}
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_NUMBERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 _BYTES = {
     "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
     "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40,
@@ -22,6 +23,11 @@ def seconds(text: str) -> float:
 def bits(text: str) -> float:
     """Parse a rate in bits per second."""
     return _quantity(text.removesuffix("/s"), _BITS, None, "a rate such as 500Mbit or 5Gbit")
+
+
+def count(text: str) -> float:
+    """Parse a large number."""
+    return _quantity(text, _NUMBERS, "", "a number such as 64, 150k, 1.2M or 12B")
 
 
 def nbytes(text: str) -> int:

@@ -1,0 +1,65 @@
+"""Plots of `diloco simulate`: goodput over chips, and training over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from lightning_diloco.plots.style import SETTINGS, color_of, label_end, quantity
+
+Points = Sequence[tuple[float, float]]
+
+_SHOWN_S = 3600.0
+
+
+def draw_goodput(lines: Mapping[str, Points], path: Path) -> None:
+    """Draw a line per fleet.
+
+    Args:
+        lines: (chips, goodput) by label.
+        path: PNG or SVG.
+    """
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+        axes: Any = figure.subplots()
+        for label, color in color_of(lines).items():
+            xs, ys = zip(*lines[label], strict=True)
+            axes.plot(xs, ys, marker="o", markersize=3, color=color)
+            label_end(axes, xs[-1], ys[-1], label, color)
+        axes.set(xscale="log", xticks=sorted({x for points in lines.values() for x, _ in points}), ylim=(0, 1.02))
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter(quantity)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set(xlabel="chips", title="Goodput, simulated")
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def draw_training(lanes: Mapping[str, Points], path: Path, *, until_s: float) -> None:
+    """Draw which share of the learners trains, in a lane per fleet.
+
+    Args:
+        lanes: (seconds, share from then on) by label.
+        path: PNG or SVG.
+        until_s: end of the simulation; at most the first hour is drawn.
+    """
+    until_s = min(until_s, _SHOWN_S)
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=(7.5, 0.9 + 0.9 * len(lanes)), layout="constrained")
+        column = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (label, color) in zip(column, color_of(lanes).items(), strict=True):
+            shown = [(at_s / 60, share) for at_s, share in lanes[label] if at_s <= until_s]
+            xs, ys = zip(*shown, (until_s / 60, shown[-1][1]), strict=True)
+            axes.fill_between(xs, ys, step="post", color=color, alpha=0.8, linewidth=0)
+            axes.set(ylim=(0, 1), xlim=(0, until_s / 60))
+            axes.set_title(label, fontsize=9)
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+        column[-1].set(xlabel="minutes")
+        figure.suptitle(
+            "Share of the learners that train, simulated", x=0.01, ha="left", fontweight="bold", fontsize=10
+        )
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,0 +1,195 @@
+"""Forecast of a run on many chips that fail: how much of the possible work is merged.
+
+1. Learners and syncer are the state machines of real runs (`fleet.py`). Steps, transfers, merges and failures are
+   durations. `chips.py` says when training pauses; meanwhile the learner's link works on.
+2. goodput: tokens merged, divided by the tokens that all chips would have trained without failures, at each learner's
+   own speed. At the end, learners drain as in a real run.
+3. uptime: share of the time in which at least one learner trained.
+4. Data parallel training is a single learner with all chips and without a syncer. Its communication costs nothing.
+
+Source: the measures are the paper's (Section 4 and Table 1).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, pairwise, takewhile
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.simulate.chips import Chips, Pause, pauses, trained_s
+from lightning_diloco.simulate.fleet import Fleet
+from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.settings import Network, Pace
+
+LEARNER_STEPS = 60_000  # of all learners together, if no duration is given: enough failures for one percent
+_TOKENS = 10_000  # per step
+_TICK_S = 1.0
+_LATEST_DRAIN_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A fleet and its failures.
+
+    Args:
+        num_learners: M, >= 1.
+        chips: those of one learner; their number is N / M.
+        step_s: seconds per inner step; of several, learners take them in turn.
+        spread: learners' steps are longer by up to this share, uniformly at random.
+        jitter: steps of one learner vary uniformly by this share in both directions.
+        duration_s: simulated time; None: LEARNER_STEPS steps of all learners together.
+        network: times of messages and transfers.
+        merge_s: seconds of a merge, and of a commit.
+        config: options of the run.
+        seed: of all randomness.
+    """
+
+    num_learners: int
+    chips: Chips
+    step_s: Sequence[float] = (1.0,)
+    spread: float = 0.0
+    jitter: float = 0.0
+    duration_s: float | None = None
+    network: Network = field(default_factory=Network)
+    merge_s: float = 0.1
+    config: RunConfig = field(default_factory=RunConfig)
+    seed: int = 1
+
+    @property
+    def length_s(self) -> float:
+        """Return the simulated time."""
+        return LEARNER_STEPS * min(self.step_s) / self.num_learners if self.duration_s is None else self.duration_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a simulation found.
+
+    Args:
+        goodput, uptime: see the module's docstring, 0..1.
+        pauses: interruptions of training, of all learners together.
+        rounds: commits of all fragments together; 0 for data parallel training.
+        merges: contributions merged.
+        participation: contributors divided by learners that were stepping when a round opened; None without rounds.
+        discarded: share of the trained tokens that was not merged.
+        training: (time, learners that train from then on), in order of time.
+    """
+
+    goodput: float
+    uptime: float
+    pauses: int
+    rounds: int = 0
+    merges: int = 0
+    participation: float | None = None
+    discarded: float = 0.0
+    training: tuple[tuple[float, int], ...] = ()
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Simulate the learners and the syncer of a run.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    _check(scenario)
+    until_s, m = scenario.length_s, scenario.num_learners
+    fleet = Fleet(
+        scenario.config,
+        network=scenario.network,
+        merge_s=scenario.merge_s,
+        seed=scenario.seed,
+        expect=m,
+        is_audited=False,
+        tick_s=_TICK_S,
+    )
+    chance = random.Random(scenario.seed)
+    learners, ideal, all_pauses = [], 0.0, []
+    for k in range(m):
+        step_s = scenario.step_s[k % len(scenario.step_s)] * (1 + scenario.spread * chance.random())
+        learner = fleet.start(f"l{k}", Pace(step_s=step_s, jitter=scenario.jitter, tokens=_TOKENS))
+        own = random.Random(f"{scenario.seed} {k}")
+        stops = list(takewhile(lambda pause: pause.begins_s < until_s, pauses(scenario.chips, own)))
+        _interrupt_at(fleet, learner, iter(stops))
+        learners.append(learner)
+        all_pauses.append(stops)
+        ideal += until_s / step_s * _TOKENS
+    fleet.run_until(until_s)
+    for learner in learners:
+        fleet.finish(learner)
+    fleet.run_to_the_end(limit_s=until_s + _LATEST_DRAIN_S)
+    totals, counts, p = fleet.syncer.ledger.totals(), fleet.syncer.rounds.counts, scenario.config.fragments_wanted
+    training = _training(all_pauses, until_s)
+    return Outcome(
+        goodput=totals.merged / p / ideal,
+        uptime=_uptime(training, until_s),
+        pauses=sum(map(len, all_pauses)),
+        rounds=counts.num_commits,
+        merges=counts.num_contributors,
+        participation=counts.participation,
+        discarded=1 - totals.merged / totals.seen if totals.seen else 0.0,
+        training=training,
+    )
+
+
+def data_parallel(scenario: Scenario, *, is_elastic: bool) -> Outcome:
+    """Simulate one job on the chips of all learners; its steps are the longest ones."""
+    _check(scenario)
+    count = scenario.chips.count * scenario.num_learners
+    chips = replace(scenario.chips, count=count, is_elastic=is_elastic)
+    until_s, own = scenario.length_s * scenario.num_learners, f"{scenario.seed} 0"
+    stops = list(takewhile(lambda pause: pause.begins_s < until_s, pauses(chips, random.Random(own))))
+    training = _training([stops], until_s)
+    return Outcome(
+        goodput=trained_s(chips, random.Random(own), step_s=max(scenario.step_s), until_s=until_s) / until_s,
+        uptime=_uptime(training, until_s),
+        pauses=len(stops),
+        training=training,
+    )
+
+
+def _check(scenario: Scenario) -> None:
+    chips = scenario.chips
+    if scenario.num_learners < 1 or chips.count < 1 or not 1 <= chips.slice_chips <= max(1.0, chips.count):
+        raise ConfigError(
+            f"{scenario.num_learners} learners with {chips.count:g} chips each, in slices of {chips.slice_chips:g}; a "
+            "learner needs at least one chip, and a slice holds 1 chip up to all chips of a learner"
+        )
+    times = {"step": min(scenario.step_s), "mean time between interruptions": chips.mtbi_s}
+    times |= {"duration": scenario.length_s - 10 * max(scenario.step_s)}
+    for name, value_s in times.items():
+        if value_s <= 0:
+            raise ConfigError(f"the {name} is too short; steps take time, and a simulation has at least ten of them")
+    if not 0 <= scenario.jitter < 1 or scenario.spread < 0:
+        raise ConfigError(
+            f"jitter={scenario.jitter:g}, spread={scenario.spread:g}; jitter is a share below 1, spread is at least 0"
+        )
+
+
+def _interrupt_at(fleet: Fleet, learner: SimulatedLearner, stops: Iterator[Pause]) -> None:
+    """Schedule the next pause of a learner, which schedules the one after it."""
+    pause = next(stops, None)
+    if pause is not None:
+        fleet.at(pause.begins_s, partial(_interrupt, fleet, learner, pause, stops))
+
+
+def _interrupt(fleet: Fleet, learner: SimulatedLearner, pause: Pause, stops: Iterator[Pause]) -> None:
+    learner.pace = replace(learner.pace, tokens=round(_TOKENS * pause.share))
+    fleet.interrupt(learner, pause.ends_s - pause.begins_s)
+    _interrupt_at(fleet, learner, stops)
+
+
+def _training(all_pauses: Sequence[Sequence[Pause]], until_s: float) -> tuple[tuple[float, int], ...]:
+    """Return how many learners train, whenever it changes."""
+    changes = [(pause.begins_s, -1) for stops in all_pauses for pause in stops]
+    changes += [(pause.ends_s, 1) for stops in all_pauses for pause in stops if pause.ends_s < until_s]
+    nums = accumulate((change for _, change in sorted(changes)), initial=len(all_pauses))
+    return tuple(zip((0.0, *(at_s for at_s, _ in sorted(changes))), nums, strict=True))
+
+
+def _uptime(training: Sequence[tuple[float, int]], until_s: float) -> float:
+    spans = pairwise([*training, (until_s, 0)])
+    return sum(min(end_s, until_s) - begin_s for (begin_s, num), (end_s, _) in spans if num) / until_s

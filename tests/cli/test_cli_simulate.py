@@ -1,0 +1,96 @@
+"""`diloco simulate`: options, scenarios, tables and plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_diloco.cli.main import main
+
+SHORT = ["--duration", "2min", "--learners", "2"]
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["simulate", *words, "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_json_has_a_row_for_each_combination_and_the_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, *SHORT, "--chips", "64k", "2.4M", "--quorum", "1", "2", "--baseline", "dp", "dp-elastic")
+    assert [(row["run"], row["chips"], row.get("quorum")) for row in found["rows"]] == [
+        *((name, chips, None) for name in ("data parallel", "elastic data parallel") for chips in (64e3, 2.4e6)),
+        *(("2 learners", chips, quorum) for chips in (64e3, 2.4e6) for quorum in (1, 2)),
+    ]
+    assert {"goodput", "uptime", "rounds", "participation", "merges", "discarded"} <= found["rows"][-1].keys()
+    assert any("fails once in 365 days" in sentence for sentence in found["assumptions"])
+
+
+def test_the_same_command_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*SHORT, "--chips", "2.4M", "--jitter", "5%")
+    assert told(capsys, *words) == told(capsys, *words)
+    assert told(capsys, *words) != told(capsys, *words, "--seed", "2")
+
+
+def test_a_scenario_gives_options_and_the_command_line_takes_precedence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("learners: [2]\nchips: [64k]\nduration: 2min\nfailures_per: slice\nmtbi: 30d\n")
+    found = told(capsys, str(path))
+    assert [(row["learners"], row["chips"]) for row in found["rows"]] == [(2, 64e3)]
+    assert "each slice fails once in 30 days" in found["assumptions"][0]
+    assert [row["learners"] for row in told(capsys, str(path), "--learners", "1", "2")["rows"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learner: 2\n", "unknown options learner"),
+        ("- 2\n", "maps options to values"),
+        ("a: [\n", "is no scenario"),
+    ],
+)
+def test_a_bad_scenario_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert main(["simulate", str(path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--learners", "0"], "at least one learner"),
+        (["--chips", "many"], "a number such as"),
+        (["--quorum", "0"], "quorum=0"),
+        (["--slice", "1M", "--chips", "1M", "--learners", "2"], "slices of 1e+06"),
+        (["--plot", "x.pdf", *SHORT, "--chips", "1k"], "must end in .png or .svg"),
+    ],
+)
+def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    try:
+        code = main(["simulate", *words])
+    except SystemExit as ended:
+        code = int(str(ended.code))
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_tables_are_printed_by_fleet_and_by_number_of_chips(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SHORT, "--chips", "64k"]) == 0
+    assert "take part" in capsys.readouterr().out
+    assert main(["simulate", *SHORT, "--chips", "64k", "2.4M"]) == 0
+    out = capsys.readouterr().out
+    assert "64k" in out
+    assert "2.4M" in out
+
+
+@pytest.mark.parametrize("chips", [["1.2M"], ["64k", "1.2M"]])
+def test_plots_are_drawn(tmp_path: Path, chips: list[str]) -> None:
+    for kind in ("png", "svg"):
+        path = tmp_path / f"goodput.{kind}"
+        assert main(["simulate", *SHORT, "--chips", *chips, "--baseline", "dp", "--plot", str(path)]) == 0
+        assert path.stat().st_size > 5000

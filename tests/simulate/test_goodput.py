@@ -1,0 +1,121 @@
+"""Forecasts of goodput by the real state machines."""
+
+from __future__ import annotations
+
+import ast
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import lightning_diloco.simulate
+from lightning_diloco.config import RunConfig
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.simulate import Fleet, Network, Pace, fleet, goodput
+from lightning_diloco.simulate.chips import Chips, trained_s
+from lightning_diloco.simulate.goodput import Outcome, Scenario, data_parallel, simulate
+from lightning_diloco.syncer import service
+
+CHIPS = Chips(count=64_000)
+FLEET = Scenario(
+    num_learners=4,
+    chips=CHIPS,
+    duration_s=400.0,
+    network=Network(latency_s=0.02, upload_s=0.3, download_s=0.3),
+    config=RunConfig(num_fragments=4, sync_every=8),
+)
+OFTEN = replace(FLEET, duration_s=1500.0, chips=replace(CHIPS, mtbi_s=64_000 * 100.0))
+
+
+@pytest.fixture(scope="module")
+def often() -> Outcome:
+    return simulate(OFTEN)
+
+
+def test_without_failures_all_work_is_merged() -> None:
+    found = simulate(replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12)))
+    assert found.goodput > 0.99
+    assert (found.uptime, found.participation, found.pauses, found.discarded) == (1.0, pytest.approx(1.0), 0, 0.0)
+    assert found.rounds > 4 * 400 / 8 - 8
+    assert found.merges == 4 * found.rounds
+
+
+def test_failures_cost_what_they_cost_the_learners_alone_and_nobody_waits(often: Outcome) -> None:
+    alone = [
+        trained_s(OFTEN.chips, random.Random(f"{OFTEN.seed} {k}"), step_s=1.0, until_s=OFTEN.length_s)
+        for k in range(OFTEN.num_learners)
+    ]
+    assert often.goodput == pytest.approx(sum(alone) / len(alone) / OFTEN.length_s, abs=0.01)
+    assert often.goodput < 0.9
+    assert often.discarded == 0.0
+    assert 0.9 < often.uptime <= 1.0
+    assert often.pauses > 4 * 1500 / 100 * 0.7
+
+
+def test_the_same_seed_gives_the_same_result_and_another_one_another(often: Outcome) -> None:
+    assert simulate(OFTEN) == often
+    assert simulate(replace(OFTEN, seed=2)) != often
+
+
+def test_more_learners_lose_less_and_data_parallel_training_loses_most(often: Outcome) -> None:
+    elastic, rigid = (data_parallel(OFTEN, is_elastic=is_elastic) for is_elastic in (True, False))
+    assert rigid.goodput < elastic.goodput < often.goodput - 0.1
+    assert (elastic.rounds, elastic.participation) == (0, None)
+    assert elastic.uptime == pytest.approx(elastic.goodput, abs=0.1)
+
+
+def test_training_is_told_as_the_number_of_learners_over_time(often: Outcome) -> None:
+    times, nums = zip(*often.training, strict=True)
+    assert list(times) == sorted(times)
+    assert nums[0] == 4
+    assert {abs(one - other) for one, other in pairwise(nums)} == {1}
+    assert min(nums) >= 0
+
+
+def test_a_slow_learner_makes_nobody_wait() -> None:
+    mixed = replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12), step_s=(1.0, 1.5))
+    found = {quorum: simulate(replace(mixed, config=replace(mixed.config, quorum=quorum))) for quorum in (1, 4)}
+    assert all(one.goodput > 0.98 for one in found.values())
+
+
+def test_an_interruption_discards_the_step_in_progress_and_no_other() -> None:
+    run = Fleet(RunConfig(num_fragments=4, sync_every=8), expect=1)
+    learner = run.start("l0", Pace(step_s=1.0))
+    run.run_until(10.5)
+    assert learner.state is not None
+    before = learner.state.step
+    run.interrupt(learner, 5.0)
+    run.run_until(15.4)
+    assert learner.state.step == before, "the step that would have ended at 10.6 was discarded"
+    run.run_until(16.6)
+    assert learner.state.step == before + 1
+    run.invariants.audit()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_learners": 0}, "at least one chip"),
+        ({"chips": replace(CHIPS, count=10)}, "slices of 64"),
+        ({"chips": replace(CHIPS, mtbi_s=0.0)}, "mean time between interruptions is too short"),
+        ({"step_s": (1.0, 0.0)}, "step is too short"),
+        ({"duration_s": 5.0}, "at least ten"),
+        ({"jitter": 1.0}, "below 1"),
+    ],
+)
+def test_bad_input_is_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        simulate(replace(FLEET, **change))  # type: ignore[arg-type]
+
+
+def test_the_simulator_has_no_protocol_of_its_own() -> None:
+    assert fleet.SyncerState is service.SyncerState is SyncerState
+    taken = ("quorum", "grace", "ledger", "lease", "electorate")
+    for path in Path(lightning_diloco.simulate.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                assert not any(word in node.name.lower() for word in taken), f"{path.name} defines {node.name}"
+    assert goodput.Fleet is Fleet
