@@ -73,6 +73,7 @@ class Fleet:
         self.learners: dict[str, SimulatedLearner] = {}
         self.notes: deque[tuple[float, do.Note]] = deque(maxlen=None if is_audited else NUM_NOTES_KEPT)
         self.history: deque[tuple[float, str, object]] = deque(maxlen=80)
+        self.num_events = 0
         self.invariants = Invariants(self)
         self.crashes = crashes or CrashPoints()
         self._expect = expect
@@ -83,6 +84,7 @@ class Fleet:
         self._order = itertools.count()
         self._sessions = itertools.count(1)
         self._boot = 0
+        self._suspended_until_s = 0.0
         self._payloads: dict[tuple[str, int, int], int] = {}
         self._gradients: dict[tuple[int, int], int] = {}
         self._after(tick_s, self._tick)
@@ -134,6 +136,7 @@ class Fleet:
     def restart_syncer(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
         """Kill the syncer and restart it from its disk, which may have lost the newest `lose` records."""
         self._boot += 1
+        self._suspended_until_s = 0.0
         self._payloads.clear()
         if lose:
             self.disk.lose(lose)
@@ -145,6 +148,11 @@ class Fleet:
     def at(self, at_s: float, call: Callable[[], None]) -> None:
         """Call a function at this time, which has not passed yet."""
         self._after(at_s - self.now_s, call)
+
+    def suspend_syncer(self, for_s: float) -> None:
+        """Let the syncer's process stand still: what reaches it waits, and it notices the gap."""
+        self._suspended_until_s = self.now_s + for_s
+        self._after(for_s, partial(self._from_own_thread, on.StoodStill(for_s), self._boot))
 
     def run_until(self, until_s: float) -> None:
         """Run the simulation until this time."""
@@ -211,6 +219,10 @@ class Fleet:
             self._syncer_handles(event)
 
     def _syncer_handles(self, event: on.SyncerEvent) -> None:
+        if self.now_s < self._suspended_until_s:
+            self._after(self._suspended_until_s - self.now_s, partial(self._from_own_thread, event, self._boot))
+            return
+        self.num_events += 1
         self.history.append((self.now_s, "syncer", event))
         with self._mortal():
             for action in self.syncer.handle(event, self.now_s):
@@ -224,7 +236,11 @@ class Fleet:
         match action:
             case do.Send():
                 learner = self.learners[action.session]
-                self._deliver(partial(self._learner_hears, learner, action.message, boot))
+                hears = partial(self._learner_hears, learner, action.message, boot)
+                if isinstance(action.message, messages.Welcome):
+                    self._after(self.network.latency_s, hears)  # polls are acknowledged; the hello is repeated until it
+                else:
+                    self._deliver(hears)
             case do.Record():
                 self.disk.append(action.values)
             case do.Merge():
@@ -255,6 +271,9 @@ class Fleet:
 
     def _commit(self, action: do.Apply, boot: int) -> None:
         if boot != self._boot:
+            return
+        if self.now_s < self._suspended_until_s:
+            self._after(self._suspended_until_s - self.now_s, partial(self._commit, action, boot))
             return
         p = action.fragment
         if self.disk_is_full:
@@ -304,8 +323,8 @@ class Fleet:
             self._after(0.0, partial(self._tell_syncer, learner, event, self._boot))
 
     def _learner_hears(self, learner: SimulatedLearner, message: messages.FromSyncer, boot: int) -> None:
-        if learner.is_gone or learner.is_cut:
-            return
+        if learner.is_gone or learner.is_cut or boot < learner.boot:
+            return  # polls answer in order: nothing of an earlier syncer comes after the hello to this one
         if learner.state is not None and learner.is_stepping:
             self._learner_handles(learner, on.FromTheSyncer(message))
             return
@@ -380,6 +399,7 @@ class Fleet:
     def _learner_handles(self, learner: SimulatedLearner, event: on.LearnerEvent) -> None:
         if learner.is_gone or learner.state is None:
             return
+        self.num_events += 1
         self.history.append((self.now_s, learner.session, event))
         for action in learner.state.handle(event, self.now_s):
             self._do_for_learner(learner, action)

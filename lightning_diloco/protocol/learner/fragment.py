@@ -201,6 +201,18 @@ class Fragment:
         self.fresh_from, self.fresh_step = tokens, step
         return dropped
 
+    def welcomed_back(self, version: int) -> None:
+        """Trust only what has landed and what the syncer has now: a restore may have lost what it said before.
+
+        Args:
+            version: the syncer's current version of this generation.
+        """
+        self.offered = max(self.landed, version)
+        if self.staged is not None and self.staged.version > version:
+            self.staged = None
+        if self.outstanding is not None:
+            self.outstanding.merged_at = None  # asked again
+
     def rolled_back(self, version: int, merged: int) -> int:
         """Fall back to a version of a new generation.
 

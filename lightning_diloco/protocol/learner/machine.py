@@ -365,7 +365,7 @@ class LearnerState:
                 self._book("restored", f.rolled_back(message.versions[p], merged[p]))
                 todo += f.fetch(p)
             elif generation == self.generation:
-                f.offered = max(f.offered, message.versions[p])
+                f.welcomed_back(message.versions[p])
                 todo += f.fetch(p) + f.ask_fate(now_s, at_once=True)
         is_ahead = any(f.landed > version for f, version in zip(self.fragments, message.versions, strict=True))
         if generation == self.generation and is_ahead:

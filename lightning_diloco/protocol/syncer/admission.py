@@ -70,7 +70,11 @@ def mismatch(confirm: msg.Confirm, manifest: Json) -> msg.Rejected | None:
 def lost(
     known: tuple[msg.Mark, ...], generation: int, versions: list[int], digests: list[dict[int, str]]
 ) -> list[tuple[int, msg.Mark]]:
-    """Return the versions that a reconnecting process holds and the syncer does not know, with their fragments."""
+    """Return the versions that a reconnecting process holds and the syncer does not know, with their fragments.
+
+    A version is compared by its digest, which the syncer keeps of the last NUM_DIGESTS_KEPT versions. An older one is
+    taken for known.
+    """
     if len(known) != len(versions):
         return []
     return [

@@ -169,6 +169,7 @@ class DurableState:
             stopped=self.stopped,
             quarantined=dict(self.roster.quarantined),
             secret=self.secret,
+            digests=tuple({str(v): digest for v, digest in f.digests.items()} for f in self.rounds.fragments),
         )
 
     def restore(self, saved: records.SavedState, now_s: float) -> None:
@@ -179,6 +180,8 @@ class DurableState:
         self.rounds.generation, self.rounds.next_round = saved.generation, saved.next_round
         for f, version in zip(self.rounds.fragments, saved.versions, strict=True):
             f.version = version
+        for f, digests in zip(self.rounds.fragments, saved.digests, strict=False):  # older snapshots have none
+            f.digests = {int(v): digest for v, digest in digests.items()}
         for s in saved.sessions:
             self.roster.members[s.session] = _member(s, now_s)
         self.leases = LeaseTable(self._books, saved.leases)

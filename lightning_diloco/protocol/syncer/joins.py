@@ -222,7 +222,7 @@ class Joins(Leasing):
     def set_digests(self, digests: tuple[str, ...]) -> None:
         """Set the digests of the published values at the current versions, one per fragment."""
         for f, digest in zip(self.rounds.fragments, digests, strict=True):
-            f.digests[f.version] = digest
+            f.note_digest(f.version, digest)
 
     def _confirm(self, member: Member, confirm: msg.Confirm, now_s: float) -> list[SyncerAction]:
         if self.manifest is None or confirm.incarnation != member.incarnation or member.state == "left":

@@ -82,6 +82,7 @@ class CommitRecord(Tagged, frozen=True):
     Args:
         work: that went into it, in rounds of the whole fleet with H steps each; see `shares.py`.
         num_stepping: learners that were stepping when the round opened.
+        before: digest of the version that it follows; "" in logs of older versions of this package.
     """
 
     fragment: Count
@@ -91,6 +92,7 @@ class CommitRecord(Tagged, frozen=True):
     work: Finite
     num_stepping: Count
     merges: tuple[Merge, ...]
+    before: str = ""
 
 
 class Decided(Tagged, frozen=True):
@@ -237,6 +239,7 @@ class SavedState(Value, frozen=True):
     stopped: str | None = None
     quarantined: dict[str, str] = field(default_factory=dict)
     secret: str = ""
+    digests: tuple[dict[str, str], ...] = ()  # of the last versions, per fragment
 
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(LogRecord)}

@@ -20,6 +20,8 @@ from typing import Literal
 from lightning_diloco.protocol.actions import Contribution
 from lightning_diloco.protocol.messages import Intent
 
+NUM_DIGESTS_KEPT = 64
+
 Stage = Literal["collecting", "transferring", "merging", "committing", "suspended", "over"]
 
 NEXT: dict[Stage, tuple[Stage, ...]] = {
@@ -99,6 +101,12 @@ class FragmentRounds:
     held: dict[str, Held] = field(default_factory=dict)
     round: Round | None = None
     wanted: dict[str, Intent] = field(default_factory=dict)
+
+    def note_digest(self, version: int, digest: str) -> None:
+        """Keep the digest of a version; only the last NUM_DIGESTS_KEPT are kept."""
+        self.digests[version] = digest
+        for old in [known for known in self.digests if known <= version - NUM_DIGESTS_KEPT]:
+            del self.digests[old]
 
 
 @dataclass(slots=True)

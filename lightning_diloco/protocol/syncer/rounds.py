@@ -53,7 +53,6 @@ MAX_PATIENCE_S = 60.0  # limit of what a draining learner may ask for
 ANSWER_STEPS, ANSWER_FLOOR_S = 10, 10.0
 RETRY_COMMIT_S = 2.0
 ANNOUNCE_AGAIN_S = 2.0
-NUM_DIGESTS_KEPT = 8
 
 
 class Rounds:
@@ -332,6 +331,7 @@ class Rounds:
             work=steps / self.config.sync_every,
             num_stepping=max(r.num_stepping, len(r.members)),
             merges=merges,
+            before=f.digests.get(f.version, ""),
         )
 
     def committed(self, record: records.CommitRecord, digest: str, now_s: float) -> list[SyncerAction]:
@@ -343,8 +343,7 @@ class Rounds:
         self.suspended = None
         self.sync_s.add(now_s - r.closed_s)
         self.apply_commit(record)
-        f.digests[f.version] = digest
-        f.digests.pop(f.version - NUM_DIGESTS_KEPT, None)
+        f.note_digest(f.version, digest)
         contributors = []
         for merge in record.merges:
             member = self.roster[merge.session]
@@ -364,6 +363,8 @@ class Rounds:
     def apply_commit(self, record: records.CommitRecord) -> None:
         """Apply a commit to durable state; a restart does the same."""
         f = self.fragments[record.fragment]
+        if record.before:
+            f.note_digest(record.version - 1, record.before)
         f.version = record.version
         self.next_round = max(self.next_round, record.round + 1)
         self.counts.num_commits += 1

@@ -1,0 +1,265 @@
+"""Random histories of a fleet, in search of one that breaks an invariant.
+
+1. A history follows from its seed: a config, a network, and a list of steps. Learners join, are killed, cut off,
+   suspended and sent away; the syncer is killed between any two of its actions, restarts from a snapshot, stands still,
+   or loses the newest records of its disk; the disk fills up. Messages are lost, repeated, and overtake each other. If
+   the disk loses records, nobody is cut off: the syncer recognizes lost versions only among the last ones.
+2. The invariants are checked after every event, and the whole log after every step. At the end, everybody reconnects.
+   Then each learner must get its work merged, drain and leave, and the ledger must be exact.
+3. A step names learners by position, so a history still makes sense if steps are left out. A failing one is shrunk:
+   steps are left out while it fails.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.protocol import events as on
+from lightning_diloco.simulate.fleet import Fleet
+from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.reading import Data
+from lightning_diloco.simulate.settings import Network, Pace
+
+DATA = (Data(sizes=(90,), range_size=8), Data(sizes=(33, 0, 50), range_size=8, is_stream=True))
+MAX_STEPS = 40
+MAX_LEARNERS = 6
+RECONNECT_S, MERGED_S, LEAVE_S = 8.0, 60.0, 120.0
+_WEIGHTS = {
+    "join": 2, "replace": 2, "cut": 2, "heal": 3, "finish": 1, "spoil a payload": 1, "restart the syncer": 1,
+    "kill the syncer": 3, "suspend the syncer": 1, "evaluate": 1, "hang": 1, "fill the disk": 1, "snapshot": 1,
+    "roll back": 1, "wait": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a history: what happens, to whom (by position), and how long or how much, 0..1."""
+
+    kind: str
+    who: int
+    amount: float
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A history that breaks an invariant.
+
+    Args:
+        seed: of the history.
+        kept: numbers of the steps that are needed, after shrinking.
+        text: the invariant, and the last events.
+    """
+
+    seed: int
+    kept: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search.
+
+    Args:
+        seeds: how many histories were played.
+        events: how many events were checked.
+        violation: the first one, if any.
+    """
+
+    seeds: int
+    events: int
+    violation: Violation | None
+
+
+def explore(first_seed: int, *, num_seeds: int | None = None, for_s: float | None = None) -> Found:
+    """Play histories until one breaks an invariant.
+
+    Args:
+        first_seed: seed of the first history; the next ones follow.
+        num_seeds: how many to play; None: no limit.
+        for_s: how long to search, in seconds of real time; None: no limit.
+    """
+    began_s, num_events, seed = time.monotonic(), 0, first_seed
+    while num_seeds is None or seed < first_seed + num_seeds:
+        if for_s is not None and time.monotonic() - began_s > for_s:
+            break
+        history = History(seed)
+        text = history.play()
+        num_events += history.num_events
+        seed += 1
+        if text is not None:
+            return Found(seed - first_seed, num_events, shrunk(history.seed, text))
+    return Found(seed - first_seed, num_events, None)
+
+
+def shrunk(seed: int, text: str) -> Violation:
+    """Leave out steps, first many at once, while the history fails."""
+    kept = tuple(range(len(History(seed).steps)))
+    size = max(1, len(kept) // 2)
+    while True:
+        for begin in range(0, len(kept), size):
+            fewer = kept[:begin] + kept[begin + size :]
+            if (found := History(seed, kept=fewer).play()) is not None:
+                kept, text = fewer, found
+                break
+        else:
+            if size == 1:
+                return Violation(seed, kept, text)
+            size = max(1, size // 2)
+
+
+class History:
+    """One history, which is played once.
+
+    Args:
+        seed: of everything in it.
+        kept: numbers of the steps to play; None: all.
+    """
+
+    def __init__(self, seed: int, *, kept: Sequence[int] | None = None) -> None:
+        self.seed = seed
+        chance = random.Random(seed)
+        num_fragments = chance.randint(1, 3)
+        config = RunConfig(
+            sync_every=2 * num_fragments,
+            num_fragments=num_fragments,
+            overlap=1,
+            quorum=chance.randint(1, 3),
+            lease_s=5.0,
+            max_staleness_versions=chance.choice((1, 4)),
+        )
+        loss = chance.choice((0.0, 0.2))
+        upload_s, jitter = chance.choice((0.1, 3.0)), chance.choice((0.0, 3.0))
+        network = Network(latency_s=0.05, upload_s=upload_s, download_s=0.3, loss=loss, repeats=loss, jitter=jitter)
+        self._fleet = Fleet(config, network=network, seed=seed, guard=chance.choice((0.0, 0.3)))
+        self._data = chance.choice(DATA)
+        kinds, weights = list(_WEIGHTS), list(_WEIGHTS.values())
+        num_steps = chance.randint(5, MAX_STEPS)
+        self.steps = [
+            Step(chance.choices(kinds, weights)[0], chance.randrange(MAX_LEARNERS), chance.random())
+            for _ in range(num_steps)
+        ]
+        self._kept = range(num_steps) if kept is None else kept
+        self._num_names = 0
+
+    @property
+    def num_events(self) -> int:
+        """Return how many events were checked so far."""
+        return self._fleet.num_events
+
+    def play(self) -> str | None:
+        """Play the history; returns the violation, if there is one."""
+        try:
+            for _ in range(2):
+                self._join(0.4)
+            self._fleet.run_for(4.0)
+            for number in self._kept:
+                self._do(self.steps[number])
+                self._fleet.invariants.audit()
+            self._end()
+        except (AssertionError, ValueError, KeyError, TimeoutError) as violation:
+            return f"{type(violation).__name__}: {violation}"
+        return None
+
+    def _do(self, step: Step) -> None:
+        does: dict[str, Callable[[float], object]] = {
+            "join": self._join,
+            "restart the syncer": lambda amount: self._fleet.restart_syncer(use_snapshot=amount < 0.5),
+            "kill the syncer": lambda amount: self._fleet.crashes.arm("", 1 + int(12 * amount)),
+            "suspend the syncer": self._suspend,
+            "fill the disk": self._fill_the_disk,
+            "snapshot": lambda amount: self._fleet.disk.take_snapshot(self._fleet.syncer),
+            "roll back": self._roll_back,
+            "wait": lambda amount: self._fleet.run_for(8.0 * amount),
+        }
+        if step.kind in does:
+            does[step.kind](step.amount)
+        elif there := [learner for learner in self._fleet.learners.values() if not learner.is_gone]:
+            self._do_to(there[step.who % len(there)], step)
+        self._fleet.run_for(0.7)
+
+    def _do_to(self, learner: SimulatedLearner, step: Step) -> None:
+        is_training = learner.is_stepping and learner.state is not None and learner.state.phase == "stepping"
+        match step.kind:
+            case "replace":
+                self._fleet.kill(learner)
+                self._fleet.start(learner.name, self._pace(step.amount, starts_s=1.5))
+            case "cut":
+                self._fleet.cut(learner)
+            case "heal" if learner.is_cut:
+                self._fleet.heal(learner)
+            case "finish" if is_training:
+                self._fleet.finish(learner)
+            case "spoil a payload":
+                learner.bad_payload = True
+            case "evaluate" if is_training:
+                self._fleet.evaluate(learner, 1.0 + 6.0 * step.amount)
+            case "hang" if is_training:
+                self._fleet.stall(learner, 20.0 * step.amount)
+
+    def _join(self, amount: float) -> None:
+        if sum(not learner.is_gone for learner in self._fleet.learners.values()) < MAX_LEARNERS:
+            self._num_names += 1
+            self._fleet.start(f"l{self._num_names}", self._pace(amount))
+
+    def _pace(self, amount: float, *, starts_s: float = 0.0) -> Pace:
+        tokens = 1 + int(9 * amount)
+        return Pace(
+            step_s=0.2 + 1.8 * amount**2, tokens=tokens, jitter=0.1, drain_s=20.0, starts_s=starts_s, data=self._data
+        )
+
+    def _suspend(self, amount: float) -> None:
+        """The syncer's process stands still, and notices it, as its clock thread does."""
+        self._fleet.suspend_syncer(10.0 * amount)
+
+    def _fill_the_disk(self, amount: float) -> None:
+        self._fleet.disk_is_full = True
+        self._fleet.run_for(4.0 * amount)
+        self._fleet.disk_is_full = False
+
+    def _roll_back(self, amount: float) -> None:
+        self._heal_all()
+        self._fleet.restart_syncer(lose=1 + int(8 * amount))
+
+    def _heal_all(self) -> None:
+        for learner in self._fleet.learners.values():
+            if learner.is_cut:
+                self._fleet.heal(learner)
+
+    def _end(self) -> None:
+        fleet = self._fleet
+        self._heal_all()
+        fleet.run_for(RECONNECT_S)
+        training = list(self._training())
+        before = {learner.session: learner.state.tokens for learner in training if learner.state is not None}
+        fleet.run_for(MERGED_S)
+        for learner in training:
+            self._check_merged(learner, before[learner.session])
+        for learner in self._training():
+            fleet.finish(learner)
+        fleet.run_to_the_end(limit_s=fleet.now_s + LEAVE_S)
+        fleet.run_for(RECONNECT_S)
+        fleet.invariants.audit()
+        fleet.syncer.finish()
+        totals = fleet.syncer.ledger.totals()
+        assert totals.pending == 0, f"the run is over, and tokens are pending: {totals}"
+        assert totals.is_exact, f"the ledger is not exact: {totals}"
+
+    def _training(self) -> Iterator[SimulatedLearner]:
+        for learner in self._fleet.learners.values():
+            if learner.is_stepping and not learner.is_gone:
+                yield learner
+
+    def _check_merged(self, learner: SimulatedLearner, tokens: int) -> None:
+        """Check that nothing a learner trained before a quiet minute is still pending: no learner stays stuck."""
+        if learner.is_gone or learner.state is None:
+            return
+        for p, f in enumerate(learner.state.fragments):
+            pending = f.pending(learner.state.tokens)
+            assert all(start >= tokens for start, _ in pending), (
+                f"{learner.session} waits for a merge of fragment {p} since {MERGED_S:.0f} quiet seconds: {pending}, "
+                f"it had trained {tokens} tokens then\n{self._fleet.story()}"
+            )
