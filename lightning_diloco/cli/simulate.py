@@ -1,8 +1,9 @@
-"""`diloco simulate`: forecasts goodput on chips that fail, by the state machines of real runs.
+"""`diloco simulate`: forecasts goodput on chips that fail, or searches for holes, by the state machines of real runs.
 
 1. An option with several values gives a row for each combination of them. A column shows each number of chips.
 2. A YAML scenario holds options by name, such as `learners: [2, 4]`. The command line takes precedence.
 3. The same options and seed give the same result.
+4. With --explore, random histories are played until one breaks an invariant; see `simulate/explore.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 _EXAMPLE = """examples:
   diloco simulate --learners 8 --chips 1.2M
   diloco simulate --learners 2 4 8 16 --chips 150k 600k 2.4M --baseline dp dp-elastic --plot goodput.png
-  diloco simulate --learners 8 --step 1s 1.18s --quorum 1 8 --mtbi 1000y"""
+  diloco simulate --learners 8 --step 1s 1.18s --quorum 1 8 --mtbi 1000y
+  diloco simulate --explore --for 2min"""
 _RUN = RunConfig()
 _BASELINES = {"dp": False, "dp-elastic": True}
 
@@ -75,11 +77,18 @@ def add_parser(verbs: Any) -> None:
     add("--baseline", nargs="+", choices=list(_BASELINES), default=None, help="data parallel training, too")
     add("--plot", type=Path, metavar="FILE", help="draw goodput over chips, or training over time, as PNG or SVG")
     add("--json", action="store_true", help="print JSON")
+    search = parser.add_argument_group("search for histories that break an invariant of the protocol")
+    search.add_argument("--explore", action="store_true", help="search, from --seed on, instead of a forecast")
+    search.add_argument("--for", dest="for_s", type=seconds, metavar="TIME", help="how long to search (until it fails)")
+    search.add_argument("--seeds", type=int, metavar="N", help="how many histories to play (no limit)")
+    search.add_argument("--keep", type=_numbers, metavar="0,3,7", help="play only these steps of the history of --seed")
     parser.set_defaults(call=call, parser=parser)
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Print what was found."""
+    """Print what was found; return 1 if an invariant was broken."""
+    if arguments.explore:
+        return _explore(arguments)
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     if arguments.scenario is not None:
         given = {**_of_file(arguments.scenario, arguments.parser), **given}
@@ -94,6 +103,38 @@ def call(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(",") if number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be numbers of steps, such as 0,3,7") from None
+
+
+def _explore(arguments: argparse.Namespace) -> int:
+    from lightning_diloco.simulate.explore import Found, History, Violation, explore
+
+    seed = 1 if arguments.seed is None else arguments.seed
+    if arguments.keep is None:
+        found = explore(seed, num_seeds=arguments.seeds, for_s=arguments.for_s)
+    else:
+        history = History(seed, kept=arguments.keep)
+        text = history.play()
+        found = Found(1, history.num_events, None if text is None else Violation(seed, arguments.keep, text))
+    print(f"{found.seeds} histories from seed {seed} on, {found.events:,} events checked")
+    violation = found.violation
+    if violation is None:
+        print("no invariant was broken")
+        return 0
+    steps = History(violation.seed).steps
+    print(violation.text)
+    print("steps that are needed:")
+    for number in violation.kept:
+        print(f"  {number}: {steps[number].kind} (learner {steps[number].who}, {steps[number].amount:.2f})")
+    kept = ",".join(map(str, violation.kept))
+    print(f"replay it: diloco simulate --explore --seed {violation.seed} --keep {kept or ','}")
+    return 1
+
+
 def _of_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Return the options of a scenario, checked as those of a command line."""
     import yaml
@@ -102,7 +143,14 @@ def _of_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is no scenario: {error}") from error
-    known = {action.dest for action in parser._actions if action.option_strings} - {"help", "json"}
+    known = {action.dest for action in parser._actions if action.option_strings} - {
+        "help",
+        "json",
+        "explore",
+        "for_s",
+        "seeds",
+        "keep",
+    }
     if not isinstance(options, dict) or (unknown := set(options) - known):
         found = (
             f"unknown options {', '.join(sorted(map(str, unknown)))}" if isinstance(options, dict) else repr(options)

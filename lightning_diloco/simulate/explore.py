@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.protocol import events as on
 from lightning_diloco.simulate.fleet import Fleet
 from lightning_diloco.simulate.process import SimulatedLearner
 from lightning_diloco.simulate.reading import Data
@@ -142,7 +141,7 @@ class History:
             Step(chance.choices(kinds, weights)[0], chance.randrange(MAX_LEARNERS), chance.random())
             for _ in range(num_steps)
         ]
-        self._kept = range(num_steps) if kept is None else kept
+        self._kept = [number for number in (range(num_steps) if kept is None else kept) if number < num_steps]
         self._num_names = 0
 
     @property
@@ -169,7 +168,7 @@ class History:
             "join": self._join,
             "restart the syncer": lambda amount: self._fleet.restart_syncer(use_snapshot=amount < 0.5),
             "kill the syncer": lambda amount: self._fleet.crashes.arm("", 1 + int(12 * amount)),
-            "suspend the syncer": self._suspend,
+            "suspend the syncer": lambda amount: self._fleet.suspend_syncer(10.0 * amount),
             "fill the disk": self._fill_the_disk,
             "snapshot": lambda amount: self._fleet.disk.take_snapshot(self._fleet.syncer),
             "roll back": self._roll_back,
@@ -210,10 +209,6 @@ class History:
         return Pace(
             step_s=0.2 + 1.8 * amount**2, tokens=tokens, jitter=0.1, drain_s=20.0, starts_s=starts_s, data=self._data
         )
-
-    def _suspend(self, amount: float) -> None:
-        """The syncer's process stands still, and notices it, as its clock thread does."""
-        self._fleet.suspend_syncer(10.0 * amount)
 
     def _fill_the_disk(self, amount: float) -> None:
         self._fleet.disk_is_full = True

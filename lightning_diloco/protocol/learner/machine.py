@@ -360,7 +360,9 @@ class LearnerState:
         merged = message.merged or (0,) * len(self.fragments)
         for p, f in enumerate(self.fragments):
             f.announced, f.last_round = None, -1
-            if generation > self.generation:
+            # Until it has adopted a generation, it cannot tell it from another one with the same number.
+            is_new = generation > self.generation or (generation == self.generation and f.must_adopt == "restored")
+            if is_new:
                 todo += [do.Forget(p, f.outstanding.ready.seq)] if f.outstanding else []
                 self._book("restored", f.rolled_back(message.versions[p], merged[p]))
                 todo += f.fetch(p)

@@ -1,0 +1,142 @@
+"""Random histories keep the invariants; a machine with one rule broken is found out; what was found stays mended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from lightning_diloco.cli.main import main
+from lightning_diloco.config import RunConfig
+from lightning_diloco.simulate import Fleet, Network, Pace, SimulatedLearner
+from lightning_diloco.simulate.explore import History, explore
+from tests.simulate import test_sabotage as sabotages
+
+Patch = pytest.MonkeyPatch
+
+
+def test_histories_keep_the_invariants() -> None:
+    found = explore(1, num_seeds=25)
+    assert found.violation is None, found.violation
+    assert found.seeds == 25
+    assert found.events > 100_000
+
+
+@pytest.mark.slow
+def test_fresh_histories_keep_the_invariants(capsys: pytest.CaptureFixture[str]) -> None:
+    first_seed = int(time.time())
+    with capsys.disabled():
+        print(f"\ndiloco simulate --explore --for 2min --seed {first_seed}")
+        assert main(["simulate", "--explore", "--for", "2min", "--seed", str(first_seed)]) == 0
+
+
+def test_a_history_follows_from_its_seed() -> None:
+    one, other = History(7), History(7)
+    assert one.steps == other.steps != History(8).steps
+    assert (one.play(), one.num_events) == (other.play(), other.num_events)
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        sabotages.commit_is_booked_twice,
+        sabotages.undrained_tokens_are_forgotten,
+        sabotages.a_superseded_range_is_dropped,
+        sabotages.a_landed_merge_is_not_taken_off_the_parameters,
+        sabotages.a_restart_forgets_the_fates,
+    ],
+)
+def test_a_machine_with_one_rule_broken_is_found_out(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    sabotage(monkeypatch)
+    found = explore(1, num_seeds=60).violation
+    assert found is not None
+    assert History(found.seed, kept=found.kept).play() is not None, "the shrunk history fails as well"
+
+
+def test_the_command_line_says_how_a_violation_is_replayed(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--explore", "--seeds", "2"]) == 0
+    assert "no invariant was broken" in capsys.readouterr().out
+    sabotages.undrained_tokens_are_forgotten(monkeypatch)
+    assert main(["simulate", "--explore", "--seeds", "60"]) == 1
+    (command,) = [
+        line.partition(": diloco ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("replay it")
+    ]
+    assert main(command.split()) == 1
+    assert "AssertionError" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------- what was found
+
+
+def fleet_of_two(**network: float) -> tuple[Fleet, list[SimulatedLearner]]:
+    config = RunConfig(sync_every=4, num_fragments=2, overlap=1, quorum=2, lease_s=5.0)
+    fleet = Fleet(config, network=Network(latency_s=0.05, **network), seed=3, expect=2)
+    return fleet, [fleet.start(f"l{k}", Pace(step_s=0.5, tokens=4)) for k in range(2)]
+
+
+def run_until(fleet: Fleet, is_reached: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if is_reached():
+            return
+        fleet.run_for(0.02)
+    raise AssertionError("the moment never came")
+
+
+def is_told_of_a_merge(learner: SimulatedLearner, p: int) -> bool:
+    """Whether it was told that its contribution is merged, and has not landed it."""
+    mine = None if learner.state is None else learner.state.fragments[p].outstanding
+    return mine is not None and mine.merged_at is not None
+
+
+def test_a_commit_that_is_lost_after_it_was_told_and_before_it_landed_holds_nobody_up() -> None:
+    """Both learners fetched the lost version for ever, and contributed to its fragment no more."""
+    fleet, learners = fleet_of_two(upload_s=0.1, download_s=1.0)
+    fleet.run_for(10.0)
+    run_until(fleet, lambda: all(is_told_of_a_merge(learner, 0) for learner in learners))
+    version = fleet.syncer.rounds.fragments[0].version
+    fleet.restart_syncer(lose=1)
+    assert fleet.syncer.rounds.fragments[0].version == version - 1
+    fleet.run_for(30.0)
+    assert fleet.syncer.rounds.fragments[0].version > version + 3
+    assert fleet.syncer.rounds.generation == 0, "nobody had landed what was lost"
+    fleet.invariants.audit()
+
+
+@pytest.mark.parametrize("use_snapshot", [False, True])
+def test_a_syncer_that_restarts_again_still_recognizes_versions_that_its_disk_has_lost(use_snapshot: bool) -> None:
+    """It knew the digests of the newest versions only; a learner that was away went on from a lost version."""
+    fleet, (other, away) = fleet_of_two(upload_s=0.1, download_s=0.1)
+    fleet.run_for(20.0)
+    fleet.cut(away)
+    fleet.kill(other)
+    fleet.restart_syncer(lose=3)  # nobody is there who knows what was lost
+    fleet.start("l0", Pace(step_s=0.5, tokens=4))
+    fleet.run_for(20.0)  # the versions grow beyond the lost ones
+    fleet.disk.take_snapshot(fleet.syncer)
+    fleet.restart_syncer(use_snapshot=use_snapshot)
+    before = fleet.syncer.rounds.generation
+    fleet.heal(away)
+    fleet.run_for(20.0)
+    assert fleet.syncer.rounds.generation == before + 1
+    fleet.invariants.audit()
+
+
+def test_a_generation_that_is_lost_before_anybody_adopted_it_is_not_taken_for_the_next_one() -> None:
+    """Both had the number 1; learners kept the books of the first."""
+    fleet, learners = fleet_of_two(upload_s=0.1, download_s=3.0)
+    fleet.run_for(30.0)
+    fleet.restart_syncer(lose=3)
+    run_until(fleet, lambda: all(learner.state is not None and learner.state.generation == 1 for learner in learners))
+    fleet.restart_syncer(lose=4)
+    fleet.run_for(40.0)
+    assert fleet.syncer.rounds.generation >= 1
+    fleet.invariants.audit()
+    for learner in learners:
+        fleet.finish(learner)
+    fleet.run_to_the_end(limit_s=200.0)
+    fleet.run_for(8.0)
+    fleet.syncer.finish()
+    assert fleet.syncer.ledger.totals().is_exact
