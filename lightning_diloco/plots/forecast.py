@@ -17,25 +17,27 @@ Points = Sequence[tuple[float, float]]
 _SHOWN_S = 3600.0
 
 
-def draw_goodput(lines: Mapping[str, Points], path: Path) -> None:
+def draw_goodput(lines: Mapping[str, Points], path: Path, *, dots: Mapping[str, Points] | None = None) -> None:
     """Draw a line per fleet.
 
     Args:
         lines: (chips, goodput) by label.
         path: PNG or SVG.
+        dots: published figures of the same fleets; None: dots mark the points of the lines.
     """
     with rc_context(SETTINGS):
         figure = Figure(figsize=(7.5, 3.6), layout="constrained")
         axes: Any = figure.subplots()
         for label, color in color_of(lines).items():
             xs, ys = zip(*lines[label], strict=True)
-            axes.plot(xs, ys, marker="o", markersize=3, color=color)
+            axes.plot(xs, ys, color=color)
+            axes.plot(*zip(*(dots or lines)[label], strict=True), "o", markersize=3.5, color=color)
             label_end(axes, xs[-1], ys[-1], label, color)
         axes.set(xscale="log", xticks=sorted({x for points in lines.values() for x, _ in points}), ylim=(0, 1.02))
         axes.minorticks_off()
         axes.xaxis.set_major_formatter(quantity)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.set(xlabel="chips", title="Goodput, simulated")
+        axes.set(xlabel="chips", title="Goodput, simulated" + (" (lines) and published (dots)" if dots else ""))
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

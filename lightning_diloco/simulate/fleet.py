@@ -80,7 +80,7 @@ class Fleet:
         self._guard = guard
         self._is_audited = is_audited
         self._tick_s = tick_s
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._sessions = itertools.count(1)
         self._boot = 0
@@ -130,8 +130,7 @@ class Fleet:
         """Discard the step in progress, and begin it again after this time; the link continues."""
         if learner.is_stepping:
             learner.num_interruptions += 1
-            again = partial(self._step, learner, learner.num_interruptions)
-            self._after(for_s + self._step_s(learner), again)
+            self._step_after(for_s + self._step_s(learner), learner)
 
     def restart_syncer(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
         """Kill the syncer and restart it from its disk, which may have lost the newest `lose` records."""
@@ -184,7 +183,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------------ machinery
 
-    def _after(self, delay_s: float, call: Callable[[], None]) -> None:
+    def _after(self, delay_s: float, call: Callable[[], object]) -> None:
         heapq.heappush(self._queue, (self.now_s + delay_s, next(self._order), call))
 
     def _deliver(self, call: Callable[[], None]) -> None:
@@ -338,7 +337,7 @@ class Fleet:
             case messages.Active() if learner.state is not None:
                 learner.is_stepping, learner.boot = True, boot
                 self._learner_handles(learner, on.FromTheSyncer(message))
-                self._after(self._step_s(learner), partial(self._step, learner, learner.num_interruptions))
+                self._step_after(self._step_s(learner), learner)
             case messages.Rejected():
                 learner.error = message.text
 
@@ -377,15 +376,17 @@ class Fleet:
         pace = learner.pace
         return pace.step_s * (1 + pace.jitter * (2 * self.random.random() - 1))
 
-    def _step(self, learner: SimulatedLearner, num_interruptions: int) -> None:
-        """End a step, unless it was interrupted since it began."""
-        state, again = learner.state, partial(self._step, learner, num_interruptions)
+    def _step_after(self, delay_s: float, learner: SimulatedLearner) -> None:
+        """End a step after this time, unless it is interrupted before."""
+        num_interruptions = learner.num_interruptions
+        self._after(delay_s, lambda: num_interruptions == learner.num_interruptions and self._step(learner))
+
+    def _step(self, learner: SimulatedLearner) -> None:
+        state = learner.state
         if learner.is_gone or state is None or state.phase == "draining":
             return
-        if num_interruptions != learner.num_interruptions:
-            return
         if self.now_s < learner.busy_until_s:
-            self._after(learner.busy_until_s - self.now_s, again)
+            self._step_after(learner.busy_until_s - self.now_s, learner)
             return
         state.step_s, state.long_step_s = learner.pace.step_s, learner.pace.step_s * (1 + learner.pace.jitter)
         state.tokens_per_s = learner.pace.tokens / learner.pace.step_s
@@ -394,7 +395,7 @@ class Fleet:
         if learner.pace.num_steps is not None and state.step >= learner.pace.num_steps:
             self.finish(learner)
         else:
-            self._after(self._step_s(learner), again)
+            self._step_after(self._step_s(learner), learner)
 
     def _learner_handles(self, learner: SimulatedLearner, event: on.LearnerEvent) -> None:
         if learner.is_gone or learner.state is None:

@@ -15,10 +15,12 @@ import contextlib
 import io
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from lightning_diloco.cli.main import main as diloco
+from lightning_diloco.plots.forecast import draw_goodput
 from tests.bench import report
 
 CHIPS = ("150k", "300k", "600k", "1.2M", "2.4M")
@@ -59,6 +61,13 @@ def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
         k = len(cells) - 1
         cells[CHIPS[k]] = f"{100 * row['goodput']:.1f} ({PUBLISHED[row['run']][k]})"
     return list(shown.values())
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw goodput over chips; dots are the published figures."""
+    lines = {run: [(row["chips"], row["goodput"]) for row in rows if row["run"] == run] for run in errors(rows)}
+    dots = {run: [(x, PUBLISHED[run][k] / 100) for k, (x, _) in enumerate(line)] for run, line in lines.items()}
+    draw_goodput(lines, path, dots=dots)
 
 
 def controls(duration: Sequence[str]) -> dict[str, float]:
@@ -115,6 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             row["goodput"] >= 0.99 for row in mixed
         ),
     }
+    if args.out:
+        draw(rows, args.out.with_suffix(".png"))
     return report.conclude(args.out, table(rows), checks, cells=rows, two_speeds=mixed)
 
 

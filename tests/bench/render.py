@@ -34,6 +34,10 @@ def _loss_by_participation(found: Results) -> str:
     return f"{report.table(rows, columns)}\n\n{_checks(found)}"
 
 
+def _goodput(found: Results) -> str:
+    return f"{_rows(found)}\n\n{report.table(found['two_speeds'])}"
+
+
 def _broken_learner(found: Results) -> str:
     by_kind: dict[str, dict[str, Any]] = {}
     for row in found["rows"][1:]:
@@ -53,6 +57,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "broken_learner": _broken_learner,
     "recoveries": _checks,
     **dict.fromkeys(("exchange", "straggler", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows),
+    "goodput_table": _goodput,
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round", "streams", "soak"), _rows),
 }
 
@@ -64,6 +69,10 @@ def stored(name: str) -> Path:
 
 def _row(found: Results, run: str) -> dict[str, Any]:
     return next(row for row in found["rows"] if row["run"] == run)
+
+
+def _cell(found: Results, run: str, chips: float) -> dict[str, Any]:
+    return next(cell for cell in found["cells"] if (cell["run"], cell["chips"]) == (run, chips))
 
 
 def _sentence(found: Results, begins: str) -> str:
@@ -107,6 +116,10 @@ SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
     "the syncer is killed twenty times within its writes": (
         "recoveries",
         lambda found: _sentence(found, "20 of 20"),
+    ),
+    "8 learners on 1.2M chips that fail once a year, simulated (published: 88%)": (
+        "goodput_table",
+        lambda found: f"goodput {_cell(found, '8 learners', 1.2e6)['goodput']:.1%}",
     ),
     "four learners under 85 faults per hour": ("chaos", lambda found: _sentence(found, "loss at equal")),
     "FSDP2 inside a learner of two ranks": ("ranks_step", lambda found: _sentence(found, "fsdp2: 0.9")),

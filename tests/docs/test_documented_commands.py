@@ -4,7 +4,7 @@
    filled in, numbers made small, and options added that make it short.
 2. What a command needs is made by one before it in its chain, as for a reader.
 3. What cannot run here has its reason in `NOT_HERE`, and is taken apart as far as that goes.
-4. `diloco plan`, `ls` and `cp` are called in this process, because starting one takes longer than they do.
+4. `diloco plan`, `simulate`, `ls` and `cp` are called in this process, because starting one takes longer than they do.
 """
 
 from __future__ import annotations
@@ -234,6 +234,39 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             "diloco plan mistral/12b-v5p": "It fits",
         }.items()
     ),
+    "simulations": tuple(
+        Step(line=f"{line} {short}", of=(line,), says=says, leaves=leaves)
+        for line, short, says, leaves in (
+            ("diloco simulate --learners 8 --chips 1.2M", "--duration 2min", "8 learners", ()),
+            (
+                "diloco simulate --learners 8 --chips 1.2M --baseline dp dp-elastic --plot training.png",
+                "--duration 2min",
+                "data parallel",
+                ("training.png",),
+            ),
+            (
+                "diloco simulate --learners 2 4 8 16 --chips 150k 600k 2.4M --baseline dp dp-elastic "
+                "--plot goodput.png",
+                "--duration 1min",
+                "16 learners",
+                ("goodput.png",),
+            ),
+            (
+                "diloco simulate --learners 2 4 8 16 --chips 150k 300k 600k 1.2M 2.4M --baseline dp dp-elastic "
+                "--plot goodput.png",
+                "--duration 1min",
+                "300k",
+                (),
+            ),
+            (
+                "diloco simulate --learners 8 --step 1s 1.18s --quorum 1 8 --mtbi 1000y",
+                "--duration 2min",
+                "quorum 8",
+                (),
+            ),
+            ("diloco simulate --explore --for 2min", "--seeds 3", "no invariant was broken", ()),
+        )
+    ),
     "faults": (
         Step(
             line="diloco chaos recipes/tiny/gpt.yaml --local 2 --faults-per-hour 85 --kinds kill,cut --duration 20m "
@@ -291,6 +324,7 @@ NOT_HERE = {
     ".ci/run": "downloads two environments; this test is a part of it",
     "python tests/bench/run.py loss_by_participation exchange straggler ranks_step attacks": "an hour; see tests/bench",
     "PJRT_DEVICE=CPU python -m tests.bench.xla_step": "ten minutes, with torch_xla; tests/xla run it with less of all",
+    "python tests/bench/run.py goodput_table": "eight minutes; its command runs here with shorter cells",
     "python tests/bench/run.py at_size": "takes 24 GB; tests/bench run it with a small fragment",
     "python tests/bench/run.py chaos recoveries soak survivors busy_survivors forecast": "two hours; likewise",
 }
@@ -368,7 +402,7 @@ def test_commands_of_the_documentation_do_what_is_said(
     monkeypatch.chdir(clone.root)
     try:
         for step in CHAINS[name]:
-            if step.line.split()[:2] in (["diloco", "plan"], ["diloco", "ls"], ["diloco", "cp"]):
+            if step.line.split()[:2] in [["diloco", word] for word in ("plan", "simulate", "ls", "cp")]:
                 said = _in_this_process(step)
                 assert re.search(step.says, said), said
                 assert all(any(clone.root.glob(pattern)) for pattern in step.leaves)
