@@ -13,6 +13,7 @@ import pytest
 
 from lightning_diloco.cli.faults.schedule import KINDS
 from lightning_diloco.cli.main import main
+from tests.e2e.recorded import assert_recorded_exactly
 
 FAULTS = ["--faults-per-hour", "360", "--seed", "54", "--duration", "200s"]  # 20 s of it until the first step
 REDUCED = [
@@ -32,6 +33,7 @@ def test_a_run_under_faults_of_every_kind_ends_by_itself_exact_and_replays(tmp_p
     discarded = sum(summary["tokens_discarded"].values())
     assert summary["tokens_seen"] == summary["tokens_merged"] + discarded + summary["tokens_pending"] > 0
     assert report["replayed"] == "merges"
+    assert_recorded_exactly(tmp_path)
     assert report["num_faults_by_kind"].keys() == set(KINDS)
     assert report["num_faults"] + report["num_faults_skipped"] >= 7
     assert summary["joins"] > 2, "who was killed came back"

@@ -24,6 +24,7 @@ from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.flight import FlightConnection
 from tests.e2e.conftest import Processes, until
 from tests.e2e.learner import TOKENS
+from tests.e2e.recorded import assert_recorded_exactly, assert_tampering_is_seen
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +103,8 @@ def test_killed_learners_lapse_or_come_back_and_the_others_go_on(processes: Proc
     assert summary["lapses"] in (1, 2), "the one that returns may take longer than a lease to start"
     assert summary["tokens_discarded"]["lapsed"] > 0
     assert_exact(summary)
+    assert_recorded_exactly(processes.run_dir)
+    assert_tampering_is_seen(processes.run_dir, processes.root / "tampered")
 
 
 @pytest.mark.chaos
@@ -127,6 +130,7 @@ def test_killed_syncer_comes_back_with_every_bit_and_so_do_its_learners(processe
     assert summary["tokens_seen"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS
     assert summary["tokens_merged"] == summary["tokens_seen"]
     assert_exact(summary)
+    assert_recorded_exactly(processes.run_dir)
     events = [line["event"] for line in read_tape(processes.run_dir / "tape" / "events.jsonl")]
     assert "regenerated" not in events, "learners hold exactly what the restarted syncer has"
     assert events.count("join") == 2
