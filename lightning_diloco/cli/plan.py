@@ -102,7 +102,7 @@ def call(arguments: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from lightning_diloco.cli.plan_view import plan_view
+        from lightning_diloco.cli.views.plan import plan_view
 
         Console().print(plan_view(path, found, fix, _notes(found, drawn), _warnings(found, drawn)))
     return 0 if found.is_feasible else 1

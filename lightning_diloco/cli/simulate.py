@@ -9,10 +9,9 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,8 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_diloco.simulate.goodput import Outcome, Scenario
+    from lightning_diloco.cli.views.simulate import Row
+    from lightning_diloco.simulate.goodput import Scenario
 
 _EXAMPLE = """examples:
   diloco simulate --learners 8 --chips 1.2M
@@ -47,6 +47,7 @@ _VARIED: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "link": (bits, 5e9, "link of each learner in each direction (5Gbit)"),
     "mtbi": (seconds, None, "mean time between interruptions of a chip, such as 1y (1y)"),
 }
+_SEARCH = {"for_s", "seeds", "keep"}  # options of --explore alone
 _TIMES = {
     "rescale": "time that an elastic learner needs to go on with other slices",
     "hold": "longest time that a slice which is back waits for the next failure",
@@ -89,18 +90,31 @@ def call(arguments: argparse.Namespace) -> int:
     """Print what was found; return 1 if an invariant was broken."""
     if arguments.explore:
         return _explore(arguments)
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    from lightning_diloco.cli.views import simulate as view
+
+    given = _given(arguments)
+    if stray := given.keys() & _SEARCH:
+        raise ConfigError(f"{_names(stray)}: only with --explore, which searches for holes instead of a forecast")
     if arguments.scenario is not None:
         given = {**_of_file(arguments.scenario, arguments.parser), **given}
-    given["json"] = arguments.json or given["json"]
+    draw = view.painter(given["plot"]) if "plot" in given else lambda rows: None
     rows = list(_simulated(given))
-    if "plot" in given:
-        _draw(rows, given["plot"])
-    if given["json"]:
-        print(json.dumps({"rows": [_figures(row) for row in rows], "assumptions": _assumptions(rows)}, indent=2))
+    draw(rows)
+    if arguments.json:
+        print(json.dumps({"rows": [row.figures() for row in rows], "assumptions": view.assumptions(rows)}, indent=2))
     else:
-        _print(rows)
+        view.show(rows)
     return 0
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the command line by name."""
+    ours = {action.dest for action in arguments.parser._actions if action.option_strings} - {"help", "json"}
+    return {name: value for name, value in vars(arguments).items() if name in ours and value not in (None, False)}
+
+
+def _names(options: Iterable[str]) -> str:
+    return ", ".join(sorted("--" + name.removesuffix("_s").replace("_", "-") for name in options))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -113,6 +127,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _explore(arguments: argparse.Namespace) -> int:
     from lightning_diloco.simulate.explore import Found, History, Violation, explore
 
+    if stray := _given(arguments).keys() - _SEARCH - {"seed", "explore"}:
+        raise ConfigError(
+            f"{_names(stray)}: not with --explore; histories have settings of their own, which follow from --seed"
+        )
     seed = 1 if arguments.seed is None else arguments.seed
     if arguments.keep is None:
         found = explore(seed, num_seeds=arguments.seeds, for_s=arguments.for_s)
@@ -143,14 +161,7 @@ def _of_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is no scenario: {error}") from error
-    known = {action.dest for action in parser._actions if action.option_strings} - {
-        "help",
-        "json",
-        "explore",
-        "for_s",
-        "seeds",
-        "keep",
-    }
+    known = {action.dest for action in parser._actions if action.option_strings} - _SEARCH - {"explore", "help", "json"}
     if not isinstance(options, dict) or (unknown := set(options) - known):
         found = (
             f"unknown options {', '.join(sorted(map(str, unknown)))}" if isinstance(options, dict) else repr(options)
@@ -164,25 +175,8 @@ def _of_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     return {name: parsed[name] for name in options}
 
 
-class Row:
-    """One simulated combination of options, or a baseline.
-
-    Args:
-        name: what is simulated, such as "8 learners" or "data parallel".
-        varied: options that have several values, by name, without the number of chips.
-    """
-
-    def __init__(self, name: str, chips: float, varied: Mapping[str, Any], scenario: Scenario, found: Outcome) -> None:
-        self.name, self.chips, self.varied, self.scenario, self.found = name, chips, dict(varied), scenario, found
-
-    @property
-    def label(self) -> str:
-        """Return the name with the options that vary."""
-        return ", ".join([self.name, *(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-                                       for name, value in self.varied.items())])  # fmt: skip
-
-
 def _simulated(given: Mapping[str, Any]) -> Iterator[Row]:
+    from lightning_diloco.cli.views.simulate import Row
     from lightning_diloco.simulate.chips import YEAR_S
     from lightning_diloco.simulate.goodput import data_parallel, simulate
 
@@ -246,88 +240,3 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
         config=config,
         seed=given.get("seed", 1),
     )
-
-
-def _figures(row: Row) -> dict[str, Any]:
-    found = dataclasses.asdict(row.found)
-    del found["training"]
-    return {"run": row.name, "learners": row.scenario.num_learners, "chips": row.chips, **row.varied, **found}
-
-
-def _assumptions(rows: Sequence[Row]) -> list[str]:
-    """Return the assumptions of the forecast, in sentences."""
-    last = rows[-1].scenario
-    chips, network = last.chips, last.network
-    steps = " or ".join(f"{step_s:g} s" for step_s in last.step_s)
-    return [
-        f"each {chips.failures_per} fails once in {chips.mtbi_s / 86400:,.0f} days on average, independently; a "
-        f"failure takes {chips.slice_chips:g} chip(s) away, half of the times for less than {chips.return_s:g} s",
-        f"an elastic learner stands still for {chips.rescale_s:g} s after a failure, and trains on with the slices "
-        f"that are left; those that return wait for the next failure, at most {chips.hold_s:g} s",
-        f"a job that is not elastic restarts {chips.restart_s:g} s after a failure, on spare chips",
-        "the step that a failure interrupts is lost; no other work is",
-        f"a step takes {steps}; an upload {network.upload_s:.2g} s, a merge {2 * last.merge_s:.2g} s, a download "
-        f"{network.download_s:.2g} s; {last.config.fragments_wanted} fragments, H = {last.config.sync_every}, "
-        f"overlap {last.config.overlap}; the syncer has as many cores as it needs, and does not fail",
-        "the communication of data parallel training takes no time",
-        "take part: contributors of a round, of the learners that were stepping when it opened; merged: contributions",
-        f"{last.length_s:,.0f} s are simulated, and as much work for each baseline",
-    ]
-
-
-def _print(rows: Sequence[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table, columns = Table(title_justify="left", title_style="bold"), sorted({row.chips for row in rows})
-    table.add_column("")
-    if len(columns) > 1:
-        table.title = "goodput"
-        for chips in columns:
-            table.add_column(_chips(chips), justify="right")
-        for label in dict.fromkeys(row.label for row in rows):
-            by_chips = {row.chips: row.found.goodput for row in rows if row.label == label}
-            table.add_row(label, *(f"{by_chips[chips]:.1%}" for chips in columns))
-    else:
-        table.title = f"{_chips(columns[0])} chips"
-        for column in ("goodput", "uptime", "pauses", "take part", "rounds", "merged"):
-            table.add_column(column, justify="right")
-        for row in rows:
-            found = row.found
-            some = () if found.participation is None else (
-                f"{found.participation:.1%}", f"{found.rounds:,}", f"{found.merges:,}"
-            )  # fmt: skip
-            table.add_row(row.label, f"{found.goodput:.1%}", f"{found.uptime:.1%}", f"{found.pauses:,}", *some)
-    console = Console()
-    console.print(table)
-    console.print(Text("assumed", style="bold"))
-    for sentence in _assumptions(rows):
-        console.print(Text(f"  {sentence}", style="dim"))
-
-
-def _chips(number: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:g}{unit}"
-    return f"{number:g}"
-
-
-def _draw(rows: Sequence[Row], path: Path) -> None:
-    try:
-        from lightning_diloco.plots.forecast import draw_goodput, draw_training
-    except ImportError as error:
-        raise ConfigError(f"{error}: plots need matplotlib; pip install 'lightning-diloco[plot]'") from error
-    if path.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--plot {path}: must end in .png or .svg")
-    if len({row.chips for row in rows}) > 1:
-        labels = dict.fromkeys(row.label for row in rows)
-        draw_goodput(
-            {of: sorted((row.chips, row.found.goodput) for row in rows if row.label == of) for of in labels}, path
-        )
-    else:
-        shares = {
-            row.label: [(at_s, num / max(1, row.found.training[0][1])) for at_s, num in row.found.training]
-            for row in rows
-        }
-        draw_training(shares, path, until_s=min(row.scenario.length_s for row in rows))

@@ -207,7 +207,13 @@ class History:
     def _pace(self, amount: float, *, starts_s: float = 0.0) -> Pace:
         tokens = 1 + int(9 * amount)
         return Pace(
-            step_s=0.2 + 1.8 * amount**2, tokens=tokens, jitter=0.1, drain_s=20.0, starts_s=starts_s, data=self._data
+            step_s=0.2 + 1.8 * amount**2,
+            tokens=tokens,
+            jitter=0.1,
+            drain_s=20.0,
+            starts_s=starts_s,
+            has_ranks=tokens % 3 == 0,
+            data=self._data,
         )
 
     def _fill_the_disk(self, amount: float) -> None:

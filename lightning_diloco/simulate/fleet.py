@@ -114,6 +114,7 @@ class Fleet:
     def finish(self, learner: SimulatedLearner, *, drain: bool = True) -> None:
         """Stop the steps, drain and leave."""
         learner.busy_until_s = float("inf")
+        self._begin_step(learner)
         self._learner_handles(learner, on.Finish("finished", drain))
 
     def evaluate(self, learner: SimulatedLearner, for_s: float) -> None:
@@ -204,6 +205,7 @@ class Fleet:
                 self._reconnect(learner)
             self._learner_handles(learner, on.Tick())
             if learner.state.phase == "draining":
+                self._begin_step(learner)
                 self._learner_handles(learner, on.Pause())
         self._after(self._tick_s, self._tick)
 
@@ -368,6 +370,7 @@ class Fleet:
             overlap=run.overlap,
             align=learner.pace.align,
             drain_s=learner.pace.drain_s,
+            has_ranks=learner.pace.has_ranks,
         )
 
     # ----------------------------------------------------------------------------------------------- learners: training
@@ -377,9 +380,15 @@ class Fleet:
         return pace.step_s * (1 + pace.jitter * (2 * self.random.random() - 1))
 
     def _step_after(self, delay_s: float, learner: SimulatedLearner) -> None:
-        """End a step after this time, unless it is interrupted before."""
+        """Begin a step, and end it after this time, unless it is interrupted before."""
+        self._begin_step(learner)
         num_interruptions = learner.num_interruptions
         self._after(delay_s, lambda: num_interruptions == learner.num_interruptions and self._step(learner))
+
+    def _begin_step(self, learner: SimulatedLearner) -> None:
+        if learner.pace.has_ranks:
+            learner.promise = do.Promise((), ())
+            self._learner_handles(learner, on.StepBegins())
 
     def _step(self, learner: SimulatedLearner) -> None:
         state = learner.state
@@ -402,10 +411,11 @@ class Fleet:
             return
         self.num_events += 1
         self.history.append((self.now_s, learner.session, event))
-        for action in learner.state.handle(event, self.now_s):
+        todo = learner.state.handle(event, self.now_s)
+        for action in todo:
             self._do_for_learner(learner, action)
         if self._is_audited:
-            self.invariants.after_learner_event(learner)
+            self.invariants.after_learner_event(learner, event, todo)
 
     def _do_for_learner(self, learner: SimulatedLearner, action: do.LearnerAction) -> None:
         match action:
@@ -424,6 +434,8 @@ class Fleet:
                 assert learner.state is not None
                 learner.land(action.fragment)
                 learner.landings.append((action.fragment, learner.state.fragments[action.fragment].landed))
+            case do.Promise():
+                learner.promise = action
             case do.Forget():
                 learner.kept.pop((action.fragment, action.seq), None)
             case do.Fail():

@@ -7,6 +7,7 @@
 5. The syncer's accounts agree with each learner and with the log, and seen = merged + discarded + pending.
 6. A restart from disk restores the durable part of the live state machine.
 7. Every range of the data is merged once per epoch (`exactly_once.py`).
+8. A learner of several ranks lands what it has promised to its ranks when the step began, and does nothing else.
 
 The checks do not use the arithmetic of the ledger.
 """
@@ -14,11 +15,14 @@ The checks do not use the arithmetic of the ledger.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NoReturn
 
 from msgspec.structs import replace
 
+from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol.data_ranges import Holding, Span
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
@@ -65,9 +69,13 @@ class Invariants:
             if r.num_ready < quorum:
                 self._fail(f"round {r.number} closed with {r.num_ready} contributions, the quorum is {quorum}")
 
-    def after_learner_event(self, learner: SimulatedLearner) -> None:
+    def after_learner_event(
+        self, learner: SimulatedLearner, event: on.LearnerEvent, todo: Sequence[do.LearnerAction]
+    ) -> None:
         state = learner.state
         assert state is not None
+        if learner.pace.has_ranks:
+            self._check_promise(learner, event, todo)
         for p, f in enumerate(state.fragments):
             if f.must_adopt is not None:
                 continue
@@ -81,6 +89,16 @@ class Invariants:
                     f"{learner.session} holds {learner.params[p] - learner.anchors[p]} tokens of progress in fragment "
                     f"{p}, {pending} are pending"
                 )
+
+    def _check_promise(
+        self, learner: SimulatedLearner, event: on.LearnerEvent, todo: Sequence[do.LearnerAction]
+    ) -> None:
+        landed = tuple(action.fragment for action in todo if isinstance(action, do.Land))
+        copied = {action.ready.fragment for action in todo if isinstance(action, do.Snapshot)}
+        is_boundary = isinstance(event, on.StepDone | on.Pause | on.Finish)
+        promised = learner.promise if is_boundary else do.Promise((), ())
+        if landed != promised.land or not copied <= set(promised.snapshot):
+            self._fail(f"{learner.session} landed {landed} and copied {copied}; it has promised {promised}")
 
     # ---------------------------------------------------------------------------------------------------- on demand
 

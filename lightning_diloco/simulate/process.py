@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_diloco.protocol.actions import Promise
 from lightning_diloco.protocol.data_ranges import Piece
 from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.simulate.reading import Reader
@@ -35,6 +36,7 @@ class SimulatedLearner:
         landings: (fragment, version) in order.
         is_last: answer to its leave; None before.
         num_interruptions: how often its step was discarded.
+        promise: what its ranks do at the next boundary.
     """
 
     name: str
@@ -59,6 +61,7 @@ class SimulatedLearner:
     adopts: dict[int, bool] = field(default_factory=dict)
     landings: list[tuple[int, int]] = field(default_factory=list)
     num_interruptions: int = 0
+    promise: Promise = field(default_factory=lambda: Promise((), ()))
 
     @property
     def is_gone(self) -> bool:

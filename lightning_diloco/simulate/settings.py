@@ -41,6 +41,7 @@ class Pace:
         align: landing rule.
         drain_s: longest wait in its drain.
         upload_factor: factor of its upload times.
+        has_ranks: several ranks, which do at a boundary what was promised when the step began.
         data: data that it leases and reads, one sample per token; None: it has its own data.
     """
 
@@ -52,6 +53,7 @@ class Pace:
     align: Align = "carry"
     drain_s: float = 60.0
     upload_factor: float = 1.0
+    has_ranks: bool = False
     data: Data | None = None
 
 

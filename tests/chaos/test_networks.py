@@ -83,8 +83,8 @@ def test_a_network_that_is_slow_delayed_and_full_of_resets_costs_nothing_but_tim
     learners = processes.learner("l0", through=network, deadline_s=RECONNECT_S), processes.learner("l1")
     until_merged_again(processes, "l0")
     # 200 ms each way; and each chunk that is sent resets its connection with 3 %. With the chunks of a TLS handshake,
-    # most calls fail: a contribution gets through every few seconds. With 5 %, the drain's two minutes were too short in
-    # one run of four.
+    # most calls fail: a contribution gets through every few seconds. With 5 %, a drain of two minutes was too short
+    # in one run of four.
     network.delay_s, network.rate_bps, network.reset_probability = 0.2, 1e6, 0.03
     connections = network.num_connections
     until_merged_again(processes, "l0", NUM_FRAGMENTS)

@@ -67,7 +67,10 @@ def test_a_bad_scenario_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--chips", "many"], "a number such as"),
         (["--quorum", "0"], "quorum=0"),
         (["--slice", "1M", "--chips", "1M", "--learners", "2"], "slices of 1e+06"),
-        (["--plot", "x.pdf", *SHORT, "--chips", "1k"], "must end in .png or .svg"),
+        (["--plot", "x.pdf", "--duration", "1000h"], "must end in .png or .svg"),
+        (["--explore", "--learners", "2", "--chips", "1k"], "--chips, --learners: not with --explore"),
+        (["--for", "2min"], "--for: only with --explore"),
+        (["--explore", "--keep", "one"], "numbers of steps"),
     ],
 )
 def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:

@@ -45,6 +45,7 @@ def test_a_history_follows_from_its_seed() -> None:
         sabotages.a_superseded_range_is_dropped,
         sabotages.a_landed_merge_is_not_taken_off_the_parameters,
         sabotages.a_restart_forgets_the_fates,
+        sabotages.promises_may_be_broken,
     ],
 )
 def test_a_machine_with_one_rule_broken_is_found_out(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:

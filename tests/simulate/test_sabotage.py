@@ -86,6 +86,10 @@ def old_processes_are_not_fenced(patch: Patch) -> None:
     patch.setattr("lightning_diloco.protocol.syncer.roster.Roster.older", lambda *_: [])
 
 
+def promises_may_be_broken(patch: Patch) -> None:
+    patch.setattr("lightning_diloco.protocol.learner.boundary_promises.Promises.postpone", lambda *_: False)
+
+
 def a_quorum_of_one_is_enough(patch: Patch) -> None:
     patch.setattr(Rounds, "effective_quorum", lambda *_: 1)
 

@@ -1,0 +1,148 @@
+"""Tables and plots of `diloco simulate`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.simulate.goodput import Outcome, Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One simulated combination of options, or a baseline.
+
+    Args:
+        name: what is simulated, such as "8 learners" or "data parallel".
+        chips: of all learners together.
+        varied: options that have several values, by name, without the number of chips.
+        scenario: what was simulated.
+        found: the result.
+    """
+
+    name: str
+    chips: float
+    varied: Mapping[str, Any]
+    scenario: Scenario
+    found: Outcome
+
+    @property
+    def label(self) -> str:
+        """Return the name with the options that vary."""
+        return ", ".join([self.name, *(f"{name} {_short(value)}" for name, value in self.varied.items())])
+
+    def figures(self) -> dict[str, Any]:
+        """Return what `--json` prints: shares 0..1, times in seconds."""
+        found = {field.name: getattr(self.found, field.name) for field in dataclasses.fields(self.found)}
+        del found["training"]
+        return {"run": self.name, "learners": self.scenario.num_learners, "chips": self.chips, **self.varied, **found}
+
+
+def assumptions(rows: Sequence[Row]) -> list[str]:
+    """Return the assumptions of the forecast, in sentences."""
+    last = rows[-1].scenario
+    chips, network = last.chips, last.network
+    steps = " or ".join(f"{step_s:g} s" for step_s in last.step_s)
+    return [
+        f"each {chips.failures_per} fails once in {chips.mtbi_s / 86400:,.0f} days on average, independently; a "
+        f"failure takes {chips.slice_chips:g} chip(s) away, half of the times for less than {chips.return_s:g} s",
+        f"an elastic learner stands still for {chips.rescale_s:g} s after a failure, and trains on with the slices "
+        f"that are left; those that return wait for the next failure, at most {chips.hold_s:g} s",
+        f"a job that is not elastic restarts {chips.restart_s:g} s after a failure, on spare chips",
+        "the step that a failure interrupts is lost; no other work is",
+        f"a step takes {steps}; an upload {network.upload_s:.2g} s, a merge {2 * last.merge_s:.2g} s, a download "
+        f"{network.download_s:.2g} s; {last.config.fragments_wanted} fragments, H = {last.config.sync_every}, "
+        f"overlap {last.config.overlap}; the syncer has as many cores as it needs, and does not fail",
+        "the communication of data parallel training takes no time",
+        "take part: contributors of a round, of the learners that were stepping when it opened; merged: contributions",
+        f"{last.length_s:,.0f} s are simulated, and as much work for each baseline",
+    ]
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print a table, with a column for each number of chips if there are several, and the assumptions."""
+    console = Console()
+    console.print(_by_chips(rows) if len({row.chips for row in rows}) > 1 else _by_figure(rows))
+    console.print(Text("assumed", style="bold"))
+    for sentence in assumptions(rows):
+        console.print(Text(f"  {sentence}", style="dim"))
+
+
+def _by_chips(rows: Sequence[Row]) -> Table:
+    columns = sorted({row.chips for row in rows})
+    table = _table("goodput", [_short(chips) for chips in columns])
+    for label, cells in _by_label(rows).items():
+        goodput = {row.chips: row.found.goodput for row in cells}
+        table.add_row(label, *(f"{goodput[chips]:.1%}" for chips in columns))
+    return table
+
+
+def _by_figure(rows: Sequence[Row]) -> Table:
+    columns = ["goodput", "uptime", "pauses", "take part", "rounds", "merged"]
+    table = _table(f"{_short(rows[0].chips)} chips", columns)
+    for row in rows:
+        found = row.found
+        cells = [f"{found.goodput:.1%}", f"{found.uptime:.1%}", f"{found.pauses:,}"]
+        if found.participation is not None:
+            cells += [f"{found.participation:.1%}", f"{found.rounds:,}", f"{found.merges:,}"]
+        table.add_row(row.label, *cells)
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def painter(path: Path) -> Callable[[Sequence[Row]], None]:
+    """Return a function that draws goodput over chips, or training over time for a single number of chips.
+
+    Raises:
+        ConfigError: no such format, or matplotlib is missing; before anything is simulated.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--plot {path}: must end in .png or .svg")
+    try:
+        from lightning_diloco.plots import forecast
+    except ImportError as error:
+        raise ConfigError(f"{error}: plots need matplotlib; pip install 'lightning-diloco[plot]'") from error
+
+    def draw(rows: Sequence[Row]) -> None:
+        if len({row.chips for row in rows}) > 1:
+            cells = _by_label(rows).items()
+            forecast.draw_goodput(
+                {label: sorted((row.chips, row.found.goodput) for row in of) for label, of in cells}, path
+            )
+        else:
+            lanes = {
+                row.label: [(at_s, num / row.found.training[0][1]) for at_s, num in row.found.training] for row in rows
+            }
+            forecast.draw_training(lanes, path, until_s=min(row.scenario.length_s for row in rows))
+
+    return draw
+
+
+def _by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    labels = dict.fromkeys(row.label for row in rows)
+    return {label: [row for row in rows if row.label == label] for label in labels}
+
+
+def _short(value: Any) -> str:
+    """Format a number: 150k, 1.2M."""
+    if isinstance(value, str):
+        return value
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
