@@ -73,6 +73,8 @@ def add_parser(verbs: Any) -> None:
     add("--failures-per", choices=("chip", "slice"), help="what fails once per --mtbi (chip)")
     for name, what in _TIMES.items():
         add(f"--{name}", type=seconds, metavar="TIME", help=what)
+    add("--mtbf", type=seconds, metavar="TIME", help="mean time between deaths of a learner's process (none dies)")
+    add("--rejoin", type=seconds, metavar="TIME", help="time from such a death to the next step (2min)")
     add("--duration", type=seconds, metavar="TIME", help="simulated time (60,000 steps of all learners together)")
     add("--seed", type=int, metavar="N", help="seed of all randomness (1)")
     add("--baseline", nargs="+", choices=list(_BASELINES), default=None, help="data parallel training, too")
@@ -234,6 +236,8 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
         step_s=steps_s,
         spread=given.get("spread", 0.0),
         jitter=given.get("jitter", 0.0),
+        mtbf_s=given.get("mtbf"),
+        rejoin_s=given.get("rejoin", 120.0),
         duration_s=given.get("duration"),
         network=Network(latency_s=rtt_s / 2, upload_s=exchange.upload_s, download_s=exchange.download_s),
         merge_s=(exchange.merge_s + exchange.log_s) / 2,

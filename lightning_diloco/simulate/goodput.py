@@ -15,14 +15,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate, pairwise, takewhile
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.simulate.chips import Chips, Pause, pauses, trained_s
 from lightning_diloco.simulate.fleet import Fleet
-from lightning_diloco.simulate.process import SimulatedLearner
 from lightning_diloco.simulate.settings import Network, Pace
 
 LEARNER_STEPS = 60_000  # of all learners together, if no duration is given: enough failures for one percent
@@ -41,6 +39,8 @@ class Scenario:
         step_s: seconds per inner step; of several, learners take them in turn.
         spread: learners' steps are longer by up to this share, uniformly at random.
         jitter: steps of one learner vary uniformly by this share in both directions.
+        mtbf_s: mean time between deaths of a learner's process, which loses what was not merged; None: none dies.
+        rejoin_s: time from such a death to the first step of the next process.
         duration_s: simulated time; None: LEARNER_STEPS steps of all learners together.
         network: times of messages and transfers.
         merge_s: seconds of a merge, and of a commit.
@@ -53,6 +53,8 @@ class Scenario:
     step_s: Sequence[float] = (1.0,)
     spread: float = 0.0
     jitter: float = 0.0
+    mtbf_s: float | None = None
+    rejoin_s: float = 120.0
     duration_s: float | None = None
     network: Network = field(default_factory=Network)
     merge_s: float = 0.1
@@ -107,20 +109,23 @@ def simulate(scenario: Scenario) -> Outcome:
         tick_s=_TICK_S,
     )
     chance = random.Random(scenario.seed)
-    learners, ideal, all_pauses = [], 0.0, []
+    ideal, all_pauses, members = 0.0, [], []
     for k in range(m):
         step_s = scenario.step_s[k % len(scenario.step_s)] * (1 + scenario.spread * chance.random())
-        learner = fleet.start(f"l{k}", Pace(step_s=step_s, jitter=scenario.jitter, tokens=_TOKENS))
+        member = _Member(fleet, f"l{k}", Pace(step_s=step_s, jitter=scenario.jitter, tokens=_TOKENS))
         own = random.Random(f"{scenario.seed} {k}")
         stops = list(takewhile(lambda pause: pause.begins_s < until_s, pauses(scenario.chips, own)))
-        _interrupt_at(fleet, learner, iter(stops))
-        learners.append(learner)
+        member.interrupt_at(iter(stops))
+        if scenario.mtbf_s is not None:
+            member.die(scenario.mtbf_s, scenario.rejoin_s, random.Random(f"{scenario.seed} {k} deaths"), until_s)
+        members.append(member)
         all_pauses.append(stops)
         ideal += until_s / step_s * _TOKENS
     fleet.run_until(until_s)
-    for learner in learners:
-        fleet.finish(learner)
+    for member in members:
+        member.end()
     fleet.run_to_the_end(limit_s=until_s + _LATEST_DRAIN_S)
+    fleet.syncer.finish()
     totals, counts, p = fleet.syncer.ledger.totals(), fleet.syncer.rounds.counts, scenario.config.fragments_wanted
     training = _training(all_pauses, until_s)
     return Outcome(
@@ -159,6 +164,7 @@ def _check(scenario: Scenario) -> None:
             "learner needs at least one chip, and a slice holds 1 chip up to all chips of a learner"
         )
     times = {"step": min(scenario.step_s), "mean time between interruptions": chips.mtbi_s}
+    times |= {"mean time between deaths": 1.0 if scenario.mtbf_s is None else scenario.mtbf_s}
     times |= {"duration": scenario.length_s - 10 * max(scenario.step_s)}
     for name, value_s in times.items():
         if value_s <= 0:
@@ -169,17 +175,41 @@ def _check(scenario: Scenario) -> None:
         )
 
 
-def _interrupt_at(fleet: Fleet, learner: SimulatedLearner, stops: Iterator[Pause]) -> None:
-    """Schedule the next pause of a learner, which schedules the one after it."""
-    pause = next(stops, None)
-    if pause is not None:
-        fleet.at(pause.begins_s, partial(_interrupt, fleet, learner, pause, stops))
+class _Member:
+    """One learner of a forecast, over all of its processes."""
 
+    def __init__(self, fleet: Fleet, name: str, pace: Pace) -> None:
+        self._fleet, self._name, self._pace = fleet, name, pace
+        self.process = fleet.start(name, pace)
 
-def _interrupt(fleet: Fleet, learner: SimulatedLearner, pause: Pause, stops: Iterator[Pause]) -> None:
-    learner.pace = replace(learner.pace, tokens=round(_TOKENS * pause.share))
-    fleet.interrupt(learner, pause.ends_s - pause.begins_s)
-    _interrupt_at(fleet, learner, stops)
+    def interrupt_at(self, stops: Iterator[Pause]) -> None:
+        """Schedule the next pause, which schedules the one after it."""
+        pause = next(stops, None)
+        if pause is not None:
+            self._fleet.at(pause.begins_s, lambda: self._interrupt(pause, stops))
+
+    def _interrupt(self, pause: Pause, stops: Iterator[Pause]) -> None:
+        self._pace = self.process.pace = replace(self._pace, tokens=round(_TOKENS * pause.share))
+        self._fleet.interrupt(self.process, pause.ends_s - pause.begins_s)
+        self.interrupt_at(stops)
+
+    def die(self, mtbf_s: float, rejoin_s: float, chance: random.Random, until_s: float) -> None:
+        """Schedule the next death of the process, and the start of the one after it."""
+        at_s = self._fleet.now_s + chance.expovariate(1 / mtbf_s)
+        if at_s < until_s:
+            self._fleet.at(at_s, lambda: self._replace(rejoin_s))
+            self._fleet.at(at_s, lambda: self.die(mtbf_s, rejoin_s, chance, until_s))
+
+    def end(self) -> None:
+        """Drain and leave; a process that has not joined yet never does."""
+        if self.process.is_stepping:
+            self._fleet.finish(self.process)
+        else:
+            self._fleet.kill(self.process)
+
+    def _replace(self, rejoin_s: float) -> None:
+        self._fleet.kill(self.process)
+        self.process = self._fleet.start(self._name, replace(self._pace, starts_s=rejoin_s))
 
 
 def _training(all_pauses: Sequence[Sequence[Pause]], until_s: float) -> tuple[tuple[float, int], ...]:

@@ -81,6 +81,14 @@ def test_a_slow_learner_makes_nobody_wait() -> None:
     assert all(one.goodput > 0.98 for one in found.values())
 
 
+def test_processes_that_die_lose_what_was_not_merged_and_come_back() -> None:
+    dying = replace(FLEET, duration_s=1500.0, chips=replace(CHIPS, mtbi_s=1e12), mtbf_s=150.0, rejoin_s=20.0)
+    found = simulate(dying)
+    assert found.discarded > 0.01
+    assert found.goodput == pytest.approx(1 - 20 / 150 - found.discarded, abs=0.06)
+    assert found == simulate(dying)
+
+
 def test_an_interruption_discards_the_step_in_progress_and_no_other() -> None:
     run = Fleet(RunConfig(num_fragments=4, sync_every=8), expect=1)
     learner = run.start("l0", Pace(step_s=1.0))
@@ -104,6 +112,7 @@ def test_an_interruption_discards_the_step_in_progress_and_no_other() -> None:
         ({"step_s": (1.0, 0.0)}, "step is too short"),
         ({"duration_s": 5.0}, "at least ten"),
         ({"jitter": 1.0}, "below 1"),
+        ({"mtbf_s": 0.0}, "mean time between deaths is too short"),
     ],
 )
 def test_bad_input_is_refused(change: dict[str, object], said: str) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.simulate.goodput import Outcome, Scenario
+from lightning_diloco.simulate.goodput import LEARNER_STEPS, Outcome, Scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,19 @@ def assumptions(rows: Sequence[Row]) -> list[str]:
         f"overlap {last.config.overlap}; the syncer has as many cores as it needs, and does not fail",
         "the communication of data parallel training takes no time",
         "take part: contributors of a round, of the learners that were stepping when it opened; merged: contributions",
-        f"{last.length_s:,.0f} s are simulated, and as much work for each baseline",
+        *_deaths(last),
+        f"{LEARNER_STEPS:,} steps of all learners together are simulated"
+        if last.duration_s is None
+        else f"{last.duration_s:,.0f} s are simulated",
+    ]
+
+
+def _deaths(scenario: Scenario) -> list[str]:
+    if scenario.mtbf_s is None:
+        return []
+    return [
+        f"a learner's process dies every {scenario.mtbf_s:,.0f} s on average, loses what was not merged, and steps "
+        f"again after {scenario.rejoin_s:g} s"
     ]
 
 
