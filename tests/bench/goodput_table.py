@@ -5,8 +5,8 @@ python -m tests.bench.goodput_table   # 6 minutes
 1. One set of parameters serves all 30 cells. The paper publishes neither rescale nor return times, so three defaults of
    `diloco simulate` (--rescale, --hold, --restart) were fitted to the table, once. The rest of the rows is a forecast.
 2. Controls: half and double of the fitted times must miss the bound on the mean error.
-3. Real runs with killed learners (`forecast.py`, stored) are simulated with their measured step times, times between kills
-   and restart times. Time that the run without kills has lost to longer steps is taken off.
+3. Real runs with killed learners (`forecast.py`, stored) are simulated with their measured step times, times between
+   kills and restart times. Time that the run without kills has lost to longer steps is taken off.
 4. Learners of two speeds: in the paper a round that waits for all of its learners stops the faster ones. Here nobody
    waits; the quorum only decides how many contributions are merged together.
 """
