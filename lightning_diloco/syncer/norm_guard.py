@@ -12,7 +12,10 @@
    all its norms were zero, as those of frozen parameters are, there is no limit.
 5. Norms are compared for the same number of steps. Steps in one direction add up linearly, independent ones by the
    square root; the larger of the two is used. So twice the steps allow twice the norm, half the steps 0.7 times.
-6. After a restart the norms are read from the tape. Replays do not need them: recorded commits have their limits.
+6. Norms shrink when the learning rate decays or a learner converges. A learner's usual norm counts as at least FLOOR of
+   the largest usual norm that it had per step. Otherwise work from before the decay, which comes late because of an
+   outage, would be cut to nothing again and again.
+7. After a restart the norms are read from the tape. Replays do not need them: recorded commits have their limits.
 
 Source: our choice.
 """
@@ -28,6 +31,7 @@ from statistics import median, median_high
 NORM_GUARD, SCALE_DOWN = 10.0, 4.0
 MIN_SAMPLES = 8
 NUM_RECENT = 16  # of each learner and fragment
+FLOOR = 0.01
 
 Sample = tuple[float, int]  # norm, steps
 
@@ -50,11 +54,23 @@ class Limit:
 
 
 class _Recent:
-    """The last norms of one learner in one fragment: all, and those merged without scaling."""
+    """The last norms of one learner in one fragment: all, and those merged without scaling.
+
+    Attributes:
+        peak: largest usual norm per step so far.
+    """
 
     def __init__(self) -> None:
         self.all: deque[Sample] = deque(maxlen=NUM_RECENT)
         self.whole: deque[Sample] = deque(maxlen=NUM_RECENT)
+        self.peak = 0.0
+
+    def learn(self, norm: float, steps: int, *, is_whole: bool) -> None:
+        self.all.append((norm, steps))
+        if is_whole:
+            self.whole.append((norm, steps))
+            if len(self.whole) >= MIN_SAMPLES:
+                self.peak = max(self.peak, median(norm / steps for norm, steps in self.whole))
 
 
 class NormGuard:
@@ -67,11 +83,8 @@ class NormGuard:
         self, p: int, learners: Sequence[str], norms: Sequence[float], steps: Sequence[int], kept: Sequence[float]
     ) -> None:
         """Learn the norms of committed contributions, as they were before scaling by `kept`."""
-        for learner, *sample, part in zip(learners, norms, steps, kept, strict=True):
-            recent = self._recent[p][learner]
-            recent.all.append((sample[0], sample[1]))
-            if part == 1:
-                recent.whole.append((sample[0], sample[1]))
+        for learner, norm, num_steps, part in zip(learners, norms, steps, kept, strict=True):
+            self._recent[p][learner].learn(norm, num_steps, is_whole=part == 1)
 
     def limit(self, p: int, learner: str, steps: int, present: Mapping[str, Sample]) -> Limit:
         """Return the limits for a contribution.
@@ -84,21 +97,26 @@ class NormGuard:
         """
         known = {name: list(recent.whole) for name, recent in self._recent[p].items()}
         own = known.pop(learner, [])
-        others = [samples for samples in known.values() if len(samples) >= MIN_SAMPLES]
+        others = {name: samples for name, samples in known.items() if len(samples) >= MIN_SAMPLES}
         if len(others) < 2 and len(own) < MIN_SAMPLES:
             names = (known.keys() | present.keys()) - {learner}
-            others = [known.get(name, []) + [present[name] for _ in range(name in present)] for name in names]
-        usual = [norm for samples in others if (norm := _usual(samples, steps))]
+            others = {name: known.get(name, []) + [present[name] for _ in range(name in present)] for name in names}
+        usual = [norm for name, samples in others.items() if (norm := self._usual(p, name, samples, steps))]
         if usual:
             middle = median_high(usual)
-            own_norm = _usual(own, steps) if len(own) >= MIN_SAMPLES else 0.0
+            own_norm = self._usual(p, learner, own, steps) if len(own) >= MIN_SAMPLES else 0.0
             base = max(middle, min(own_norm, NORM_GUARD * middle))
             if len(usual) >= 2:
                 return Limit(SCALE_DOWN * base, NORM_GUARD * base, middle, len(usual))
             return Limit(NORM_GUARD * base, math.inf, middle, 1)
         everything = self._recent[p][learner].all
-        own_norm = _usual(everything, steps) if len(everything) >= MIN_SAMPLES else 0.0
+        own_norm = self._usual(p, learner, everything, steps) if len(everything) >= MIN_SAMPLES else 0.0
         return Limit(NORM_GUARD * own_norm or math.inf)
+
+    def _usual(self, p: int, learner: str, samples: Sequence[Sample] | deque[Sample], steps: int) -> float:
+        """Return a learner's usual norm for this number of steps (rule 6); 0: not known."""
+        recent = self._recent[p].get(learner)
+        return max(_usual(samples, steps), 0.0 if recent is None else FLOOR * recent.peak * steps)
 
 
 def _usual(samples: Sequence[Sample] | deque[Sample], steps: int) -> float:

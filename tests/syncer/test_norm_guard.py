@@ -166,6 +166,25 @@ def test_alone_a_learner_is_limited_by_its_own_past() -> None:
     assert usual.limit(0, "a", 4, {}).norm == NORM_GUARD * 2.0
 
 
+def decayed(*learners: str, to: float) -> NormGuard:
+    """These learners sent norms of 2 in four steps, which have shrunk since."""
+    usual = taught(**dict.fromkeys(learners, 2.0))
+    for learner in learners:
+        usual.learn(0, [learner] * 99, [to] * 99, [4] * 99, [1.0] * 99)
+    return usual
+
+
+@pytest.mark.parametrize("to", [1e-9, 0.0])
+@pytest.mark.parametrize("others", [("a",), ("a", "b"), ("late",)])
+def test_work_from_before_a_decay_is_not_cut_to_nothing(others: tuple[str, ...], to: float) -> None:
+    """Two learners, the other one converged: what came late was merged to 3e-7 of it, in round after round."""
+    limit = decayed(*others, to=to).limit(0, "late", 400, {"late": (8.0, 400)})
+
+    assert limit.norm >= 8.0, "a twenty-fifth of the steps' usual length before the decay"
+    assert limit.refused >= 8.0
+    assert limit.norm <= NORM_GUARD * 0.01 * 200.0 * (1 + 1e-9), "but ten times the hundredth part at most"
+
+
 def test_of_one_that_only_sent_zeros_nothing_is_known() -> None:
     assert taught(a=0.0).limit(0, "a", 4, {}) == Limit()
     assert taught(a=0.0, b=0.0, c=0.0).limit(0, "a", 4, {}) == Limit()
