@@ -4,8 +4,9 @@
    suspended and sent away; the syncer is killed between any two of its actions, restarts from a snapshot, stands still,
    or loses the newest records of its disk; the disk fills up. Messages are lost, repeated, and overtake each other. If
    the disk loses records, nobody is cut off: the syncer recognizes lost versions only among the last ones.
-2. The invariants are checked after every event, and the whole log after every step. At the end, everybody reconnects.
-   Then each learner must get its work merged, drain and leave, and the ledger must be exact.
+2. The invariants are checked after every event, and the whole log after every step. At the end, everybody reconnects,
+   and the network becomes that of real runs, where polls are answered in order. Then each learner must get its work
+   merged, drain and leave, and the ledger must be exact.
 3. A step names learners by position, so a history still makes sense if steps are left out. A failing one is shrunk:
    steps are left out while it fails.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.simulate.fleet import Fleet
@@ -232,6 +233,7 @@ class History:
 
     def _end(self) -> None:
         fleet = self._fleet
+        fleet.network = replace(fleet.network, loss=0.0, repeats=0.0, jitter=0.0)
         self._heal_all()
         fleet.run_for(RECONNECT_S)
         training = list(self._training())

@@ -82,6 +82,7 @@ class Fragment:
         is_due: the schedule asks for a round.
         announced: round that waits for this learner's snapshot.
         last_round: newest round announced.
+        answered: round that was answered with the outstanding contribution when it was announced.
     """
 
     generation: int
@@ -100,6 +101,7 @@ class Fragment:
     is_due: bool = False
     announced: int | None = None
     last_round: int = -1
+    answered: int | None = None
     proof: str = ""
 
     def pending(self, tokens: int) -> tuple[tuple[int, int], ...]:

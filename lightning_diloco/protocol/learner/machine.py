@@ -276,6 +276,7 @@ class LearnerState:
         is_repeated = message.round == f.last_round
         f.is_due, f.last_round = f.is_due and is_repeated, message.round
         if f.outstanding and f.outstanding.merged_at is None:
+            f.answered = message.round
             return [do.Say(f.outstanding.ready), *f.outstanding.ask_fate(now_s, at_once=True)]
         if is_repeated or self.phase == "evaluating":
             return [do.Say(msg.Decline(p, message.round))]
@@ -317,6 +318,8 @@ class LearnerState:
                     f.take_back()
                 else:
                     self._book("superseded", f.drop_outstanding())
+                if f.answered == f.last_round and self.phase != "evaluating":
+                    f.announced = f.answered  # it was answered with what has just been superseded
                 return [do.Forget(p, message.seq)]
             case "refused":
                 return self._warn(p, "refused", message.reason) + self._refused(p, f, message)

@@ -198,6 +198,17 @@ def test_superseded_with_carry_the_range_is_fresh_again(learner: Learner) -> Non
     assert (learner.snapshot(0, 2).start, learner.snapshot(1, 3).seq) == (0, 1)
 
 
+def test_a_round_that_was_answered_with_a_superseded_contribution_is_answered_again(learner: Learner) -> None:
+    """Ranks postpone fates: a slow learner answered with the old contribution, and was never merged."""
+    ready = learner.snapshot()
+    learner.hear(msg.Announce(0, 2))
+    assert ready in learner.says
+    learner.hear(msg.FateIs(0, 1, "superseded"))
+
+    (snapshot,) = of_kind(learner.step(), do.Snapshot)
+    assert (snapshot.ready.seq, snapshot.ready.start) == (2, 0)
+
+
 def test_superseded_with_overwrite_the_range_is_booked() -> None:
     learner = Learner(align="overwrite")
     learner.snapshot()
