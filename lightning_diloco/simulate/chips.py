@@ -10,7 +10,7 @@
 5. A pause discards the step that it interrupts, and no other.
 6. Failures begin WARM_UP medians of `return_s` before the time 0, so that slices are missing from the start.
 
-Source: Poisson failures and exponentiated Weibull returns are the paper's (Section 4). It does not publish the rest:
+Source: Poisson failures and exponentiated Weibull returns are the paper's. It does not publish the rest:
 rules 2 to 6 and all defaults are our choice, see `tests/bench/goodput_table.py`.
 """
 

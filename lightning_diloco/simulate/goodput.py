@@ -7,7 +7,7 @@
 3. uptime: share of the time in which at least one learner trained.
 4. Data parallel training is a single learner with all chips and without a syncer. Its communication costs nothing.
 
-Source: the measures are the paper's (Section 4 and Table 1).
+Source: the measures are the paper's (Table 1).
 """
 
 from __future__ import annotations

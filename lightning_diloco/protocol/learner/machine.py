@@ -359,13 +359,15 @@ class LearnerState:
         """Process a Welcome after a reconnect; in a new generation, adopt all anchors."""
         todo: list[LearnerAction] = []
         generation, self._asks = max(message.generations), {}
-        self.lessee.welcomed(is_anew=generation > self.generation)
+        # Until it has adopted a generation, it has no proof of it: the syncer may have lost it, or another one has its
+        # number.
+        has_adopted = any(f.generation == self.generation for f in self.fragments)
+        is_anew = generation > self.generation or not has_adopted
+        self.lessee.welcomed(is_anew=is_anew)
         merged = message.merged or (0,) * len(self.fragments)
         for p, f in enumerate(self.fragments):
             f.announced, f.last_round = None, -1
-            # Until it has adopted a generation, it cannot tell it from another one with the same number.
-            is_new = generation > self.generation or (generation == self.generation and f.must_adopt == "restored")
-            if is_new:
+            if is_anew:
                 todo += [do.Forget(p, f.outstanding.ready.seq)] if f.outstanding else []
                 self._book("restored", f.rolled_back(message.versions[p], merged[p]))
                 todo += f.fetch(p)
@@ -373,9 +375,9 @@ class LearnerState:
                 f.welcomed_back(message.versions[p])
                 todo += f.fetch(p) + f.ask_fate(now_s, at_once=True)
         is_ahead = any(f.landed > version for f, version in zip(self.fragments, message.versions, strict=True))
-        if generation == self.generation and is_ahead:
+        if not is_anew and (is_ahead or generation < self.generation):
             return [*todo, do.SayHello()]  # the new hello has the proofs of versions that landed since the last one
-        self.generation = max(self.generation, generation)
+        self.generation = generation
         return [*todo, self._leave() if self._is_leaving else self._heartbeat(now_s)]
 
     # ------------------------------------------------------------------------------------------------- own threads
