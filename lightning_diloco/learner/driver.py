@@ -147,7 +147,7 @@ class Driver(Link):
         """Return generation, version and proof; consistent, because a landing holds the lock."""
         with self._changed:
             f = self._machine.fragments[p]
-            return f.generation, f.landed, f.proof
+            return f.generation, f.held, f.proof
 
     def _anchor(self, p: int) -> Tensor | None:
         """Return the anchor; None if its parts have different versions at the moment."""

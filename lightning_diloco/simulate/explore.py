@@ -236,6 +236,8 @@ class History:
         fleet.network = replace(fleet.network, loss=0.0, repeats=0.0, jitter=0.0)
         self._heal_all()
         fleet.run_for(RECONNECT_S)
+        for learner in fleet.learners.values():
+            assert "no proof" not in (learner.error or ""), f"{learner.session} was turned away: {learner.error}"
         training = list(self._training())
         before = {learner.session: learner.state.tokens for learner in training if learner.state is not None}
         fleet.run_for(MERGED_S)

@@ -320,7 +320,7 @@ class Fleet:
         learner.connection += 1
         learner.boot = self._boot
         known = tuple(
-            messages.Mark(f.generation, f.landed, learner.digests[p], f.proof)
+            messages.Mark(f.generation, f.held, learner.digests[p], f.proof)
             for p, f in enumerate(learner.state.fragments)
         )
         for action in learner.state.handle(on.Reconnected(learner.connection, known), self.now_s):

@@ -24,6 +24,21 @@ NUM_STEPS, NUM_BATCH, SAVE_AT = 24, 8, 13
 VALIDATE_EVERY = 5
 
 
+def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all but one in a hundred values are equal up to 1e-5, and those up to a step of bfloat16.
+
+    Outer gradients are rounded to bfloat16. Ranks add up in another order, so a value between two of them may be
+    rounded to either: one of 272 on an Intel Xeon, none on an AMD EPYC. What is trained afterwards differs a little.
+    """
+    apart = (one - other).abs()
+    return bool((apart > 1e-5).sum() <= max(1, apart.numel() // 100) and apart.max() < 1e-3)
+
+
+def ends_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    pairs = [(torch.tensor(values), torch.tensor(other["params"][name])) for name, values in one["params"].items()]
+    return all(are_alike(*pair) for pair in pairs)
+
+
 def furthest(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Largest difference of any parameter."""
     pairs = [(torch.tensor(values), torch.tensor(other["params"][name])) for name, values in one["params"].items()]
@@ -50,17 +65,17 @@ def test_several_ranks_give_the_anchors_of_one_device(processes: Processes) -> N
         assert processes.end(processes.trainer(name, *PACED, "--save-at", SAVE_AT, *layout)) == 0
 
     (one,), (spawned,) = processes.ranks_held("one"), processes.ranks_held("spawned")
-    assert furthest(one, spawned) > 1e-4  # one step less makes a difference
+    assert not ends_alike(one, spawned), "one step less makes a difference"
     sharded = {"fsdp": "FSDPDiLoCo", "fsdp2": "ModelParallelDiLoCo", "fsdp2-tp": "ModelParallelDiLoCo"}
     for name, strategy in {"scripts": "DDPDiLoCo", **sharded}.items():
         assert manifest(processes, name)["frozen"] == manifest(processes, "one")["frozen"]
         assert val_losses(processes, name) == pytest.approx(val_losses(processes, "one"), abs=1e-6)
         for rank in processes.ranks_held(name):
             assert (rank["strategy"], len(rank["seen"])) == (strategy, NUM_STEPS * NUM_BATCH // 2)
-            assert furthest(one, rank) < 1e-6
+            assert ends_alike(one, rank)
         assert summary(processes, name)["rounds"] == summary(processes, "one")["rounds"]
         pairs = zip(saved(processes, name), saved(processes, "one"), strict=True)
-        assert all(torch.allclose(*pair, atol=1e-6) for pair in pairs)
+        assert all(are_alike(*pair) for pair in pairs)
     for name in ("scripts", *sharded, "spawned"):
         found, steps = summary(processes, name), NUM_STEPS - (name == "spawned")
         assert (found["status"], found["joins"], found["ledger_exact"]) == ("finished", 1, True)
@@ -78,16 +93,13 @@ def test_a_sharded_checkpoint_holds_the_anchor_and_is_gone_on_from(processes: Pr
     of_one = torch.load(processes.root / "one" / "held.ckpt", weights_only=True)["state_dict"]
     found = torch.load(whole, weights_only=False)["model" if inner == "fsdp-sharded" else "state_dict"]
     assert found.keys() == of_one.keys()
-    assert all(torch.allclose(found[name], values, atol=1e-6) for name, values in of_one.items())
+    assert all(are_alike(found[name], values) for name, values in of_one.items())
 
     again = ("--ckpt", folder, "--steps", SAVE_AT)  # nothing is left to train
     assert processes.end(processes.trainer("again", *several, *again)) == 0
     for rank in processes.ranks_held("again"):
         assert rank["steps"] == SAVE_AT
-        assert all(
-            torch.allclose(torch.tensor(values), of_one[name].flatten(), atol=1e-6)
-            for name, values in rank["params"].items()
-        )
+        assert all(are_alike(torch.tensor(values), of_one[name].flatten()) for name, values in rank["params"].items())
     assert processes.end(processes.trainer("further", *several, "--ckpt", folder)) == 0
     assert summary(processes, "further")["tokens_merged"] == (NUM_STEPS - SAVE_AT) * NUM_BATCH * 2
 

@@ -9,7 +9,9 @@ import pytest
 
 from lightning_diloco.cli.main import main
 from lightning_diloco.config import RunConfig
+from lightning_diloco.protocol.syncer.records import Regenerated
 from lightning_diloco.simulate import Fleet, Network, Pace, SimulatedLearner
+from lightning_diloco.simulate.disk import Entry
 from lightning_diloco.simulate.explore import History, explore
 from tests.simulate import test_sabotage as sabotages
 
@@ -141,3 +143,24 @@ def test_a_generation_that_is_lost_before_anybody_adopted_it_is_not_taken_for_th
     fleet.run_for(8.0)
     fleet.syncer.finish()
     assert fleet.syncer.ledger.totals().is_exact
+
+
+def test_a_learner_follows_a_syncer_that_has_lost_the_generation_it_was_told_of() -> None:
+    """It ignored what was older than the generation that it had not adopted, and the syncer ignored what it sent."""
+    fleet, learners = fleet_of_two(upload_s=0.1, download_s=3.0)
+    fleet.run_for(30.0)
+    fleet.restart_syncer(lose=3)
+    run_until(fleet, lambda: all(learner.state is not None and learner.state.generation == 1 for learner in learners))
+    for learner in learners:
+        fleet.cut(learner)  # so that nobody proves anything before the restart
+    fleet.restart_syncer(lose=1 + max(k for k, entry in enumerate(reversed(fleet.disk.log)) if is_regenerated(entry)))
+    for learner in learners:
+        fleet.heal(learner)
+    before = sum(f.version for f in fleet.syncer.rounds.fragments)
+    fleet.run_for(60.0)
+    assert sum(f.version for f in fleet.syncer.rounds.fragments) > before + 10
+    fleet.invariants.audit()
+
+
+def is_regenerated(entry: Entry) -> bool:
+    return isinstance(entry.record, Regenerated)

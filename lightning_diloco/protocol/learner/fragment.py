@@ -82,6 +82,7 @@ class Fragment:
         is_due: the schedule asks for a round.
         announced: round that waits for this learner's snapshot.
         last_round: newest round announced.
+        outlived: version of the anchor here, if its generation is over and the new one is not adopted yet.
         answered: round that was answered with the outstanding contribution when it was announced.
     """
 
@@ -101,8 +102,14 @@ class Fragment:
     is_due: bool = False
     announced: int | None = None
     last_round: int = -1
+    outlived: int | None = None
     answered: int | None = None
     proof: str = ""
+
+    @property
+    def held(self) -> int:
+        """Return the version of the anchor here, of which `proof` is."""
+        return self.landed if self.outlived is None else self.outlived
 
     def pending(self, tokens: int) -> tuple[tuple[int, int], ...]:
         """Return the ranges that are neither merged and landed nor discarded, up to `tokens`."""
@@ -226,6 +233,7 @@ class Fragment:
             Lost tokens: those landed as merged or outstanding, without the merged ones.
         """
         lost = self.merged_tokens + self.drop_outstanding() - merged
+        self.outlived = self.held
         self.merged_tokens, self.landed, self.offered = merged, version, version
         self.staged, self.announced, self.must_adopt = None, None, "restored"
         return lost

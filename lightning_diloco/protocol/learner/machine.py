@@ -199,6 +199,7 @@ class LearnerState:
     def _land(self, p: int, f: Fragment, staged: on.Staged, now_s: float) -> list[LearnerAction]:
         todo: list[LearnerAction] = [do.Land(p)]
         f.landed, f.generation, f.proof, f.staged = staged.version, staged.generation, staged.proof, None
+        f.outlived = None
         mine = f.outstanding
         if mine and staged.merged_seq == mine.ready.seq:
             self._rounds_s.append(now_s - mine.began_s)

@@ -1,0 +1,111 @@
+"""Learners in four regions, scaled down: does anybody wait for the network, and is everything merged?
+
+python -m tests.bench.wide_area   # 7 minutes
+
+1. The ratio of traffic to compute is that of a 12B decoder at the paper's settings (H = P = 24, overlap 2, int8, steps
+   of 2 s). Model and links are smaller by the same factor, steps are a quarter as long. Round trips of 40 ms are not
+   scaled down, so they weigh four times as much.
+2. Learners sleep instead of computing. Bytes are real, over TLS and through a proxy of each learner's own, which delays
+   and limits each direction.
+3. utilization: share of a learner's time outside of the link's hooks, measured around them. merged: tokens merged, of
+   the tokens seen. rounds per H: commits of a fragment while a learner makes H steps; 1 is the schedule.
+4. Controls: a link that sends on the training thread must miss the bound on utilization; a link with less than the
+   traffic needs must miss the schedule, and must not slow training.
+5. Data parallel training, by arithmetic: an all-reduce of bfloat16 gradients in each step, without overlap.
+
+Source: bounds are our choice.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.quantize import wire_nbytes
+from tests.bench import report
+from tests.bench.processes import Measured, Sleeper, run
+
+LEARNERS, RTT_S = 4, 0.04
+REAL_NUMEL, REAL_STEP_S = 12e9, 2.0
+RATES_GBPS = (5.0, 2.5, 1.25)
+TOO_SLOW_GBPS = 0.625
+UTILIZATION, MERGED, ON_SCHEDULE = 0.99, 1.0, 0.9
+BLOCKED = "control: sends on the training thread, 5 Gbit/s"
+
+
+def rate_bps(gbps: float, numel: int, step_s: float) -> float:
+    """Return the scaled-down rate: the same share of a step per fragment."""
+    return gbps * 1e9 * (numel / REAL_NUMEL) / (step_s / REAL_STEP_S)
+
+
+def load(gbps: float) -> float:
+    """Return the share of the link that contributions need, in one direction."""
+    config = RunConfig()
+    nbytes = wire_nbytes(round(REAL_NUMEL / 24 / 256) * 256, config.wire, config.block_size)
+    return 8 * nbytes / (gbps * 1e9) / REAL_STEP_S
+
+
+def data_parallel(gbps: float) -> float:
+    """Return the utilization of data parallel training over the same links (rule 5)."""
+    all_reduce_s = 16 * REAL_NUMEL * 2 * (LEARNERS - 1) / LEARNERS / (gbps * 1e9)
+    return REAL_STEP_S / (REAL_STEP_S + all_reduce_s)
+
+
+def figures(name: str, gbps: float, crew: Sequence[Measured], summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the table row of one run."""
+    periods = statistics.mean(len(learner.steps) for learner in crew) / summary["config"]["sync_every"]
+    walls = [step["wall_s"] for learner in crew for step in learner.steps]
+    return {
+        "run": name,
+        "needs of the link": load(gbps),
+        "utilization": min(1 - learner.stall_share() for learner in crew),
+        "step p95 [ms]": 1e3 * report.quantile(walls, 0.95),
+        "merged": summary["tokens_merged"] / summary["tokens_seen"],
+        "take part": summary["participation"],
+        "rounds per H": statistics.mean(summary["versions"]) / periods,
+        "data parallel": data_parallel(gbps),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and store the table; return 1 if a bound is missed."""
+    parser = report.options(__doc__)
+    parser.add_argument("--numel", type=int, default=24 * 512**2, help="parameters, default 6.3M")
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--step-s", type=float, default=0.5)
+    args = parser.parse_args(argv)
+    rows = []
+    for name, gbps, blocks in (
+        *((f"{gbps:g} Gbit/s", gbps, False) for gbps in RATES_GBPS),
+        (f"control: {TOO_SLOW_GBPS:g} Gbit/s", TOO_SLOW_GBPS, False),
+        (BLOCKED, RATES_GBPS[0], True),
+    ):
+        sleeper = Sleeper(step_s=args.step_s, num_steps=args.steps, numel=args.numel, blocks=blocks)
+        rate = rate_bps(gbps, args.numel, args.step_s)
+        crew, summary = run([sleeper] * LEARNERS, {"sync_every": 24}, delay_s=RTT_S / 2, rate_bps=rate)
+        rows.append(figures(name, gbps, crew, summary))
+    return report.conclude(args.out, rows, _checks(rows))
+
+
+def _checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    *plain, slow, blocked = rows
+    checks = {}
+    for row in plain:
+        name = row["run"]
+        checks[f"{name}: utilization {row['utilization']:.2%}, bound 99%"] = row["utilization"] >= UTILIZATION
+        checks[f"{name}: {row['merged']:.1%} of the tokens are merged, bound 100%"] = row["merged"] >= MERGED
+        if row["needs of the link"] < ON_SCHEDULE:
+            holds = row["rounds per H"] >= ON_SCHEDULE
+            checks[f"{name}: {row['rounds per H']:.2f} rounds per H, bound {ON_SCHEDULE:g}"] = holds
+    holds = slow["utilization"] >= UTILIZATION and slow["rounds per H"] < ON_SCHEDULE
+    checks[f"{slow['run']} misses the schedule ({slow['rounds per H']:.2f}) and slows nobody"] = holds
+    checks[f"{blocked['run']}: utilization {blocked['utilization']:.1%}, below 99%"] = (
+        blocked["utilization"] < UTILIZATION
+    )
+    return checks
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
