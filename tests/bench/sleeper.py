@@ -48,7 +48,8 @@ class Sleeping(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(self._step_s)
-        return self.matrices[batch_idx % len(self.matrices)].mul(batch.mean()).sum()
+        scale = batch.mean() * torch.rand(())  # contributions that equal the last one would be refused
+        return self.matrices[batch_idx % len(self.matrices)].mul(scale).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
