@@ -45,7 +45,7 @@ _VARIED: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "grace": (_grace, _RUN.grace, f"time that a round waits for more, or adaptive ({_RUN.grace})"),
     "sync-every": (int, _RUN.sync_every, f"H, steps between exchanges of a fragment ({_RUN.sync_every})"),
     "link": (bits, 5e9, "link of each learner in each direction (5Gbit)"),
-    "mtbi": (seconds, None, "mean time between interruptions of a chip, such as 1y (1y)"),
+    "mtbi": (seconds, seconds("1y"), "mean time between interruptions of a chip, such as 1y (1y)"),
 }
 _SEARCH = {"for_s", "seeds", "keep"}  # options of --explore alone
 _TIMES = {
@@ -179,11 +179,9 @@ def _of_file(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def _simulated(given: Mapping[str, Any]) -> Iterator[Row]:
     from lightning_diloco.cli.views.simulate import Row
-    from lightning_diloco.simulate.chips import YEAR_S
     from lightning_diloco.simulate.goodput import data_parallel, simulate
 
     values = {name: given.get(name.replace("-", "_"), [default]) for name, (_, default, _) in _VARIED.items()}
-    values["mtbi"] = given.get("mtbi", [YEAR_S])
     several = {name for name, choices in values.items() if len(choices) > 1} - {"learners", "chips"}
     for baseline in given.get("baseline", ()):
         name = "elastic data parallel" if _BASELINES[baseline] else "data parallel"

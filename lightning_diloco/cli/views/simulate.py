@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.plots.style import quantity
 from lightning_diloco.simulate.goodput import LEARNER_STEPS, Outcome, Scenario
 
 
@@ -151,10 +152,4 @@ def _by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _short(value: Any) -> str:
-    """Format a number: 150k, 1.2M."""
-    if isinstance(value, str):
-        return value
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
+    return value if isinstance(value, str) else quantity(value)
