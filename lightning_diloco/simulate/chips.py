@@ -19,9 +19,9 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from typing import Literal
 
 YEAR_S = 365.25 * 86400
@@ -75,10 +75,10 @@ class Pause:
     share: float
 
 
-def pauses(chips: Chips, chance: random.Random) -> Iterator[Pause]:
-    """Yield the pauses of a learner from the time 0 on, in order and without end; they do not overlap."""
+def pauses(chips: Chips, chance: random.Random, *, until_s: float = math.inf) -> Iterator[Pause]:
+    """Yield the pauses of a learner that begin from the time 0 on and before `until_s`, in order; none overlap."""
     found = _of_elastic(chips, chance) if chips.is_elastic else _of_rigid(chips, chance)
-    return dropwhile(lambda pause: pause.begins_s < 0, found)
+    return takewhile(lambda pause: pause.begins_s < until_s, dropwhile(lambda pause: pause.begins_s < 0, found))
 
 
 def _of_rigid(chips: Chips, chance: random.Random) -> Iterator[Pause]:
@@ -108,15 +108,19 @@ def _of_elastic(chips: Chips, chance: random.Random) -> Iterator[Pause]:
         yield Pause(begins_s, ends_s, 1 - len(away) / chips.num_slices)
 
 
-def trained_s(chips: Chips, chance: random.Random, *, step_s: float, until_s: float) -> float:
-    """Return the time in whole steps that a learner trains, multiplied by its share of slices; it is alone."""
+def trained_s(stops: Iterable[Pause], *, step_s: float, until_s: float) -> float:
+    """Return the time in whole steps that a learner trains between these pauses, multiplied by its share of slices.
+
+    Args:
+        stops: the pauses that begin before `until_s`.
+        step_s: seconds per step.
+        until_s: end of training.
+    """
     done_s, share, now_s = 0.0, 1.0, 0.0
-    for pause in pauses(chips, chance):
-        done_s += share * step_s * math.floor((min(pause.begins_s, until_s) - now_s) / step_s)
+    for pause in (*stops, Pause(until_s, until_s, 1.0)):
+        done_s += share * step_s * max(0, math.floor((pause.begins_s - now_s) / step_s))
         now_s, share = pause.ends_s, pause.share
-        if now_s >= until_s:
-            return done_s
-    raise AssertionError("pauses never end")
+    return done_s
 
 
 def _next_failure_s(chips: Chips, chance: random.Random, now_s: float) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
@@ -114,7 +114,7 @@ def simulate(scenario: Scenario) -> Outcome:
         step_s = scenario.step_s[k % len(scenario.step_s)] * (1 + scenario.spread * chance.random())
         member = _Member(fleet, f"l{k}", Pace(step_s=step_s, jitter=scenario.jitter, tokens=_TOKENS))
         own = random.Random(f"{scenario.seed} {k}")
-        stops = list(takewhile(lambda pause: pause.begins_s < until_s, pauses(scenario.chips, own)))
+        stops = list(pauses(scenario.chips, own, until_s=until_s))
         member.interrupt_at(iter(stops))
         if scenario.mtbf_s is not None:
             member.die(scenario.mtbf_s, scenario.rejoin_s, random.Random(f"{scenario.seed} {k} deaths"), until_s)
@@ -145,11 +145,11 @@ def data_parallel(scenario: Scenario, *, is_elastic: bool) -> Outcome:
     _check(scenario)
     count = scenario.chips.count * scenario.num_learners
     chips = replace(scenario.chips, count=count, is_elastic=is_elastic)
-    until_s, own = scenario.length_s * scenario.num_learners, f"{scenario.seed} 0"
-    stops = list(takewhile(lambda pause: pause.begins_s < until_s, pauses(chips, random.Random(own))))
+    until_s = scenario.length_s * scenario.num_learners
+    stops = list(pauses(chips, random.Random(f"{scenario.seed} 0"), until_s=until_s))
     training = _training([stops], until_s)
     return Outcome(
-        goodput=trained_s(chips, random.Random(own), step_s=max(scenario.step_s), until_s=until_s) / until_s,
+        goodput=trained_s(stops, step_s=max(scenario.step_s), until_s=until_s) / until_s,
         uptime=_uptime(training, until_s),
         pauses=len(stops),
         training=training,

@@ -20,7 +20,7 @@ def first(chips: Chips, number: int, seed: int = 1) -> list[Pause]:
 
 def goodput(chips: Chips, num_failures: int = 4000) -> float:
     until_s = num_failures * chips.failure_s
-    return trained_s(chips, random.Random(1), step_s=1e-3, until_s=until_s) / until_s
+    return trained_s(pauses(chips, random.Random(1), until_s=until_s), step_s=1e-3, until_s=until_s) / until_s
 
 
 @pytest.mark.parametrize("is_elastic", [True, False])

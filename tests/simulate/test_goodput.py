@@ -15,7 +15,7 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate import Fleet, Network, Pace, fleet, goodput
-from lightning_diloco.simulate.chips import Chips, trained_s
+from lightning_diloco.simulate.chips import Chips, pauses, trained_s
 from lightning_diloco.simulate.goodput import Outcome, Scenario, data_parallel, simulate
 from lightning_diloco.syncer import service
 
@@ -45,7 +45,11 @@ def test_without_failures_all_work_is_merged() -> None:
 
 def test_failures_cost_what_they_cost_the_learners_alone_and_nobody_waits(often: Outcome) -> None:
     alone = [
-        trained_s(OFTEN.chips, random.Random(f"{OFTEN.seed} {k}"), step_s=1.0, until_s=OFTEN.length_s)
+        trained_s(
+            pauses(OFTEN.chips, random.Random(f"{OFTEN.seed} {k}"), until_s=OFTEN.length_s),
+            step_s=1.0,
+            until_s=OFTEN.length_s,
+        )
         for k in range(OFTEN.num_learners)
     ]
     assert often.goodput == pytest.approx(sum(alone) / len(alone) / OFTEN.length_s, abs=0.01)
