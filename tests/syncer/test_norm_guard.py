@@ -67,8 +67,9 @@ def test_work_of_an_outage_is_merged_whole_for_it_is_long_and_not_odd(tmp_path: 
         for _ in range(200):
             learner.step()
         learner.wire.is_cut = False
-        learner.until_commits(fleet, 3)
-        assert learner.end(fleet) < 0.05
+        # The long contribution leaves a hundredth of itself as rounding; the rounds after it bring that, too.
+        learner.until_commits(fleet, 10 * learner.link.plan.num_fragments)
+        assert learner.end(fleet) < 0.02
         (member,) = fleet.service.state.roster.members.values()
         assert member.num_clipped == 0
         assert_exact(fleet.stop())
