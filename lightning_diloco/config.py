@@ -151,7 +151,8 @@ class LearnerConfig:
         join: join string of a run; None: DILOCO_JOIN, else an embedded syncer.
         learner: learner id; None: DILOCO_LEARNER, else the host name and a slot.
         drain_s: seconds to wait at the end until the last contributions are merged. None: as long as they make
-            progress, each within three times the usual time of a round, or a minute.
+            progress, each within three times the usual time of a round, or a minute; if the syncer cannot be reached,
+            ten minutes.
         max_fleet_tokens: token budget of the whole fleet, after which the run ends; None for no budget.
         checkpoint_every: inner steps between two checkpoints from which this learner can restart; 0 for none.
         checkpoint_store: folder or fsspec URL of the checkpoints of all learners; None: in the run directory.

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from lightning_diloco import __version__
@@ -19,6 +20,8 @@ from lightning_diloco.cli import (
     chaos,
     cp,
     export,
+    fit,
+    launch,
     ls,
     plan,
     plot,
@@ -35,7 +38,8 @@ from lightning_diloco.cli.text.spelling import did_you_mean
 from lightning_diloco.errors import DiLoCoError, StorageError
 
 _EXAMPLE = "example:\n  diloco run recipes/tiny/gpt.yaml --local 2"
-_VERBS = (run, chaos, replay, snapshot, plan, simulate, plot, export, syncer, status, rotate, ls, cp)
+SPLITTING = {"run": run.split, "fit": partial(run.split, valued=(), flags=("-h", "--help")), "chaos": chaos.split}
+_VERBS = (run, fit, launch, chaos, replay, snapshot, plan, simulate, plot, export, syncer, status, rotate, ls, cp)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: that of this process) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     num_words = len(words)
-    splitting = {"run": run.split, "chaos": chaos.split}.get(words[0])
+    splitting = SPLITTING.get(words[0])
     words, passed_on = splitting(words) if splitting else (words, [])
     try:
         is_divided = len(words) + len(passed_on) < num_words

@@ -88,7 +88,7 @@ def call(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{path} is a script; only a YAML recipe can be planned, because a script must run to be read"
         )
-    machines = _machines(path, arguments)
+    machines = machines_of(path, vars(arguments))
     with kept():
         from lightning_diloco.hf.blueprint import blueprint
         from lightning_diloco.hf.recipe import parse
@@ -108,15 +108,14 @@ def call(arguments: argparse.Namespace) -> int:
     return 0 if found.is_feasible else 1
 
 
-def _machines(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return options by name, from the command line first, then from the recipe."""
+def machines_of(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by name: the given ones that are not None, else those of the recipe."""
     parser = argparse.ArgumentParser(prog=f"{path}, `{_MARK}`", allow_abbrev=False)
     _add_machines(parser)
     lines = path.read_text(encoding="utf-8").splitlines()
     words = [word for line in lines if line.startswith(_MARK) for word in shlex.split(line.removeprefix(_MARK))]
     of_recipe = {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    return {**of_recipe, **given}
+    return {**of_recipe, **{name: value for name, value in given.items() if value is not None}}
 
 
 def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:

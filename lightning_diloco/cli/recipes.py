@@ -2,7 +2,8 @@
 
 A recipe is a YAML file for LightningCLI or a Python script. Its name is its path below `recipes/` without the suffix.
 Its description is the first comment line (YAML) or the first line of the docstring (script). If a YAML file names
-classes of a Python file in the same folder, that file belongs to the YAML recipe and is not a recipe.
+classes of a Python file in the same folder, that file belongs to the YAML recipe and is not a recipe. Neither are the
+files of `recipes/launch/`, which start runs.
 
 A line `# lightning-diloco: ~=0.1` states the package versions of a recipe. Other versions refuse it.
 """
@@ -20,6 +21,7 @@ from lightning_diloco import __version__
 from lightning_diloco.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".py")
+LAUNCH = "launch"
 _VERSIONS = r"^# lightning-diloco: *(.+?) *$"
 
 
@@ -124,6 +126,7 @@ def _not_found(target: str, known: dict[str, Path]) -> str:
 
 def _files(folder: Path) -> Iterator[Path]:
     found = [path for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES and path.is_file()]
+    found = [path for path in found if path.parts[len(folder.parts)] != LAUNCH]
     parts = {part for path in found for part in modules_beside(path)}
     return (path for path in found if path not in parts)
 

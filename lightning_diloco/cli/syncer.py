@@ -19,6 +19,7 @@ from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 
+_EXPECT = "delay the first step until N learners are ready, and end when N have finished (default: stay open)"
 _EXAMPLE = "example:\n  diloco syncer --run-dir runs/mine --listen 0.0.0.0:7654 --expect 4 --sync-every 96"
 NO_WANDB = "--wandb {project}: wandb is not installed; pip install 'lightning-diloco[wandb]'"
 _DEFAULT_LISTEN = "127.0.0.1:0"
@@ -33,7 +34,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--listen", metavar="HOST:PORT", help=f"default: the address in DIR/join, else {_DEFAULT_LISTEN}"
     )
-    parser.add_argument("--expect", type=int, metavar="N", help="delay the first step until N learners are ready")
+    parser.add_argument("--expect", type=int, metavar="N", help=_EXPECT)
     parser.add_argument(
         "--embedded-by", type=int, metavar="PID", help="learner that started this; end soon after the last learner"
     )

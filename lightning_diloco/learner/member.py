@@ -154,12 +154,17 @@ class Member(Driver):
 
     def _wait_for_leave(self, grace_s: float) -> None:
         """The training thread has nothing else to do: it makes the boundaries at which things land."""
-        failed_before = self._error
+        failed_before, was_online = self._error, True
         while self._left is None and self._error is failed_before:
-            if time.monotonic() >= self._machine.drain_until_s + grace_s:
+            wait_s = self._machine.drain_until_s + grace_s - time.monotonic()
+            if wait_s <= 0.0:
                 break
             with self._boundary():
-                self._handle(events.Pause())
+                is_online = self._line.is_online
+                self._handle(events.Pause(is_online))
+                if was_online and not is_online and wait_s > grace_s:
+                    log.warning("the last contributions wait for the syncer to return; Ctrl-C leaves without them")
+                was_online = is_online
                 if self._left is None and self._error is failed_before:
                     self._changed.wait(TICK_S)
 

@@ -1,9 +1,11 @@
-"""Replaces the token of a run.
+"""Changes of the join file: a run gets a new token, or its syncer moves to another machine.
 
 1. `rotate` replaces the token in RUN_DIR/join. A running syncer notices this and serves with the new token; the old
    token is refused from then on.
 2. A connection that has access to the join file reads it after a failed call, and continues with the new token.
    Learners without access train on, but are refused until they are restarted with the new join string.
+3. If the file's host or port has changed, the connection continues there. The address that a learner was given may
+   differ from the file's (a proxy or a forwarded port), and stays as long as the file's stays.
 
 Source: our choice.
 """
@@ -38,15 +40,15 @@ def rotate(run_dir: Path) -> JoinAddress:
     return address
 
 
-def current(address: JoinAddress, join: Path | None) -> JoinAddress:
-    """Return the address with token and fingerprint from the join file, if the file is of the same run."""
+def _address_in(join: Path | None, run: str) -> JoinAddress | None:
+    """Return the address in the join file; None if it has none of this run."""
     if join is None or not join.exists():
-        return address
+        return None
     try:
         known = read_join_file(join)
     except ConfigError:
-        return address
-    return replace(address, token=known.token, fingerprint=known.fingerprint) if known.run == address.run else address
+        return None
+    return known if known.run == run else None
 
 
 class Followed:
@@ -55,12 +57,14 @@ class Followed:
     Args:
         connect: makes a connection.
         address: address of the run.
-        join: join file, if it is on this machine; None: the address never changes.
+        join: join file, if this machine can read it; None: the address never changes.
     """
 
     def __init__(self, connect: Callable[[JoinAddress], Connection], address: JoinAddress, join: Path | None) -> None:
         self._connect, self._join = connect, join
-        self._address = current(address, join)
+        self._address, self._written = address, _address_in(join, address.run)
+        if self._written is not None:
+            self._address = replace(address, token=self._written.token, fingerprint=self._written.fingerprint)
         self._connection = connect(self._address)
         self._replacing = threading.Lock()
 
@@ -92,8 +96,12 @@ class Followed:
     def _follow(self) -> None:
         """After a failed call, make a new connection if the join file has changed."""
         with self._replacing:
-            address = current(self._address, self._join)
-            if address.join_string() != self._address.join_string():
-                before, self._address = self._connection, address
-                self._connection = self._connect(address)
-                before.close()
+            now, before = _address_in(self._join, self._address.run), self._written
+            if now is None or now == before:
+                return
+            has_moved = before is not None and (now.host, now.port) != (before.host, before.port)
+            dialled = now if has_moved else self._address
+            self._written, old = now, self._connection
+            self._address = replace(dialled, token=now.token, fingerprint=now.fingerprint)
+            self._connection = self._connect(self._address)
+            old.close()

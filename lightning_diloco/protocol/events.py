@@ -35,7 +35,13 @@ class StepBegins:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Training thread, between steps: a boundary without a step (draining)."""
+    """Training thread, between steps: a boundary without a step (draining).
+
+    Args:
+        is_online: whether the syncer can be reached.
+    """
+
+    is_online: bool = True
 
 
 @dataclass(frozen=True, slots=True)

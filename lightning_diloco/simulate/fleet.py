@@ -206,7 +206,7 @@ class Fleet:
             self._learner_handles(learner, on.Tick())
             if learner.state.phase == "draining":
                 self._begin_step(learner)
-                self._learner_handles(learner, on.Pause())
+                self._learner_handles(learner, on.Pause(not learner.is_cut))
         self._after(self._tick_s, self._tick)
 
     # ------------------------------------------------------------------------------------------------------ the syncer

@@ -86,7 +86,8 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
             optimizer, schedules, random states and data position. 0: none. Default 100.
         checkpoint_store: folder or fsspec URL of the checkpoints of all learners. Default: in the run directory.
         drain_s: seconds to wait at the end of training until the last contributions are merged. Default: as long as
-            they make progress, each within three times the usual time of a round, or a minute.
+            they make progress, each within three times the usual time of a round, or a minute; if the syncer cannot be
+            reached, ten minutes.
         preemption_s: seconds from SIGTERM to the end of the process, including its leave and a checkpoint. Default 20.
 
     Raises:

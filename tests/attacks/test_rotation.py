@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,20 +61,22 @@ def _answers(address: JoinAddress) -> bool:
         return False
 
 
+class Refused:
+    """A connection to an address where nobody answers; notes what was dialled."""
+
+    def __init__(self, dialled: list[JoinAddress], address: JoinAddress) -> None:
+        dialled.append(address)
+
+    def status(self) -> dict:
+        raise TransportError("refused")
+
+    def close(self) -> None:
+        pass
+
+
 def test_a_join_file_of_another_run_or_a_broken_one_changes_nothing(tmp_path: Path) -> None:
     join, dialled = tmp_path / "join", []
-
-    class Refused:
-        def __init__(self, address: JoinAddress) -> None:
-            dialled.append(address.token)
-
-        def status(self) -> dict:
-            raise TransportError("refused")
-
-        def close(self) -> None:
-            pass
-
-    followed = Followed(Refused, OLD, join)
+    followed = Followed(partial(Refused, dialled), OLD, join)
     for content in (None, "not a join string", replace(OLD, run="another", token="other"), OLD):
         if isinstance(content, str):
             join.write_text(content)
@@ -81,11 +84,22 @@ def test_a_join_file_of_another_run_or_a_broken_one_changes_nothing(tmp_path: Pa
             write_join_file(join, content)
         with pytest.raises(TransportError):
             followed.status()
-    assert dialled == ["old-token"]
+    assert {address.token for address in dialled} == {"old-token"}
     rotate(tmp_path)
     with pytest.raises(TransportError):
         followed.status()
-    assert dialled == ["old-token", read_join_file(join).token]
+    assert dialled[-1].token == read_join_file(join).token
+
+
+def test_a_syncer_that_moved_is_followed_but_a_proxy_before_it_is_not_left(tmp_path: Path) -> None:
+    join, dialled, proxy = tmp_path / "join", [], replace(OLD, host="proxy", port=9)
+    write_join_file(join, OLD)
+    followed = Followed(partial(Refused, dialled), proxy, join)
+    for told in (OLD, replace(OLD, token="new-token"), replace(OLD, host="elsewhere", port=2)):
+        write_join_file(join, told)
+        with pytest.raises(TransportError):
+            followed.status()
+    assert [(address.host, address.port) for address in dialled] == [("proxy", 9), ("proxy", 9), ("elsewhere", 2)]
 
 
 def test_a_directory_that_was_never_served_has_no_token_to_replace(tmp_path: Path) -> None:

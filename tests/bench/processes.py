@@ -92,12 +92,20 @@ class Measured:
         return sum(step[clock] for step in self.steps) / sum(step["wall_s"] for step in self.steps)
 
 
-def run(sleepers: Sequence[Sleeper], options: Mapping[str, Any]) -> tuple[list[Measured], dict[str, Any]]:
+def run(
+    sleepers: Sequence[Sleeper],
+    options: Mapping[str, Any],
+    *,
+    delay_s: float = DELAY_S,
+    rate_bps: float | None = None,
+) -> tuple[list[Measured], dict[str, Any]]:
     """Run the learners to their end.
 
     Args:
         sleepers: the learners.
         options: explicit options of the run.
+        delay_s: of each learner's link, each way.
+        rate_bps: bits per second of each learner's link in each direction, from its first step on; None: no limit.
 
     Returns:
         The measurements of each learner, and the run's summary.
@@ -107,8 +115,11 @@ def run(sleepers: Sequence[Sleeper], options: Mapping[str, Any]) -> tuple[list[M
         stack.callback(processes.kill_all)
         syncer = start_syncer(processes, len(sleepers), options)
         yield_cores(syncer.pid)
-        proxies = [stack.enter_context(FaultProxy(processes.address.host_port, delay_s=DELAY_S)) for _ in sleepers]
-        crew = [Started(processes, f"l{k}", *one) for k, one in enumerate(zip(sleepers, proxies, strict=True))]
+        proxies = [stack.enter_context(FaultProxy(processes.address.host_port, delay_s=delay_s)) for _ in sleepers]
+        crew = [
+            Started(processes, f"l{k}", *one, rate_bps=rate_bps)
+            for k, one in enumerate(zip(sleepers, proxies, strict=True))
+        ]
         _yield_cores()
         until_s = time.monotonic() + LIMIT_S
         while sum(learner.is_running for learner in crew):
@@ -137,10 +148,13 @@ class Started:
         name: of the learner.
         sleeper: what it does.
         proxy: its way to the syncer.
+        rate_bps: of the proxy, from its first step on.
     """
 
-    def __init__(self, processes: Processes, name: str, sleeper: Sleeper, proxy: FaultProxy) -> None:
-        self._proxy, self.root = proxy, processes.root / name
+    def __init__(
+        self, processes: Processes, name: str, sleeper: Sleeper, proxy: FaultProxy, *, rate_bps: float | None = None
+    ) -> None:
+        self._proxy, self._rate_bps, self.root = proxy, rate_bps, processes.root / name
         self._before: tuple[int, int] | None = None
         host, port = split_host_port(proxy.address)
         env = {
@@ -155,6 +169,7 @@ class Started:
         """Whether the process still runs; from its first step on, its bytes are counted."""
         if self._before is None and (self.root / STEPPING).exists():
             self._before = self._counted
+            self._proxy.rate_bps = self._rate_bps
         return self.process.poll() is None
 
     @property

@@ -59,7 +59,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("exchange", "straggler", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows),
     "goodput_table": _goodput,
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
-    **dict.fromkeys(("streams", "soak"), _rows),
+    **dict.fromkeys(("streams", "wide_area", "soak"), _rows),
 }
 
 

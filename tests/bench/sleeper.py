@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +47,12 @@ class Sleeping(L.LightningModule):
         torch.manual_seed(0)
         self.matrices = nn.ParameterList(torch.randn(width, width) for _ in range(round(numel / width**2)))
         self._step_s = step_s
+        self._own = torch.Generator().manual_seed(zlib.crc32(os.environ.get("DILOCO_LEARNER", "").encode()))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(self._step_s)
-        return self.matrices[batch_idx % len(self.matrices)].mul(batch.mean()).sum()
+        scale = batch.mean() * torch.rand((), generator=self._own)  # equal contributions would be refused
+        return self.matrices[batch_idx % len(self.matrices)].mul(scale).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_diloco.cli import chaos, recipes, run
-from lightning_diloco.cli.main import build_parser
+from lightning_diloco.cli import recipes
+from lightning_diloco.cli.main import SPLITTING, build_parser
 
 ROOT = Path(__file__).parents[2]
-OF_RECIPES = ("run", "chaos", "plan", "cp")
-SPLITTING = {"run": run.split, "chaos": chaos.split}
+OF_RECIPES = ("run", "fit", "chaos", "plan", "cp", "launch")
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:

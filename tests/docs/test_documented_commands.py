@@ -4,7 +4,8 @@
    filled in, numbers made small, and options added that make it short.
 2. What a command needs is made by one before it in its chain, as for a reader.
 3. What cannot run here has its reason in `NOT_HERE`, and is taken apart as far as that goes.
-4. `diloco plan`, `simulate`, `ls` and `cp` are called in this process, because starting one takes longer than they do.
+4. `diloco plan`, `simulate`, `launch`, `ls` and `cp` are called in this process, because starting one takes longer than
+   they do.
 """
 
 from __future__ import annotations
@@ -203,6 +204,21 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             says="max_epochs=1. reached",
         ),
         Step(
+            line="DILOCO_HOST=127.0.0.1 diloco syncer --run-dir runs/gpt2-parts --listen 127.0.0.1:0 --expect 1 "
+            "--data-parts 1",
+            of=(
+                "DILOCO_HOST=syncer.example.com diloco syncer --run-dir run --listen 0.0.0.0:7654 --expect 4 "
+                "--data-parts 4",
+            ),
+            leaves=("runs/gpt2-parts/join",),
+            beside=signal.SIGTERM,
+        ),
+        Step(
+            line='DILOCO_JOIN="$(cat join)" diloco fit train.py -- --epochs 1',
+            of=("DILOCO_JOIN=$(cat join) diloco fit train.py -- --epochs 3",),
+            says="max_epochs=1. reached",
+        ),
+        Step(
             line="diloco syncer --run-dir runs/gpt2 --listen 127.0.0.1:0 --expect 1 --sync-every 48",
             of=(
                 "diloco syncer --run-dir runs/gpt2 --listen 0.0.0.0:7654 --expect 4",
@@ -212,9 +228,13 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             beside=0,
         ),
         Step(
-            line='DILOCO_JOIN="$(cat runs/gpt2/join)" python -m lightning_diloco.cli.fit recipes/gpt2/124m.yaml '
-            + SMALL_GPT2,
-            of=('DILOCO_JOIN="$(cat runs/gpt2/join)" python -m lightning_diloco.cli.fit recipes/gpt2/124m.yaml',),
+            line='DILOCO_JOIN="$(cat runs/gpt2/join)" diloco fit gpt2/124m ' + SMALL_GPT2,
+            of=(
+                'DILOCO_JOIN="$(cat runs/gpt2/join)" diloco fit gpt2/124m',
+                "DILOCO_JOIN=$(cat RUN_DIR/join) diloco fit RECIPE.yaml",
+                'DILOCO_JOIN="$(cat run/join)" DILOCO_LEARNER=l0 diloco fit RECIPE.yaml',
+                "DILOCO_JOIN=$(cat join) DILOCO_LEARNER=site-a diloco fit llama/1b",
+            ),
             leaves=("runs/gpt2/summary.json",),
         ),
     ),
@@ -233,6 +253,18 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             "diloco plan mistral/12b-8gpu": "It fits",
             "diloco plan mistral/12b-v5p": "It fits",
         }.items()
+    ),
+    "launch": (
+        Step(
+            line="diloco launch gpt2/124m --engine slurm --learners 4 --to mine",
+            of=(
+                "diloco launch gpt2/124m --engine slurm --learners 4 --to mine",
+                "diloco launch RECIPE.yaml --engine slurm --learners 4 --to DIR",
+                "diloco launch llama/1b --engine skypilot --learners 8 --to mine",
+            ),
+            says="sbatch syncer.sh",
+            leaves=("mine/learners.sh", "mine/syncer.sh"),
+        ),
     ),
     "simulations": tuple(
         Step(line=f"{line} {short}", of=(line,), says=says, leaves=leaves)
@@ -325,6 +357,7 @@ NOT_HERE = {
     "python tests/bench/run.py loss_by_participation exchange straggler ranks_step attacks": "an hour; see tests/bench",
     "PJRT_DEVICE=CPU python -m tests.bench.xla_step": "ten minutes, with torch_xla; tests/xla run it with less of all",
     "python tests/bench/run.py goodput_table": "eight minutes; its command runs here with shorter cells",
+    "python tests/bench/run.py wide_area": "seven minutes on an idle machine",
     "python tests/bench/run.py at_size": "takes 24 GB; tests/bench run it with a small fragment",
     "python tests/bench/run.py chaos recoveries soak survivors busy_survivors forecast": "two hours; likewise",
 }
@@ -402,7 +435,7 @@ def test_commands_of_the_documentation_do_what_is_said(
     monkeypatch.chdir(clone.root)
     try:
         for step in CHAINS[name]:
-            if step.line.split()[:2] in [["diloco", word] for word in ("plan", "simulate", "ls", "cp")]:
+            if step.line.split()[:2] in [["diloco", word] for word in ("plan", "simulate", "launch", "ls", "cp")]:
                 said = _in_this_process(step)
                 assert re.search(step.says, said), said
                 assert all(any(clone.root.glob(pattern)) for pattern in step.leaves)

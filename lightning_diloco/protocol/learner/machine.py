@@ -32,6 +32,7 @@ from lightning_diloco.protocol.learner.leases import LeaseHolder
 
 MAX_REFUSALS = 3
 DRAIN_S, DRAIN_ROUNDS, DRAIN_STAGES = 60.0, 3.0, 3
+OUTAGE_S = 600.0  # a syncer that moves to another machine is started again within minutes
 NUM_ROUNDS = 16
 ASK_S, MAX_ASK_S = 0.2, 4.0  # pause between two intents of a draining learner for the same fragment; it doubles
 WAIT_SHARE = 0.5  # part of the drain time in which others may finish evaluating
@@ -50,7 +51,8 @@ class LearnerState:
         heartbeat_s: seconds between heartbeats.
         drain_s: how long `Finish` waits for the last contributions. None: it waits on while contributions advance, that
             is while the next upload, merge or landing follows within DRAIN_ROUNDS median rounds, or DRAIN_S if that is
-            longer; in total at most that time for each of these stages of each fragment.
+            longer; in total at most that time for each of these stages of each fragment. If the syncer cannot be
+            reached, it waits for its return, at most OUTAGE_S from the end of training on.
         transfer_s: seconds to adopt a fragment, used as duration of a round until one is measured.
         has_ranks: the learner has several ranks (`boundary_promises.py`).
     """
@@ -101,7 +103,7 @@ class LearnerState:
         self._next_heartbeat_s = float("-inf")
         self._leave_reason: msg.Reason | None = None
         self.drain_until_s = self._drain_alone_s = 0.0
-        self._drain_again_s = self._drain_latest_s = 0.0
+        self._drain_again_s = self._drain_latest_s = self._outage_until_s = 0.0
         self._asks: dict[int, tuple[float, float]] = {}  # by fragment: time of the next intent, and its pause
         self._is_leaving = False
         self._has_left = False
@@ -118,6 +120,8 @@ class LearnerState:
             case on.StepBegins():
                 return [] if self._is_leaving else [self._promises.make(self.fragments)]
             case on.Pause():
+                if not event.is_online and now_s < self._outage_until_s:
+                    self._drains(now_s)
                 return self._boundary(now_s) + self._drain(now_s)
             case on.Evaluating():
                 return self._set_evaluating(event.begins, now_s)
@@ -442,7 +446,8 @@ class LearnerState:
         usual_s = max(DRAIN_S, DRAIN_ROUNDS * median(self._rounds_s))
         drain_s, self._drain_again_s = (usual_s, usual_s) if fixed_s is None else (fixed_s, 0.0)
         self.drain_until_s = now_s + (drain_s if event.drain else 0.0)
-        self._drain_latest_s = now_s + DRAIN_STAGES * len(self.fragments) * drain_s
+        self._outage_until_s = now_s + OUTAGE_S
+        self._drain_latest_s = self._outage_until_s + DRAIN_STAGES * len(self.fragments) * drain_s
         self._drain_alone_s = now_s + WAIT_SHARE * drain_s
         # A learner that leaves without draining, for example after an error, keeps its parameters as they are.
         boundary = self._boundary(now_s) if event.drain else []
@@ -472,7 +477,7 @@ class LearnerState:
         return due
 
     def _drains(self, now_s: float) -> None:
-        """Extend the drain, because a contribution has advanced; never beyond `_drain_latest_s`."""
+        """Extend the drain, because a contribution has advanced or could not; never beyond `_drain_latest_s`."""
         self.drain_until_s = max(self.drain_until_s, min(now_s + self._drain_again_s, self._drain_latest_s))
 
     def _leave(self) -> LearnerAction:

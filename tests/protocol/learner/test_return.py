@@ -9,7 +9,7 @@ import pytest
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
-from lightning_diloco.protocol.learner.machine import DRAIN_S, MAX_ASK_S, WAIT_SHARE
+from lightning_diloco.protocol.learner.machine import DRAIN_S, MAX_ASK_S, OUTAGE_S, WAIT_SHARE
 from tests.protocol.harness import Learner, of_kind
 
 
@@ -184,6 +184,46 @@ def test_a_drain_goes_on_as_long_as_its_contributions_do() -> None:
     assert left(learner)
     assert learner.state.progress.pending == ((), ())
     assert learner.books() == (20, 20)
+
+
+def test_a_drain_waits_ten_minutes_for_a_syncer_that_is_away() -> None:
+    learner = Learner(num_fragments=1, sync_every=4)
+    learner.step()
+    learner.handle(on.Finish("finished"))
+    for _ in range(int(OUTAGE_S / 50.0)):
+        learner.handle(on.Pause(is_online=False), after_s=50.0)
+        assert not left(learner)
+    # It is back, and everything takes nearly as long as it may.
+    learner.hear(msg.Announce(0, 1))
+    learner.handle(on.Pause(), after_s=DRAIN_S - 1 - 50.0)
+    learner.handle(on.Encoded(0, 1))
+    learner.handle(on.Uploaded(0, 1))
+    learner.commit(0, 1, seq=1)
+    learner.handle(on.Staged(0, 0, 1, 1), after_s=DRAIN_S - 1)
+    learner.handle(on.Pause())
+    assert left(learner)
+    assert learner.state.progress.pending == ((),)
+
+
+@pytest.mark.parametrize(("options", "asked"), [({"drain_s": 7.0}, {}), ({}, {"within_s": 4.0})])
+def test_a_drain_with_a_limit_does_not_wait_for_a_syncer_that_is_away(options: dict, asked: dict) -> None:
+    learner = Learner(num_fragments=1, sync_every=4, **options)
+    learner.step()
+    learner.handle(on.Finish("preempted", **asked))
+    learner.handle(on.Pause(is_online=False), after_s=1.0)
+    assert not left(learner)
+    learner.handle(on.Pause(is_online=False), after_s=7.0)
+    assert left(learner)
+
+
+def test_a_drain_does_not_wait_longer_than_ten_minutes() -> None:
+    learner = Learner(num_fragments=1, sync_every=4)
+    learner.step()
+    learner.handle(on.Finish("finished"))
+    begun_s = learner.now_s
+    while not left(learner):
+        learner.handle(on.Pause(is_online=False), after_s=10.0)
+    assert OUTAGE_S <= learner.now_s - begun_s <= OUTAGE_S + DRAIN_S + 10.0
 
 
 def test_a_drain_ends_where_nothing_of_its_own_gets_on_whatever_others_do() -> None:

@@ -1,0 +1,122 @@
+"""`diloco launch` fills in the files of an engine; `diloco fit` refuses what cannot work before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_diloco.cli import recipes
+from lightning_diloco.cli.launch import ENGINES, filled
+from lightning_diloco.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+FILES = [path for engine in ENGINES for path in sorted((ROOT / "recipes/launch" / engine).iterdir())]
+FIELDS = {"recipe", "learners", "last", "devices", "syncer_cores", "syncer_memory"}
+
+
+def launch(*words: str) -> int:
+    return main(["launch", *words])
+
+
+def written(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.iterdir()))
+
+
+def test_every_engine_has_files_and_every_field_is_known() -> None:
+    assert {path.name for path in (ROOT / "recipes/launch").iterdir() if path.is_dir()} == set(ENGINES)
+    for path in FILES:
+        assert set(re.findall(r"# set: (\w+)", path.read_text())) <= FIELDS
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_file_that_is_filled_in_has_only_its_values_changed(path: Path) -> None:
+    values = {"recipe": "a/b", "learners": 64, "last": 63, "devices": 5, "syncer_cores": 96, "syncer_memory": 330}
+    before, after = path.read_text().splitlines(), filled(path.read_text(), values).splitlines()
+    assert len(before) == len(after)
+    for old, new in zip(before, after, strict=True):
+        text, _, field = old.partition("  # set: ")
+        if not field:
+            assert old == new
+        else:
+            value = str(values[field])
+            assert value in new
+            assert re.sub(r"a/b|llama/1b|\d+", "", text) == re.sub(r"a/b|\d+", "", new.replace(value, "", 1))
+    if path.suffix == ".yaml":
+        assert all(yaml.safe_load_all("\n".join(after)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_recipe_devices_and_the_plan_of_the_syncer_are_filled_in(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("mistral/12b-8gpu", "--engine", engine, "--learners", "8", "--to", str(tmp_path / "big")) == 0
+    text = written(tmp_path / "big")
+    assert "mistral/12b-8gpu" in text
+    assert "# set:" not in text
+    if engine != "ssh":
+        assert re.search(r"(gpus-per-node=|H100:|nvidia.com/gpu: )8\b", text)
+        assert re.search(r"(mem=|memory: )3\d\d(G|\+)", text), "12 bytes per parameter, and what arrives"
+    said = capsys.readouterr().out
+    assert said.index("syncer.") < said.index("learner"), "what is started first comes first"
+
+
+def test_learners_on_cpus_ask_for_no_devices_and_a_script_keeps_the_machines(tmp_path: Path) -> None:
+    assert launch("tiny/gpt", "--engine", "slurm", "--learners", "3", "--to", str(tmp_path / "cpu")) == 0
+    assert "gpus" not in written(tmp_path / "cpu")
+    assert "--array=0-2\n" in written(tmp_path / "cpu")
+    assert launch("tiny/train.py", "--engine", "slurm", "--learners", "3", "--to", str(tmp_path / "script")) == 0
+    assert "--gpus-per-node=1\n" in written(tmp_path / "script")
+    assert "--mem=64G\n" in written(tmp_path / "script")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("tiny/gpt", "--learners", "0"), "at least 1"),
+        (("tiny/gtp", "--learners", "2"), "nearest: tiny/gpt"),
+        (("llama/1b-v6e", "--learners", "2"), "TPUs"),
+    ],
+)
+def test_nothing_is_written_if_something_is_wrong(
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(*words, "--engine", "slurm", "--to", str(tmp_path / "new")) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "syncer.sh").write_text("mine")
+    assert launch("tiny/gpt", "--engine", "slurm", "--learners", "2", "--to", str(tmp_path)) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["syncer.sh"]
+
+
+def test_the_files_are_no_recipes() -> None:
+    assert not [recipe.name for recipe in recipes.find() if recipe.name.startswith("launch")]
+
+
+@pytest.mark.parametrize(
+    ("join", "words", "says"),
+    [
+        (None, ("tiny/gpt",), "DILOCO_JOIN is not set"),
+        ("nonsense", ("tiny/gpt",), "must be diloco://"),
+        ("diloco://a:1/r#token", ("tiny/gtp",), "nearest: tiny/gpt"),
+        ("diloco://a:1/r#token", ("tiny/gpt", "--local", "2"), "--local: unknown"),
+    ],
+)
+def test_fit_refuses_what_cannot_work(
+    join: str | None,
+    words: tuple[str, ...],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("DILOCO_JOIN", raising=False)
+    if join is not None:
+        monkeypatch.setenv("DILOCO_JOIN", join)
+    assert main(["fit", *words]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""An engine of thirty lines, which keeps the contract of `recipes/launch/README.md` and knows nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+FOR_EVER_BUT = (0, 2)  # exit codes after which a process is not started again
+
+
+class Engine:
+    """Starts commands, each in a process group of its own, and starts them again for ever.
+
+    Args:
+        folder: where they run and write `NAME.log`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.codes: dict[str, list[int]] = {}
+        self._folder = folder
+        self._commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start a command."""
+        self._commands[name] = command, env
+        own = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+        with (self._folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                command, env={**own, **env}, cwd=self._folder, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def look(self) -> bool:
+        """Start again what has died; return whether all have ended for good."""
+        for name, process in self._processes.items():
+            if process.poll() is not None and self.codes.get(name, [None])[-1] not in FOR_EVER_BUT:
+                self.codes.setdefault(name, []).append(process.returncode)
+                if process.returncode not in FOR_EVER_BUT:
+                    self.start(name, *self._commands[name])
+        return all(self.codes.get(name, [None])[-1] in FOR_EVER_BUT for name in self._commands)
+
+    def preempt(self, name: str) -> None:
+        """Ask for a good end."""
+        self._processes[name].terminate()
+
+    def kill(self, name: str) -> None:
+        """Kill the process and all that it has started."""
+        os.killpg(self._processes[name].pid, signal.SIGKILL)
+        self._processes[name].wait()
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        self._commands.clear()
+        for name, process in self._processes.items():
+            if process.poll() is None:
+                self.kill(name)

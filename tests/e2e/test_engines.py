@@ -1,0 +1,207 @@
+"""Runs that engines start: the contract alone, and the files of every engine, with learners killed and preempted.
+
+The engines' own commands (ssh, systemd-run, scontrol) are stand-ins that run things here. Python is real, so are the
+syncer, the learners and the signals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_diloco.cli.launch import ENGINES
+from lightning_diloco.cli.main import main
+from lightning_diloco.transport.address import read_join_file
+from lightning_diloco.transport.flight import FlightConnection
+from tests.e2e.conftest import HERE, until
+from tests.e2e.engine import Engine
+from tests.e2e.recorded import assert_recorded_exactly
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+TRAIN = """
+import os
+import time
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_diloco  # noqa: F401
+
+
+class UntilTold(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        time.sleep(0.02)
+        trainer.should_stop = os.path.exists("stop")
+
+
+trainer = L.Trainer(strategy="decoupled_diloco", accelerator="cpu", devices=1, max_epochs=-1, logger=False,
+                    limit_val_batches=0, enable_progress_bar=False, callbacks=[UntilTold()])
+trainer.fit(BoringModel())
+"""
+SYSTEMD_RUN = """
+while [ "${1#-}" != "$1" ]; do
+    case $1 in -E) export "$2" && shift ;; -p) shift ;; esac
+    shift
+done
+set -a
+[ ! -f diloco.env ] || . ./diloco.env # EnvironmentFile
+exec "$@"
+"""
+STAND_INS = {
+    "diloco": f'exec {sys.executable} -m lightning_diloco.cli.main "$@"',
+    "hostname": "echo 127.0.0.1",
+    "curl": "echo 127.0.0.1",
+    "scontrol": 'echo "$@" >>requeued && exit 143',
+    "ssh": 'shift; exec bash -c "$*"',
+    "systemd-run": SYSTEMD_RUN,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "bin").mkdir()
+    for name, text in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Engine]:
+    engine = Engine(folder)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def base(folder: Path) -> dict[str, str]:
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    return {"PATH": path, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+
+
+def phases(folder: Path) -> dict[str, str]:
+    connection = FlightConnection(read_join_file(folder / "run" / "join"))
+    try:
+        return {member["id"]: member["phase"] for member in connection.status()["learners"]}
+    finally:
+        connection.close()
+
+
+def until_all_train(engine: Engine, folder: Path, names: set[str]) -> None:
+    until((folder / "run" / "join").exists, "the join file")
+    trains = lambda: engine.look() or {n for n, p in phases(folder).items() if p == "stepping"} >= names  # noqa: E731
+    until(trains, f"{names} train")
+
+
+def end(engine: Engine, folder: Path) -> dict:
+    (folder / "stop").touch()
+    until(engine.look, "the end of all")
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert_recorded_exactly(folder / "run")
+    return summary
+
+
+def test_the_contract_is_enough_for_an_engine(engine: Engine, folder: Path) -> None:
+    def serve(port: int) -> None:
+        words = f"diloco syncer --run-dir run --listen 127.0.0.1:{port} --expect 2 --data-parts 2 --lease-s 5"
+        engine.start("syncer", shlex.split(words), base(folder))
+
+    serve(0)
+    until((folder / "run" / "join").exists, "the join file")
+    before = read_join_file(folder / "run" / "join")
+    for name in ("l0", "l1"):
+        told = {"DILOCO_JOIN": before.join_string(), "DILOCO_LEARNER": name, "DILOCO_RUN_DIR": str(folder / "run")}
+        engine.start(name, ["diloco", "fit", "train.py"], {**base(folder), **told})
+    until_all_train(engine, folder, {"l0", "l1"})
+    engine.kill("l0")
+    engine.preempt("l1")
+    until(lambda: engine.look() or len(engine.codes) == 2, "two that died")
+    until_all_train(engine, folder, {"l0", "l1"})
+
+    # The machine of the syncer is lost; another one has its disk and another address.
+    engine.kill("syncer")
+    serve(0)
+    until(lambda: read_join_file(folder / "run" / "join").port != before.port, "the new address")
+    until_all_train(engine, folder, {"l0", "l1"})
+
+    # It is away when training ends: the last contributions wait for it.
+    engine.kill("syncer")
+    (folder / "stop").touch()
+    waits = "the last contributions wait for the syncer"
+    until(lambda: all(waits in (folder / f"{name}.log").read_text() for name in ("l0", "l1")), "the end of training")
+    serve(0)
+    summary = end(engine, folder)
+    assert summary["tokens_merged"] + sum(summary["tokens_discarded"].values()) == summary["tokens_seen"]
+    assert "before all of this learner's work was merged" not in (folder / "l0.log").read_text()
+    assert engine.codes == {"l0": [-9, 0], "l1": [143, 0], "syncer": [0]}
+
+
+def test_what_a_restart_does_not_help_is_not_restarted(engine: Engine, folder: Path) -> None:
+    engine.start("none", ["diloco", "fit", "train.py"], base(folder))
+    engine.start("wrong", ["diloco", "fit", "train.py"], {**base(folder), "DILOCO_JOIN": "nonsense"})
+    until(engine.look, "the end of both")
+    assert engine.codes == {"none": [2], "wrong": [2]}
+
+
+def text_of(folder: Path, engine: str, name: str) -> str:
+    """A written file, with an address and a folder of this test."""
+    text = (folder / engine / name).read_text()
+    return text.replace("0.0.0.0:7654", "127.0.0.1:0").replace("/files", str(folder / "run"))
+
+
+def by_slurm(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str]]:
+    (folder / "slurm" / "here.sh").write_text(text_of(folder, "slurm", "learners.sh"))
+    return ["bash", "slurm/here.sh"], {"SLURM_ARRAY_TASK_ID": name[1:], "SLURM_JOB_ID": "77"}
+
+
+def by_skypilot(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str]]:
+    task = yaml.safe_load(text_of(folder, "skypilot", "learner.yaml").replace("l0", name))
+    assert task["secrets"] == {"DILOCO_JOIN": None}
+    return ["bash", "-c", task["run"]], {**task["envs"], "DILOCO_JOIN": join}
+
+
+def by_jobset(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str]]:
+    told = yaml.safe_load(text_of(folder, "jobset", "learner.yaml").replace("l0", name))
+    (container,) = told["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    env = {each["name"]: each.get("value", join) for each in container["env"]}
+    return [word.replace("$(RECIPE)", env["RECIPE"]) for word in container["command"]], env
+
+
+def by_ssh(folder: Path, name: str, join: str) -> tuple[list[str], dict[str, str]]:
+    return ["bash", "ssh/learners.sh", "start", name], {}
+
+
+def test_one_run_whose_learners_are_started_by_the_files_of_all_engines(engine: Engine, folder: Path) -> None:
+    for each in ENGINES:
+        words = ["launch", str(folder / "train.py"), "--engine", each, "--learners", "4", "--to", str(folder / each)]
+        assert main(words) == 0
+    (folder / "serve.sh").write_text(text_of(folder, "slurm", "syncer.sh"))
+    engine.start("syncer", ["bash", "serve.sh"], base(folder))
+    until((folder / "run" / "join").exists, "the join file")
+    join = (folder / "run" / "join").read_text().strip()
+    learners = {"l0": by_slurm, "l1": by_skypilot, "l2": by_jobset, "l3": by_ssh}
+    for name, command_of in learners.items():
+        command, env = command_of(folder, name, join)
+        engine.start(name, command, {**base(folder), **env})
+    until_all_train(engine, folder, set(learners))
+    engine.preempt("l0")
+    until(lambda: engine.look() or (folder / "requeued").exists(), "the job is queued again")
+    assert (folder / "requeued").read_text() == "requeue 77\n"
+    for name in ("l1", "l2", "l3"):
+        engine.kill(name)
+    until(lambda: engine.look() or set(engine.codes) == set(learners), "all died")
+    until_all_train(engine, folder, set(learners))
+    end(engine, folder)
+    assert engine.codes == {"syncer": [0], "l0": [143, 0], "l1": [-9, 0], "l2": [-9, 0], "l3": [-9, 0]}
