@@ -21,7 +21,6 @@ from lightning_diloco.cli import (
     cp,
     export,
     fit,
-    launch,
     ls,
     plan,
     plot,
@@ -33,13 +32,17 @@ from lightning_diloco.cli import (
     status,
     syncer,
 )
+from lightning_diloco.cli.sites import doctor, launch
 from lightning_diloco.cli.text.printable import printable
 from lightning_diloco.cli.text.spelling import did_you_mean
 from lightning_diloco.errors import DiLoCoError, StorageError
 
 _EXAMPLE = "example:\n  diloco run recipes/tiny/gpt.yaml --local 2"
 SPLITTING = {"run": run.split, "fit": partial(run.split, valued=(), flags=("-h", "--help")), "chaos": chaos.split}
-_VERBS = (run, fit, launch, chaos, replay, snapshot, plan, simulate, plot, export, syncer, status, rotate, ls, cp)
+_VERBS = (
+    *(run, fit, syncer, status, launch, doctor, plan, simulate),
+    *(chaos, replay, snapshot, plot, export, rotate, ls, cp),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

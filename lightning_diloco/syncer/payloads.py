@@ -34,6 +34,7 @@ from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.assembly import Assemblies
 from lightning_diloco.transport import portions
 from lightning_diloco.transport.base import Bulk, Json
+from lightning_diloco.transport.frames import MAX_PROBE_BYTES
 
 GIVING_S = 600.0
 _TOO_LATE = "already decided, or from a process that is not active"
@@ -56,6 +57,18 @@ class _Given:
     payload: memoryview
     asked_s: float
     num_sent: int = 0  # bytes
+
+
+def made_up(header: Json) -> Bulk:
+    """Return `num_bytes` zeros, with which a machine measures its link.
+
+    Raises:
+        CorruptMessageError: the header is invalid.
+    """
+    num_bytes = header.get("num_bytes")
+    if type(num_bytes) is not int or not 0 <= num_bytes <= MAX_PROBE_BYTES:
+        raise CorruptMessageError(f"num_bytes={num_bytes!r:.40}; must be an integer from 0 to {MAX_PROBE_BYTES}")
+    return Bulk({}, memoryview(bytes(num_bytes)))
 
 
 class Payloads:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from lightning_diloco.config import RunConfig
+from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.errors import CorruptMessageError, NonFiniteError, PlanMismatchError, StorageError, TransportError
 from lightning_diloco.manifest import manifest_file
 from lightning_diloco.process.threads import compute_alone
@@ -38,7 +38,7 @@ from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.inbox import Inbox
 from lightning_diloco.syncer.merge_worker import DurableCommit, MergeJob, MergeWorker
 from lightning_diloco.syncer.outbox import Outbox
-from lightning_diloco.syncer.payloads import Payloads
+from lightning_diloco.syncer.payloads import Payloads, made_up
 from lightning_diloco.syncer.quota import Place, Placed, Quota
 from lightning_diloco.syncer.run_end import RunEnd
 from lightning_diloco.syncer.status.history import CLOSED
@@ -204,8 +204,10 @@ class SyncerService:
         return polled
 
     def on_put(self, bulk: Bulk) -> Json:
-        """Take a contribution, or a part of the seed."""
+        """Take a contribution, or a part of the seed; or drop bytes that measure a link."""
         session = self._enter(bulk.header)
+        if bulk.header.get("what") == "probe":
+            return {"missing": []}
         if bulk.header.get("what") == "seed":
             if self._store is not None:  # the run has its start values already
                 return {"missing": []}
@@ -219,14 +221,16 @@ class SyncerService:
         return {"missing": missing}
 
     def on_get(self, header: Json) -> Bulk:
-        """Return the update that a learner needs, or a portion of it."""
+        """Return the update that a learner needs, or a portion of it; or bytes that measure a link."""
         session = self._enter(header)
+        if header.get("what") == "probe":
+            return made_up(header)
         is_known = self._is_member(session)
         return self._desk.give(session, header, self._store, is_known=is_known, proof=self.state.proof)
 
     def on_status(self) -> Json:
-        """Return the status of the run."""
-        return self._board.status()
+        """Return the status of the run, and what `diloco doctor` compares."""
+        return {**self._board.status(), "protocol": PROTOCOL_VERSION, "clock_s": time.time()}
 
     def _enter(self, header: Json) -> str:
         """Check the session of a bulk transfer, and note that it is alive."""

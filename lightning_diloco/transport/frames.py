@@ -25,6 +25,7 @@ from lightning_diloco.transport.base import Bulk, Json
 
 SLICE_BYTES = 2 << 20
 MAX_PAYLOAD_BYTES = 256 << 20  # in one call; longer payloads take several
+MAX_PROBE_BYTES = 32 << 20  # that a syncer makes up to measure a link
 MAX_JSON_BYTES = 8 << 20
 MAX_HEADER_BYTES = 1 << 20  # of bulk; mostly the data leases of a contribution
 MAX_DEPTH = 32

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from lightning_diloco.cli import recipes
-from lightning_diloco.cli.launch import ENGINES, filled
 from lightning_diloco.cli.main import main
+from lightning_diloco.cli.sites.launch import ENGINES, filled
 
 ROOT = Path(__file__).parents[2]
 FILES = [path for engine in ENGINES for path in sorted((ROOT / "recipes/launch" / engine).iterdir())]

@@ -214,6 +214,16 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             beside=signal.SIGTERM,
         ),
         Step(
+            line="DILOCO_JOIN=$(cat join) diloco doctor llama/1b",
+            of=("DILOCO_JOIN=$(cat join) diloco doctor llama/1b",),
+            says=r"(?s)ok .*token.*round trip.*learner's link",
+        ),
+        Step(
+            line="diloco doctor --run-dir runs/sites",
+            of=("diloco doctor --run-dir runs/mine",),
+            says="--syncer-memory-rate",
+        ),
+        Step(
             line='DILOCO_JOIN="$(cat join)" diloco fit train.py -- --epochs 1',
             of=("DILOCO_JOIN=$(cat join) diloco fit train.py -- --epochs 3",),
             says="max_epochs=1. reached",

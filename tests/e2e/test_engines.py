@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_diloco.cli.launch import ENGINES
 from lightning_diloco.cli.main import main
+from lightning_diloco.cli.sites.launch import ENGINES
 from lightning_diloco.transport.address import read_join_file
 from lightning_diloco.transport.flight import FlightConnection
 from tests.e2e.conftest import HERE, until

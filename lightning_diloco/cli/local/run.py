@@ -28,6 +28,7 @@ from lightning_diloco.cli.local.feed import Fetch, Status, StatusFeed, asking
 from lightning_diloco.cli.local.fleet import Command, Fleet
 from lightning_diloco.cli.local.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.learner.name import FINISHED
+from lightning_diloco.process.machine import cores_here
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 
 Ask = Callable[[JoinAddress, Path], AbstractContextManager[Fetch]]
@@ -94,7 +95,7 @@ class Plan:
             **(self.tell(address.run, name) if self.tell else {}),
         }
         if self.threads is not None or "OMP_NUM_THREADS" not in os.environ:
-            env["OMP_NUM_THREADS"] = str(self.threads or max(1, _num_cores() // self.num_learners))
+            env["OMP_NUM_THREADS"] = str(self.threads or max(1, cores_here() // self.num_learners))
         return Command(
             name=name,
             argv=self.learner_argv,
@@ -269,7 +270,3 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,133 @@
+"""`diloco doctor` on a real syncer: what it measures is the link that lies between, and what does not fit fails."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_diloco.cli.main import main
+from lightning_diloco.cli.sites import measure
+from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.syncer.payloads import made_up
+from lightning_diloco.transport.address import JoinAddress, split_host_port
+from lightning_diloco.transport.faults import FaultProxy
+from lightning_diloco.transport.flight import FlightServer
+from lightning_diloco.transport.frames import MAX_PROBE_BYTES
+from tests.learner.fleet import RUN, Fleet
+
+DELAY_S, RATE_BPS = 0.02, 80e6
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "PROBE_S", 0.2)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path) as fleet:
+        yield fleet
+        fleet.stop()
+
+
+@pytest.fixture
+def address(fleet: Fleet) -> Iterator[JoinAddress]:
+    """Of the syncer, behind a link of known rate and delay."""
+    with FlightServer(fleet.service, "127.0.0.1:0", token="secret") as server:
+        direct = server.join_address(RUN)
+        with FaultProxy(f"127.0.0.1:{direct.port}", delay_s=DELAY_S, rate_bps=RATE_BPS) as proxy:
+            host, port = split_host_port(proxy.address)
+            yield replace(direct, host=host, port=port)
+
+
+def doctor(address: JoinAddress, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = main(["doctor", *words, "--join", address.join_string(), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["is_good"] == (code == 0)
+    return code, {check["name"]: check for check in found["checks"]}
+
+
+@pytest.mark.slow
+def test_it_measures_the_link_that_is_there(address: JoinAddress, capsys: pytest.CaptureFixture[str]) -> None:
+    code, checks = doctor(address, capsys, "gpt2/124m")
+    assert code == 0
+    round_trip_ms = float(checks["round trip"]["found"].split()[0])
+    assert 2e3 * DELAY_S <= round_trip_ms <= 10e3 * DELAY_S
+    for way in ("up", "down"):
+        measured = float(checks[way]["found"].split()[0])
+        assert 0.5e-6 * RATE_BPS <= measured <= 1.05e-6 * RATE_BPS, checks[way]
+    assert "5.2 MiB" in checks["a fragment"]["found"]
+    assert checks["learner's link"]["is_good"]
+
+
+def test_a_link_that_is_too_slow_for_the_recipe_fails_and_the_way_out_is_named(
+    address: JoinAddress, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, checks = doctor(address, capsys, "mistral/12b-8gpu")
+    assert code == 1
+    assert checks["learner's link"]["is_good"] is False
+    assert "Gbit/s" in checks["what would help"]["found"] or "sync_every" in checks["what would help"]["found"]
+
+
+def test_a_wrong_token_and_a_syncer_that_is_not_there_fail(
+    address: JoinAddress, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, checks = doctor(replace(address, token="wrong"), capsys)
+    assert code == 1
+    assert "token" in checks["syncer's answer"]["found"]
+    code, checks = doctor(replace(address, port=1), capsys)
+    assert code == 1
+    assert "cannot be reached" in checks["syncer"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ({"clock_s": 1e9}, "clock"),
+        ({"protocol": 1}, "protocol"),
+        ({"protocol": None}, "protocol"),
+    ],
+)
+def test_another_clock_or_version_fails(
+    told: dict[str, Any], name: str, fleet: Fleet, address: JoinAddress, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = fleet.service.on_status()
+    fleet.service.on_status = lambda: {**status, **told}  # type: ignore[method-assign]
+    code, checks = doctor(address, capsys)
+    assert code == 1
+    assert [check["name"] for check in checks.values() if check["is_good"] is False] == [name]
+
+
+def test_at_the_syncer_it_prints_options_that_plan_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--run-dir", str(tmp_path)]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    options = shlex.split(last.partition("plan:")[2])
+    assert {"--syncer-cores", "--syncer-memory-rate", "--disk-rate"} <= set(options)
+    assert main(["plan", "tiny/gpt", *options]) == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(("tiny/gpt",), "DILOCO_JOIN"), (("tiny/train.py",), "a script"), (("--run-dir", "nowhere"), "no such folder")],
+)
+def test_bad_input(
+    words: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("DILOCO_JOIN", raising=False)
+    assert main(["doctor", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_bytes", [None, -1, True, 1.5, "8", MAX_PROBE_BYTES + 1])
+def test_a_syncer_makes_up_no_other_number_of_bytes(num_bytes: object) -> None:
+    with pytest.raises(CorruptMessageError, match="num_bytes"):
+        made_up({"num_bytes": num_bytes})
+    assert made_up({"num_bytes": 3}).payload.nbytes == 3
