@@ -75,6 +75,10 @@ def add_parser(verbs: Any) -> None:
         add(f"--{name}", type=seconds, metavar="TIME", help=what)
     add("--mtbf", type=seconds, metavar="TIME", help="mean time between deaths of a learner's process (none dies)")
     add("--rejoin", type=seconds, metavar="TIME", help="time from such a death to the next step (2min)")
+    add("--outage-every", type=seconds, metavar="TIME", help="mean time between outages of a learner's link (none)")
+    add("--outage", type=seconds, metavar="TIME", help="duration of such an outage (1min)")
+    add("--extra", type=int, metavar="N", help="learners that join in the middle of the run, and leave again (none)")
+    add("--extra-for", type=seconds, metavar="TIME", help="how long they stay; needed with --extra")
     add("--duration", type=seconds, metavar="TIME", help="simulated time (60,000 steps of all learners together)")
     add("--seed", type=int, metavar="N", help="seed of all randomness (1)")
     add("--baseline", nargs="+", choices=list(_BASELINES), default=None, help="data parallel training, too")
@@ -236,6 +240,10 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
         jitter=given.get("jitter", 0.0),
         mtbf_s=given.get("mtbf"),
         rejoin_s=given.get("rejoin", 120.0),
+        outage_mtbf_s=given.get("outage_every"),
+        outage_s=given.get("outage", 60.0),
+        num_extra=given.get("extra", 0),
+        extra_s=given.get("extra_for", 0.0),
         duration_s=given.get("duration"),
         network=Network(latency_s=rtt_s / 2, upload_s=exchange.upload_s, download_s=exchange.download_s),
         merge_s=(exchange.merge_s + exchange.log_s) / 2,

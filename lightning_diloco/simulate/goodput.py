@@ -3,7 +3,8 @@
 1. Learners and syncer are the state machines of real runs (`fleet.py`). Steps, transfers, merges and failures are
    durations. `chips.py` says when training pauses; meanwhile the learner's link works on.
 2. goodput: tokens merged, divided by the tokens that all chips would have trained without failures, at each learner's
-   own speed. At the end, learners drain as in a real run.
+   own speed. At the end, learners drain as in a real run. work: the same, divided by the tokens of the learners that
+   stay for the whole run. With extra learners it is above 1, and a run of the same tokens takes 1 / work of the time.
 3. uptime: share of the time in which at least one learner trained.
 4. Data parallel training is a single learner with all chips and without a syncer. Its communication costs nothing.
 
@@ -41,6 +42,10 @@ class Scenario:
         jitter: steps of one learner vary uniformly by this share in both directions.
         mtbf_s: mean time between deaths of a learner's process, which loses what was not merged; None: none dies.
         rejoin_s: time from such a death to the first step of the next process.
+        outage_mtbf_s: mean time between outages of a learner's link; None: there are none.
+        outage_s: duration of an outage. Training goes on meanwhile.
+        num_extra: learners that join in the middle of the run, and leave again.
+        extra_s: how long they stay.
         duration_s: simulated time; None: LEARNER_STEPS steps of all learners together.
         network: times of messages and transfers.
         merge_s: seconds of a merge, and of a commit.
@@ -55,6 +60,10 @@ class Scenario:
     jitter: float = 0.0
     mtbf_s: float | None = None
     rejoin_s: float = 120.0
+    outage_mtbf_s: float | None = None
+    outage_s: float = 60.0
+    num_extra: int = 0
+    extra_s: float = 0.0
     duration_s: float | None = None
     network: Network = field(default_factory=Network)
     merge_s: float = 0.1
@@ -73,6 +82,7 @@ class Outcome:
 
     Args:
         goodput, uptime: see the module's docstring, 0..1.
+        work: see there.
         pauses: interruptions of training, of all learners together.
         rounds: commits of all fragments together; 0 for data parallel training.
         merges: contributions merged.
@@ -82,6 +92,7 @@ class Outcome:
     """
 
     goodput: float
+    work: float
     uptime: float
     pauses: int
     rounds: int = 0
@@ -118,9 +129,13 @@ def simulate(scenario: Scenario) -> Outcome:
         member.interrupt_at(iter(stops))
         if scenario.mtbf_s is not None:
             member.die(scenario.mtbf_s, scenario.rejoin_s, random.Random(f"{scenario.seed} {k} deaths"), until_s)
+        if scenario.outage_mtbf_s is not None:
+            links = random.Random(f"{scenario.seed} {k} links")
+            member.lose_link(scenario.outage_mtbf_s, scenario.outage_s, links, until_s)
         members.append(member)
         all_pauses.append(stops)
         ideal += until_s / step_s * _TOKENS
+    extra = sum(_visit(fleet, scenario, k) for k in range(scenario.num_extra))
     fleet.run_until(until_s)
     for member in members:
         member.end()
@@ -129,7 +144,8 @@ def simulate(scenario: Scenario) -> Outcome:
     totals, counts, p = fleet.syncer.ledger.totals(), fleet.syncer.rounds.counts, scenario.config.fragments_wanted
     training = _training(all_pauses, until_s)
     return Outcome(
-        goodput=totals.merged / p / ideal,
+        goodput=totals.merged / p / (ideal + extra),
+        work=totals.merged / p / ideal,
         uptime=_uptime(training, until_s),
         pauses=sum(map(len, all_pauses)),
         rounds=counts.num_commits,
@@ -148,8 +164,10 @@ def data_parallel(scenario: Scenario, *, is_elastic: bool) -> Outcome:
     until_s = scenario.length_s * scenario.num_learners
     stops = list(pauses(chips, random.Random(f"{scenario.seed} 0"), until_s=until_s))
     training = _training([stops], until_s)
+    goodput = trained_s(stops, step_s=max(scenario.step_s), until_s=until_s) / until_s
     return Outcome(
-        goodput=trained_s(stops, step_s=max(scenario.step_s), until_s=until_s) / until_s,
+        goodput=goodput,
+        work=goodput,
         uptime=_uptime(training, until_s),
         pauses=len(stops),
         training=training,
@@ -165,14 +183,32 @@ def _check(scenario: Scenario) -> None:
         )
     times = {"step": min(scenario.step_s), "mean time between interruptions": chips.mtbi_s}
     times |= {"mean time between deaths": 1.0 if scenario.mtbf_s is None else scenario.mtbf_s}
+    times |= {"mean time between outages": 1.0 if scenario.outage_mtbf_s is None else scenario.outage_mtbf_s}
+    times |= {"stay of extra learners": scenario.extra_s if scenario.num_extra else 1.0}
     times |= {"duration": scenario.length_s - 10 * max(scenario.step_s)}
     for name, value_s in times.items():
         if value_s <= 0:
             raise ConfigError(f"the {name} is too short; steps take time, and a simulation has at least ten of them")
+    if scenario.num_extra < 0 or scenario.extra_s > scenario.length_s:
+        raise ConfigError(
+            f"{scenario.num_extra} extra learners for {scenario.extra_s:g} s of {scenario.length_s:g} s; they stay for "
+            "a part of the simulated time"
+        )
     if not 0 <= scenario.jitter < 1 or scenario.spread < 0:
         raise ConfigError(
             f"jitter={scenario.jitter:g}, spread={scenario.spread:g}; jitter is a share below 1, spread is at least 0"
         )
+
+
+def _visit(fleet: Fleet, scenario: Scenario, k: int) -> float:
+    """Schedule an extra learner's stay; returns the tokens that it would train without failures."""
+    step_s, begins_s = scenario.step_s[k % len(scenario.step_s)], (scenario.length_s - scenario.extra_s) / 2
+    pace = Pace(step_s=step_s, jitter=scenario.jitter, tokens=_TOKENS, starts_s=begins_s)
+    member = _Member(fleet, f"extra{k}", pace)
+    stops = pauses(scenario.chips, random.Random(f"{scenario.seed} extra {k}"), until_s=begins_s + scenario.extra_s)
+    member.interrupt_at(stops)
+    fleet.at(begins_s + scenario.extra_s, member.end)
+    return scenario.extra_s / step_s * _TOKENS
 
 
 class _Member:
@@ -199,6 +235,14 @@ class _Member:
         if at_s < until_s:
             self._fleet.at(at_s, lambda: self._replace(rejoin_s))
             self._fleet.at(at_s, lambda: self.die(mtbf_s, rejoin_s, chance, until_s))
+
+    def lose_link(self, mtbf_s: float, outage_s: float, chance: random.Random, until_s: float) -> None:
+        """Schedule the next outage of the link, and the one after it."""
+        at_s = self._fleet.now_s + chance.expovariate(1 / mtbf_s)
+        if at_s < until_s:
+            self._fleet.at(at_s, lambda: self._fleet.cut(self.process))
+            self._fleet.at(at_s + outage_s, lambda: self._fleet.heal(self.process))
+            self._fleet.at(at_s + outage_s, lambda: self.lose_link(mtbf_s, outage_s, chance, until_s))
 
     def end(self) -> None:
         """Drain and leave; a process that has not joined yet never does."""

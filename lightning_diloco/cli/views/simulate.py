@@ -65,6 +65,8 @@ def assumptions(rows: Sequence[Row]) -> list[str]:
         "the communication of data parallel training takes no time",
         "take part: contributors of a round, of the learners that were stepping when it opened; merged: contributions",
         *_deaths(last),
+        *_outages(last),
+        *_extra(last),
         f"{LEARNER_STEPS:,} steps of all learners together are simulated"
         if last.duration_s is None
         else f"{last.duration_s:,.0f} s are simulated",
@@ -77,6 +79,24 @@ def _deaths(scenario: Scenario) -> list[str]:
     return [
         f"a learner's process dies every {scenario.mtbf_s:,.0f} s on average, loses what was not merged, and steps "
         f"again after {scenario.rejoin_s:g} s"
+    ]
+
+
+def _outages(scenario: Scenario) -> list[str]:
+    if scenario.outage_mtbf_s is None:
+        return []
+    return [
+        f"a learner's link fails every {scenario.outage_mtbf_s:,.0f} s on average, for {scenario.outage_s:g} s; the "
+        "learner trains on, and its next contributions bring what it trained"
+    ]
+
+
+def _extra(scenario: Scenario) -> list[str]:
+    if not scenario.num_extra:
+        return []
+    return [
+        f"{scenario.num_extra} more learners train for {scenario.extra_s:,.0f} s in the middle of the run; time: what "
+        "the merged tokens took, of the time in which the others would have trained them without failures"
     ]
 
 
@@ -100,12 +120,15 @@ def _by_chips(rows: Sequence[Row]) -> Table:
 
 def _by_figure(rows: Sequence[Row]) -> Table:
     columns = ["goodput", "uptime", "pauses", "take part", "rounds", "merged"]
+    has_extra = any(row.scenario.num_extra for row in rows)
+    columns += ["time"] if has_extra else []
     table = _table(f"{_short(rows[0].chips)} chips", columns)
     for row in rows:
         found = row.found
         cells = [f"{found.goodput:.1%}", f"{found.uptime:.1%}", f"{found.pauses:,}"]
         if found.participation is not None:
             cells += [f"{found.participation:.1%}", f"{found.rounds:,}", f"{found.merges:,}"]
+            cells += [f"{1 / found.work:.1%}"] if has_extra else []
         table.add_row(row.label, *cells)
     return table
 
