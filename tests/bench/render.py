@@ -35,7 +35,7 @@ def _loss_by_participation(found: Results) -> str:
 
 
 def _goodput(found: Results) -> str:
-    return "\n\n".join((_rows(found), report.table(found["two_speeds"]), report.table(found["real"])))
+    return "\n\n".join((_rows(found), *(report.table(found[name]) for name in ("two_speeds", "scavenging", "real"))))
 
 
 def _broken_learner(found: Results) -> str:

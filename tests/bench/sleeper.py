@@ -51,7 +51,7 @@ class Sleeping(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(self._step_s)
-        scale = batch.mean() * torch.rand((), generator=self._own)  # equal contributions would be refused
+        scale = batch.mean() * (1 + torch.rand((), generator=self._own))  # equal contributions would be refused
         return self.matrices[batch_idx % len(self.matrices)].mul(scale).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -8,7 +8,8 @@ python -m tests.bench.wide_area   # 7 minutes
 2. Learners sleep instead of computing. Bytes are real, over TLS and through a proxy of each learner's own, which delays
    and limits each direction.
 3. utilization: share of a learner's time outside of the link's hooks, measured around them. merged: tokens merged, of
-   the tokens seen. exchanges per step: fragments that landed in a step, without the drain; 1 is the schedule.
+   the tokens seen. exchanges per step: fragments that landed in a step, after the first H + 2 steps and without the
+   drain; 1 is the schedule.
 4. With 1.25 Gbit/s, contributions need more than the link has. The run must miss the schedule and nothing else.
    Control: learners that send on the training thread must miss the bound on utilization.
 5. Data parallel training, by arithmetic: an all-reduce of bfloat16 gradients in each step, without overlap.
@@ -27,7 +28,7 @@ from lightning_diloco.core.quantize import wire_nbytes
 from tests.bench import report
 from tests.bench.processes import Measured, Sleeper, run
 
-LEARNERS, RTT_S = 4, 0.04
+LEARNERS, RTT_S, SYNC_EVERY = 4, 0.04, 24
 REAL_NUMEL, REAL_STEP_S = 12e9, 2.0
 RATES_GBPS = (5.0, 2.5, 1.25)  # the last one is too slow
 UTILIZATION, MERGED, ON_SCHEDULE = 0.99, 1.0, 0.9
@@ -42,7 +43,7 @@ def rate_bps(gbps: float, numel: int, step_s: float) -> float:
 def load(gbps: float) -> float:
     """Return the share of the link that contributions need, in one direction."""
     config = RunConfig()
-    nbytes = wire_nbytes(round(REAL_NUMEL / 24 / 256) * 256, config.wire, config.block_size)
+    nbytes = wire_nbytes(round(REAL_NUMEL / SYNC_EVERY / 256) * 256, config.wire, config.block_size)
     return 8 * nbytes / (gbps * 1e9) / REAL_STEP_S
 
 
@@ -54,7 +55,7 @@ def data_parallel(gbps: float) -> float:
 
 def figures(name: str, gbps: float, crew: Sequence[Measured], summary: dict[str, Any]) -> dict[str, Any]:
     """Return the table row of one run."""
-    landings = [len(step["landings"]) for learner in crew for step in learner.steps]
+    landings = [len(step["landings"]) for learner in crew for step in learner.steps[SYNC_EVERY + 2 :]]
     walls = [step["wall_s"] for learner in crew for step in learner.steps]
     return {
         "run": name,
@@ -65,6 +66,8 @@ def figures(name: str, gbps: float, crew: Sequence[Measured], summary: dict[str,
         "take part": summary["participation"],
         "exchanges per step": statistics.mean(landings),
         "data parallel": data_parallel(gbps),
+        "clipped": sum(learner["num_clipped"] for learner in summary["learners"]),
+        "discarded": summary["tokens_discarded"],
     }
 
 
@@ -82,9 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         sleeper = Sleeper(step_s=args.step_s, num_steps=args.steps, numel=args.numel, blocks=blocks)
         rate = rate_bps(gbps, args.numel, args.step_s)
-        crew, summary = run([sleeper] * LEARNERS, {"sync_every": 24}, delay_s=RTT_S / 2, rate_bps=rate)
+        crew, summary = run([sleeper] * LEARNERS, {"sync_every": SYNC_EVERY}, delay_s=RTT_S / 2, rate_bps=rate)
         rows.append(figures(name, gbps, crew, summary))
-    return report.conclude(args.out, rows, _checks(rows))
+    columns = [name for name in rows[0] if name not in ("clipped", "discarded")]
+    return report.conclude(args.out, rows, _checks(rows), columns=columns)
 
 
 def _checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:

@@ -43,6 +43,24 @@ def test_without_failures_all_work_is_merged() -> None:
     assert found.merges == 4 * found.rounds
 
 
+def test_an_outage_of_a_link_costs_no_work() -> None:
+    calm = replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12))
+    found = simulate(replace(calm, outage_mtbf_s=60.0, outage_s=30.0))
+    assert found.goodput > 0.99
+    assert found.discarded == 0.0
+    assert found.merges < 0.8 * simulate(calm).merges, "fewer contributions bring the same tokens"
+
+
+@pytest.mark.parametrize("extra", [2, 4])
+def test_learners_that_come_for_a_part_of_the_run_save_their_part_of_its_time(extra: int) -> None:
+    found = simulate(
+        replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12), duration_s=1000.0, num_extra=extra, extra_s=300.0)
+    )
+    assert found.work == pytest.approx(1 + 0.3 * extra / 4, rel=0.02)
+    assert found.goodput > 0.98
+    assert found.discarded == 0.0
+
+
 def test_failures_cost_what_they_cost_the_learners_alone_and_nobody_waits(often: Outcome) -> None:
     alone = [
         trained_s(
@@ -117,6 +135,10 @@ def test_an_interruption_discards_the_step_in_progress_and_no_other() -> None:
         ({"duration_s": 5.0}, "at least ten"),
         ({"jitter": 1.0}, "below 1"),
         ({"mtbf_s": 0.0}, "mean time between deaths is too short"),
+        ({"outage_mtbf_s": 0.0}, "mean time between outages is too short"),
+        ({"num_extra": 2}, "stay of extra learners is too short"),
+        ({"num_extra": 2, "extra_s": 401.0}, "a part of the simulated time"),
+        ({"num_extra": -1, "extra_s": 9.0}, "-1 extra learners"),
     ],
 )
 def test_bad_input_is_refused(change: dict[str, object], said: str) -> None:
