@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import quality, report
+from tests.bench import quality, report, wide_area
 from tests.bench.tiny import RECIPE
 
 Results = dict[str, Any]
@@ -59,7 +59,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("exchange", "straggler", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows),
     "goodput_table": _goodput,
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
-    **dict.fromkeys(("streams", "wide_area", "soak"), _rows),
+    **dict.fromkeys(("streams", "soak"), _rows),
+    "wide_area": lambda found: f"{report.table(found['rows'], wide_area.COLUMNS)}\n\n{_checks(found)}",
 }
 
 

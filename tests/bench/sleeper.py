@@ -51,8 +51,9 @@ class Sleeping(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         time.sleep(self._step_s)
-        scale = batch.mean() * (1 + torch.rand((), generator=self._own))  # equal contributions would be refused
-        return self.matrices[batch_idx % len(self.matrices)].mul(scale).sum()
+        matrix = self.matrices[batch_idx % len(self.matrices)]
+        noise = torch.randn(matrix.shape, generator=self._own)  # equal contributions would be refused
+        return matrix.mul(batch.mean() + 0.1 * noise).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -21,17 +21,30 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.quantize import wire_nbytes
+from lightning_diloco.plots.style import SETTINGS, color_of, quantity
 from tests.bench import report
 from tests.bench.processes import Measured, Sleeper, run
 
 LEARNERS, RTT_S, SYNC_EVERY = 4, 0.04, 24
 REAL_NUMEL, REAL_STEP_S = 12e9, 2.0
 RATES_GBPS = (5.0, 2.5, 1.25)  # the last one is too slow
+# Published for a 10B model, steps of 0.8 s and H = 100 (Streaming DiLoCo, arXiv 2501.18512): Gbit/s by utilization.
+PUBLISHED = {
+    "data parallel, 10B (published)": {0.5: 104.8, 0.8: 222.0, 0.9: 222.0, 0.95: 268.0, 0.99: 472.0},
+    "Streaming DiLoCo, 10B (published)": {0.5: 0.4, 0.8: 0.9, 0.9: 1.4, 0.95: 1.4, 0.99: 1.7},
+}
 UTILIZATION, MERGED, ON_SCHEDULE = 0.99, 1.0, 0.9
+COLUMNS = ("run", "needs of the link", "utilization", "step p95 [ms]", "merged", "take part", "exchanges per step",
+           "data parallel")  # fmt: skip
 BLOCKED = "control: sends on the training thread, 5 Gbit/s"
 
 
@@ -87,8 +100,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         rate = rate_bps(gbps, args.numel, args.step_s)
         crew, summary = run([sleeper] * LEARNERS, {"sync_every": SYNC_EVERY}, delay_s=RTT_S / 2, rate_bps=rate)
         rows.append(figures(name, gbps, crew, summary))
-    columns = [name for name in rows[0] if name not in ("clipped", "discarded")]
-    return report.conclude(args.out, rows, _checks(rows), columns=columns)
+    if args.out:
+        draw(rows, args.out.with_suffix(".png"))
+    return report.conclude(args.out, rows, _checks(rows), columns=COLUMNS)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw utilization over the rate of each link: measured, published, and by arithmetic (rule 5)."""
+    measured = sorted((float(row["run"].split()[0]), row["utilization"]) for row in rows[:-1])
+    rates = [10 ** (exponent / 20) for exponent in range(61)]
+    lines = {
+        "this package, 12B scaled down (measured)": measured,
+        "data parallel, 12B (arithmetic)": [(gbps, data_parallel(gbps)) for gbps in rates],
+        **{name: [(gbps, share) for share, gbps in found.items()] for name, found in PUBLISHED.items()},
+    }
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=(7.5, 3.6), layout="constrained")
+        axes: Any = figure.subplots()
+        for label, color in color_of(lines).items():
+            style = "-" if "arithmetic" in label else "o-"
+            axes.plot(*zip(*lines[label], strict=True), style, color=color, markersize=3.5, label=label)
+        axes.set(xscale="log", ylim=(0, 1.03), xlabel="Gbit/s of each link", title="Compute utilization and bandwidth")
+        axes.xaxis.set_major_formatter(quantity)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.legend(loc="center right", fontsize=8)
+        figure.savefig(path)
 
 
 def _checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
