@@ -95,6 +95,14 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [path.name for path in tmp_path.iterdir()] == ["syncer.sh"]
 
 
+def test_a_recipe_of_ones_own_lies_beside_the_files(tmp_path: Path) -> None:
+    own = tmp_path / "mine.yaml"
+    own.write_bytes((ROOT / "recipes/tiny/gpt.yaml").read_bytes())
+    assert launch(str(own), "--engine", "slurm", "--learners", "2", "--to", str(tmp_path / "new")) == 0
+    assert (tmp_path / "new" / "mine.yaml").read_bytes() == own.read_bytes()
+    assert "RECIPE=mine.yaml\n" in (tmp_path / "new" / "learners.sh").read_text()
+
+
 def test_the_files_are_no_recipes() -> None:
     assert not [recipe.name for recipe in recipes.find() if recipe.name.startswith("launch")]
 

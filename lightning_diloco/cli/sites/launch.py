@@ -5,6 +5,8 @@
 2. The syncer's cores and memory are those that `diloco plan` names for the recipe. For a script, which cannot be read
    without running it, the values of the files stay.
 3. Learners that train on a CPU get no line with devices.
+4. A recipe or a script of your own, given by its path, is copied beside the files. A recipe given by its name is part of
+   the package, which is on all machines.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,23 +51,26 @@ def call(arguments: argparse.Namespace) -> int:
     if arguments.learners < 1:
         raise ConfigError(f"--learners {arguments.learners}: must be at least 1")
     path = recipes.resolve(arguments.target)
+    own = [path, *recipes.modules_beside(path)] if Path(arguments.target).is_file() else []
     values: dict[str, int | str | None] = {
-        "recipe": arguments.target,
+        "recipe": path.name if own else arguments.target,
         "learners": arguments.learners,
         "last": arguments.learners - 1,
     }
     if path.suffix != ".py":
         values |= _machines(path, arguments.learners)
     sources = sorted(_folder(arguments.engine).iterdir(), reverse=True)  # the syncer first
-    targets = {source: arguments.to / source.name for source in sources}
+    targets = {source: arguments.to / source.name for source in (*sources, *own)}
     if taken := [str(target) for target in targets.values() if target.exists()]:
         raise ConfigError(f"{', '.join(taken)} already exists; choose another folder with --to, or remove it first")
     arguments.to.mkdir(parents=True, exist_ok=True)
-    for source, target in targets.items():
+    for source in own:
+        shutil.copyfile(source, targets[source])
+    for source in sources:
         text = filled(source.read_text(encoding="utf-8"), values)
-        target.write_text(text, encoding="utf-8")
-        target.chmod(source.stat().st_mode & 0o777)
-        print(f"{target}\n{_usage(text)}")
+        targets[source].write_text(text, encoding="utf-8")
+        targets[source].chmod(source.stat().st_mode & 0o777)
+        print(f"{targets[source]}\n{_usage(text)}")
     return 0
 
 
