@@ -5,8 +5,8 @@
 2. The syncer's cores and memory are those that `diloco plan` names for the recipe. For a script, which cannot be read
    without running it, the values of the files stay.
 3. Learners that train on a CPU get no line with devices.
-4. A recipe or a script of your own, given by its path, is copied beside the files. A recipe given by its name is part of
-   the package, which is on all machines.
+4. A recipe or a script of your own, given by its path, is copied beside the files. A recipe given by its name is part
+   of the package, which is on all machines.
 """
 
 from __future__ import annotations
