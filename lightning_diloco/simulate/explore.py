@@ -148,7 +148,7 @@ class History:
     @property
     def num_events(self) -> int:
         """Return how many events were checked so far."""
-        return self._fleet.time.num_events
+        return self._fleet.num_events
 
     def play(self) -> str | None:
         """Play the history; returns the violation, if there is one."""
@@ -218,9 +218,9 @@ class History:
         )
 
     def _fill_the_disk(self, amount: float) -> None:
-        self._fleet.fill_disk(is_full=True)
+        self._fleet.disk_is_full = True
         self._fleet.run_for(4.0 * amount)
-        self._fleet.fill_disk(is_full=False)
+        self._fleet.disk_is_full = False
 
     def _roll_back(self, amount: float) -> None:
         self._heal_all()

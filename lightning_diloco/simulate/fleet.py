@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
@@ -20,16 +22,15 @@ from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.protocol.syncer.machine import SyncerState
-from lightning_diloco.simulate.crashes import CrashPoints
+from lightning_diloco.simulate.crashes import CrashPoints, Killed
 from lightning_diloco.simulate.disk import Disk
 from lightning_diloco.simulate.invariants import Invariants
 from lightning_diloco.simulate.process import SimulatedLearner
 from lightning_diloco.simulate.settings import Network, Pace, manifest
-from lightning_diloco.simulate.syncer_process import SimulatedSyncer
-from lightning_diloco.simulate.timeline import Timeline
 
 TICK_S = 0.25
 CONFIRM_AGAIN_S = 0.5
+NUM_NOTES_KEPT = 1000
 
 
 class Fleet:
@@ -63,48 +64,30 @@ class Fleet:
     ) -> None:
         self.config = config.validate()
         self.network = network or Network()
+        self.merge_s = merge_s
         self.random = random.Random(seed)
-        self.time = Timeline()
-        self.crashes = crashes or CrashPoints()
+        self.now_s = 0.0
+        self.syncer = SyncerState(run="simulated", expect=expect, secret="simulated")
+        self.disk = Disk(keeps_log=is_audited)
+        self.disk_is_full = False
         self.learners: dict[str, SimulatedLearner] = {}
+        self.notes: deque[tuple[float, do.Note]] = deque(maxlen=None if is_audited else NUM_NOTES_KEPT)
+        self.history: deque[tuple[float, str, object]] = deque(maxlen=80)
+        self.num_events = 0
         self.invariants = Invariants(self)
+        self.crashes = crashes or CrashPoints()
+        self._expect = expect
+        self._guard = guard
         self._is_audited = is_audited
         self._tick_s = tick_s
+        self._queue: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = itertools.count()
         self._sessions = itertools.count(1)
-        self._syncer = SimulatedSyncer(
-            self.time,
-            self.random,
-            num_fragments=config.fragments_wanted,
-            merge_s=merge_s,
-            expect=expect,
-            crashes=self.crashes,
-            guard=guard,
-            is_audited=is_audited,
-            send=self._syncer_says,
-            handled=self._syncer_has_handled,
-            killed=lambda: self.restart_syncer(use_snapshot=True),
-        )
+        self._boot = 0
+        self._suspended_until_s = 0.0
+        self._payloads: dict[tuple[str, int, int], int] = {}
+        self._gradients: dict[tuple[int, int], int] = {}
         self._after(tick_s, self._tick)
-
-    @property
-    def now_s(self) -> float:
-        """Return the simulated time."""
-        return self.time.now_s
-
-    @property
-    def syncer(self) -> SyncerState:
-        """Return the syncer's state machine."""
-        return self._syncer.state
-
-    @property
-    def disk(self) -> Disk:
-        """Return the syncer's disk."""
-        return self._syncer.disk
-
-    @property
-    def notes(self) -> deque[tuple[float, do.Note]]:
-        """Return what the syncer has noted, with its time."""
-        return self._syncer.notes
 
     # ---------------------------------------------------------------------------------------------------- from outside
 
@@ -152,27 +135,31 @@ class Fleet:
 
     def restart_syncer(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
         """Kill the syncer and restart it from its disk, which may have lost the newest `lose` records."""
+        self._boot += 1
+        self._suspended_until_s = 0.0
+        self._payloads.clear()
         if lose:
+            self.disk.lose(lose)
             self.invariants.rolled_back()
-        self._syncer.restart(use_snapshot=use_snapshot, lose=lose)
+        self.syncer = self.disk.recovered(expect=self._expect, now_s=self.now_s, use_snapshot=use_snapshot)
         for learner in self.learners.values():
             self._reconnect(learner)
-
-    def suspend_syncer(self, for_s: float) -> None:
-        """Let the syncer's process stand still."""
-        self._syncer.suspend(for_s)
-
-    def fill_disk(self, *, is_full: bool) -> None:
-        """Fill the syncer's disk, so that commits fail, or make room again."""
-        self._syncer.disk_is_full = is_full
 
     def at(self, at_s: float, call: Callable[[], None]) -> None:
         """Call a function at this time, which has not passed yet."""
         self._after(at_s - self.now_s, call)
 
+    def suspend_syncer(self, for_s: float) -> None:
+        """Let the syncer's process stand still: what reaches it waits, and it notices the gap."""
+        self._suspended_until_s = self.now_s + for_s
+        self._after(for_s, partial(self._from_own_thread, on.StoodStill(for_s), self._boot))
+
     def run_until(self, until_s: float) -> None:
         """Run the simulation until this time."""
-        self.time.run_until(until_s)
+        while self._queue and self._queue[0][0] <= until_s:
+            self.now_s, _, call = heapq.heappop(self._queue)
+            call()
+        self.now_s = until_s
 
     def run_for(self, duration_s: float) -> None:
         """Run the simulation for this long."""
@@ -181,14 +168,14 @@ class Fleet:
     def run_to_the_end(self, *, limit_s: float) -> None:
         """Run the simulation until every learner is gone; raises TimeoutError after the limit."""
         while not all(learner.is_gone for learner in self.learners.values()):
-            if self.time.next_s > limit_s:
+            if not self._queue or self._queue[0][0] > limit_s:
                 there = [learner.session for learner in self.learners.values() if not learner.is_gone]
                 raise TimeoutError(f"{there} are still there at {self.now_s:.1f} s\n{self.story()}")
-            self.run_until(self.time.next_s)
+            self.run_until(self._queue[0][0])
 
     def story(self) -> str:
         """Return the last events as text, for error messages."""
-        return self.time.story()
+        return "\n".join(f"{at_s:9.3f} {whose} <- {event}" for at_s, whose, event in self.history)
 
     @property
     def participation(self) -> float:
@@ -198,7 +185,7 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------------ machinery
 
     def _after(self, delay_s: float, call: Callable[[], object]) -> None:
-        self.time.after(delay_s, call)
+        heapq.heappush(self._queue, (self.now_s + delay_s, next(self._order), call))
 
     def _deliver(self, call: Callable[[], None]) -> None:
         """Deliver one control message, or lose it, or deliver it twice."""
@@ -207,14 +194,14 @@ class Fleet:
                 self._after(self.network.latency_s * (1 + self.network.jitter * self.random.random()), call)
 
     def _tick(self) -> None:
-        self._syncer.handle(on.Tick())
+        self._syncer_handles(on.Tick())
         for learner in list(self.learners.values()):
             if learner.is_gone or not learner.connection:
                 continue
             if learner.state is None:
                 self._say(learner, self._hello(learner))
                 continue
-            if learner.boot != self._syncer.boot:
+            if learner.boot != self._boot:
                 self._reconnect(learner)
             self._learner_handles(learner, on.Tick())
             if learner.state.phase == "draining":
@@ -225,19 +212,87 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------------ the syncer
 
     def _tell_syncer(self, learner: SimulatedLearner, event: on.SyncerEvent, boot: int) -> None:
-        if not learner.is_cut and boot == self._syncer.boot:
-            self._syncer.handle(event)
+        if not learner.is_cut and boot == self._boot:
+            self._syncer_handles(event)
 
-    def _syncer_says(self, session: str, message: messages.FromSyncer, boot: int) -> None:
-        hears = partial(self._learner_hears, self.learners[session], message, boot)
-        if isinstance(message, messages.Welcome):
-            self._after(self.network.latency_s, hears)  # polls are acknowledged; the hello is repeated until it comes
-        else:
-            self._deliver(hears)
+    def _from_own_thread(self, event: on.SyncerEvent, boot: int) -> None:
+        if boot == self._boot:
+            self._syncer_handles(event)
 
-    def _syncer_has_handled(self) -> None:
+    def _syncer_handles(self, event: on.SyncerEvent) -> None:
+        if self.now_s < self._suspended_until_s:
+            self._after(self._suspended_until_s - self.now_s, partial(self._from_own_thread, event, self._boot))
+            return
+        self.num_events += 1
+        self.history.append((self.now_s, "syncer", event))
+        with self._mortal():
+            for action in self.syncer.handle(event, self.now_s):
+                self.crashes.before(action)
+                self._do_for_syncer(action)
         if self._is_audited:
             self.invariants.after_syncer_event()
+
+    def _do_for_syncer(self, action: do.SyncerAction) -> None:
+        boot = self._boot
+        match action:
+            case do.Send():
+                learner = self.learners[action.session]
+                hears = partial(self._learner_hears, learner, action.message, boot)
+                if isinstance(action.message, messages.Welcome):
+                    self._after(self.network.latency_s, hears)  # polls are acknowledged; the hello is repeated until it
+                else:
+                    self._deliver(hears)
+            case do.Record():
+                self.disk.append(action.values)
+            case do.Merge():
+                event = self._merge(action)
+                self._gradients[action.fragment, action.round] = sum(
+                    int(self._payloads[c.session, c.ready.fragment, c.ready.seq] * event.kept.get(c.session, 1.0))
+                    for c in action.contributions
+                )
+                self._after(self.merge_s, partial(self._from_own_thread, event, boot))
+            case do.Apply():
+                self._after(self.merge_s, partial(self._commit, action, boot))
+            case do.DropPayload():
+                self._payloads.pop((action.session, action.fragment, action.seq), None)
+            case do.StoreSeed():
+                digests = ("start",) * self.config.fragments_wanted
+                self._after(0.0, partial(self._from_own_thread, on.SeedStored(action.lease, digests), boot))
+            case do.Note():
+                self.notes.append((self.now_s, action))
+
+    def _merge(self, action: do.Merge) -> on.Merged:
+        """What the arithmetic says of a round."""
+        return on.Merged(
+            action.fragment, action.round, {c.session: self._kept_by_guard() for c in action.contributions}
+        )
+
+    def _kept_by_guard(self) -> float:
+        return self.random.random() if self._guard and self.random.random() < self._guard else 1.0
+
+    def _commit(self, action: do.Apply, boot: int) -> None:
+        if boot != self._boot:
+            return
+        if self.now_s < self._suspended_until_s:
+            self._after(self._suspended_until_s - self.now_s, partial(self._commit, action, boot))
+            return
+        p = action.fragment
+        if self.disk_is_full:
+            self._syncer_handles(on.CommitFailed(p, action.round, "no space left on device"))
+            return
+        with self._mortal():
+            self.crashes.reach("append")
+            self.disk.append(action.record, self._gradients[p, action.round])
+            self.crashes.reach("tell")
+            self._syncer_handles(on.Committed(p, action.round, self.disk.digests[p][-1]))
+
+    @contextmanager
+    def _mortal(self) -> Iterator[None]:
+        """Context for actions of the syncer that restarts it if it is killed."""
+        try:
+            yield
+        except Killed:
+            self.restart_syncer(use_snapshot=True)
 
     # ------------------------------------------------------------------------------------------------ learners: joining
 
@@ -251,7 +306,7 @@ class Fleet:
     def _say(self, learner: SimulatedLearner, message: messages.FromLearner) -> None:
         if not learner.is_dead and not learner.is_cut:
             event = on.FromALearner(learner.session, self._over_the_wire(message))
-            self._deliver(partial(self._tell_syncer, learner, event, self._syncer.boot))
+            self._deliver(partial(self._tell_syncer, learner, event, self._boot))
 
     def _over_the_wire(self, message: messages.FromLearner) -> messages.FromLearner:
         """Return what the syncer decodes; a long forecast saves the time."""
@@ -263,7 +318,7 @@ class Fleet:
         if learner.state is None or not learner.is_stepping or learner.is_gone or learner.is_cut:
             return
         learner.connection += 1
-        learner.boot = self._syncer.boot
+        learner.boot = self._boot
         known = tuple(
             messages.Mark(f.generation, f.held, learner.digests[p], f.proof)
             for p, f in enumerate(learner.state.fragments)
@@ -272,7 +327,7 @@ class Fleet:
             assert isinstance(action, do.Say)
             # A real learner repeats this message until it arrives, before any other.
             event = on.FromALearner(learner.session, self._over_the_wire(action.message))
-            self._after(0.0, partial(self._tell_syncer, learner, event, self._syncer.boot))
+            self._after(0.0, partial(self._tell_syncer, learner, event, self._boot))
 
     def _learner_hears(self, learner: SimulatedLearner, message: messages.FromSyncer, boot: int) -> None:
         if learner.is_gone or learner.is_cut or boot < learner.boot:
@@ -360,7 +415,8 @@ class Fleet:
     def _learner_handles(self, learner: SimulatedLearner, event: on.LearnerEvent) -> None:
         if learner.is_gone or learner.state is None:
             return
-        self.time.note(learner.session, event)
+        self.num_events += 1
+        self.history.append((self.now_s, learner.session, event))
         todo = learner.state.handle(event, self.now_s)
         for action in todo:
             self._do_for_learner(learner, action)
@@ -377,9 +433,9 @@ class Fleet:
                 self._after(0.0, partial(self._learner_handles, learner, encoded))
             case do.Upload():
                 takes_s = self.network.upload_s * learner.pace.upload_factor * (0.9 + 0.2 * self.random.random())
-                self._after(takes_s, partial(self._upload_arrives, learner, action.ready, self._syncer.boot))
+                self._after(takes_s, partial(self._upload_arrives, learner, action.ready, self._boot))
             case do.Fetch():
-                self._after(self.network.download_s, partial(self._fetched, learner, action, self._syncer.boot))
+                self._after(self.network.download_s, partial(self._fetched, learner, action, self._boot))
             case do.Land():
                 assert learner.state is not None
                 learner.land(action.fragment)
@@ -399,18 +455,20 @@ class Fleet:
         if learner.is_dead:
             return
         p, seq = ready.fragment, ready.seq
-        if learner.is_cut or boot != self._syncer.boot:
+        if learner.is_cut or boot != self._boot:
             self._learner_handles(learner, on.UploadFailed(p, seq))
             return
         error, learner.bad_payload = ("scales are not finite" if learner.bad_payload else None), False
         if (p, seq) in learner.kept:
-            self._syncer.receive(learner.session, ready, learner.kept[p, seq], error)
+            if error is None:
+                self._payloads[learner.session, p, seq] = learner.kept[p, seq]
+            self._syncer_handles(on.PayloadReceived(learner.session, ready, error))
         self._learner_handles(learner, on.Uploaded(p, seq))
 
     def _fetched(self, learner: SimulatedLearner, action: do.Fetch, boot: int) -> None:
         p = action.fragment
         member = self.syncer.roster.get(learner.session)
-        if learner.is_cut or boot != self._syncer.boot or member is None:
+        if learner.is_cut or boot != self._boot or member is None:
             self._learner_handles(learner, on.FetchFailed(p))
             return
         generation, version = self.syncer.rounds.generation, len(self.disk.anchors[p]) - 1

@@ -107,6 +107,10 @@ SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
         "exchange",
         lambda found: f"{_row(found, 'int8')['up / float32']:.3f}, {_row(found, 'int8')['down / float32']:.3f}",
     ),
+    "four learners behind 40 ms, with the traffic of 12B at 5, 2.5 and 1.25 Gbit/s, scaled down": (
+        "wide_area",
+        lambda found: f"compute utilization at least {min(row['utilization'] for row in found['rows'][:-1]):.1%}",
+    ),
     "a learner beside one that is four times slower": (
         "straggler",
         lambda found: _sentence(found, "its steps are"),

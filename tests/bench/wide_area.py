@@ -123,7 +123,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set(xscale="log", ylim=(0, 1.03), xlabel="Gbit/s of each link", title="Compute utilization and bandwidth")
         axes.xaxis.set_major_formatter(quantity)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.legend(loc="center right", fontsize=8)
+        axes.legend(loc=(0.24, 0.5), fontsize=8)
         figure.savefig(path)
 
 

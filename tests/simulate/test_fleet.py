@@ -306,13 +306,13 @@ def _strike(fleet: Fleet, pick: random.Random, learner: SimulatedLearner, pace, 
         case "spoil":
             learner.bad_payload = True
         case "fill the disk":
-            fleet.fill_disk(is_full=not fleet._syncer.disk_is_full)
+            fleet.disk_is_full = not fleet.disk_is_full
         case "roll back":
             fleet.restart_syncer(lose=pick.randint(1, 10), use_snapshot=pick.random() < 0.5)
 
 
 def _recover(fleet: Fleet) -> None:
-    fleet.fill_disk(is_full=False)
+    fleet.disk_is_full = False
     for learner in fleet.learners.values():
         if learner.is_cut:
             fleet.heal(learner)
