@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_diloco.cli import recipes
 from lightning_diloco.cli.main import main
 from lightning_diloco.hf.blueprint import blueprint
 from lightning_diloco.hf.recipe import parse
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-NAMES = sorted(path.relative_to(RECIPES).as_posix() for path in RECIPES.rglob("*.yaml"))
+NAMES = [f"{recipe.name}.yaml" for recipe in recipes.find([RECIPES]) if recipe.path.suffix == ".yaml"]
 SIZES = {
     "gpt2/124m.yaml": 124_439_808,
     "llama/1b.yaml": 1_235_814_400,
