@@ -120,7 +120,7 @@ class LearnerState:
             case on.StepBegins():
                 return [] if self._is_leaving else [self._promises.make(self.fragments)]
             case on.Pause():
-                if not event.is_online and now_s < self._outage_until_s:
+                if not event.is_online and not self._is_leaving and now_s < self._outage_until_s:
                     self._drains(now_s)
                 return self._boundary(now_s) + self._drain(now_s)
             case on.Evaluating():
@@ -446,7 +446,7 @@ class LearnerState:
         usual_s = max(DRAIN_S, DRAIN_ROUNDS * median(self._rounds_s))
         drain_s, self._drain_again_s = (usual_s, usual_s) if fixed_s is None else (fixed_s, 0.0)
         self.drain_until_s = now_s + (drain_s if event.drain else 0.0)
-        self._outage_until_s = now_s + OUTAGE_S
+        self._outage_until_s = now_s + (OUTAGE_S if fixed_s is None else 0.0)
         self._drain_latest_s = self._outage_until_s + DRAIN_STAGES * len(self.fragments) * drain_s
         self._drain_alone_s = now_s + WAIT_SHARE * drain_s
         # A learner that leaves without draining, for example after an error, keeps its parameters as they are.

@@ -212,8 +212,20 @@ def test_a_drain_with_a_limit_does_not_wait_for_a_syncer_that_is_away(options: d
     learner.handle(on.Finish("preempted", **asked))
     learner.handle(on.Pause(is_online=False), after_s=1.0)
     assert not left(learner)
+    ends_s = learner.state.drain_until_s
     learner.handle(on.Pause(is_online=False), after_s=7.0)
     assert left(learner)
+    assert learner.state.drain_until_s == ends_s, "nobody waits longer for an answer, either"
+
+
+def test_a_learner_with_nothing_to_send_does_not_wait_for_a_syncer_that_is_away() -> None:
+    learner = Learner(num_fragments=1, sync_every=4)
+    learner.handle(on.Finish("finished"))
+    assert left(learner)
+    ends_s = learner.state.drain_until_s
+    for _ in range(10):
+        learner.handle(on.Pause(is_online=False), after_s=DRAIN_S)
+    assert learner.state.drain_until_s == ends_s
 
 
 def test_a_drain_does_not_wait_longer_than_ten_minutes() -> None:
