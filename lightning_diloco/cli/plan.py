@@ -88,14 +88,9 @@ def call(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{path} is a script; only a YAML recipe can be planned, because a script must run to be read"
         )
-    machines = machines_of(path, vars(arguments))
-    with kept():
-        from lightning_diloco.hf.blueprint import blueprint
-        from lightning_diloco.hf.recipe import parse
-        from lightning_diloco.planner.fixes import cheapest_fix
-        from lightning_diloco.planner.plan import forecast
-    drawn = blueprint(parse(path))
-    found = forecast(scenario_of(drawn, machines))
+    drawn, found = forecast_of(path, vars(arguments))
+    from lightning_diloco.planner.fixes import cheapest_fix
+
     fix = cheapest_fix(found)
     if arguments.json:
         print(json.dumps(_figures(found, fix, drawn), indent=2))
@@ -108,7 +103,23 @@ def call(arguments: argparse.Namespace) -> int:
     return 0 if found.is_feasible else 1
 
 
-def machines_of(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+def forecast_of(path: Path, given: Mapping[str, Any]) -> tuple[Blueprint, Forecast]:
+    """Return what a YAML recipe trains, and the forecast for it.
+
+    Args:
+        path: the recipe.
+        given: options of machines and run by name; those that are None or missing are the recipe's.
+    """
+    machines = _machines(path, given)
+    with kept():
+        from lightning_diloco.hf.blueprint import blueprint
+        from lightning_diloco.hf.recipe import parse
+        from lightning_diloco.planner.plan import forecast
+    drawn = blueprint(parse(path))
+    return drawn, forecast(scenario_of(drawn, machines))
+
+
+def _machines(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options by name: the given ones that are not None, else those of the recipe."""
     parser = argparse.ArgumentParser(prog=f"{path}, `{_MARK}`", allow_abbrev=False)
     _add_machines(parser)

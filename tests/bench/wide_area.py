@@ -1,6 +1,6 @@
 """Learners in four regions, scaled down: does anybody wait for the network, and is everything merged?
 
-python -m tests.bench.wide_area   # 7 minutes
+python -m tests.bench.wide_area   # 11 minutes
 
 1. The ratio of traffic to compute is that of a 12B decoder at the paper's settings (H = P = 24, overlap 2, int8, steps
    of 2 s). Model and links are smaller by the same factor, steps are half as long. Round trips of 40 ms are not scaled

@@ -367,7 +367,7 @@ NOT_HERE = {
     "python tests/bench/run.py loss_by_participation exchange straggler ranks_step attacks": "an hour; see tests/bench",
     "PJRT_DEVICE=CPU python -m tests.bench.xla_step": "ten minutes, with torch_xla; tests/xla run it with less of all",
     "python tests/bench/run.py goodput_table": "eight minutes; its command runs here with shorter cells",
-    "python tests/bench/run.py wide_area": "seven minutes on an idle machine",
+    "python tests/bench/run.py wide_area": "eleven minutes on an idle machine",
     "python tests/bench/run.py at_size": "takes 24 GB; tests/bench run it with a small fragment",
     "python tests/bench/run.py chaos recoveries soak survivors busy_survivors forecast": "two hours; likewise",
 }

@@ -1,4 +1,4 @@
-"""An engine of thirty lines, which keeps the contract of `recipes/launch/README.md` and knows nothing else."""
+"""A small engine, which keeps the contract of `recipes/launch/README.md` and knows nothing else."""
 
 from __future__ import annotations
 

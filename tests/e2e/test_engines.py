@@ -114,11 +114,11 @@ def end(engine: Engine, folder: Path) -> dict:
 
 
 def test_the_contract_is_enough_for_an_engine(engine: Engine, folder: Path) -> None:
-    def serve(port: int) -> None:
-        words = f"diloco syncer --run-dir run --listen 127.0.0.1:{port} --expect 2 --data-parts 2 --lease-s 5"
+    def serve() -> None:
+        words = "diloco syncer --run-dir run --listen 127.0.0.1:0 --expect 2 --data-parts 2 --lease-s 5"
         engine.start("syncer", shlex.split(words), base(folder))
 
-    serve(0)
+    serve()
     until((folder / "run" / "join").exists, "the join file")
     before = read_join_file(folder / "run" / "join")
     for name in ("l0", "l1"):
@@ -132,7 +132,7 @@ def test_the_contract_is_enough_for_an_engine(engine: Engine, folder: Path) -> N
 
     # The machine of the syncer is lost; another one has its disk and another address.
     engine.kill("syncer")
-    serve(0)
+    serve()
     until(lambda: read_join_file(folder / "run" / "join").port != before.port, "the new address")
     until_all_train(engine, folder, {"l0", "l1"})
 
@@ -141,7 +141,7 @@ def test_the_contract_is_enough_for_an_engine(engine: Engine, folder: Path) -> N
     (folder / "stop").touch()
     waits = "the last contributions wait for the syncer"
     until(lambda: all(waits in (folder / f"{name}.log").read_text() for name in ("l0", "l1")), "the end of training")
-    serve(0)
+    serve()
     summary = end(engine, folder)
     assert summary["tokens_merged"] + sum(summary["tokens_discarded"].values()) == summary["tokens_seen"]
     assert "before all of this learner's work was merged" not in (folder / "l0.log").read_text()

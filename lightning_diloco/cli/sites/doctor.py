@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_diloco import __version__
 from lightning_diloco.cli import recipes
+from lightning_diloco.cli.plan import forecast_of
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.config import PROTOCOL_VERSION
 from lightning_diloco.errors import ConfigError, DiLoCoError
@@ -159,18 +160,13 @@ def _link(way: Way, recipe: Path | None) -> Iterator[Check]:
 
 def _traffic(recipe: Path, round_trip_s: float, rate: Rate) -> Iterator[Check]:
     """Compare the recipe's traffic with the link."""
-    from lightning_diloco.cli.local.collector import kept
+    from lightning_diloco.planner.bandwidth import LINK_SHARE
+    from lightning_diloco.planner.fixes import cheapest_fix
+    from lightning_diloco.planner.plan import OVERLAP
 
-    with kept():
-        from lightning_diloco.cli.plan import machines_of, scenario_of
-        from lightning_diloco.hf.blueprint import blueprint
-        from lightning_diloco.hf.recipe import parse
-        from lightning_diloco.planner.bandwidth import LINK_SHARE
-        from lightning_diloco.planner.fixes import cheapest_fix
-        from lightning_diloco.planner.plan import OVERLAP, forecast
-    # The measured rate is what streams reach; the forecast takes a share of a link.
-    machines = {"link": 8 * rate.bytes_per_s / LINK_SHARE, "rtt": round_trip_s, "syncer_link": None}
-    found = forecast(scenario_of(blueprint(parse(recipe)), {**machines_of(recipe, {}), **machines}))
+    # The measured rate is what streams reach; the forecast takes a share of a link. It includes the syncer's link.
+    machines = {"link": 8 * rate.bytes_per_s / LINK_SHARE, "rtt": round_trip_s, "syncer_link": float("inf")}
+    _, found = forecast_of(recipe, machines)
     exchange, step_s = found.exchange, found.scenario.fleet.step_s
     yield Check(
         "a fragment",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli import recipes
-from lightning_diloco.cli.local.collector import kept
+from lightning_diloco.cli.plan import forecast_of
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
 
@@ -92,15 +92,9 @@ def _folder(engine: str) -> Path:
 
 def _machines(path: Path, num_learners: int) -> dict[str, int | None]:
     """Return the devices of a learner, and the syncer's cores and memory."""
-    with kept():
-        from lightning_diloco.cli.plan import machines_of, scenario_of
-        from lightning_diloco.hf.blueprint import blueprint
-        from lightning_diloco.hf.recipe import parse
-        from lightning_diloco.planner.plan import forecast
-    drawn = blueprint(parse(path))
+    drawn, found = forecast_of(path, {"learners": num_learners})
     if drawn.accelerator in ("tpu", "xla"):
         raise ConfigError(f"{path} trains on TPUs, whose machines differ too much for a template; see recipes/tpus.md")
-    found = forecast(scenario_of(drawn, machines_of(path, {"learners": num_learners})))
     return {
         "devices": None if drawn.accelerator == "cpu" else drawn.devices or 1,
         "syncer_cores": found.scenario.fleet.syncer_cores,
