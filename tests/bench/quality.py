@@ -3,21 +3,29 @@
 python -m tests.bench.quality                                       the defaults, three seeds: the table of the README
 python -m tests.bench.quality --seed 1 --outer-lr 0.6 0.8 --align carry overwrite         a sweep: every combination
 python -m tests.bench.quality --seed 1 --learners 4 --together 4 2 1       how many of four learners are in each round
+python -m tests.bench.quality --learners 1 2 4 8 --steps 600 2400 --batch-size 4 --baseline-lr 4e-3 8e-3 --out FILE
 
-1. Both train on the same batches in the same steps, from the same weights, with the same learning rates.
-2. The anchor is evaluated after the drain, on the whole validation split.
-3. Missing options come from the recipe, else from the package's defaults.
+1. Both train on the same batches in the same steps, from the same weights.
+2. The learning rate of the data-parallel model is the best of `--baseline-lr`, by its mean loss over the seeds; by
+   default there is only that of the learners.
+3. The anchor is evaluated after the drain, on the whole validation split.
+4. Missing options come from the recipe, else from the package's defaults.
+5. Results are stored after each trial. If the file exists, its trials are not run again.
+6. rho is the cosine of two successive outer gradients of a fragment, averaged over the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.simulate.fleet import Pace
@@ -26,9 +34,16 @@ from tests.bench.tiny import Tiny
 from tests.bench.training_fleet import TrainingFleet
 from tests.bench.trials import outcomes
 
+Trial = dict[str, Any]
+
 RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "outer_lr", "outer_momentum", "merge", "wire")
-SIZE = ("learners", "steps", "seed")
-KEYS = (*RUN_OPTIONS, "align", "lr", "learners", "steps", "together")
+TASK = ("model", "batch_size", "learners", "steps")
+KEYS = (*TASK, *RUN_OPTIONS, "align", "lr", "together")
+MODELS: dict[str, dict[str, int]] = {
+    "recipe": {},  # 0.12M parameters
+    "1M": {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 5},
+    "5M": {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 9},
+}
 BOUND = 0.02
 
 
@@ -49,8 +64,8 @@ def decoupled(
     steps: int,
     seed: int,
     together: int | None = None,
-) -> float:
-    """Return the validation loss of the anchor of a fleet.
+) -> Trial:
+    """Return the validation loss of the anchor of a fleet, and rho.
 
     Args:
         together: learners in each round, which then start at different times in a period; None: all.
@@ -65,67 +80,101 @@ def decoupled(
         [Pace(step_s=1.0, tokens=batch, num_steps=steps, starts_s=m * spread_s) for m in range(learners)],
         together=together,
     )
-    return fleet.anchor_loss(limit_s=2.0 * steps + 100)
+    return {"loss": fleet.anchor_loss(limit_s=2.0 * steps + 100), "rho": fleet.correlation}
 
 
-def trials(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def trials(args: argparse.Namespace) -> Iterator[Trial]:
     """Yield every combination of the given options."""
     swept = {name: getattr(args, name) for name in (*KEYS, "seed")}
     for values in itertools.product(*swept.values()):
         yield dict(zip(swept, values, strict=True))
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all trials, and each baseline (lr, learners, steps, seed) once."""
-    wanted = list(trials(args))
-    keys = [] if args.no_data_parallel else list(dict.fromkeys(map(_baseline_of, wanted)))
-    tasks = [partial(_baseline, args.recipe, key) for key in keys]
-    tasks += [partial(_anchor, args.recipe, trial) for trial in wanted]
-    losses = outcomes(tasks, args.jobs)
-    baselines = dict(zip(keys, losses, strict=False))
-    results = []
-    for trial, loss in zip(wanted, losses[len(keys) :], strict=True):
-        baseline = baselines.get(_baseline_of(trial))
-        gap = None if baseline is None else loss / baseline - 1
-        results.append({**trial, "data_parallel": baseline, "anchor": loss, "gap": gap})
-    return results
+def baselines(args: argparse.Namespace) -> Iterator[Trial]:
+    """Yield every data-parallel run that the trials are compared with."""
+    swept = {name: getattr(args, name) for name in (*TASK, "seed")}
+    for lr, values in itertools.product(args.baseline_lr or args.lr, itertools.product(*swept.values())):
+        yield {"lr": lr, **dict(zip(swept, values, strict=True))}
 
 
-def _baseline_of(trial: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(trial[name] for name in ("lr", *SIZE))
+def run(args: argparse.Namespace) -> Trial:
+    """Run what is not stored yet; returns the stored results of data parallel training and of anchors."""
+    found = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"data_parallel": [], "anchors": []}
+    wanted = [("anchors", trial) for trial in trials(args)]
+    if not args.no_data_parallel:
+        wanted = [*(("data_parallel", trial) for trial in baselines(args)), *wanted]
+    missing = [
+        (kind, trial) for kind, trial in wanted if not any(trial.items() <= result.items() for result in found[kind])
+    ]
+
+    def ended(index: int, result: Trial) -> None:
+        kind, trial = missing[index]
+        found[kind].append({**trial, **result})
+        report.store(args.out, {"circumstances": report.circumstances(), **found})
+
+    work = {"data_parallel": _baseline, "anchors": _anchor}
+    outcomes([partial(work[kind], args.recipe, trial) for kind, trial in missing], args.jobs, ended)
+    return found
 
 
-def _baseline(recipe: Path, key: tuple[Any, ...]) -> float:
-    return data_parallel(Tiny(recipe, model={"lr": key[0]}), **dict(zip(SIZE, key[1:], strict=True)))
+def _tiny(recipe: Path, trial: Trial) -> Tiny:
+    config = yaml.safe_load(recipe.read_text())["model"]["init_args"]["config"]
+    model = {"lr": trial["lr"], "config": config | MODELS[trial["model"]]}
+    return Tiny(recipe, model=model, data={"batch_size": trial["batch_size"]})
 
 
-def _anchor(recipe: Path, trial: dict[str, Any]) -> float:
-    tiny = Tiny(recipe, model={"lr": trial["lr"]})
+def _baseline(recipe: Path, trial: Trial) -> Trial:
+    size = {name: trial[name] for name in ("learners", "steps", "seed")}
+    return {"loss": data_parallel(_tiny(recipe, trial), **size)}
+
+
+def _anchor(recipe: Path, trial: Trial) -> Trial:
     config = RunConfig(**{name: trial[name] for name in RUN_OPTIONS}).validate()
-    return decoupled(
-        tiny, config, LearnerConfig(align=trial["align"]), **{name: trial[name] for name in (*SIZE, "together")}
-    )
+    size = {name: trial[name] for name in ("learners", "steps", "seed", "together")}
+    return decoupled(_tiny(recipe, trial), config, LearnerConfig(align=trial["align"]), **size)
 
 
-def summary(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table with a row for each setting: losses of each seed, mean and worst gap."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for result in results:
-        groups.setdefault(tuple(result.get(key) for key in KEYS), []).append(result)
-    varied = [key for k, key in enumerate(KEYS) if len({group[k] for group in groups}) > 1]
+def compared(found: Trial) -> list[Trial]:
+    """Return a row for each setting: losses by seed, their gaps to tuned data-parallel training, and rho."""
     rows = []
-    for group in groups.values():
-        row: dict[str, Any] = {key: group[0][key] for key in varied}
-        row["seeds"] = ", ".join(str(r["seed"]) for r in group)
-        if group[0]["data_parallel"] is not None:
-            row["data parallel"] = ", ".join(f"{r['data_parallel']:.4f}" for r in group)
-        row["anchor"] = ", ".join(f"{r['anchor']:.4f}" for r in group)
-        gaps = [r["gap"] for r in group if r["gap"] is not None]
-        if gaps:
-            row["mean gap"] = f"{statistics.mean(gaps):+.2%}"
-            row["worst gap"] = f"{max(gaps):+.2%}"
+    for options, group in _groups(found["anchors"], KEYS).items():
+        row = dict(zip(KEYS, options, strict=True))
+        alone = [one for one in found["data_parallel"] if all(one[name] == row[name] for name in TASK)]
+        by_lr = {lr: {one["seed"]: one["loss"] for one in of_lr} for (lr,), of_lr in _groups(alone, ("lr",)).items()}
+        seeds = [one["seed"] for one in group]
+        by_lr = {lr: losses for lr, losses in by_lr.items() if losses.keys() >= set(seeds)}
+        best = min(by_lr, key=lambda lr: statistics.mean(by_lr[lr][seed] for seed in seeds), default=None)
+        row |= {"seeds": seeds, "anchor": [one["loss"] for one in group], "baseline_lr": best}
+        row["rho"] = statistics.mean(one["rho"] for one in group)
+        row["data_parallel"] = [by_lr[best][seed] for seed in seeds] if best is not None else []
+        row["gaps"] = [mine / theirs - 1 for mine, theirs in zip(row["anchor"], row["data_parallel"], strict=False)]
         rows.append(row)
-    return report.table(rows)
+    return rows
+
+
+def _groups(results: Sequence[Trial], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Trial]]:
+    groups: dict[tuple[Any, ...], list[Trial]] = {}
+    for result in results:
+        groups.setdefault(tuple(result[key] for key in keys), []).append(result)
+    return groups
+
+
+def summary(found: Trial) -> str:
+    """Return a table with a row for each setting: losses of each seed, mean and worst gap."""
+    rows = compared(found)
+    varied = [key for key in KEYS if len({row[key] for row in rows}) > 1]
+    return report.table([{**{key: row[key] for key in varied}, **_shown(row)} for row in rows])
+
+
+def _shown(row: Trial) -> Trial:
+    shown = {"seeds": ", ".join(map(str, row["seeds"]))}
+    if gaps := row["gaps"]:
+        shown["data parallel"] = ", ".join(f"{loss:.4f}" for loss in row["data_parallel"])
+        shown["its lr"] = row["baseline_lr"]
+    shown["anchor"] = ", ".join(f"{loss:.4f}" for loss in row["anchor"])
+    if gaps:
+        shown |= {"mean gap": f"{statistics.mean(gaps):+.2%}", "worst gap": f"{max(gaps):+.2%}"}
+    return {**shown, "rho": f"{row['rho']:.2f}"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -142,6 +191,9 @@ def parser() -> argparse.ArgumentParser:
         options.add_argument(f"--{name.replace('_', '-')}", type=kind, nargs="+", default=[default])
     options.add_argument("--align", nargs="+", default=[tiny.strategy.get("align", LearnerConfig().align)])
     options.add_argument("--lr", type=float, nargs="+", default=[tiny.lr])
+    options.add_argument("--baseline-lr", type=float, nargs="+", help="of data parallel; default: the same")
+    options.add_argument("--model", choices=MODELS, nargs="+", default=["recipe"])
+    options.add_argument("--batch-size", type=int, nargs="+", default=[tiny.batch_size])
     options.add_argument("--learners", type=int, nargs="+", default=[2])
     options.add_argument("--steps", type=int, nargs="+", default=[tiny.num_steps])
     options.add_argument("--seed", type=int, nargs="+", default=[1, 2, 3])
@@ -155,10 +207,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and store; return 1 if the gap of the defaults exceeds the bound."""
     args = parser().parse_args(argv)
     Tiny(args.recipe).data  # noqa: B018  prepares the data once, before other processes start
-    results = run(args)
-    print(summary(results))
-    report.store(args.out, {"circumstances": report.circumstances(), "results": results})
-    return int(len({tuple(r[k] for k in KEYS) for r in results}) == 1 and any((r["gap"] or 0) > BOUND for r in results))
+    found = run(args)
+    print(summary(found))
+    rows = compared(found)
+    return int(len(rows) == 1 and any(gap > BOUND for gap in rows[0]["gaps"]))
 
 
 if __name__ == "__main__":

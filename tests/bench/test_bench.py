@@ -76,7 +76,7 @@ def test_one_learner_with_a_plain_outer_step_trains_as_without_the_strategy(toy:
     size = {"learners": 1, "steps": 15, "seed": 1}
     config = RunConfig(**SMALL, outer_lr=1.0, outer_momentum=0.0, wire="fp32")
     alone = quality.data_parallel(toy, **size)
-    assert quality.decoupled(toy, config, LearnerConfig(), **size) == pytest.approx(alone, abs=1e-4)
+    assert quality.decoupled(toy, config, LearnerConfig(), **size)["loss"] == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.mark.slow
@@ -126,10 +126,25 @@ def test_honest_learners_are_not_odd(task: type[Task], arm: str, monkeypatch: py
 
 
 def test_quality_is_the_same_each_time(toy: Tiny) -> None:
-    losses = {
-        quality.decoupled(toy, RunConfig(**SMALL), LearnerConfig(), learners=2, steps=9, seed=1) for _ in range(2)
-    }
-    assert len(losses) == 1
+    size = {"learners": 2, "steps": 13, "seed": 1}
+    first, second = (quality.decoupled(toy, RunConfig(**SMALL), LearnerConfig(), **size) for _ in range(2))
+    assert first == second
+    assert -1 < first["rho"] < 1
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_the_trials_that_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--steps", "2", "--batch-size", "1", "--learners", "1", "--outer-lr", "0.5", "--out", str(tmp_path / "it")]
+    quality.main([*size, "--seed", "1"])
+    stored = json.loads((tmp_path / "it").read_text())
+    stored["anchors"][0]["loss"] = 2 * stored["data_parallel"][0]["loss"]
+    (tmp_path / "it").write_text(json.dumps(stored))
+    assert quality.main([*size, "--seed", "1"]) == 1, "the stored loss is beyond the bound"
+    assert quality.main([*size, "--seed", "1", "2", "--baseline-lr", "0.1", "4e-3"]) == 1
+    results = json.loads((tmp_path / "it").read_text())
+    assert [(one["seed"], one["lr"]) for one in results["data_parallel"]] == [(1, 4e-3), (1, 0.1), (2, 0.1), (2, 4e-3)]
+    assert results["anchors"][0] == stored["anchors"][0]
+    assert "+100.00%" in capsys.readouterr().out
 
 
 @pytest.mark.slow

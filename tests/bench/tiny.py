@@ -61,6 +61,11 @@ class Tiny:
         return float(self._model["lr"])
 
     @property
+    def batch_size(self) -> int:
+        """Sequences in a batch of one learner."""
+        return int(self._data["batch_size"])
+
+    @property
     def num_steps(self) -> int:
         """The recipe's number of inner steps."""
         return int(self.recipe["trainer"]["max_steps"])

@@ -9,12 +9,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.buffers import tensor_of
@@ -108,6 +111,8 @@ class TrainingFleet(Fleet):
         self._is_guarded = is_guarded
         self._usual = NormGuard()
         self.judge = Judge(self._usual)
+        self._last_gradients: dict[int, Tensor] = {}
+        self._cosines: list[float] = []
         self._merges: dict[int, tuple[tuple[do.Contribution, ...], Tensor, MergeReport]] = {}
         self._crews: dict[str, _Crew] = {}
         for trainee, stream, pace in zip(trainees, batches, paces, strict=True):
@@ -127,6 +132,11 @@ class TrainingFleet(Fleet):
         crew = next(iter(self._crews.values()))
         crew.device.show_anchor()
         return crew.trainee.validation_loss()
+
+    @property
+    def correlation(self) -> float:
+        """The mean cosine of two successive outer gradients of a fragment; NaN before there are two."""
+        return statistics.fmean(self._cosines) if self._cosines else math.nan
 
     def _board(self, learner: SimulatedLearner, crew: _Crew) -> None:
         for p in range(self.plan.num_fragments):
@@ -221,6 +231,9 @@ class TrainingFleet(Fleet):
     def _commit(self, action: do.Apply, boot: int) -> None:
         members, gradient, found = self._merges.pop(action.fragment)
         self.store.commit(action.fragment, gradient, work=action.work)
+        if (last := self._last_gradients.get(action.fragment)) is not None:
+            self._cosines.append(float(cosine_similarity(last.float(), gradient.float(), dim=0)))
+        self._last_gradients[action.fragment] = gradient
         learners, steps = [c.learner for c in members], [c.steps for c in members]
         self._usual.learn(action.fragment, learners, found.norms, steps, found.kept)
         super()._commit(action, boot)
