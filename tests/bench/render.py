@@ -38,6 +38,11 @@ def _goodput(found: Results) -> str:
     return "\n\n".join((_rows(found), *(report.table(found[name]) for name in ("two_speeds", "scavenging", "real"))))
 
 
+def _bandwidth(found: Results) -> str:
+    rows = [row for row in found["rows"] if row["model"] in ("10B", "12B")]
+    return "\n\n".join((report.table(rows), _checks(found), report.table(found["eight_sites"])))
+
+
 def _broken_learner(found: Results) -> str:
     by_kind: dict[str, dict[str, Any]] = {}
     for row in found["rows"][1:]:
@@ -60,6 +65,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "goodput_table": _goodput,
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
     **dict.fromkeys(("streams", "soak"), _rows),
+    "bandwidth": _bandwidth,
     "wide_area": lambda found: f"{report.table(found['rows'], wide_area.COLUMNS)}\n\n{_checks(found)}",
 }
 

@@ -4,7 +4,8 @@ exchange, straggler, participation, survivors (5 minutes), busy_survivors (5), w
 idle machine with two cores, chaos (40) one with four. quality, loss_by_participation (15), broken_learner (20), memory
 (5) and goodput_table (8) give the same results on any machine, loop (5), syncer_round (3), at_size (5, 24 GB of
 memory), attacks (2) and ranks_step (14) nearly so. recoveries (6) and soak (53) mostly sleep. streams (7) needs root,
-Linux and an idle machine. Unknown options are passed to all of them. xla_step needs torch_xla and is run separately.
+Linux and an idle machine. Unknown options are passed to all of them. bandwidth is arithmetic. xla_step
+needs torch_xla and is run separately.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ NAMES = (
     "attacks",
     "streams",
     "wide_area",
+    "bandwidth",
     "survivors",
     "busy_survivors",
     "recoveries",

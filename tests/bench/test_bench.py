@@ -21,6 +21,7 @@ from lightning_diloco.protocol.syncer.roster import Member
 from tests.bench import (
     at_size,
     attacks,
+    bandwidth,
     broken_learner,
     busy_survivors,
     chaos,
@@ -123,6 +124,15 @@ def test_honest_learners_are_not_odd(task: type[Task], arm: str, monkeypatch: py
     loss_by_participation.anchor_loss(task(1), loss_by_participation.ARMS[arm], learners=4, steps=240)
     assert len(said) > 100
     assert not any(verdict.odd for verdict in said)
+
+
+def test_at_the_computed_bandwidth_training_computes_for_the_share_that_was_asked_for() -> None:
+    for method in bandwidth.METHODS.values():
+        for share in bandwidth.UTILIZATIONS:
+            rate = method.gbps(share, 1e10, 0.8)
+            all_reduce_s = method.bits * 1e10 / method.parts / 1e9 / rate  # among two sites: all bytes once
+            waits_s = method.parts * max(0.0, all_reduce_s - method.hidden * 0.8)
+            assert method.period * 0.8 / (method.period * 0.8 + waits_s) == pytest.approx(share)
 
 
 def test_quality_is_the_same_each_time(toy: Tiny) -> None:
