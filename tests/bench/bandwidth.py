@@ -9,9 +9,8 @@ python -m tests.bench.bandwidth
 3. In this package, a learner sends its contribution to the syncer and gets the update from there. Its training waits
    for neither, so utilization is 100 % at any rate (`wide_area.py` measures it). What needs bandwidth is the schedule:
    a fragment goes up in one step and comes down in the next. On a slower link, exchanges are rarer.
-4. Published figures come from a simulation of each layer's transfers, on a grid of rates. This arithmetic has no layers,
-   so data parallel training needs less for the highest utilizations. It lets a transfer end just when its TAU steps
-   are over, at a steady rate.
+4. Published figures come from a simulation of each layer's transfers, on a grid of rates. This arithmetic has no
+   layers, and a transfer may end just when its TAU steps are over. So it needs less for the highest utilizations.
 
 Source: arXiv 2501.18512 (steps of each size, H, TAU, published figures); M is our choice.
 """
