@@ -72,6 +72,20 @@ def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     return list(shown.values())
 
 
+def answers(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return what several learners save against elastic data parallel training, by number of chips."""
+    goodput = {(row["run"], row["chips"]): row["goodput"] for row in rows}
+    chips = sorted({row["chips"] for row in rows})
+    alone = {n: goodput["elastic data parallel", n] for n in chips}
+    found = []
+    for run in MANY:
+        wasted = [f"{1 - (1 - goodput[run, n]) / (1 - alone[n]):.0%}" for n in chips]
+        time = [f"{1 - alone[n] / goodput[run, n]:.0%}" for n in chips]
+        found.append({"run": f"{run}: less compute is wasted on failures", **dict(zip(CHIPS, wasted, strict=True))})
+        found.append({"run": f"{run}: the same tokens take less time", **dict(zip(CHIPS, time, strict=True))})
+    return found
+
+
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw goodput over chips; dots are the published figures."""
     lines = {run: [(row["chips"], row["goodput"]) for row in rows if row["run"] == run] for run in errors(rows)}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import quality, report, wide_area
+from tests.bench import goodput_table, quality, report, wide_area
 from tests.bench.tiny import RECIPE
 
 Results = dict[str, Any]
@@ -35,7 +35,8 @@ def _loss_by_participation(found: Results) -> str:
 
 
 def _goodput(found: Results) -> str:
-    return "\n\n".join((_rows(found), *(report.table(found[name]) for name in ("two_speeds", "scavenging", "real"))))
+    more = (found["two_speeds"], found["scavenging"], found["real"], goodput_table.answers(found["cells"]))
+    return "\n\n".join((_rows(found), *map(report.table, more)))
 
 
 def _bandwidth(found: Results) -> str:
