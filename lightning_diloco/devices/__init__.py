@@ -12,7 +12,7 @@ from lightning_diloco.errors import ConfigError
 if TYPE_CHECKING:
     from lightning_diloco.devices.base import FragmentDevice
 
-__all__ = ["device_for"]
+__all__ = ["device_for", "is_accelerator"]
 
 
 def device_for(device: torch.device) -> Callable[..., FragmentDevice[Any, Any]]:
@@ -25,12 +25,24 @@ def device_for(device: torch.device) -> Callable[..., FragmentDevice[Any, Any]]:
         from lightning_diloco.devices.cpu import CpuFragments
 
         return CpuFragments
-    if device.type == "cuda":
-        from lightning_diloco.devices.cuda import CudaFragments
-
-        return CudaFragments
     if device.type == "xla":
         from lightning_diloco.devices.xla.fragments import XlaFragments
 
         return XlaFragments
-    raise ConfigError(f"device {device}: must be of type cpu, cuda or xla; pass Trainer(accelerator=...) accordingly")
+    if is_accelerator(device.type):
+        from lightning_diloco.devices.accelerator import AcceleratorFragments
+
+        return AcceleratorFragments
+    raise ConfigError(
+        f"device {device}: must be of type cpu, xla, or an accelerator that torch has a module for, such as cuda; pass "
+        "Trainer(accelerator=...) accordingly"
+    )
+
+
+def is_accelerator(kind: str) -> bool:
+    """Return whether torch has a module for devices of this type, other than for cpu and xla, which have their own."""
+    try:
+        torch.get_device_module(kind)
+    except RuntimeError:
+        return False
+    return kind not in ("cpu", "xla")

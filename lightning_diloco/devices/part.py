@@ -27,9 +27,9 @@ from lightning_diloco.core.blocks import CHUNK_NUMEL
 from lightning_diloco.core.fragments import Entry, FragmentLayout, FragmentPlan, Shape, Slice
 from lightning_diloco.core.pseudogradient import pseudo_gradient
 from lightning_diloco.core.quantize import Decoder
+from lightning_diloco.devices.accelerator import AcceleratorFragments
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
-from lightning_diloco.devices.cuda import CudaFragments
 from lightning_diloco.devices.dense import DenseFragments, Snapshot
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -186,8 +186,8 @@ class CpuPart(PartFragments, CpuFragments):
     """A rank's part in host memory."""
 
 
-class CudaPart(PartFragments, CudaFragments):
-    """A rank's part on one CUDA device."""
+class AcceleratorPart(PartFragments, AcceleratorFragments):
+    """A rank's part on one accelerator."""
 
 
 def _pieces(whole: FragmentLayout, boxes: Mapping[str, Box]) -> list[Piece]:

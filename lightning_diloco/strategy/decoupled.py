@@ -20,6 +20,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import Strategy
 
 from lightning_diloco.config import Align, AnchorDevice, Evaluate, Guard, Merge, Wire
+from lightning_diloco.devices import is_accelerator
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy import backends
 from lightning_diloco.strategy import inner as inners
@@ -159,14 +160,12 @@ def final_class(devices: Sequence[torch.device], num_nodes: int) -> type[DiLoCoH
         ConfigError: a learner cannot have such devices.
     """
     types = sorted({torch.device(device).type for device in devices})
-    key = ("/".join(types), len(devices) * num_nodes > 1)
+    kind, many = "/".join(types), len(devices) * num_nodes > 1
+    key = (kind, many)
+    if key not in backends.DEVICES and len(types) == 1 and is_accelerator(kind):
+        key = (backends.ACCELERATOR, many)
     if key not in backends.DEVICES:
         allowed = ", ".join(f"{'several' if many else 'one'} {kind}" for kind, many in backends.DEVICES)
-        if types == ["mps"]:
-            raise ConfigError(
-                'this learner would train on a device of type mps, which accelerator="auto" picks on Apple silicon: a '
-                f'learner can have {allowed}; pass Trainer(accelerator="cpu")'
-            )
         raise ConfigError(
             f"this learner has {num_nodes} node(s) with {len(devices)} device(s) each of type {'/'.join(types)}: "
             f"a learner can have {allowed}; pass Trainer(accelerator=..., devices=1, num_nodes=1) and start one "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 
 from lightning_diloco.config import LearnerConfig, RunConfig
@@ -96,3 +98,21 @@ class Rig:
                 assert (encoded.norm, encoded.relative_error) == (0.0, 0.0)
                 self.receive(p, self.published(p), sent=encoded.payload if round_ % 2 else None)
                 assert torch.equal(self.local(p), self.stored(p))
+
+
+def lands_alike(one, other):
+    """Two rigs through the same random sequence: the same anchors bit for bit, parameters but for rounding."""
+    choose = random.Random(0)
+    for _ in range(30):
+        p, merged, is_full = choose.randrange(3), choose.random() < 0.5, choose.random() < 0.2
+        updates = [one.published(p) for _ in range(choose.randint(1, 2))]
+        full = one.device.anchor(p) + one.decoded(p, updates[0]) if is_full else None
+        for _ in updates:
+            other.published(p)  # keeps both generators in step
+        for rig in (one, other):
+            rig.train()
+            sent = rig.contribute(p).payload if merged else None
+            rig.receive(p, *(() if is_full else updates), full=full, sent=sent)
+        assert torch.equal(one.device.anchor(p), other.device.anchor(p))
+    for p in one.fragments:
+        assert torch.allclose(one.local(p), other.local(p), rtol=1e-2, atol=1e-2)

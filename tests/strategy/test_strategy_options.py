@@ -62,17 +62,16 @@ def test_unsupported_devices_are_refused(device, num_nodes):
         final_class([torch.device(device)], num_nodes)
 
 
-def test_apple_silicon_is_told_what_to_pass():
-    said = {"match": r"of type mps.*pass Trainer\(accelerator=\"cpu\"\)"}
-    with pytest.raises(ConfigError, **said):
-        final_class([torch.device("mps", 0)], 1)
-    with_inner = DecoupledDiLoCoStrategy(DDPStrategy())
-    with pytest.raises(ConfigError, **said):
-        with_inner._check_devices([torch.device("mps", 0)], 1)
+@pytest.mark.parametrize("device", ["cuda", "mps", "xpu"])
+def test_accelerators_get_the_final_class_of_one_device(device):
+    assert final_class([torch.device(device, 0)], 1) is SingleDeviceDiLoCo
 
 
-def test_cuda_device_gets_afinal_class():
-    assert final_class([torch.device("cuda", 3)], 1) is SingleDeviceDiLoCo
+def test_several_devices_of_apple_silicon_are_refused():
+    with pytest.raises(ConfigError, match="2 device\\(s\\) each of type mps"):
+        final_class([torch.device("mps", 0)] * 2, 1)
+    with pytest.raises(ConfigError, match=r"of type mps.*pass Trainer\(accelerator=\"cpu\"\)"):
+        DecoupledDiLoCoStrategy(DDPStrategy())._check_devices([torch.device("mps", 0)], 1)
 
 
 def test_registering_twice_changes_nothing():

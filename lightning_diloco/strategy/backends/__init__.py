@@ -10,15 +10,16 @@ from importlib import import_module
 from typing import Any
 
 Key = str | tuple[str, bool]
+ACCELERATOR = "accelerator"
 
 FINAL_CLASSES: dict[Key, tuple[str, str]] = {
     # By the name of Lightning's strategy that the user gives as `inner=`.
     "DDPStrategy": ("ddp", "DDPDiLoCo"),
     "FSDPStrategy": ("fsdp", "FSDPDiLoCo"),
     "ModelParallelStrategy": ("model_parallel", "ModelParallelDiLoCo"),
-    # By device type, and whether the learner has several devices.
+    # By device type (of those without lines of their own: ACCELERATOR), and whether the learner has several devices.
     ("cpu", False): ("single", "SingleDeviceDiLoCo"),
-    ("cuda", False): ("single", "SingleDeviceDiLoCo"),
+    (ACCELERATOR, False): ("single", "SingleDeviceDiLoCo"),
     ("cpu", True): ("ddp", "DDPDiLoCo"),
     ("cuda", True): ("ddp", "DDPDiLoCo"),
     ("xla", False): ("xla", "SingleDeviceXLADiLoCo"),

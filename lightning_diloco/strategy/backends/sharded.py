@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
-from lightning_diloco.devices.part import Box, CpuPart, CudaPart
+from lightning_diloco.devices.part import AcceleratorPart, Box, CpuPart
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.backends.ranks import RanksHooks
 
@@ -69,8 +69,8 @@ class ShardedHooks(RanksHooks):
 
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
         params = self._live_parts()
-        on_cuda = any(part.is_cuda for part in params.values())
-        return (CudaPart if on_cuda else CpuPart)(plan, params, config, self._learner, self._part_boxes())
+        is_on_host = all(part.device.type == "cpu" for part in params.values())
+        return (CpuPart if is_on_host else AcceleratorPart)(plan, params, config, self._learner, self._part_boxes())
 
     # --- anchors for validation and checkpoints ------------------------------------------------------------------
 

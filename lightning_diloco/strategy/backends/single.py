@@ -8,7 +8,7 @@ from lightning_diloco.strategy.hooks import DiLoCoHooks
 
 
 class SingleDeviceDiLoCo(DiLoCoHooks, SingleDeviceStrategy):
-    """A learner with one CPU or CUDA device."""
+    """A learner with one device: the CPU, or an accelerator that torch has a module for."""
 
     def _bind(self) -> None:
         assert self.parallel_devices

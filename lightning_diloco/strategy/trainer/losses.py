@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_diloco.devices.scalars import to_be_read
+from lightning_diloco.devices.streams import to_be_read
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -1,0 +1,105 @@
+"""Streams, events and pinned memory of an accelerator, through the module that torch has for its type.
+
+1. Types in `WITH_SIDE_STREAMS` run work of different streams at the same time, and their events order it.
+2. All other types are taken to have one queue, because some of their modules offer streams that do nothing. Work is
+   then in order by itself, and waiting for a result means waiting for all work before it.
+3. Where memory cannot be pinned, host transfers use ordinary memory.
+
+A new type needs no code here unless it has side streams.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+WITH_SIDE_STREAMS = frozenset({"cuda", "xpu"})
+
+
+class Streams:
+    """What one accelerator offers for work beside training.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._has_side_streams = device.type in WITH_SIDE_STREAMS
+        self._can_pin = _can_pin(device.type)
+
+    def side(self) -> Any:
+        """Return a new stream for work beside training; None without side streams."""
+        return self._module.Stream(self._device) if self._has_side_streams else None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which this stream is the thread's current one."""
+        return nullcontext() if stream is None else self._module.stream(stream)
+
+    def synchronize(self, stream: Any) -> None:
+        """Wait, on the host, for the work of this stream; without side streams, for all work."""
+        if stream is None:
+            self._module.synchronize()
+        else:
+            stream.synchronize()
+
+    def recorded(self) -> Any:
+        """Return an event at the end of the current stream's work; None without side streams."""
+        if not self._has_side_streams:
+            return None
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def wait(self, event: Any) -> None:
+        """Make the current stream wait for an event, not the host."""
+        self._module.current_stream(self._device).wait_event(event)
+
+    def host_buffer(self, tensor: Tensor) -> Tensor:
+        """Return uninitialized host memory for a copy of this tensor, pinned if possible."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._can_pin)
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Return a host tensor in pinned memory if possible, otherwise unchanged."""
+        return tensor.pin_memory() if self._can_pin else tensor
+
+
+def to_be_read(number: Tensor) -> Callable[[], float]:
+    """Start the copy of a scalar to the host; never waits. Training thread.
+
+    Args:
+        number: tensor of one element. On XLA, a sync must already have materialized it (rule 2 of devices/xla/ops.py).
+
+    Returns:
+        A function, callable from any thread, that waits for the value and returns it.
+    """
+    if number.device.type not in WITH_SIDE_STREAMS:
+        return lambda: float(number.cpu())
+    # The copy runs on the training stream; the reading thread has a different current stream.
+    streams = Streams(number.device)
+    host = streams.host_buffer(number).copy_(number, non_blocking=True)
+    is_there = streams.recorded()
+
+    def read() -> float:
+        is_there.synchronize()
+        return float(host)
+
+    return read
+
+
+@cache
+def _can_pin(kind: str) -> bool:
+    try:
+        torch.empty(1, pin_memory=True)
+    except (RuntimeError, NotImplementedError) as error:
+        log.info("host memory cannot be pinned for %s (%s); transfers use ordinary memory", kind, error)
+        return False
+    return True

@@ -1,0 +1,206 @@
+"""What `test_accelerator.py` runs in a process of its own: `python -m tests.devices.late_checks` prints JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from typing import Any, ClassVar
+from unittest import mock
+
+import lightning as L
+import torch
+from lightning.pytorch.accelerators import Accelerator
+
+import lightning_diloco
+from lightning_diloco.devices import streams
+from lightning_diloco.devices.accelerator import AcceleratorFragments
+from lightning_diloco.devices.base import Update
+from lightning_diloco.devices.streams import to_be_read
+from lightning_diloco.errors import ConfigError
+from tests.devices import late
+from tests.devices.rig import SHAPES, Rig, lands_alike
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+ALIGN = ("carry", "overwrite", "blend")
+
+
+@contextmanager
+def _aside_without_a_wait(self: AcceleratorFragments) -> Iterator[None]:
+    with self._streams.on(self._side):
+        self._wait_for_training()
+        yield
+
+
+class LateRig(Rig):
+    """A rig without parameters in other memory formats, which the stand-in does not have."""
+
+    shapes: ClassVar = {name: shape for name, shape in SHAPES.items() if name != "conv"}
+
+
+def equals_the_cpu(**patched: Any) -> dict[str, str]:
+    """Play random sequences on both; with patched methods, something has to go wrong."""
+    found = {}
+    with mock.patch.multiple(AcceleratorFragments, **patched) if patched else nullcontext():
+        for dtype, align in product(DTYPES, ALIGN):
+            try:
+                lands_alike(LateRig(dtype, align=align), LateRig(dtype, late.NAME, align=align))
+                found[f"{dtype}, {align}"] = "equal"
+            except Exception as error:
+                found[f"{dtype}, {align}"] = type(error).__name__
+    return found
+
+
+def one_queue() -> dict[str, str]:
+    """As on a device whose streams do nothing: there is one."""
+    nothing = mock.Mock(side_effect=AssertionError("no stream may be used"))
+    with mock.patch.object(streams, "WITH_SIDE_STREAMS", frozenset()), mock.patch.object(torch.late, "Stream", nothing):
+        return equals_the_cpu()
+
+
+def waits_of_training() -> dict[str, Any]:
+    """A snapshot and a landing, while nothing that was queued has run."""
+    rig = LateRig(where=late.NAME)
+    with ThreadPoolExecutor(1, "link") as link:
+        update = Update(full=None, chain=[rig.published(0)], sent=None)
+        staged = link.submit(rig.device.stage, 0, update).result()
+        busy = torch.zeros(3, device=late.NAME).add_(1)
+        late.waits.clear()
+        snapshot = rig.device.snapshot(1)
+        rig.device.land(0, staged)
+        of_training = list(late.waits)
+        is_left = bool(torch.isnan(late.raw(busy)).any())
+        link.submit(rig.device.encode, snapshot).result()
+    return {"training": of_training, "nothing had run": is_left, "link": sorted({name[:4] for name in late.waits})}
+
+
+def payload_is_there(**patched: Any) -> dict[str, bool]:
+    """A contribution, read by the host as soon as it has it."""
+    with mock.patch.multiple(AcceleratorFragments, **patched) if patched else nullcontext():
+        rig = LateRig(where=late.NAME)
+        rig.train()
+        payload = rig.contribute(0).payload
+    found = payload.clone()
+    torch.late.synchronize()  # type: ignore[attr-defined]
+    return {"complete": torch.equal(found, payload)}
+
+
+def loss_is_read() -> dict[str, float]:
+    """A loss that another thread reads, while training goes on to change it."""
+    loss = torch.ones((), device=late.NAME) * 3
+    read = to_be_read(loss)
+    loss.zero_()
+    with ThreadPoolExecutor(1) as other:
+        return {"read": other.submit(read).result()}
+
+
+def other_arithmetic() -> dict[str, str]:
+    """A device whose sums are less exact."""
+    with mock.patch.object(late, "imprecise", True):
+        try:
+            LateRig(where=late.NAME)
+        except ConfigError as error:
+            return {"error": str(error)}
+    return {"error": "none"}
+
+
+class LateAccelerator(Accelerator):
+    """The stand-in, for a Trainer."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Nothing to set up."""
+
+    def teardown(self) -> None:
+        """Nothing to tear down."""
+
+    def get_device_stats(self, device: torch.device) -> dict[str, Any]:
+        """No figures."""
+        return {}
+
+    @staticmethod
+    def parse_devices(devices: int) -> int:
+        """Return it as it is."""
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: int) -> list[torch.device]:
+        """Return the only one."""
+        return [torch.device(late.NAME, 0)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return one."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return true."""
+        return True
+
+    @staticmethod
+    def name() -> str:
+        """Return its name."""
+        return late.NAME
+
+
+class Line(L.LightningModule):
+    """A line through points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        """Squared error."""
+        wanted = torch.tensor([1.0, 2.0, 3.0, 4.0], device=self.device)
+        return ((batch * (self.weight - wanted)) ** 2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit() -> dict[str, Any]:
+    """A fit with an embedded syncer."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            accelerator=LateAccelerator(), devices=1, max_steps=300, default_root_dir=folder, logger=False,
+            strategy=lightning_diloco.DecoupledDiLoCoStrategy(sync_every=4), enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        module = Line()
+        late.waits.clear()
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4))
+    threads = {name for name in late.waits if name != threading.main_thread().name}
+    return {"weight": module.weight.detach().cpu().tolist(), "other threads": sorted(threads)}
+
+
+CASES = {
+    "equals the CPU": equals_the_cpu,
+    "control: no events": lambda: equals_the_cpu(_wait_for_training=lambda self: None),
+    "payload": payload_is_there,
+    "control: the payload is not waited for": lambda: payload_is_there(_aside=_aside_without_a_wait),
+    "one queue": one_queue,
+    "waits": waits_of_training,
+    "loss": loss_is_read,
+    "other arithmetic": other_arithmetic,
+    "fit": fit,
+}
+
+
+def main() -> None:
+    """Run the named cases, or all."""
+    logging.disable(logging.WARNING)
+    late.register()
+    streams.WITH_SIDE_STREAMS = streams.WITH_SIDE_STREAMS | {late.NAME}  # type: ignore[misc]
+    print(json.dumps({name: CASES[name]() for name in sys.argv[1:] or CASES}))
+
+
+if __name__ == "__main__":
+    main()

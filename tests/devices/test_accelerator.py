@@ -1,0 +1,59 @@
+"""Fragments on an accelerator that runs everything as late as it may: order, waits and bits (`late.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """The results of all cases, from a process of their own."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.devices.late_checks"],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def test_anchors_are_those_of_the_cpu(found):
+    assert set(found["equals the CPU"].values()) == {"equal"}
+
+
+def test_without_events_they_are_not(found):
+    alike = found["control: no events"]
+    assert [alike[f"torch.{dtype}, carry"] for dtype in ("float32", "bfloat16", "float64")] == ["AssertionError"] * 3
+
+
+def test_a_device_with_one_queue_needs_no_streams(found):
+    assert set(found["one queue"].values()) == {"equal"}
+
+
+def test_the_training_thread_never_waits(found):
+    assert found["waits"] == {"training": [], "nothing had run": True, "link": ["link"]}
+
+
+def test_a_contribution_is_complete_when_the_host_has_it(found):
+    assert found["payload"] == {"complete": True}
+    assert found["control: the payload is not waited for"] == {"complete": False}
+
+
+def test_a_loss_is_read_as_it_was(found):
+    assert found["loss"] == {"read": 3.0}
+
+
+def test_a_device_with_other_sums_is_refused(found):
+    assert found["other arithmetic"]["error"].startswith("256 of 256 sums differ on late from those of the CPU")
+
+
+def test_a_trainer_trains_on_it(found):
+    assert found["fit"]["weight"] == pytest.approx([1, 2, 3, 4], rel=0.2)
+    assert not any(name.startswith("Main") for name in found["fit"]["other threads"])
