@@ -27,15 +27,12 @@ from lightning_diloco.protocol import limits
 from lightning_diloco.protocol import messages as msg
 from lightning_diloco.protocol.actions import LearnerAction
 from lightning_diloco.protocol.learner.boundary_promises import Promises
+from lightning_diloco.protocol.learner.drain import Drain
 from lightning_diloco.protocol.learner.fragment import Fragment
 from lightning_diloco.protocol.learner.leases import LeaseHolder
 
 MAX_REFUSALS = 3
-DRAIN_S, DRAIN_ROUNDS, DRAIN_STAGES = 60.0, 3.0, 3
-OUTAGE_S = 600.0  # a syncer that moves to another machine is started again within minutes
 NUM_ROUNDS = 16
-ASK_S, MAX_ASK_S = 0.2, 4.0  # pause between two intents of a draining learner for the same fragment; it doubles
-WAIT_SHARE = 0.5  # part of the drain time in which others may finish evaluating
 
 
 class LearnerState:
@@ -49,10 +46,7 @@ class LearnerState:
         sync_every, overlap: H and tau, in steps.
         align: landing rule; decides which tokens a landing drops.
         heartbeat_s: seconds between heartbeats.
-        drain_s: how long `Finish` waits for the last contributions. None: it waits on while contributions advance, that
-            is while the next upload, merge or landing follows within DRAIN_ROUNDS median rounds, or DRAIN_S if that is
-            longer; in total at most that time for each of these stages of each fragment. If the syncer cannot be
-            reached, it waits for its return, at most OUTAGE_S from the end of training on.
+        drain_s: how long `Finish` waits for the last contributions; None: as long as they advance (`drain.py`).
         transfer_s: seconds to adopt a fragment, used as duration of a round until one is measured.
         has_ranks: the learner has several ranks (`boundary_promises.py`).
     """
@@ -102,9 +96,7 @@ class LearnerState:
         self._promises = Promises(has_ranks)
         self._next_heartbeat_s = float("-inf")
         self._leave_reason: msg.Reason | None = None
-        self.drain_until_s = self._drain_alone_s = 0.0
-        self._drain_again_s = self._drain_latest_s = self._outage_until_s = 0.0
-        self._asks: dict[int, tuple[float, float]] = {}  # by fragment: time of the next intent, and its pause
+        self._drain_clock: Drain | None = None
         self._is_leaving = False
         self._has_left = False
 
@@ -120,8 +112,8 @@ class LearnerState:
             case on.StepBegins():
                 return [] if self._is_leaving else [self._promises.make(self.fragments)]
             case on.Pause():
-                if not event.is_online and not self._is_leaving and now_s < self._outage_until_s:
-                    self._drains(now_s)
+                if self._drain_clock and not event.is_online and not self._is_leaving:
+                    self._drain_clock.wait_for_the_syncer(now_s)
                 return self._boundary(now_s) + self._drain(now_s)
             case on.Evaluating():
                 return self._set_evaluating(event.begins, now_s)
@@ -163,6 +155,11 @@ class LearnerState:
             discarded=dict(self.discarded),
             generation=self.generation,
         )
+
+    @property
+    def drain_until_s(self) -> float:
+        """Time at which the drain ends, unless contributions advance; 0 before `Finish`."""
+        return self._drain_clock.until_s if self._drain_clock else 0.0
 
     @property
     def fleet_tokens(self) -> int:
@@ -207,7 +204,7 @@ class LearnerState:
         mine = f.outstanding
         if mine and staged.merged_seq == mine.ready.seq:
             self._rounds_s.append(now_s - mine.began_s)
-            self._drains(now_s)
+            self._advanced(now_s)
             self._merge_landed(f, mine.ready, staged.kept)
             todo.append(do.Forget(p, mine.ready.seq))
         if f.must_adopt or not self._keeps_all:
@@ -299,7 +296,7 @@ class LearnerState:
             return todo
         if msg.Contributor(self.learner, self.incarnation, mine.ready.seq) in message.contributors:
             mine.merged_at = message.version
-            self._drains(now_s)
+            self._advanced(now_s)
             return todo
         return todo + mine.ask_fate(now_s, at_once=True)
 
@@ -363,7 +360,9 @@ class LearnerState:
     def _welcome_back(self, message: msg.Welcome, now_s: float) -> list[LearnerAction]:
         """Process a Welcome after a reconnect; in a new generation, adopt all anchors."""
         todo: list[LearnerAction] = []
-        generation, self._asks = max(message.generations), {}
+        generation = max(message.generations)
+        if self._drain_clock:
+            self._drain_clock.forget_intents()
         # Until it has adopted a generation, it has no proof of it: the syncer may have lost it, or another one has its
         # number.
         has_adopted = any(f.generation == self.generation for f in self.fragments)
@@ -401,7 +400,7 @@ class LearnerState:
         mine.is_uploading = False
         if isinstance(event, on.Uploaded) and not mine.was_uploaded:
             mine.was_uploaded = True
-            self._drains(now_s)
+            self._advanced(now_s)
         return mine.ask_fate(now_s) if isinstance(event, on.UploadFailed) else []
 
     # ----------------------------------------------------------------------------------------------------- over time
@@ -442,43 +441,32 @@ class LearnerState:
     def _finish(self, event: on.Finish, now_s: float) -> list[LearnerAction]:
         self._leave_reason = event.reason
         self.phase = "draining"
-        fixed_s = self._drain_s if event.within_s is None else event.within_s
-        usual_s = max(DRAIN_S, DRAIN_ROUNDS * median(self._rounds_s))
-        drain_s, self._drain_again_s = (usual_s, usual_s) if fixed_s is None else (fixed_s, 0.0)
-        self.drain_until_s = now_s + (drain_s if event.drain else 0.0)
-        self._outage_until_s = now_s + (OUTAGE_S if fixed_s is None else 0.0)
-        self._drain_latest_s = self._outage_until_s + DRAIN_STAGES * len(self.fragments) * drain_s
-        self._drain_alone_s = now_s + WAIT_SHARE * drain_s
+        self._drain_clock = Drain(
+            now_s,
+            is_wanted=event.drain,
+            fixed_s=self._drain_s if event.within_s is None else event.within_s,
+            round_s=median(self._rounds_s),
+            num_fragments=len(self.fragments),
+        )
         # A learner that leaves without draining, for example after an error, keeps its parameters as they are.
         boundary = self._boundary(now_s) if event.drain else []
         return [self._heartbeat(now_s), *boundary, *self._drain(now_s)]
 
     def _drain(self, now_s: float) -> list[LearnerAction]:
         """Ask for rounds until everything is merged and landed, then leave."""
-        if self._leave_reason is None or self._is_leaving:
+        if self._drain_clock is None or self._is_leaving:
             return []
-        if now_s < self.drain_until_s and not all(f.is_drained(self.tokens) for f in self.fragments):
+        if now_s < self._drain_clock.until_s and not all(f.is_drained(self.tokens) for f in self.fragments):
             waiting = [p for p, f in enumerate(self.fragments) if f.wants_round(self.tokens) and f.announced is None]
-            patience_s = max(0.0, self._drain_alone_s - now_s)
-            return [do.Say(self._intent(p, patience_s)) for p in self._to_ask(waiting, now_s)]
+            patience_s = self._drain_clock.patience_s(now_s)
+            return [do.Say(self._intent(p, patience_s)) for p in self._drain_clock.due(waiting, now_s)]
         self._is_leaving = True
         return [self._leave()]
 
-    def _to_ask(self, waiting: list[int], now_s: float) -> list[int]:
-        """Return the fragments whose next intent is due: the syncer keeps an intent, but a message may be lost."""
-        self._asks = {p: self._asks[p] for p in waiting if p in self._asks}
-        due = [p for p in waiting if now_s >= self._asks.get(p, (now_s, ASK_S))[0]]
-        for p in due:
-            pause_s = self._asks.get(p, (now_s, ASK_S))[1]
-            again_s = now_s + pause_s
-            if now_s < self._drain_alone_s < again_s:
-                again_s = self._drain_alone_s  # from then on its intents have no patience
-            self._asks[p] = again_s, min(2 * pause_s, MAX_ASK_S)
-        return due
-
-    def _drains(self, now_s: float) -> None:
-        """Extend the drain, because a contribution has advanced or could not; never beyond `_drain_latest_s`."""
-        self.drain_until_s = max(self.drain_until_s, min(now_s + self._drain_again_s, self._drain_latest_s))
+    def _advanced(self, now_s: float) -> None:
+        """Note that a contribution was uploaded, merged or landed."""
+        if self._drain_clock:
+            self._drain_clock.extend(now_s)
 
     def _leave(self) -> LearnerAction:
         assert self._leave_reason is not None

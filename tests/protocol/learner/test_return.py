@@ -9,7 +9,7 @@ import pytest
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages as msg
-from lightning_diloco.protocol.learner.machine import DRAIN_S, MAX_ASK_S, OUTAGE_S, WAIT_SHARE
+from lightning_diloco.protocol.learner.drain import DRAIN_S, MAX_ASK_S, OUTAGE_S, WAIT_SHARE
 from tests.protocol.harness import Learner, of_kind
 
 
