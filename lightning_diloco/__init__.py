@@ -1,7 +1,7 @@
 """Decoupled DiLoCo for PyTorch Lightning: `Trainer(strategy="decoupled_diloco")`.
 
-Importing this makes the strategy's name known, before or after Lightning is imported, and loads nothing heavy: the
-command line and the syncer need no Lightning.
+Importing this package registers the strategy's name, before or after Lightning is imported. It does not import
+Lightning, which the command line and the syncer do not need.
 """
 
 from __future__ import annotations

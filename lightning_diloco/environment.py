@@ -1,9 +1,9 @@
 """All environment variables that this package reads. An explicit argument always takes precedence.
 
 1. Each variable is read where and when it is used, never on import. A test compares `read_in` with the code.
-2. The package does not set variables in its own process; it passes them to child processes. The exception is the
-   learner id, which is set while Lightning starts ranks, because they inherit Lightning's environment. Another one is
-   gRPC's log level in a syncer, which no call can set.
+2. The package does not set variables in its own process; it passes them to child processes. There are two exceptions.
+   The learner id is set while Lightning starts ranks, because they inherit Lightning's environment. gRPC's log level is
+   set in a syncer, because no call can set it.
 """
 
 from __future__ import annotations

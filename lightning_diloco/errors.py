@@ -1,4 +1,4 @@
-"""Every error this package raises.
+"""All errors that this package raises.
 
     DiLoCoError
     ├── LocalError            the request cannot be carried out

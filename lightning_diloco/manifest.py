@@ -1,4 +1,4 @@
-"""The manifest: what everyone in a run must agree on, and the plan that follows from it."""
+"""The manifest, on which all learners of a run must agree, and the plan that follows from it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ TokenUnit = Literal["tokens", "samples"]
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The model of one learner, as far as others must agree with it.
+    """The properties of a learner's model on which all learners must agree.
 
     Args:
         shapes: shape of every trainable parameter by name; tied weights once.
         mean_names: names in shapes merged by the plain mean: embeddings and heads tied to them.
         frozen_digest: SHA-256 in hex by name, of frozen parameters.
-        token_unit: what training steps will count, or None before the first batch has shown it.
-        copies: frozen parameters that are copies of trained ones, such as teachers, and these; others may differ.
-        built: of the model as it was before a checkpoint was loaded; None: there was none.
+        token_unit: unit that training steps count; None until the first batch shows it.
+        copies: names of frozen parameters that are copies of trained ones, such as teachers, with the names of those.
+            Their values may differ between learners.
+        built: description of the model before a checkpoint was loaded; None if none was loaded.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -42,10 +43,10 @@ class ModelDescription:
     built: ModelDescription | None = None
 
     def differing(self, frozen: Mapping[str, str]) -> set[str]:
-        """Names of frozen parameters that differ from those of the run, whether or not that matters.
+        """Return the names of frozen parameters that differ from the run's, whether or not the difference matters.
 
         Args:
-            frozen: digests by name, as the run's first learner built it.
+            frozen: digests by name of the model that the run's first learner built.
         """
         return {
             name
@@ -54,9 +55,10 @@ class ModelDescription:
         }
 
     def confirmed(self, frozen: Mapping[str, str]) -> dict[str, str]:
-        """What the run is told: digests of frozen parameters, and the run's own where a difference does not matter.
+        """Return the digests of frozen parameters for `Confirm`, with the run's own digest if a difference is allowed.
 
-        That is so for copies, and for what was as it should be before a checkpoint was loaded: training may change it.
+        A difference is allowed for copies, and for parameters that equaled the run's before a checkpoint was loaded,
+        because training may change frozen parameters.
 
         Args:
             frozen: see `differing`.
@@ -70,23 +72,23 @@ class ModelDescription:
 
 
 def make_manifest(model: ModelDescription, options: Mapping[str, Any]) -> tuple[Json, FragmentPlan]:
-    """Fix a run's manifest from the seeder's model and the options that are decided.
+    """Make the manifest of a run from the seeder's model and the explicit options.
 
     Args:
-        model: the seeder's.
-        options: explicit run options, of the syncer and of the seeder.
+        model: the seeder's model.
+        options: explicit run options of the syncer and of the seeder.
 
     Returns:
-        The manifest and the plan. Its data seed, from which all learners draw the order of the data, is that of the
-        seeder's random numbers. `num_fragments` and `overlap` in it are what the model allows, at most what was asked
-        for; where they are less, "asked" has what was.
+        The manifest and the plan. All learners draw the order of the data from its data seed, which is the seeder's
+        random seed. Its `num_fragments` and `overlap` are lowered to the values that the model allows. "asked" holds
+        the requested values of options that were lowered.
 
     Raises:
         ConfigError: options are unknown or contradict each other.
     """
     asked = config = RunConfig.from_dict(options)
     plan = _plan(model.shapes, model.mean_names, asked)
-    # Fewer fragments may mean larger slices, hence fewer still: the plan must be the one that its own number leads to.
+    # Fewer fragments may mean larger slices, and so even fewer fragments: repeat until the number no longer changes.
     while config.num_fragments != plan.num_fragments:
         overlap = min(asked.overlap, plan.num_fragments)
         config = dataclasses.replace(asked, num_fragments=plan.num_fragments, overlap=overlap)
@@ -107,17 +109,17 @@ def make_manifest(model: ModelDescription, options: Mapping[str, Any]) -> tuple[
 
 
 def plan_of(manifest: Json) -> tuple[FragmentPlan, RunConfig]:
-    """The plan and options that a manifest stands for."""
+    """Return the plan and the options of a manifest."""
     config = RunConfig.from_dict(manifest["config"])
     shapes = {name: tuple(shape) for name, shape in manifest["shapes"].items()}
     return _plan(shapes, frozenset(manifest["mean_names"]), config), config
 
 
 def check_model(model: ModelDescription, manifest: Json) -> None:
-    """Compare a joiner's model with the run's.
+    """Compare the model of a joining learner with the run's.
 
     Raises:
-        PlanMismatchError: names or shapes differ; every difference is named.
+        PlanMismatchError: names or shapes differ; the message lists the differences.
     """
     mine = {name: list(shape) for name, shape in model.shapes.items()}
     theirs: Mapping[str, list[int]] = manifest["shapes"]
@@ -149,7 +151,7 @@ def _plan(shapes: Mapping[str, tuple[int, ...]], mean_names: frozenset[str], con
 
 
 def manifest_file(manifest: Json) -> Json:
-    """The manifest with what computed it, for RUN_DIR/manifest.json and for people."""
+    """Return the manifest with parameter count and software versions, for users in RUN_DIR/manifest.json."""
     return {
         **manifest,
         "num_parameters": sum(math.prod(shape) for shape in manifest["shapes"].values()),

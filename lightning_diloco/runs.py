@@ -1,4 +1,4 @@
-"""Runs in notebooks and scripts: forecast one, read its history, export its anchor.
+"""Functions for notebooks and scripts: forecast a run, read its history, export its anchor.
 
 `lightning_diloco.load_anchor` loads the anchor into a module. The commands `diloco plan`, `diloco plot` and `diloco
 export` do the same with files.
@@ -55,8 +55,8 @@ class RunHistory:
     Args:
         progress: t_s, fleet_tokens (seen by all learners), goodput (share of the planned tokens that is merged; null
             until it is known), bytes_up and bytes_down (of payloads, as the syncer counts them).
-        commits: t_s, fragment, version, learners (list of contributors), staleness (list, one of each contributor, in
-            versions), num_stepping (learners that trained), round_s.
+        commits: t_s, fragment, version, learners (list of contributors), staleness (list, in versions, one per
+            contributor), num_stepping (learners that trained), round_s.
         phases: learner, start_s, end_s, phase ("stepping", "evaluating", "joining", "draining", "stalled" or
             "offline").
         events: learner, t_s, event ("join", "lapse", "return" or "leave").
@@ -78,7 +78,7 @@ def run_history(run_dir: str | os.PathLike[str]) -> RunHistory:
     """Read the history of a run, finished or still running, as tables.
 
     Args:
-        run_dir: RUN_DIR; of a script that started a syncer of its own, `default_root_dir/diloco/<time>`.
+        run_dir: RUN_DIR, or `default_root_dir/diloco/<time>` for a script that started its own syncer.
 
     Raises:
         ConfigError: this is no run directory, or no learner has joined yet.
@@ -109,7 +109,7 @@ def plan_run(
 
     Args:
         module: the LightningModule, made as for training; its parameters may be on the meta device.
-        machines: of the fleet: number of learners, their links, and how long a step takes.
+        machines: machines of the fleet: number of learners, their links, and the time of a step.
         max_steps: inner steps of each learner; None: not fixed.
         on_cpu: whether learners train on CPUs.
         options: options of the run, such as sync_every; see `DecoupledDiLoCoStrategy`.

@@ -1,1 +1,1 @@
-"""The command line. Each verb has one file, which parses, calls and prints."""
+"""The command line. Each verb has one module, which parses the options, calls the package and prints the result."""

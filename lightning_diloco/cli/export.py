@@ -30,7 +30,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Write the files and print what was written."""
+    """Write the files and print their paths."""
     with kept():
         from lightning_diloco.hf.export import CHECKPOINT, PARAMETERS, export
     done = export(arguments.run_dir, arguments.to, config=arguments.config)

@@ -1,12 +1,12 @@
-"""`diloco fit`: one learner of a run whose syncer is elsewhere. Engines start this command, and start it again.
+"""`diloco fit`: trains as one learner of a run with a syncer elsewhere. Engines start and restart this command.
 
-1. DILOCO_JOIN says which run, and DILOCO_LEARNER which learner. The verb becomes the learner's process, so signals
-   reach the learner, and the exit code is the learner's.
+1. DILOCO_JOIN names the run, and DILOCO_LEARNER names the learner. The command replaces itself with the learner's
+   process (exec), so signals reach the learner, and the exit code is the learner's.
 2. Exit codes: 0 the learner has finished, or the run is over; 2 a restart would not help, because the configuration,
-   the model or the secret is wrong, or the id is taken; 143 the learner left in good order after SIGTERM. After 143
-   and all other codes, it can be started again.
-3. A recipe's process is `python -m lightning_diloco.cli.fit [--local N] RECIPE.yaml [overrides]`, where N is the number
-   of learners on this machine. `diloco run` starts it, too.
+   the model or the secret is wrong, or the id is taken; 143 the learner left cleanly after SIGTERM. After 143 and all
+   other codes, the command can be started again.
+3. A recipe's process is `python -m lightning_diloco.cli.fit [--local N] RECIPE.yaml [overrides]`; N is the number of
+   learners on this machine. `diloco run` starts this process, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Become the learner's process."""
+    """Replace this process with the learner's."""
     from lightning_diloco.cli.run import learner_argv
     from lightning_diloco.cli.text.spelling import of_recipe, of_script
     from lightning_diloco.transport.address import JoinAddress

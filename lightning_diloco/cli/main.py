@@ -1,7 +1,7 @@
 """`diloco`: runs a verb, and prints errors as one block on stderr.
 
 1. Exit codes: 0 success; 1 failure, a retry may help; 2 wrong command line or refused request; 130 Ctrl-C; 141 the
-   reader of its output has closed the pipe (`diloco status RUN_DIR --json | head`).
+   program that reads the output has closed the pipe (`diloco status RUN_DIR --json | head`).
 2. Large libraries are imported only by the verbs that need them.
 3. Unknown verbs and options are refused before anything starts. The message names the nearest known one.
 """

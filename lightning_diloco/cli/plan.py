@@ -104,11 +104,11 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def forecast_of(path: Path, given: Mapping[str, Any]) -> tuple[Blueprint, Forecast]:
-    """Return what a YAML recipe trains, and the forecast for it.
+    """Return the blueprint of a YAML recipe, and its forecast.
 
     Args:
         path: the recipe.
-        given: options of machines and run by name; those that are None or missing are the recipe's.
+        given: options of machines and run by name; options that are None or missing come from the recipe.
     """
     machines = _machines(path, given)
     with kept():
@@ -179,7 +179,7 @@ def _batch_per_device(drawn: Blueprint, devices: int) -> int | None:
 
 
 def _figures(found: Forecast, fix: Fix | None, drawn: Blueprint) -> dict[str, Any]:
-    """Return what `--json` prints: sizes in bytes, times in seconds, rates in bits per second."""
+    """Return the values for `--json`: sizes in bytes, times in seconds, rates in bits per second."""
     from lightning_diloco.planner import bandwidth
 
     scenario, sizes, exchange = found.scenario, found.sizes, found.exchange

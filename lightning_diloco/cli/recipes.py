@@ -2,8 +2,8 @@
 
 A recipe is a YAML file for LightningCLI or a Python script. Its name is its path below `recipes/` without the suffix.
 Its description is the first comment line (YAML) or the first line of the docstring (script). If a YAML file names
-classes of a Python file in the same folder, that file belongs to the YAML recipe and is not a recipe. Neither are the
-files of `recipes/launch/`, which start runs.
+classes of a Python file in the same folder, that file belongs to the YAML recipe and is not a recipe. The files of
+`recipes/launch/`, which start runs, are not recipes either.
 
 A line `# lightning-diloco: ~=0.1` states the package versions of a recipe. Other versions refuse it.
 """

@@ -23,7 +23,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Print what was verified; a difference raises an error."""
+    """Print the verified parts; a difference raises an error."""
     from lightning_diloco.syncer.replay import replay
 
     found = replay(arguments.run_dir)

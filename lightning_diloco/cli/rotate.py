@@ -1,4 +1,4 @@
-"""`diloco rotate`: another token for a run, while it goes on; the old one lets nobody in any more."""
+"""`diloco rotate`: replaces the token of a run while it trains. The syncer then refuses the old token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Replace it, and wait for a syncer that is running to take it."""
+    """Replace the token, and wait until a running syncer accepts the new one."""
     from lightning_diloco.learner.rotation import rotate
     from lightning_diloco.transport.address import read_join_file
 
@@ -52,7 +52,7 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def _answers(address: JoinAddress) -> bool:
-    """Whether somebody there lets this token in."""
+    """Return whether a syncer at this address accepts its token."""
     from lightning_diloco.transport.flight import FlightConnection
 
     connection = FlightConnection(address, control_deadline_s=2.0)

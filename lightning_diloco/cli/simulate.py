@@ -1,6 +1,8 @@
-"""`diloco simulate`: forecasts goodput on chips that fail, or searches for holes, by the state machines of real runs.
+"""`diloco simulate`: forecasts goodput on chips that fail, or searches for errors in the protocol.
 
-1. An option with several values gives a row for each combination of them. A column shows each number of chips.
+The forecast and the search run the state machines of real runs.
+
+1. If options have several values, there is a row for each combination of values. Each number of chips has a column.
 2. A YAML scenario holds options by name, such as `learners: [2, 4]`. The command line takes precedence.
 3. The same options and seed give the same result.
 4. With --explore, random histories are played until one breaks an invariant; see `simulate/explore.py`.
@@ -37,7 +39,7 @@ def _grace(text: str) -> float | str:
     return text if text == "adaptive" else 0.0 if text == "0" else seconds(text)
 
 
-# Options with several values, of which each combination is simulated: parser of a value, default, help.
+# Options that take several values; each combination is simulated. Entries: parser of a value, default, help.
 _VARIED: dict[str, tuple[Callable[[str], Any], Any, str]] = {
     "learners": (int, 8, "number of learners (8)"),
     "chips": (count, 1.2e6, "chips of all learners together, such as 1.2M (1.2M)"),
@@ -93,7 +95,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Print what was found; return 1 if an invariant was broken."""
+    """Print the result; return 1 if an invariant was broken."""
     if arguments.explore:
         return _explore(arguments)
     from lightning_diloco.cli.views import simulate as view
@@ -228,7 +230,7 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
     nbytes = wire_nbytes(numel, config.wire, config.block_size)
     p = config.fragments_wanted
     sizes = FragmentSizes(numel, numel * p, nbytes, nbytes * p, p)
-    # The syncer keeps up: whether one machine does is what `diloco plan` says.
+    # The syncer's machine is never the bottleneck here; `diloco plan` checks a real one.
     fleet = Machines(num_learners=num_learners, link_bps=options["link"], rtt_s=rtt_s, step_s=min(steps_s),
                      syncer_cores=64, memory_bytes_per_s=400e9)  # fmt: skip
     exchange = Exchange.of(sizes, config, fleet)

@@ -1,4 +1,4 @@
-"""`diloco status`: shows the learners of a run, and whom its rounds wait for.
+"""`diloco status`: shows the learners of a run, and the learners that its rounds wait for.
 
 The target is a run directory (with its join file), a join string, or HOST:PORT with the token from --join or
 DILOCO_JOIN. If the summary in a run directory is newer than the join file, the run is finished.

@@ -1,4 +1,4 @@
-"""Adds a verb of `diloco` with its one-sentence description."""
+"""Adds a verb to `diloco` with its one-sentence description."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add_verb(
     """Add a verb.
 
     Args:
-        verbs: what `add_subparsers` returned.
+        verbs: the result of `add_subparsers`.
         name: name of the verb.
         about: description, without capital and full stop.
         example: examples, shown at the end of its help.

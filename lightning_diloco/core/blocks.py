@@ -114,7 +114,7 @@ def scales_for(amax_B: Tensor, bits: Bits) -> Tensor:
 
 
 def divisor_for(scales_B: Tensor) -> Tensor:
-    """Return the float32 divisor of each block; it is Inf where the scale is 0, so that such a block becomes zero."""
+    """Return the float32 divisor of each block; it is Inf if the scale is 0, so that such a block becomes zero."""
     divisor_B = scales_B.float()
     return divisor_B.masked_fill_(divisor_B == 0, torch.inf)
 

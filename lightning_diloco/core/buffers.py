@@ -1,4 +1,4 @@
-"""The bytes of a tensor, and a tensor of bytes, without a copy where that is possible."""
+"""Conversion of tensors to bytes and back, without a copy if possible."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, read-only and not copied."""
+    """Return the bytes of a contiguous tensor on the host, read-only and without a copy."""
     return tensor.detach().view(torch.uint8).numpy().data.toreadonly()
 
 
 def tensor_of(data: Buffer, dtype: torch.dtype) -> Tensor:
-    """A 1-D tensor of these bytes, copied unless they may be changed; the inverse of `bytes_of`."""
+    """Return a 1-D tensor of these bytes; the inverse of `bytes_of`. Read-only bytes are copied."""
     if not memoryview(data).readonly and memoryview(data).nbytes:
         return torch.frombuffer(data, dtype=dtype)
     copied = torch.empty(memoryview(data).nbytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The digest by which the syncer's published values and every device's anchors are compared.
+"""The digest that compares the syncer's published values with the anchors on every device.
 
 Shapes: _P flat padded fragment.
 """

@@ -1,4 +1,4 @@
-"""Encoded contributions side by side: their dot products, and their weighted sum.
+"""Dot products and weighted sums of encoded contributions.
 
 1. The Gram matrix of a slice holds the dot products of all pairs of contributions. Norms, cosines, and the norm of any
    weighted sum follow from it, so a merge reads each contribution twice: once for the matrix, once to add it up.
@@ -56,13 +56,13 @@ class Measured:
 
     @property
     def cosines(self) -> Tensor:
-        """Cosines between contributions over the whole fragment, float64 (M, M); 0 where one of them is zero."""
+        """Cosines between contributions over the whole fragment, float64 (M, M); 0 if one of the two is zero."""
         gram_MM = self.gram_EMM.sum(0)
         norms_M = gram_MM.diagonal().sqrt()
         return torch.nan_to_num(gram_MM / (norms_M[:, None] * norms_M), 0.0, 0.0, 0.0)
 
     def only(self, num: int) -> Measured:
-        """Return the dot products of the first so many contributions."""
+        """Return the dot products of the first `num` contributions."""
         return Measured(self.gram_EMM[:, :num, :num])
 
 
@@ -85,7 +85,7 @@ class Encoded:
         self._kernels = native.kernels_for(buffers[0], 8 if wire == "int8" else None)
 
     def scaled(self, factors: Sequence[float]) -> Encoded:
-        """Return the contributions, with those multiplied whose factor is below 1."""
+        """Return the contributions, each multiplied by its factor if that is below 1."""
         numel, wire, size = self._numel, self._wire, self._block_size
         buffers = [
             scaled(buffer, factor, numel=numel, wire=wire, block_size=size) if factor < 1 else buffer
@@ -152,7 +152,7 @@ class Encoded:
         return _in_order(dots_BMM)
 
     def _addresses(self) -> native.Array:
-        """Where the integers and the scales of each contribution lie in memory, for `kernels.py`."""
+        """Return the addresses of the integers and of the scales of each contribution, for `kernels.py`."""
         encoded = [decoder.encoded(0, self._numel) for decoder in self._decoders]
         return np.array([[x.data_ptr() for x in pair] for pair in encoded], dtype=np.int64)
 

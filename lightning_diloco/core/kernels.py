@@ -1,4 +1,4 @@
-"""Loops over int8 fragments that numba compiles: one pass over memory each, without the interpreter's lock.
+"""Loops over int8 fragments that numba compiles. Each makes one pass over memory and does not hold the GIL.
 
 1. Each function gives the same bits as the torch code that calls it (`blocks.py`, `encoded.py`, `outer.py`). It makes
    the same float32 operations in the same order, without fused multiply-adds.
@@ -34,14 +34,14 @@ _SMALLEST_NORMAL = np.uint16(0x0080)
 
 @_compiled
 def _widened(x: np.uint16) -> np.float32:
-    """bfloat16 to float32."""
+    """Convert bfloat16 to float32."""
     wide: np.float32 = np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
     return wide
 
 
 @_compiled
 def _scale_for(largest: np.uint32, num_levels: np.float32) -> np.uint16:
-    """The scale of a block from the bits of its maximum magnitude: rules 2 and 3 of `blocks.py`."""
+    """Return the scale of a block from the bits of its maximum magnitude (rules 2 and 3 of `blocks.py`)."""
     bits = np.float32(np.uint32(largest).view(np.float32) / num_levels).view(np.uint32)
     scale: np.uint16 = np.uint16(bits >> np.uint32(16))
     if bits < _INFINITE and np.uint16(bits) != 0:
@@ -67,14 +67,14 @@ _pointer: Any = intrinsic(_pointer_type)  # an address as the pointer that numba
 
 @_compiled
 def _integers(address: int, numel: int) -> Integers:
-    """int8 values in memory."""
+    """Return int8 values in memory as an array."""
     values: Integers = carray(_pointer(address), numel, np.int8)
     return values
 
 
 @_compiled
 def _scale(address: int, block: int) -> np.float32:
-    """One of the bfloat16 scales in memory."""
+    """Return one of the bfloat16 scales in memory as float32."""
     return _widened(carray(_pointer(address), block + 1, np.uint16)[block])
 
 
@@ -134,7 +134,7 @@ def weighted_sum(payloads: Addresses, coefs: Doubles, start: int, out: Halves, b
 
 @_compiled
 def dots(payloads: Addresses, start: int, stop: int, block_size: int) -> Doubles:
-    """Dot products of all pairs of several quantized vectors; exact in a block, then added up block after block."""
+    """Return the dot products of all pairs of vectors, exact within a block and added up block after block."""
     num = len(payloads)
     sums = np.zeros((num, num), np.float64)
     wide = np.empty((num, block_size), np.int16)

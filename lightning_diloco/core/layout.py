@@ -89,7 +89,7 @@ def gather(layout: FragmentLayout, tensors: Mapping[str, Tensor], out: Tensor) -
 
 
 def zero_padding(layout: FragmentLayout, flat: Tensor) -> None:
-    """Set what lies between the slices of a flat fragment to zero."""
+    """Set the padding of a flat fragment to zero."""
     ends = [entry.offset + entry.numel for entry in layout.entries]
     starts = [*(entry.offset for entry in layout.entries[1:]), layout.padded_numel]
     for end, start in zip(ends, starts, strict=True):

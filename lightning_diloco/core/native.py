@@ -1,4 +1,4 @@
-"""The compiled loops of `kernels.py`: when they are used, and by how many threads.
+"""Loads the compiled loops of `kernels.py` and runs them in several threads.
 
 1. numba is optional (`pip install 'lightning-diloco[syncer]'`). With or without it all results have the same bits. The
    loops are about ten times as fast as torch, which makes a pass over memory for each operation.
@@ -67,7 +67,7 @@ def load() -> str | None:
 
 
 def kernels_for(x: Tensor, bits: int | None) -> Any | None:
-    """Return `kernels.py` if it is loaded and made for this vector: int8, on the CPU, contiguous and long."""
+    """Return `kernels.py` if it is loaded and supports this vector: int8, on the CPU, contiguous and long."""
     is_ours = bits == 8 and x.device.type == "cpu" and x.is_contiguous() and x.numel() >= SMALLEST_NUMEL
     return _loaded if is_ours else None
 

@@ -1,8 +1,8 @@
 """The pseudo-gradient of a learner: the stored anchor minus its parameters.
 
-The anchor is float32, but parameters may have another dtype. The pseudo-gradient is measured against the value that was
-really stored at the last landing, cast(anchor). A learner that trained zero steps therefore contributes exactly zero,
-also in bf16.
+The anchor is float32, but parameters may have another dtype. The pseudo-gradient is the difference from the value that
+the last landing really stored, cast(anchor). A learner that trained zero steps therefore contributes exactly zero, also
+in bf16.
 
 Shapes: _P flat fragment.
 Source: arXiv 2604.21428 (a descent direction, which the outer step subtracts); the cast is our choice.

@@ -159,7 +159,7 @@ class Decoder:
         return out
 
     def read_integers(self, start: int, out: Tensor) -> Tensor | None:
-        """Like `read`, without the scales, which are returned as bfloat16; None if the values have no scales."""
+        """Decode like `read`, without the scales; returns the scales as bfloat16, or None if there are none."""
         if self._bits is None:
             out.copy_(self._floats[start : start + out.numel()])
             return None
@@ -168,7 +168,7 @@ class Decoder:
         return scales_B
 
     def read_scaled(self, start: int, out: Tensor, coef: float) -> Tensor:
-        """Like `read`, times coef. The product of coef and a scale is rounded to float32; so is coef without scales."""
+        """Decode like `read`, times coef. The product of coef and a scale, or coef alone, is rounded to float32."""
         scales_B = self.read_integers(start, out)
         return (
             out.mul_(coef)
@@ -201,7 +201,7 @@ class Decoder:
         return self._packed[low:high], self._floats[start // self._block_size : num_blocks(stop, self._block_size)]
 
     def arrays(self, start: int, stop: int) -> tuple[native.Array, native.Array]:
-        """Return what `encoded` returns for `kernels.py`; int8 only, the stop may be in the middle of a block."""
+        """Return the result of `encoded` as arrays, for `kernels.py`; int8 only. The stop may be inside a block."""
         q, scales_B = self.encoded(start, stop)
         return native.array(q), native.array(scales_B)
 

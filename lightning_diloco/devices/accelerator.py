@@ -1,14 +1,15 @@
-"""Fragments of a learner whose parameters are on one accelerator: any device that torch has a module for.
+"""Fragments of a learner whose parameters are on one accelerator, which is any device that torch has a module for.
 
 1. The training thread only enqueues work. Its copies and landings run on its current stream, in order with training.
 2. The link thread uses a side stream and synchronizes the host with it before it passes a result on. Its results can
    therefore be used on any stream without further synchronization.
 3. An event marks the last time the training stream used a buffer. The link thread's stream waits for this event before
    it starts and whenever it takes a recycled buffer. The training thread never waits.
-4. Host transfers use pinned memory, without which copies do not overlap with computation.
+4. Host transfers use pinned memory, because without it copies do not overlap with computation.
 5. Some accelerators lack side streams or pinned memory (`streams.py`). Without side streams, the link thread's work
    runs in order with training and delays it. Nothing else changes.
-6. The anchors of all learners are equal bit for bit. So an accelerator is refused if its sums differ from the CPU's.
+6. The anchors of all learners must be equal bit for bit. The constructor therefore refuses an accelerator whose sums
+   differ from the CPU's.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class AcceleratorFragments(DenseFragments):
         self._mark()
 
     def _mark(self) -> None:
-        self._progress = self._streams.recorded()  # a new one each time: the link thread may still hold the last one
+        self._progress = self._streams.recorded()  # a new event each time: the link thread may still use the last
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -63,7 +64,7 @@ class AcceleratorFragments(DenseFragments):
         return buffer
 
     def _wait_for_training(self) -> None:
-        """Make the current stream wait, not the host; this has no effect on the training stream itself."""
+        """Make the current stream wait, but not the host; this has no effect on the training stream itself."""
         if self._progress is not None:
             self._streams.wait(self._progress)
 
@@ -75,7 +76,7 @@ class AcceleratorFragments(DenseFragments):
 
 
 def _check_arithmetic(device: torch.device, config: RunConfig) -> None:
-    """Check that an update has the same result here as on the CPU, bit for bit; all anchors of a run are to be equal.
+    """Check that an update has the same result here as on the CPU, bit for bit (rule 6).
 
     Raises:
         ConfigError: the results differ.

@@ -5,8 +5,8 @@
 2. Methods marked *link thread* run in parallel with training. They read live parameters only through `settle` and never
    change them.
 3. Call `settle` before changing parameters: a snapshot holds the values of its step boundary, regardless of when they
-   are copied. `adopt` and `show_anchor` call it themselves. `land` need not, because rule 4 keeps a landing and a
-   pending snapshot of the same fragment apart. If a parameter changes too early anyway, each element is sent with
+   are copied. `adopt` and `show_anchor` call it themselves. `land` does not need it, because rule 4 keeps a landing and
+   a pending snapshot of the same fragment apart. If a parameter changes too early anyway, each element is sent with
    either its old or its new value. A landing subtracts exactly what was sent (`core/align.py`), so no progress is lost
    or counted twice.
 4. Per fragment, `encode` follows `snapshot`, and `land` follows `stage`. No `land` comes between a `snapshot` and the

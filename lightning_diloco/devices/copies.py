@@ -1,8 +1,8 @@
 """Deferred copies that any thread can run.
 
 1. One thread schedules copies with `promise` and calls `settle` before it changes their sources.
-2. Any thread may call `settle`. It runs the copies that have not started and waits for those that another thread has
-   started, so no thread waits for work that has not begun.
+2. Any thread may call `settle`. It runs the copies that have not started and waits for the copies that another thread
+   has started, so no thread waits for work that has not begun.
 3. If a copy raises, every later `settle` raises the same error.
 
 Source: our choice.

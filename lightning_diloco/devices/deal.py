@@ -1,8 +1,9 @@
 """Reshard a fragment from boxes on several ranks to one range of the flat fragment per rank (an all-to-all).
 
-1. Each rank sends every other rank the rows of its boxes that intersect that rank's range. Each value is sent once; a
-   row on the border of two ranges is sent twice. No rank ever holds more than its own part and its own range.
-2. Where boxes of several ranks overlap (replicas), the values of the last rank are used, as in `part.assemble`.
+1. Each rank sends every other rank the rows of its boxes that intersect that rank's range. Each value is sent once,
+   except that a row on the border of two ranges is sent twice. No rank ever holds more than its own part and its own
+   range.
+2. If boxes of several ranks overlap (replicas), the values of the last rank are used, as in `part.assemble`.
 
 Shapes: _P flat padded fragment, _L one rank's flat part, _R one rank's range.
 """
@@ -51,7 +52,7 @@ def gathered(plans: Sequence[PartPlan], p: int, found: Sequence[Tensor], start: 
 
 
 def _reaching(plan: PartPlan, p: int, start: int, stop: int) -> Iterator[tuple[Piece, int, int]]:
-    """Yield the pieces that intersect the range, each with its first and last (exclusive) such row of the slice."""
+    """Yield the pieces that intersect the range, each with its first and last (exclusive) row in the range."""
     for piece in plan.pieces[p]:
         width = prod(piece.whole.shape[1:])
         first = max(_first(piece), (start - piece.whole.offset) // width)

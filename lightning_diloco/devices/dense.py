@@ -1,4 +1,4 @@
-"""Anchors and parameters of a learner whose parameters are whole on one device; subclasses decide when work runs.
+"""Anchors and parameters of a learner that holds whole parameters on one device; subclasses decide when work runs.
 
 1. A snapshot is a copy of the parameters, made before they change. At a landing the training thread makes one pass over
    the parameters; with "carry" this is usually one addition. The link thread does everything else (pseudo-gradient,
@@ -12,7 +12,7 @@
 5. Slices are taken from `_aliases`, never from a parameter itself, because other threads copy them during a forward.
    Indexing a parameter takes its autograd lock while holding the GIL; a forward takes the two in the opposite order
    (torch 2.13), which is a deadlock.
-6. Some optimizers keep copies of a parameter. A landing moves these copies, too; otherwise they would undo it.
+6. Some optimizers keep copies of a parameter. A landing also moves these copies. Otherwise they would undo it.
 
 Shapes: _P flat padded fragment.
 """
@@ -38,7 +38,7 @@ from lightning_diloco.core.quantize import Decoder, encode_fragment
 from lightning_diloco.devices.base import Encoded, Update
 from lightning_diloco.errors import CorruptMessageError
 
-_NUM_SPARE_BUFFERS = 4  # one snapshot, and base, old and new of one landing; more are allocated when needed
+_NUM_SPARE_BUFFERS = 4  # one snapshot, and base, old and new of one landing; `_take` allocates more
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class DenseFragments:
 
     Args:
         plan: the run's fragment plan.
-        params: live parameters by name, at least those of the plan, all on one device, any float dtype. Each one is
-            looked up at every use, because an inner strategy may replace its memory.
+        params: live parameters by name, at least those of the plan, all on one device, any float dtype. Each
+            parameter is looked up at every use, because an inner strategy may replace its memory.
         config: the run's config.
         learner: this learner's config; `align`, `blend_alpha` and `error_feedback` are used here.
 
@@ -125,7 +125,7 @@ class DenseFragments:
         self._mark()
 
     def local_values(self, fragment: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """See `FragmentDevice.local_values`; of any dtype here, and correct even after `show_anchor`."""
+        """See `FragmentDevice.local_values`. Any dtype is possible here. Correct even after `show_anchor`."""
         layout = self._layouts[fragment]
         params = self._aliases(fragment) if self._hidden is None else self._hidden
         return gather(layout, params, torch.empty(layout.padded_numel, dtype=dtype))
@@ -368,7 +368,7 @@ def check_full(values: Tensor, numel: int) -> None:
     """Check received values of a whole fragment.
 
     Raises:
-        CorruptMessageError: wrong dtype or length, or NaN or Inf.
+        CorruptMessageError: the values have the wrong dtype or length, or contain NaN or Inf.
     """
     if values.dtype != torch.float32 or values.shape != (numel,) or not all_finite(values):
         raise CorruptMessageError(

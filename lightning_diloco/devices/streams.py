@@ -1,9 +1,9 @@
 """Streams, events and pinned memory of an accelerator, through the module that torch has for its type.
 
 1. Types in `WITH_SIDE_STREAMS` run work of different streams at the same time, and their events order it.
-2. All other types are taken to have one queue, because some of their modules offer streams that do nothing. Work is
+2. All other types are treated as having one queue, because some of their modules offer streams that do nothing. Work is
    then in order by itself, and waiting for a result means waiting for all work before it.
-3. Where memory cannot be pinned, host transfers use ordinary memory.
+3. If memory cannot be pinned, host transfers use ordinary memory.
 
 A new type needs no code here unless it has side streams.
 """
@@ -25,7 +25,7 @@ WITH_SIDE_STREAMS = frozenset({"cuda", "xpu"})
 
 
 class Streams:
-    """What one accelerator offers for work beside training.
+    """Streams, events and pinned memory of one accelerator, for work in parallel with training.
 
     Args:
         device: the accelerator.
@@ -37,7 +37,7 @@ class Streams:
         self._can_pin = _can_pin(device.type)
 
     def side(self) -> Any:
-        """Return a new stream for work beside training; None without side streams."""
+        """Return a new stream for work in parallel with training; None without side streams."""
         return self._module.Stream(self._device) if self._has_side_streams else None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -45,7 +45,7 @@ class Streams:
         return nullcontext() if stream is None else self._module.stream(stream)
 
     def synchronize(self, stream: Any) -> None:
-        """Wait, on the host, for the work of this stream; without side streams, for all work."""
+        """Make the host wait for the work of this stream; without side streams, for all work."""
         if stream is None:
             self._module.synchronize()
         else:
@@ -60,7 +60,7 @@ class Streams:
         return event
 
     def wait(self, event: Any) -> None:
-        """Make the current stream wait for an event, not the host."""
+        """Make the current stream wait for an event; the host does not wait."""
         self._module.current_stream(self._device).wait_event(event)
 
     def host_buffer(self, tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """PEFT adapters, such as LoRA: a few trained parameters next to a frozen model.
 
-1. Learners exchange only parameters that require a gradient. The frozen base is compared by digest at the join.
+1. Learners exchange only parameters that require a gradient. The join compares the frozen base by digest.
 2. An adapter is given as the fields of its PEFT config. The default `peft_type` is "LORA".
 3. PEFT is an optional dependency and imported only for adapters.
 """

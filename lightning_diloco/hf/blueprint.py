@@ -49,7 +49,7 @@ class Blueprint:
         compute_bytes: bytes per activation value.
         max_steps: steps of a learner; None if not fixed.
         batch_size: sequences per process; None if the data has no such option.
-        seq_len: tokens per sequence; None as above.
+        seq_len: tokens per sequence; None if the data has no such option.
         accumulate: micro-batches per step.
         num_layers: decoder layers; None if unknown.
         hidden_size: hidden size of the decoder; None if unknown.
@@ -145,7 +145,7 @@ def _build(config: Any) -> L.LightningModule:
 
 
 def _without_data(options: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with which a CausalLM needs neither weights nor a tokenizer."""
+    """Return options with which a CausalLM needs neither weights nor a tokenizer."""
     options = {**options, "from_scratch": options.get("name") is not None}
     if not _has_vocabulary(options, data):
         raise ConfigError(
@@ -176,7 +176,7 @@ def instantiate(section: Any) -> Any:
 
 @contextmanager
 def default_dtype(precision: object) -> Iterator[None]:
-    """Context in which new parameters get the dtype of a Trainer with this precision."""
+    """Give new parameters in the context the dtype of a Trainer with this precision."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(_TRUE_DTYPES.get(str(precision), before))
     try:
@@ -186,7 +186,7 @@ def default_dtype(precision: object) -> Iterator[None]:
 
 
 def _init_args(section: Any) -> dict[str, Any]:
-    """Return the options of a `class_path` section as plain values; empty for anything else."""
+    """Return the options of a `class_path` section as plain values; empty for any other value."""
     init_args = section.get("init_args") if hasattr(section, "get") else None
     return dict(init_args.as_dict() if hasattr(init_args, "as_dict") else init_args or {})
 

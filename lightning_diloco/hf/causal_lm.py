@@ -223,7 +223,7 @@ class _Perplexity(_TokenLoss):
 
 
 def _shard(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Shard with FSDP2: each of the model's `_no_split_modules` separately, and the rest together.
+    """Shard a model with FSDP2: each of its `_no_split_modules` separately, and the rest together.
 
     Raises:
         ConfigError: the mesh has a tensor parallel dimension above 1.

@@ -1,6 +1,6 @@
 """Sources of documents: local files, the hub, or the sources of the Python standard library.
 
-1. All files are located before any work begins; the error names missing ones.
+1. All files are located before any work begins. The error names all missing files.
 2. A corpus has a fingerprint without being loaded. For files it depends on content and order, not on their location.
 3. Every corpus loads as a dataset with one column, `text`, and one row per document. It can also be streamed.
 """

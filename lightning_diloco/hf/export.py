@@ -1,10 +1,10 @@
 """Export of a run's anchor as a transformers folder and a Lightning checkpoint.
 
-1. The anchor is read from the run directory, see `strategy/anchor.py`. Buffers keep the values with which the model is
-   built.
-2. A LightningCLI config describes the model. Each learner of a recipe saves one in its folder (config.yaml); another
-   config, such as the recipe itself, can be given instead. A script saves none. In that case only the parameters are
-   written, as float32 under the names of its LightningModule.
+1. `export` reads the anchor from the run directory, see `strategy/anchor.py`. Buffers keep the values with which the
+   model is built.
+2. A LightningCLI config describes the model. Each learner of a recipe saves a config.yaml in its folder. The caller can
+   give another config instead, for example the recipe itself. A learner that runs a script saves no config. Without a
+   config, `export` only writes the parameters, as float32 under the names of the LightningModule.
 3. Values get the dtype of the parameters. Tied weights are stored in the format of transformers.
 4. A PEFT adapter is merged into its base, so that the folder can be loaded directly. `adapter/` has the adapter alone.
 """
@@ -40,9 +40,9 @@ class Exported:
 
     Args:
         folder: the folder that was written.
-        config: the config that described the model; None if there was none and only PARAMETERS was written.
+        config: the config that described the model; None if there was no config and only PARAMETERS was written.
         is_transformers: False if the module has no transformers model and only the checkpoint was written.
-        has_tokenizer: whether the tokenizer was written, too.
+        has_tokenizer: whether the tokenizer was also written.
         versions: anchor version of each fragment.
     """
 
@@ -63,7 +63,7 @@ def export(run_dir: Path, folder: Path, *, config: Path | None = None) -> Export
 
     Raises:
         ConfigError: the folder is not empty, or run_dir is not a run directory.
-        PlanMismatchError: the config describes another model than the run's.
+        PlanMismatchError: the config describes another model than the model of the run.
         StorageError: the run is not stopped, or its files cannot be read.
     """
     if folder.exists() and any(folder.iterdir()):
@@ -132,7 +132,7 @@ def _save_checkpoint(module: L.LightningModule, path: Path) -> None:
 
 @contextmanager
 def _trainer() -> Iterator[L.Trainer]:
-    """Context with a Trainer that does not train; it gives the module its data and writes its checkpoint."""
+    """Yield a Trainer that does not train, but gives the module its data and writes its checkpoint."""
     chatter = logging.getLogger("lightning.pytorch")
     level = chatter.level
     chatter.setLevel(logging.ERROR)

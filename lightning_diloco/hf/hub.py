@@ -10,7 +10,7 @@ from lightning_diloco.errors import ConfigError
 
 @contextmanager
 def fetched(option: str, name: str) -> Iterator[None]:
-    """Context for a `from_pretrained` call that turns its errors into `ConfigError`.
+    """Convert errors of a `from_pretrained` call to `ConfigError`; a context manager.
 
     Args:
         option: the option that holds the name.

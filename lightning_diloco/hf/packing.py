@@ -68,7 +68,7 @@ def prepared_dir(cache_dir: Path, corpus: Corpus, options: PackingOptions) -> Pa
 def prepare(directory: Path, corpus: Corpus, options: PackingOptions) -> None:
     """Write the tokenizer and both splits to `directory`, unless it exists.
 
-    Several processes may call this at once; one does the work and the others wait.
+    Several processes may call this at once. One process does the work and the others wait.
 
     Raises:
         ConfigError: the corpus is too small, or the tokenizer has no end-of-sequence token.
@@ -77,9 +77,9 @@ def prepare(directory: Path, corpus: Corpus, options: PackingOptions) -> None:
     with FileLock(directory.with_suffix(".lock")):
         if directory.exists():
             return
-        for left_behind in directory.parent.glob(f"{directory.name}.*{_PARTIAL}"):  # by a process that was killed
+        for left_behind in directory.parent.glob(f"{directory.name}.*{_PARTIAL}"):  # by a killed process
             shutil.rmtree(left_behind, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(_PARTIAL, f"{directory.name}.", directory.parent))  # nobody planted it
+        folder = Path(tempfile.mkdtemp(_PARTIAL, f"{directory.name}.", directory.parent))  # new folder, random name
         partial, scratch = folder / "made", folder / "scratch"
         try:
             _write(partial, corpus.load(scratch), options, scratch)

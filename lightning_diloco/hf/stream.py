@@ -1,11 +1,11 @@
 """Ranges of streamed text, which is never stored.
 
 1. A range is a block of consecutive documents of one shard. They are tokenized, joined by the end-of-sequence token and
-   cut into full sequences; the incomplete rest is dropped. The content of a range depends only on the range.
-2. Documents that the prepared head of the stream (packing.py) holds out for validation are skipped, wherever they
-   appear, as are other documents whose hash is not above the highest held-out hash.
+   cut into full sequences. The incomplete rest is dropped. The content of a range depends only on the range.
+2. The prepared head of the stream (packing.py) holds out documents for validation. They are skipped at every position
+   in the stream. All other documents whose hash is not above the highest held-out hash are skipped, too.
 3. Every epoch has its own order of shards, and of sequences within a range.
-4. A shard is read on from its current position, and reopened for a block before that position.
+4. A shard is read on from its current position. It is reopened for a block before that position.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 1. The constructor only checks and stores options. `prepare_data` looks for the files before it does any work.
 2. In a run with several learners, the run's lease table assigns ranges of the training text to learners, so that
-   learners may join and leave. During an outage a learner reads ranges that it has not read
-   (strategy/data/unleased.py). If a learner has several ranks, the first rank reads for all of them. With
+   learners may join and leave. During an outage a learner continues with ranges that it has not
+   read yet (strategy/data/unleased.py). If a learner has several ranks, the first rank reads for all of them. With
    `leases=False` or another strategy, the loader covers the whole text, and the strategy splits it.
 3. With `streaming=True`, only the head of the text is prepared, for the tokenizer and for validation. The rest is
    streamed. Without leases, checkpoints store the stream's position.
@@ -64,7 +64,7 @@ class TextData(L.LightningDataModule):
         max_bytes: read documents in order up to this many bytes of text; None: all. With `streaming`, the limit of
             the head; None: 16 MiB.
         seed: seed of the split, and of shuffling unless a distributed sampler is inserted.
-        num_workers: loader processes, >= 0; leased and streamed text is read by a thread instead.
+        num_workers: loader processes, >= 0; a thread reads leased and streamed text instead.
         streaming: stream the training text without storing it, for texts that are too large to prepare.
         leases: lease ranges of the training text from the run; False: each process reads its own fixed part.
         range_size: sequences per lease, >= 1, or documents with `streaming`; None: 128, or 1024 with `streaming`.
@@ -221,7 +221,7 @@ class TextData(L.LightningDataModule):
     def _reader(self) -> tuple[int, int]:
         """Return (index, number) of this process among the readers of an unleased stream."""
         if (of_run := getattr(self._strategy, "data_part", None)) is not None:
-            return tuple(of_run)  # counts the learner's ranks, too
+            return tuple(of_run)  # also counts the learner's ranks
         return (0, 1) if self.trainer is None else (self.trainer.global_rank, self.trainer.world_size)
 
     @cached_property

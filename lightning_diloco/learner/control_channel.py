@@ -1,11 +1,11 @@
 """The control channel of a learner: sends and receives messages, and detects outages.
 
-1. One thread sends messages in order, and ticks; one thread polls. Neither touches tensors.
-2. While the syncer cannot be reached, messages are dropped; the state machine repeats them after the next hello.
-3. Any failed call means offline, also one because of a certificate or token that is no longer valid. Training
-   continues, and polls are repeated as long as the learner runs.
-4. The channel is online again when a poll is answered. A RESET means that the syncer lost messages for this learner; a
-   hello follows.
+1. One thread sends messages in order, and ticks. Another thread polls. Neither touches tensors.
+2. While the syncer cannot be reached, messages are dropped. The state machine repeats them after the next hello.
+3. After any failed call the channel is offline, even if the call failed because a certificate or token is no longer
+   valid. Training continues, and polls are repeated as long as the learner runs.
+4. The channel is online again when the syncer answers a poll. A RESET means that the syncer lost messages for this
+   learner. The learner then sends a hello.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ class ControlChannel:
         self._outgoing.put(message)
 
     def say_now(self, message: messages.FromLearner, *, within_s: float) -> None:
-        """Send a message at once and wait for its delivery, with retries; for the end of the run."""
+        """Send a message at once and wait for its delivery, with retries. Used at the end of the run."""
         try:
             retry(partial(self._send, [message]), within_s=within_s)
         except RemoteError as error:
             log.warning("the syncer did not hear %s: %s", type(message).__name__, error)
 
     def hurry(self) -> None:
-        """Shorten polls, so that `_listen_loop` ends soon after the crew stops. Also from that thread."""
+        """Shorten polls, so that `_listen_loop` ends soon after the crew stops. Any thread, including that one."""
         self._poll_s = LAST_POLLS_S
 
     # --------------------------------------------------------------------------------------------------------- sender

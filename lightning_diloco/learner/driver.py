@@ -1,9 +1,10 @@
-"""Drives the protocol machine of a learner: events go in from any thread, and what it says is done.
+"""Drives the protocol machine of a learner: passes events to it from any thread, and carries out its actions.
 
-1. The training thread takes the machine's lock, which others hold for microseconds, and does nothing but snapshots and
-   landings.
-2. Messages travel on a `ControlChannel`, tensors as `FragmentExchange`; their threads never change live parameters.
-3. A network that fails is no error: the learner trains on.
+1. On the training thread, the driver only takes snapshots and lands updates. It waits for the machine's lock, which
+   other threads hold for microseconds.
+2. `ControlChannel` transfers messages, and `FragmentExchange` transfers tensors. Their threads never change live
+   parameters.
+3. A network failure is not an error. The learner continues to train.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ log = logging.getLogger(__name__)
 
 
 class Driver(Link):
-    """Base of `Member`, which joins and leaves."""
+    """Base class of `Member`, which adds joining and leaving."""
 
     def __init__(self) -> None:
         super().__init__()
         self._state: LearnerState | None = None
-        self._session = secrets.token_hex(16)  # of this process
+        self._session = secrets.token_hex(16)  # nonce of this process
         self._left: actions.Left | None = None
 
     def _drive(self, machine: LearnerState, connection: Connection, *, cursor: int, active: messages.Active) -> None:
-        """From now on.
+        """Start the threads that transfer messages and tensors, and process the syncer's last message of the join.
 
         Args:
-            machine: of this learner.
-            connection: to the syncer.
-            cursor: of the next poll.
-            active: what the syncer said last.
+            machine: protocol machine of this learner.
+            connection: connection to the syncer.
+            cursor: cursor of the next poll.
+            active: the syncer's last message of the join.
         """
         self._state = machine
-        with self._changed:  # nothing is handled before all of it is there
+        with self._changed:  # the new threads handle no event before all attributes are set
             self._line = ControlChannel(
                 connection,
                 self._session,
@@ -80,7 +81,7 @@ class Driver(Link):
         return self._state
 
     def _handle(self, event: events.LearnerEvent) -> int:
-        """See `Link._handle`: do what the machine says."""
+        """See `Link._handle`. Carries out the machine's actions."""
         with self._changed:
             num_exchanges = sum(map(self._do, self._machine.handle(event, time.monotonic())))
             self._changed.notify_all()
@@ -124,10 +125,10 @@ class Driver(Link):
         self._handle(events.Tick())
 
     def _expect(self, p: int, values: Tensor) -> None:
-        """These values will be adopted at a boundary; only other ranks need to know."""
+        """Tell the other ranks, if there are any, that these values will be adopted at a boundary."""
 
     def _reconnect(self, number: int) -> None:
-        """Say hello again, with what this learner holds."""
+        """Send a hello again, with the marks of this learner's anchors."""
         known = tuple(self._mark(p) for p in range(self.plan.num_fragments))
         self._handle(events.Reconnected(number, known))
 
@@ -150,7 +151,7 @@ class Driver(Link):
             return f.generation, f.held, f.proof
 
     def _anchor(self, p: int) -> Tensor | None:
-        """Return the anchor; None if its parts have different versions at the moment."""
+        """Return the anchor; None if the ranks' parts of it have different versions at the moment."""
         return self.device.anchor(p)
 
     # --- metrics -------------------------------------------------------------------------------------------------
@@ -179,5 +180,5 @@ class Driver(Link):
 
 
 def _signed(message: messages.FromLearner) -> messages.FromLearner:
-    """A hello says where it comes from."""
+    """Add host and process id to a hello."""
     return replace(message, where=where()) if isinstance(message, messages.Hello) else message

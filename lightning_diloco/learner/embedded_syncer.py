@@ -1,10 +1,11 @@
-"""The embedded syncer, which a learner starts if it joins no other run.
+"""The embedded syncer, which a learner starts if it was not given a run to join.
 
 1. It has its own process group, so Ctrl-C in the learner's terminal does not end it while other learners use it. It
    runs at low priority, to leave the cores to training.
 2. It ends by itself soon after its last learner has left, or `lease_s` after that learner was killed.
-3. If it ends earlier, its starter restarts it with the same run directory and address. The run continues bit for bit,
-   and learners reconnect. Restarts are repeated without limit, with growing pauses.
+3. If it ends earlier, the learner that started it restarts it with the same run directory and address. The run
+   continues bit for bit, and learners reconnect. The number of restarts is not limited; pauses between them grow up to
+   AGAIN_AT_MOST_S.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ _outliving: list[subprocess.Popen[bytes]] = []
 
 
 class EmbeddedSyncer:
-    """A syncer on loopback in a child process; the constructor waits until it can be joined.
+    """A syncer on loopback in a child process. The constructor waits until learners can join.
 
     Args:
         run_dir: a new RUN_DIR.
 
     Attributes:
-        address: its join address.
-        run_dir: its RUN_DIR.
+        address: join address of the syncer.
+        run_dir: RUN_DIR of the syncer.
 
     Raises:
-        JoinError: it did not start; the message has the end of its log.
+        JoinError: the syncer did not start; the message has the end of its log.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -80,11 +81,12 @@ class EmbeddedSyncer:
         return process
 
     def watch(self, stopping: threading.Event, is_needed: Callable[[], bool]) -> None:
-        """Restart the syncer when it ends while it is needed. Runs in its own thread.
+        """Restart the syncer whenever it ends too early. Runs in its own thread.
 
         Args:
             stopping: ends this call.
-            is_needed: returns whether the starter takes part. If not, the syncer is only restarted after a failure.
+            is_needed: returns whether the starter still takes part. If it does not, the syncer is restarted only after
+                a failure.
         """
         pause_s = AGAIN_S
         began_s = time.monotonic()
@@ -105,15 +107,15 @@ class EmbeddedSyncer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process has ended."""
+        """Whether the syncer's process has ended."""
         return self._process.poll() is not None
 
     def let_go(self, *, was_joined: bool, is_last: bool) -> None:
-        """Release the syncer, because its starter no longer needs it.
+        """Release the syncer when its starter no longer needs it.
 
         Args:
-            was_joined: the starter took part; otherwise the syncer is ended.
-            is_last: no other learner takes part; waits for the syncer to end, so that its summary is written.
+            was_joined: the starter took part. If it did not, the syncer is terminated.
+            is_last: no other learner takes part. This call then waits for the syncer to end and write its summary.
         """
         if not was_joined:
             self._process.terminate()
@@ -129,5 +131,5 @@ def _private(path: str, flags: int) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment, with one thread for the merge, because learners need the cores."""
+    """Return the environment of the syncer, with one thread for the merge, because learners need the cores."""
     return {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,12 +1,12 @@
 """The exchange of a learner's fragments: encode and upload contributions, download and stage updates.
 
-1. Four threads: one uploads, one downloads, one computes, and one copies snapshots or waits until the device has
-   computed them (and losses). So staging an update does not wait for a device that runs some steps behind (on CUDA it
-   waits for its own stream). No thread changes live parameters.
+1. There are four threads. One uploads, one downloads, and one computes. The fourth copies snapshots, or waits until the
+   device has computed them and the losses. So staging an update does not wait for a device that runs some steps behind
+   (on CUDA it waits for its own stream). No thread changes live parameters.
 2. The bytes of a contribution are kept until the state machine forgets them, so a repeated upload is identical.
 3. The next download starts when the last one is staged, so at most one is held besides the staged ones.
 4. A failed call is reported to the state machine, which asks again. A contribution that is not finite is sent as an
-   error without payload, so that the syncer decides all refusals.
+   error without payload, because the syncer decides all refusals.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FETCH_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A contribution whose fate has not landed: its bytes, or its error."""
+    """A contribution that the state machine has not forgotten yet: its bytes, or its error."""
 
     payload: Tensor
     error: str | None = None
@@ -56,7 +56,7 @@ class FragmentExchange:
         crew: runs the threads.
         handle: called with events for the state machine.
         is_online: returns whether the syncer can be reached.
-        expect: called with values that will be adopted, before they are.
+        expect: called with a fragment and the values that it will adopt, before it adopts them.
 
     Attributes:
         norm: norm of the last pseudo-gradient.
@@ -134,7 +134,7 @@ class FragmentExchange:
     # ----------------------------------------------------------------------------------------------------------- after
 
     def take_final(self, p: int, generation: int, have: int) -> None:
-        """Fetch and land the newest version of a fragment's anchor, after training; waits for it.
+        """Fetch and land the newest version of a fragment's anchor, and wait for it. Call this after training.
 
         Raises:
             DiLoCoError: it could not be fetched.

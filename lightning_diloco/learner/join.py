@@ -1,9 +1,11 @@
-"""Joining a run: from the first hello until the learner may step. Only here does training wait for the syncer.
+"""Joining a run: from the first hello until the learner may step.
+
+Later, training waits for the syncer only for its first data leases (`lease_client.py`).
 
 1. If the syncer cannot be reached, the learner warns and tries again until a deadline. It stops earlier if the run
    directory, on this machine or shared, says that the run has finished.
 2. In an empty run one learner seeds. All others adopt the run's anchors before their first step.
-3. Each message is repeated until it is answered; repeating is safe.
+3. Each message is repeated until it is answered. Repeating is safe.
 """
 
 from __future__ import annotations
@@ -182,7 +184,7 @@ class Joining:
     def _seed(
         self, hello: messages.Hello, grant: messages.SeedGrant
     ) -> tuple[messages.Welcome | messages.SeedGrant, FragmentDevice[Any, Any]]:
-        """Send this learner's values as start values; if the answer is a SeedGrant, they must be sent again."""
+        """Send this learner's values as start values. If the answer is a SeedGrant, they must be sent again."""
         options = {**grant.options, **self._options}
         self._offered, plan = make_manifest(self._model, options)
         config = RunConfig.from_dict(self._offered["config"])
@@ -265,8 +267,9 @@ def reached(
 ) -> T:
     """Repeat a call until the syncer answers.
 
-    Only network failures are repeated. A corrupt message is raised after MAX_CORRUPT times in a row, and any other
-    error at once. If the syncer restores its run, this waits while the syncer makes progress.
+    The call is repeated only after network failures. The error of a corrupt message is raised after MAX_CORRUPT times
+    in a row, and any other error at once. If the syncer is restoring its run, this waits while the syncer makes
+    progress.
 
     Args:
         call: the call, which may be repeated.
@@ -311,7 +314,7 @@ def reached(
                     f"no syncer was reached at {address} in {waited_s:.0f} s ({error}); start one there, or "
                     "correct DILOCO_JOIN (or join=)"
                 ) from error
-            if pause_s == AGAIN_S:  # once
+            if pause_s == AGAIN_S:  # only once
                 log.warning("no syncer at %s yet; trying for %.0f s; is the run still on?", address, REACH_S)
             time.sleep(min(pause_s, REACH_S - waited_s))
             pause_s = min(2 * pause_s, LONG_PAUSE_S)

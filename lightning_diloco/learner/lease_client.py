@@ -1,7 +1,7 @@
 """The training thread's access to data leases: takes ranges, and reports what it trained on.
 
-The link's threads request leases and receive them. Only the wait for the first lease waits for the network, because
-there is nothing to train on before it.
+The link's threads request and receive leases. The training thread waits for a lease only at its start, because it has
+nothing to train on before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LeaseClient:
     Args:
         lessee: leases in the state machine.
         changed: lock of the state machine, notified after each event.
-        catalogue: the data that is read.
+        catalogue: the data to read.
         raise_error: raises the error that stopped the link, if there is one.
     """
 
@@ -76,7 +76,7 @@ class LeaseClient:
             self._lessee.need(num_ranges)
 
     def holds(self, number: int) -> bool:
-        """Return whether a lease that was taken is still this learner's."""
+        """Return whether this learner still holds a lease that it has taken."""
         with self._changed:
             return self._lessee.holds(number)
 

@@ -1,9 +1,9 @@
 """Removes old tensors of finished runs with an embedded syncer, which take 12 to 15 bytes per parameter.
 
-1. The newest KEPT finished runs in a directory are kept: they can be exported, replayed and continued.
-2. The next run removes the syncer's tensors of older ones, with a warning; summary and tape stay. To keep a run, move
+1. The newest KEPT finished runs in a directory are kept. They can be exported, replayed and continued.
+2. The next run removes the syncer's tensors of older runs, with a warning. Summary and tape stay. To keep a run, move
    its directory elsewhere.
-3. Runs that have not finished, or that are being served, are left alone. Their directories can simply be deleted.
+3. Runs that have not finished, or that are being served, are left alone. Users can delete their directories.
 
 Source: our choice.
 """
@@ -26,7 +26,7 @@ _STATE = ("snapshot", "log", "contributions")
 
 
 def tidy(folder: Path) -> None:
-    """Remove the tensors of old finished runs, where possible.
+    """Remove the tensors of old finished runs, if possible.
 
     Args:
         folder: folder with the run directories of embedded syncers.

@@ -1,12 +1,14 @@
-"""A learner's link to its run, as the thread that trains sees it, at any of the learner's ranks.
+"""The link of a rank to its learner's run: the interface that the training thread calls.
 
-1. The training thread enters in `step`, `set_evaluating` and `finish`, and does nothing there but snapshots and
-   landings. Before parameters change between two of these, it calls `settle`.
-2. An error in any thread surfaces at the training thread's next call; none is swallowed.
-3. Every fit ends in `close`, which says goodbye if there is somebody to hear it, and leaves no thread behind.
-4. There is a class for each role of a rank: the only one is a `Member` of the run (`member.py`); rank 0 of several is
-   their `Leader` (`ranks/leader.py`), a member that says what all of them do; the others follow it
-   (`ranks/follower.py`). Here is what they have in common; what only members do is nothing here.
+1. The training thread calls `step`, `set_evaluating` and `finish`. Within them it only takes snapshots and lands
+   updates. Before it changes parameters between two of these calls, it calls `settle`.
+2. An error in any thread is raised at the training thread's next call.
+3. Every fit ends with `close`. It tells the syncer that the learner leaves, if the syncer can be reached, and stops all
+   threads.
+4. Each role of a rank has its own subclass. A learner's only rank is a `Member` of the run (`member.py`). Rank 0 of
+   several ranks is a `Leader` (`ranks/leader.py`), a member that also tells the other ranks what to do. Each of the
+   other ranks is a `Follower` (`ranks/follower.py`). The base class has the common part. Methods that concern only
+   members do nothing in it.
 """
 
 from __future__ import annotations
@@ -38,18 +40,20 @@ THREADS_S = 3.0
 
 
 class Link(LearnerMetrics):
-    """One learner's part in a run, at one of its ranks; one thread, the one that trains, calls its methods.
+    """The link of one rank of a learner. Only the training thread calls its public methods.
+
+    `start` sets the attributes from `plan` to `differing`.
 
     Attributes:
-        plan: of the run; as all below, known since `start`.
-        config: of the run.
-        device: holds the anchors.
-        learner_id, run, incarnation, slot, data_seed: what the syncer said at the join.
-        is_late: whether the run had made steps before.
-        run_steps: how many; at rank 0.
-        differing: frozen parameters that differ from those of the run's first learner; at rank 0.
-        agreed: what all ranks know since the last step ended.
-        num_landings: how often an anchor has changed since this learner joined.
+        plan: fragment plan of the run.
+        config: options of the run.
+        device: device that holds the anchors.
+        learner_id, run, incarnation, slot, data_seed: identity of the learner and of the run, as of the join.
+        is_late: whether the run had made steps before this learner joined.
+        run_steps: number of these steps; only on rank 0.
+        differing: frozen parameters that differ from those of the run's first learner; only on rank 0.
+        agreed: what all ranks agreed on when the last step ended.
+        num_landings: number of updates that have landed since this learner joined.
     """
 
     plan: FragmentPlan
@@ -74,27 +78,31 @@ class Link(LearnerMetrics):
         self.num_landings = 0
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
-        """Join: block until this learner has seeded the run or adopted its anchors, and may step.
+        """Join the run. Blocks until this learner has seeded the run or adopted its anchors, and may step.
 
-        Other ranks start, or fail, with rank 0.
+        The other ranks start, or fail, together with rank 0.
+
+        Args:
+            model: description of this learner's model.
+            make_device: makes the device for a plan.
 
         Raises:
-            JoinError: the syncer cannot be reached, or refused.
+            JoinError: the syncer cannot be reached, or refused the join.
             AuthError: wrong token or certificate.
             ConfigError: an explicit option contradicts the run's.
-            PlanMismatchError: another model than the run's.
+            PlanMismatchError: the model is not the run's.
             RunOverError: the run has ended.
         """
         raise NotImplementedError
 
     @property
     def own_run_dir(self) -> Path | None:
-        """Run directory of the syncer that this rank started, if it did."""
+        """Run directory of the syncer that this rank started; None if it started none."""
         return None
 
     @property
     def data_part(self) -> tuple[int, int] | None:
-        """(part, parts) of the data this learner reads; None where no split was agreed."""
+        """(part, parts) of the data that this learner reads; None if the run does not split the data."""
         parts = self.config.data_parts
         if parts is None or parts == 1:
             return None
@@ -102,33 +110,35 @@ class Link(LearnerMetrics):
 
     @property
     def fleet_tokens(self) -> int:
-        """Tokens that all learners of the run have seen, as far as is known here."""
+        """Tokens that all learners of the run have seen, as far as this rank knows."""
         return self.agreed.fleet_tokens
 
     @property
     def stopped(self) -> str | None:
-        """Why the whole run is over, if it is; only rank 0 knows."""
+        """Why the whole run is over; None if it is not over. Only rank 0 knows it."""
         return None
 
     def stop_run(self, reason: str) -> None:
-        """Tell everybody to end."""
+        """Ask the syncer to end the run for all learners."""
         self._handle(events.StopRun(reason))
 
     def lease(self, catalogue: Catalogue) -> LeaseClient:
-        """Read the data that the run leases, from now on; rank 0 does for all."""
+        """Start to lease this data from the run, and return the client. Only rank 0 leases, for all ranks."""
         raise NotImplementedError
 
     # -------------------------------------------------------------------------------------------------------- training
 
     def step(self, tokens: int, unit: str) -> None:
-        """An inner step is done. Never waits for the network.
+        """Process the end of an inner step. Never waits for the syncer.
+
+        With several ranks, this waits until all ranks have called `begin_step`.
 
         Args:
-            tokens: in this step's batches; they come on top of those that `begin_step` told of.
+            tokens: tokens in this step's batches that were not passed to `begin_step`.
             unit: what was counted, "tokens" or "samples".
 
         Raises:
-            DiLoCoError: an error that a thread beside met since the last call, or that another rank met.
+            DiLoCoError: a background thread or another rank has failed since the last call.
         """
         began_s = time.perf_counter()
         agreed = self._agree()
@@ -143,12 +153,12 @@ class Link(LearnerMetrics):
         self._watch.left(entered_s, time.perf_counter(), num_exchanges=num_exchanges)
 
     def begin_step(self, tokens: int, *, is_asked: bool = False, saves: bool = False, stops: bool = False) -> None:
-        """Several ranks: all batches of a step are known; say so, and what its end will bring.
+        """Announce a step to the other ranks when all its batches are known. Only for learners with several ranks.
 
         Args:
-            tokens: in this rank's batches.
-            is_asked: to end, by a signal.
-            saves: rank 0 says that all take a checkpoint before the next batch.
+            tokens: tokens in this rank's batches.
+            is_asked: a signal has asked this rank to end.
+            saves: all ranks take a checkpoint before the next batch; only rank 0's value counts.
             stops: this is the last step of training.
         """
         entered_s = time.perf_counter()
@@ -156,41 +166,44 @@ class Link(LearnerMetrics):
         self._watch.stall_s += time.perf_counter() - entered_s
 
     def skip_step(self) -> None:
-        """What began turned out to be no step; its tokens count in the next one."""
+        """Cancel the step that `begin_step` announced. Its tokens count in the next step."""
         self._skipped_tokens += self._agree().tokens
 
     def settle(self) -> None:
-        """Parameters are about to change: what a snapshot has promised to copy of them is copied when this returns."""
+        """Finish the copies that snapshots have scheduled. Call this before parameters change."""
         entered_s = time.perf_counter()
         self.device.settle()
         self._watch.settled(time.perf_counter() - entered_s)
 
     def set_evaluating(self, evaluating: bool) -> None:
-        """Validation, or a trial that must not be exchanged, begins or ends."""
+        """Note that validation, or a trial that must not be exchanged, begins or ends."""
         self._raise_error()
         self.settle()
         self._watch.interrupted()
         self._handle(events.Evaluating(evaluating))
 
     def _begin(self, **said: Any) -> None:
-        """A step begins with what this rank says, see `Agreement`."""
+        """Begin a step with this rank's values of the `Agreement`."""
         raise NotImplementedError
 
     def _agree(self) -> Agreement:
-        """What all ranks have begun this step with.
+        """Return the sums of the values with which all ranks have begun this step.
 
         Raises:
-            DiLoCoError: an error that a thread beside met since the last call, or that another rank met.
+            DiLoCoError: a background thread or another rank has failed since the last call.
         """
         self._raise_error()
         return self.agreed
 
     def _end_step(self, tokens: int) -> int:
-        """A step of so many tokens has ended; returns how many snapshots and landings there were. Holds the lock."""
+        """End a step with this number of tokens; returns the number of snapshots and landings. Needs the lock."""
         raise NotImplementedError
 
     def _handle(self, event: events.LearnerEvent) -> int:
-        """Tell the protocol machine, if it is here; returns how many snapshots and landings there were. Any thread."""
+        """Pass an event to this rank's protocol machine; returns the number of snapshots and landings. Any thread.
+
+        Does nothing on a rank without a protocol machine.
+        """
         return 0
 
     # --------------------------------------------------------------------------------------------------------- metrics
@@ -204,38 +217,43 @@ class Link(LearnerMetrics):
         """
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics for loggers, by name; only rank 0 has some."""
+        """Return the metrics for loggers, by name; empty on ranks other than 0."""
         return {}
 
     def standing(self) -> LearnerStatus:
-        """Return the status of this learner, for its progress bar; only rank 0 has one."""
+        """Return the status of this learner, for its progress bar; only rank 0 knows it."""
         return LearnerStatus((0, 0), staleness_versions=0, in_flight=(), num_learners=None, offline_s=None)
 
     # --------------------------------------------------------------------------------------------------------- the end
 
     def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
-        """Drain and leave; see `drain_s` for how long.
+        """Drain and leave the run; see `LearnerConfig.drain_s` for how long.
 
         Args:
-            reason: why; only who has finished is asked for a verdict on the final anchor.
-            within_s: how long to drain at most, instead of `drain_s`.
+            reason: why the learner leaves; only a learner that has finished evaluates the final anchor.
+            within_s: time limit of the drain, instead of `drain_s`.
 
         Returns:
-            Whether this was the last learner. Its anchors are then the run's final ones, and it is expected to
-            `report` on them.
+            Whether this was the last learner, and has finished. Its anchors are then the run's final ones, and the
+            caller must `report` on them.
         """
         raise NotImplementedError
 
     @property
     def is_drained(self) -> bool:
-        """Whether all that this learner has trained is merged, and in its anchors."""
+        """Whether all of this learner's work is merged and in its anchors."""
         return self.agreed.is_drained
 
     def report(self, eval_loss: float | None, reason: str | None = None) -> None:
-        """The last leaver's verdict on the final anchor; a syncer that is being started again gets it, too."""
+        """Send the last learner's verdict on the final anchor; retries if the syncer is being restarted.
+
+        Args:
+            eval_loss: loss of the final anchor; None if it could not be evaluated.
+            reason: why it could not be evaluated.
+        """
 
     def close(self) -> None:
-        """Let go of the run; without `finish`, leave at once. Idempotent."""
+        """End the link. If `finish` was not called, leave the run at once. Idempotent."""
         if self._crew.stopping.is_set():
             return
         try:
@@ -248,14 +266,14 @@ class Link(LearnerMetrics):
             self._let_go(threads_have_ended=not running)
 
     def _say_goodbye(self) -> None:
-        """Leave at once, without `finish`."""
+        """Leave the run at once, if `finish` has not done so."""
 
     def _stop(self) -> None:
-        """Have the threads end, which are told to stop."""
+        """Wake the threads, so that they notice that they must stop."""
         raise NotImplementedError
 
     def _let_go(self, *, threads_have_ended: bool) -> None:
-        """Let go of everybody else."""
+        """Release the other ranks, and the syncer that this rank has started, if there are any."""
 
     # --------------------------------------------------------------------------------------------------------- helpers
 

@@ -1,6 +1,6 @@
-"""The link of a learner's only rank: it joins the run, passes steps on, drains and leaves; promises nothing to anybody.
+"""The link of a learner with one rank: joins the run, reports steps, drains and leaves.
 
-Rank 0 of several does more (`ranks/leader.py`).
+With several ranks, rank 0 uses a subclass that also leads the other ranks (`ranks/leader.py`).
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from lightning_diloco.transport.portions import LargeConnection, Portioned
 log = logging.getLogger(__name__)
 
 LEAVE_S = 10.0
-FINAL_ANCHOR_S = 60.0  # on a bad network, several attempts; it is the result of the run
+FINAL_ANCHOR_S = 60.0  # enough for several attempts on a bad network; the final anchor is the run's result
 REPORT_S = 10.0
 GOODBYE_S = 2.0
 
 
 class Member(Driver):
-    """The link of a learner's only rank.
+    """The link of a learner with one rank.
 
     Args:
         run_options: explicit `RunConfig` options.
         learner: this learner's own options.
-        root_dir: where an embedded syncer's run directory goes; None: it is temporary, and removed when the run has
-            finished.
-        connect: makes the connection.
+        root_dir: folder for the run directory of an embedded syncer; None: the run directory is temporary, and removed
+            when the run has finished.
+        connect: makes the connection to the syncer.
     """
 
     _has_ranks = False
@@ -130,7 +130,7 @@ class Member(Driver):
         return self._handle(events.StepDone(state.step + 1, self._tokens, self._collected(tokens)))
 
     def _collected(self, tokens: int) -> tuple[Piece, ...]:
-        """What a step of so many tokens was trained on, where that is leased."""
+        """Return the leased data of a step with this number of tokens; empty if no data are leased."""
         return self._desk.collect() if self._desk else ()
 
     # --------------------------------------------------------------------------------------------------------- the end
@@ -153,7 +153,10 @@ class Member(Driver):
         return is_last
 
     def _wait_for_leave(self, grace_s: float) -> None:
-        """The training thread has nothing else to do: it makes the boundaries at which things land."""
+        """Make boundaries without steps until the learner has left, or until the drain time and `grace_s` are over.
+
+        The training thread does this itself, because updates land and snapshots are taken only on this thread.
+        """
         failed_before, was_online = self._error, True
         while self._left is None and self._error is failed_before:
             wait_s = self._machine.drain_until_s + grace_s - time.monotonic()
@@ -169,7 +172,7 @@ class Member(Driver):
                     self._changed.wait(TICK_S)
 
     def _boundary(self) -> AbstractContextManager[Any]:
-        """The lock, for one boundary of the end."""
+        """Return a context that holds the lock for one boundary after the last step."""
         return self._changed
 
     @property
@@ -179,7 +182,7 @@ class Member(Driver):
             return not any(self._machine.progress.pending)
 
     def _take_final(self) -> None:
-        """Nobody else takes part: what is newest now stays so."""
+        """Fetch the newest anchors. They are final, because no other learner takes part."""
         until_s = time.monotonic() + FINAL_ANCHOR_S
         try:
             for p, f in enumerate(self._machine.fragments):
@@ -191,7 +194,7 @@ class Member(Driver):
     def report(self, eval_loss: float | None, reason: str | None = None, *, within_s: float = REPORT_S) -> None:
         """See `Link.report`."""
         self._has_verdict = True
-        shown = None if reason is None else reason[: limits.MAX_CHARS]  # it may quote all metrics of a validation
+        shown = None if reason is None else reason[: limits.MAX_CHARS]  # it may name all metrics of a validation
         self._line.say_now(messages.Evaluated(eval_loss, shown), within_s=within_s)
 
     def _say_goodbye(self) -> None:

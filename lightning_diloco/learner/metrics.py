@@ -1,4 +1,4 @@
-"""What a learner measures of itself, for heartbeats and hellos."""
+"""A learner's measurements of itself, which it sends to the syncer with heartbeats and its leave."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ RANK_BYTES = "diloco/rank_bytes"
 
 
 class LearnerMetrics:
-    """Mixin of `Link`; the training thread measures.
+    """Mixin of `Link`. The training thread calls its methods.
 
     Attributes:
         trainer_step: steps of the Trainer, including those before a restart.
-        rank_bytes: memory for exchanging, of the rank that needs most; None: not known.
+        rank_bytes: bytes of memory that exchanging takes, on the rank that needs the most; None: unknown.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """Changes of the join file: a run gets a new token, or its syncer moves to another machine.
 
-1. `rotate` replaces the token in RUN_DIR/join. A running syncer notices this and serves with the new token; the old
-   token is refused from then on.
-2. A connection that has access to the join file reads it after a failed call, and continues with the new token.
-   Learners without access train on, but are refused until they are restarted with the new join string.
-3. If the file's host or port has changed, the connection continues there. The address that a learner was given may
-   differ from the file's (a proxy or a forwarded port), and stays as long as the file's stays.
+1. `rotate` replaces the token in RUN_DIR/join. A running syncer notices this and accepts only the new token from then
+   on.
+2. A connection that can read the join file reads it after a failed call, and continues with the new token. Learners
+   that cannot read it continue to train, but are refused until they are restarted with the new join string.
+3. If the host or port in the file has changed, the connection continues there. The address that a learner was given may
+   differ from the one in the file (a proxy or a forwarded port). It is used as long as the one in the file stays.
 
 Source: our choice.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def rotate(run_dir: Path) -> JoinAddress:
-    """Give a run a new token; returns the new join address.
+    """Give a run a new token, and return the new join address.
 
     Args:
         run_dir: RUN_DIR.
@@ -41,7 +41,7 @@ def rotate(run_dir: Path) -> JoinAddress:
 
 
 def _address_in(join: Path | None, run: str) -> JoinAddress | None:
-    """Return the address in the join file; None if it has none of this run."""
+    """Return the address in the join file; None if the file has no address of this run."""
     if join is None or not join.exists():
         return None
     try:
@@ -52,7 +52,7 @@ def _address_in(join: Path | None, run: str) -> JoinAddress | None:
 
 
 class Followed:
-    """Implements `Connection` with one that is replaced when the join file changes.
+    """Implements `Connection` on top of a connection that is replaced when the join file changes.
 
     Args:
         connect: makes a connection.

@@ -2,8 +2,9 @@
 
 1. Stall is all time inside the package's hooks on the training thread.
 2. The undisturbed rate is the median, over the whole run, of tokens per second between two hooks. Goodput compares the
-   run with this rate, so all speeds of a machine count that becomes faster or slower during the run.
-3. A step much longer than usual is left out (it compiled, or wrote a checkpoint), unless most recent steps are as long.
+   run with this rate. If a machine becomes faster or slower during the run, all its speeds count.
+3. A step that is much longer than usual is left out, because it compiled or wrote a checkpoint. It counts if most
+   recent steps are as long.
 4. Values are kept sorted, because each step reads these figures. Sorting them each time, as `statistics.quantiles`
    and numpy do, took half of the time of a hook.
 
@@ -30,7 +31,7 @@ class _Ordered:
 
     @property
     def median(self) -> float:
-        """0 before there are values."""
+        """Median of the values; 0 if there are none."""
         values, half = self._ordered, len(self._ordered) // 2
         if not values:
             return 0.0
@@ -47,7 +48,7 @@ class Sample(_Ordered):
         self._seen = 0
 
     def add(self, value: float) -> None:
-        """The next value of the sequence."""
+        """Add the next value of the sequence."""
         if self._seen % self._stride == 0:
             self._values.append(value)
             insort(self._ordered, value)
@@ -66,7 +67,7 @@ class Recent(_Ordered):
         self._values: deque[float] = deque()
 
     def add(self, value: float) -> None:
-        """The next value of the sequence."""
+        """Add the next value of the sequence."""
         if len(self._values) == NUM_RECENT:
             del self._ordered[bisect_left(self._ordered, self._values.popleft())]
         self._values.append(value)
@@ -80,12 +81,12 @@ class Recent(_Ordered):
 
     @property
     def p95(self) -> float:
-        """0 before there are values."""
+        """95th percentile of the values; 0 if there are none."""
         return self._ordered[min(len(self._ordered) - 1, int(0.95 * len(self._ordered)))] if self._ordered else 0.0
 
 
 class StepTimer:
-    """Takes the times at which the training thread enters and leaves the step hook, and the time of settling."""
+    """Notes when the training thread enters and leaves the step hook, and how long it settles."""
 
     def __init__(self) -> None:
         self._left_s: float | None = None
@@ -123,7 +124,7 @@ class StepTimer:
         self._lately.clear()
 
     def left(self, entered_s: float, now_s: float, *, num_exchanges: int) -> None:
-        """Note the end of a hook, which snapshotted or landed this number of fragments."""
+        """Note the end of a hook that has snapshotted or landed this number of fragments."""
         self._left_s = now_s
         self.stall_s += now_s - entered_s
         self.num_exchanges, self._last_exchanges = self.num_exchanges + num_exchanges, num_exchanges
@@ -144,12 +145,12 @@ class StepTimer:
 
     @property
     def step_s(self) -> float:
-        """Median of recent steps; 0 before there are any."""
+        """Median seconds of recent steps; 0 before there are any."""
         return self._step_s.median
 
     @property
     def long_step_s(self) -> float:
-        """95th percentile of recent steps, the first of which may have compiled; 0 before there are any."""
+        """95th percentile of recent steps, limited because the first may have compiled; 0 before there are any."""
         return min(self._step_s.p95, COMPILE_FACTOR * self._step_s.median)
 
     @property

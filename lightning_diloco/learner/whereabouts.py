@@ -1,4 +1,4 @@
-"""Where the run is that this learner joins, as it was told or as it starts it, and how its data is split there."""
+"""Finds the run that a learner joins, or starts a syncer for a new run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 def given_address(learner: LearnerConfig) -> JoinAddress | None:
-    """Of a run that others have started; None: this learner starts one."""
+    """Return the address of the run that this learner was given; None: this learner starts a run."""
     text = learner.join or os.environ.get("DILOCO_JOIN")
     return JoinAddress.parse(text) if text else None
 
 
 def given_run_dir() -> Path | None:
-    """Its run directory, if it is on this machine; None: not known."""
+    """Return the run directory that this learner was given; None if it was given none."""
     folder = os.environ.get("DILOCO_RUN_DIR")
     return Path(folder) if folder else None
 
@@ -40,11 +40,11 @@ def given_run_dir() -> Path | None:
 def agreed_parts(
     learner: LearnerConfig, *, connect: Callable[[JoinAddress], Connection] = FlightConnection
 ) -> int | None:
-    """How many parts the data has in the run that this learner will join, before it does; None: it is not split.
+    """Return into how many parts the run splits the data, before this learner joins it; None: it does not split them.
 
     Args:
-        learner: its options.
-        connect: makes the connection.
+        learner: the learner's options.
+        connect: makes the connection to the syncer.
 
     Raises:
         JoinError: the syncer cannot be reached.
@@ -52,7 +52,7 @@ def agreed_parts(
         AuthError: wrong token or certificate.
     """
     if (address := given_address(learner)) is None:
-        return None  # a run that this learner begins
+        return None  # this learner starts the run
     folder = given_run_dir()
     connection = Followed(connect, address, None if folder is None else folder / "join")
     try:
@@ -63,13 +63,13 @@ def agreed_parts(
 
 
 class Whereabouts:
-    """Of a learner's syncer: where it was told, or on this machine, started for this run.
+    """The syncer of a learner: at the address that the learner was given, or started by the learner on this machine.
 
     Args:
-        learner: its options.
-        root_dir: where the run directory of a syncer that is started goes; None: it is temporary, and removed when the
-            run has finished.
-        crew: runs the thread that keeps this syncer up.
+        learner: the learner's options.
+        root_dir: folder for the run directory of a syncer that the learner starts; None: the run directory is
+            temporary, and removed when the run has finished.
+        crew: runs the thread that restarts this syncer if it ends too early.
     """
 
     def __init__(self, learner: LearnerConfig, root_dir: Path | None, crew: Crew) -> None:
@@ -77,10 +77,10 @@ class Whereabouts:
         self._embedded: EmbeddedSyncer | None = None
 
     def find(self, is_needed: Callable[[], bool]) -> JoinAddress:
-        """Return the address; without one, start a syncer.
+        """Return the syncer's address. Starts a syncer if this learner was given no address.
 
         Args:
-            is_needed: whether this learner takes part; see `EmbeddedSyncer.watch`.
+            is_needed: returns whether this learner still takes part; see `EmbeddedSyncer.watch`.
         """
         if (address := given_address(self._learner)) is not None:
             return address
@@ -100,22 +100,24 @@ class Whereabouts:
 
     @property
     def own_run_dir(self) -> Path | None:
-        """Run directory of the syncer that was started, if one was."""
+        """Run directory of the syncer that this learner has started; None if it has started none."""
         return self._embedded.run_dir if self._embedded else None
 
     @property
     def join_file(self) -> Path | None:
-        """Where the syncer says how it is joined, as far as that is known here."""
+        """Path of the file with the join address; None if the run directory is unknown here."""
         folder = self.own_run_dir or given_run_dir()
         return None if folder is None else folder / "join"
 
     def let_go(self, *, was_joined: bool, is_last: bool, is_drained: bool) -> None:
-        """Release a syncer that was started.
+        """Release the syncer, if this learner has started it.
+
+        A temporary run directory is removed if the syncer has ended and nothing in it is needed any more.
 
         Args:
             was_joined: this learner took part.
-            is_last: nobody else does.
-            is_drained: all that it trained is merged.
+            is_last: no other learner takes part.
+            is_drained: all of this learner's work is merged.
         """
         if self._embedded is None:
             return

@@ -2,8 +2,8 @@
 
 1. On loopback the page needs no token, but the Host header must be a local name. This protects against web sites whose
    name resolves to this machine (DNS rebinding).
-2. On other addresses, TLS and a token are required. The token comes in the link (`?token=`), from which it is moved to
-   a cookie immediately, or as `Authorization: Bearer`.
+2. On other addresses, TLS and a token are required. The token comes in the link (`?token=`) or as `Authorization:
+   Bearer`. The server moves a token from the link to a cookie immediately.
 3. The page is read-only; the server supports only GET.
 4. The page is one response without external resources. Its headers forbid the browser to load any.
 """

@@ -1,1 +1,1 @@
-"""What a run needs and whether it fits: memory, links, goodput, by formula."""
+"""Formulas that forecast memory, links and goodput of a run, and whether it fits its machines."""

@@ -5,8 +5,8 @@
 1. Links are full duplex. A stream gets LINK_SHARE of its link and at most STREAM_BPS; each direction is one TLS
    connection.
 2. All members of a round upload at once, and all learners download at once. They share the syncer's link.
-3. The syncer merges one fragment at a time, with all its cores, as fast as they compute or as its memory moves bytes,
-   whichever takes longer. A core's share was measured with one and two cores; for more it is an assumption.
+3. The syncer merges one fragment at a time, with all its cores. A merge takes as long as the computation or the memory
+   traffic, whichever takes longer. The time per core was measured with one and two cores; for more it is an assumption.
 4. Data parallel training needs the bandwidth of a ring all-reduce of the gradients in every step.
 
 Source: our choice; the constants were measured on a 2-core machine, see their comments.
@@ -22,7 +22,7 @@ from lightning_diloco.planner.memory import FragmentSizes, Training
 LINK_SHARE = 0.8  # one stream over 40 ms at 2 Gbit/s: 0.70 .. 0.92 of a raw socket
 STREAM_BPS = 6e9  # one TLS stream tops out near 0.8 GB/s
 DISK_BYTES_PER_S = 1e9
-MEMORY_BYTES_PER_S = 20e9  # what one core moves, alone
+MEMORY_BYTES_PER_S = 20e9  # of one core that works alone
 # Seconds of one core per value of a fragment, int8, by the compiled loops: see tests/bench/syncer_round.py.
 CONTRIBUTION_S, PAIR_S = 0.12e-9, 0.084e-9  # each contribution is added up, each pair is compared
 OUTER_S = 1.0e-9  # outer step and publication
@@ -142,7 +142,7 @@ def learner_bps(sizes: FragmentSizes, config: RunConfig, fleet: Machines) -> flo
 
 
 def data_parallel_bps(training: Training, fleet: Machines) -> float:
-    """Return the bits per second of each link and direction with which data parallel hides its all-reduce in a step."""
+    """Return the bits per second, per link and direction, with which a data parallel all-reduce fits into a step."""
     m = fleet.num_learners
     gradients = training.num_trainable * min(training.param_bytes, training.compute_bytes)
     return _BITS * 2 * (m - 1) / m * gradients / fleet.step_s
@@ -173,7 +173,7 @@ class Totals:
     def of(cls, sizes: FragmentSizes, config: RunConfig, *, num_learners: int, num_steps: int) -> Totals:
         """Compute the totals for learners that train `num_steps` steps each."""
         # Fragments with a slot before H - tau skip the first one, which is too soon after the adoption.
-        # At the end learners leave one after another; in each drain, those that remain contribute, too.
+        # At the end, learners leave one after another, and the remaining ones contribute in each drain.
         skipped = 1 - config.overlap / config.sync_every
         periods, m = max(0.0, num_steps / config.sync_every - skipped), num_learners
         num_rounds = (periods + m) * sizes.count

@@ -67,7 +67,7 @@ def _changes(found: Forecast) -> Iterator[dict[str, int | str]]:
 
 
 def _change(found: Forecast, wire: str, parts: int) -> dict[str, int | str] | None:
-    """Return options that fit if fragments are cut into so many parts; None if period or overlap gets too large."""
+    """Return options that fit if fragments are cut into `parts`; None if the period or the overlap gets too large."""
     config, step_s = found.scenario.config, found.scenario.fleet.step_s
     assert config.num_fragments is not None
     change: dict[str, int | str] = {} if wire == config.wire else {"wire": wire}

@@ -6,20 +6,20 @@ Goodput is relative to a learner's own median speed (tokens per second of its me
 exceeds the median step is lost.
 
 1. Failures of a learner are independent and occur every T (mtbf) on average, also during a restart. Without an mtbf
-   there are none. A moment counts if no failure precedes it by less than `down` (otherwise the learner is not there)
-   and none follows within `lost` (otherwise its work is never merged).
+   there are none. The work of a moment counts if no failure occurs in the time `down` before it (the learner would be
+   offline) or in the time `lost` after it (the work would never be merged).
 2. down: time from a failure to the first step of the new process, including the download of the anchors. No other
    learner waits for it.
 3. lost: on average half a period of H steps, plus the time in flight.
 4. stall: every exchange costs the training thread one copy of the fragment and one pass over it.
-5. Data parallel training stops as a whole, M times as often, until the failed part is back. The formula even assumes
-   that it loses no step.
+5. Data parallel training stops as a whole, M times as often, until the failed part is back. The formula assumes in its
+   favor that it loses no step.
 6. pauses: time that a run without failures loses to validation and to steps longer than the median. The forecast
    cannot know it; measure it in a run without failures as 1 - steps * median step / time.
 7. Learners have their own machines, so a restart does not slow other learners down.
 
 Failures of the syncer and of a learner's network stop no learner. The result is an expectation. A short run can deviate
-from it by chance, for example if failures come in a bunch while a learner is already down.
+from it by chance, for example if several failures occur while a learner is already down.
 
 Source: our choice; compared with real runs in `tests/bench/forecast.py`.
 """
@@ -75,7 +75,7 @@ def expected_goodput(
 def data_parallel_goodput(
     fleet: Machines, exchange: Exchange, *, mtbf_s: float | None, restart_s: float, pauses: float = 0.0
 ) -> float:
-    """Return the same for one data parallel job over all learners."""
+    """Return the expected goodput of one data parallel job over all learners, 0..1."""
     if mtbf_s is None:
         return 1 - pauses
     return (1 - pauses) * math.exp(-fleet.num_learners * (restart_s + exchange.adopt_s) / mtbf_s)

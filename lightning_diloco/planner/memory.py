@@ -1,7 +1,7 @@
 """Memory of a learner's devices and host, of the syncer, and of the syncer's disk.
 
-The items are what the code really allocates, plus two estimates: activations kept by autograd, and optimizer state.
-Everything else (allocator, kernels, data loader, Python) is left out; allow for it.
+The items are the allocations of the code, plus two estimates: activations kept by autograd, and optimizer state.
+Everything else (allocator, kernels, data loader, Python) is not counted.
 
 1. A learner's anchors are float32. Each fragment has a buffer as long as the largest fragment; a few more are spare.
 2. A learner with N devices shards parameters, gradients, optimizer state and anchors evenly over them.
@@ -41,7 +41,7 @@ class Training:
         compute_bytes: bytes per activation value.
         moments: optimizer values per trainable parameter.
         devices: devices of one learner, on one host.
-        spreads: whether each process builds the whole model in host memory before it keeps its shard.
+        spreads: whether each process builds the whole model in host memory and then keeps only its shard.
         batch_size: sequences per device and micro-batch; None if unknown.
         seq_len: tokens per sequence; None if unknown.
         accumulate: micro-batches per step.
@@ -169,8 +169,8 @@ def snapshot_bytes(sizes: FragmentSizes) -> int:
 def disk_bytes(sizes: FragmentSizes, *, replaced: float) -> Items:
     """Return the bytes on the syncer's disk, by item.
 
-    A snapshot is due when the log is as large as the state. There can be three: the one that the log continues, one
-    from a clean stop, and the next one while it is being written.
+    A snapshot is due when the log is as large as the state. There can be three snapshots: the one that the log
+    continues, one from a clean stop, and the next one while it is being written.
     """
     state = max(MIN_LOG_BYTES, _STATE_BYTES * sizes.total_numel)
     return {"redo log": state + int(replaced * 2 * sizes.total_numel), "three snapshots": 3 * snapshot_bytes(sizes)}

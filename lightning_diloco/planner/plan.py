@@ -1,8 +1,8 @@
-"""Forecast of whether a run fits its machines: all resources, and the tightest one.
+"""Forecasts whether a run fits its machines: all resources, and the tightest one.
 
 1. Rates are links, merge thread, disk and overlap. A rate fits if its load is at most 1. The overlap counts as a rate
    because updates that land too late increase the staleness of later rounds.
-2. A capacity fits if the needed bytes do not exceed it. An unknown capacity is shown but not judged.
+2. A capacity fits if the needed bytes do not exceed it. An unknown capacity is shown but not checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Scenario:
         restart_s: time from a failure to the first step of the new process, without the download of the anchors.
         pauses: share of time that a run without failures loses to validation and slow steps, 0..1.
         max_steps: steps of a learner; None if not fixed.
-        device_capacity: bytes of one device; None: not judged, as for the other capacities.
+        device_capacity: bytes of one device; None: not checked. The same applies to the other capacities.
         host_capacity: bytes of a learner's host.
         syncer_capacity: bytes of the syncer's host.
         disk_capacity: bytes of the syncer's disk.
@@ -87,7 +87,7 @@ class Resource:
 
     @property
     def is_enough(self) -> bool:
-        """Return whether the resource fits or is not judged."""
+        """Return whether the resource fits or is not checked."""
         return self.load is None or self.load <= 1
 
 

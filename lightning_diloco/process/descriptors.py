@@ -1,4 +1,4 @@
-"""The limit of open files: a learner needs three in the syncer, each other connection one."""
+"""The limit of open files. The syncer needs three for each learner, and one for each other connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FEW = 1024
 
 
 def allow_all() -> int:
-    """Raise the soft limit of open files to the hard limit; warns if it is low.
+    """Raise the soft limit of open files to the hard limit, and warn if it is low.
 
     Returns:
         The new soft limit.

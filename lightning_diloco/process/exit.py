@@ -27,7 +27,7 @@ _codes: list[int] = []  # exit code of this process, if it is known
 
 
 def arm_hard_exit() -> None:
-    """Skip the shutdown of the interpreter after an exception, until `disarm_hard_exit`."""
+    """Skip the shutdown of the interpreter after an exception, until `disarm_hard_exit` is called."""
     atexit.unregister(_end)
     atexit.register(_end)  # the last one registered runs first
 
@@ -65,7 +65,7 @@ def let_threads_become_idle(within_s: float = 2.0) -> None:
     """
     num_idle, until_s = 0, time.monotonic() + within_s
     while num_idle < 2 and time.monotonic() < until_s:
-        time.sleep(IDLE_S)  # releases the GIL: a thread that waited for it runs now, or is done
+        time.sleep(IDLE_S)  # releases the GIL, so a thread that waited for it runs now or is done
         num_idle = 0 if _others_compute() else num_idle + 1
 
 

@@ -36,6 +36,6 @@ def return_free_memory() -> bool:
 
 
 def _call(name: str, *numbers: int) -> int:
-    """Call a function of glibc; 0 where there is none."""
+    """Call a function of glibc; return 0 if there is no such function."""
     function = getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
     return 0 if function is None else int(function(*numbers))

@@ -1,4 +1,4 @@
-"""Work on fragments with all cores: fragments are independent, and calls for one fragment stay in order."""
+"""Work on fragments with all cores. Fragments are independent, and calls for one fragment stay in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_diloco.process.threads import compute_alone
 
 
 class ByFragment:
-    """Threads that each work on some of the fragments; a context manager that waits for all work at its end.
+    """Threads that each work on some of the fragments. As a context manager, it waits for all work at its end.
 
     Args:
         num_fragments: number of fragments.
@@ -27,7 +27,7 @@ class ByFragment:
         self._waiting: deque[Future[Any]] = deque()
 
     def do(self, p: int, call: Callable[..., object], *args: object, **kwargs: object) -> None:
-        """Queue a call for fragment p; waits if many are queued, and raises the errors of earlier calls."""
+        """Queue a call for fragment p. Waits if many calls are queued, and raises the errors of earlier calls."""
         thread = self._threads[p % len(self._threads)]
         self._waiting.append(thread.submit(partial(call, *args, **kwargs)))
         while len(self._waiting) > 2 * len(self._threads):

@@ -1,6 +1,6 @@
-"""What the machines want done. Actions of one `handle` are carried out in order.
+"""The actions that the state machines return. The caller of `handle` carries them out in order.
 
-They are dataclasses, not structs: they stay in their process, so nothing reads them from outside.
+Actions are dataclasses, not msgspec structs, because they never leave their process.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Training thread: snapshot this fragment; then encode and upload it as `ready` on the link thread."""
+    """Snapshot this fragment on the training thread, then encode and upload it as `ready` on the link thread."""
 
     ready: Ready
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Upload the kept bytes (again)."""
+    """Upload the encoded bytes of a contribution, or upload them again."""
 
     ready: Ready
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fetch and stage what leads from `have` to the newest version; in full if `adopt`."""
+    """Fetch and stage the update from version `have` to the newest version; if `adopt`, fetch the full values."""
 
     fragment: int
     generation: int
@@ -48,14 +48,14 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Land:
-    """Training thread: the staged update becomes current."""
+    """Land the staged update on the training thread."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The kept bytes of this contribution are not needed any more."""
+    """Drop the encoded bytes of this contribution."""
 
     fragment: int
     seq: int
@@ -63,7 +63,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Stop this learner with an error of `errors.<error>`."""
+    """Stop this learner with the exception class `error` of `errors.py`."""
 
     error: str
     text: str
@@ -71,19 +71,19 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Tell this learner's user."""
+    """Show a warning to the user of this learner."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class SayHello:
-    """Answer with `Reconnected`, once: what this learner holds proves that the syncer's disk was rolled back."""
+    """Send one `Reconnected` event: this learner's versions prove that the syncer's disk was rolled back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The leave is on record; nothing more will be said."""
+    """The syncer has recorded the leave. The machine returns no further actions."""
 
     is_last: bool
 
@@ -111,7 +111,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Append to the redo log; durable before anything later in the list is carried out."""
+    """Append a record to the redo log. It is durable before the next action in the list is carried out."""
 
     values: Json
 
@@ -121,10 +121,10 @@ class Contribution:
     """One accepted contribution to a round.
 
     Args:
-        session: whose payload it is.
-        learner, incarnation: who that is.
-        ready: its description.
-        steps: that may be in it: those it says, or as many as it can have made since its last one.
+        session: session that sent the payload.
+        learner, incarnation: learner id and incarnation of the session.
+        ready: description of the contribution.
+        steps: reported number of steps, limited to a plausible number (`protocol/syncer/claims.py`).
     """
 
     session: str
@@ -136,10 +136,10 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Compute the outer gradient of these payloads; answer with `Merged`.
+    """Compute the outer gradient of these payloads, then send a `Merged` event.
 
     Args:
-        shares: of each contribution in the work of the fleet (`protocol/syncer/shares.py`).
+        shares: share of each contribution in the work of the fleet (`protocol/syncer/shares.py`).
         on_trial: contributions of learners in quarantine, which are only compared with the others.
     """
 
@@ -152,7 +152,7 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Append the commit record with the merged outer gradient, fsync, then apply it; answer `Committed`/`CommitFailed`.
+    """Append the commit record with the outer gradient, fsync, apply it, then send `Committed` or `CommitFailed`.
 
     Args:
         commit: the log record.
@@ -170,18 +170,18 @@ class Apply:
 
     @property
     def record(self) -> Json:
-        """Header of the log record, encoded by whoever asks: it names every lease of every contribution."""
+        """Header of the log record. Each access encodes it anew, with every lease of every contribution."""
         return encode(self.commit)
 
     @property
     def work(self) -> float:
-        """Of the round, see `CommitRecord`."""
+        """Work in the round; see `CommitRecord`."""
         return self.commit.work
 
 
 @dataclass(frozen=True, slots=True)
 class DropPayload:
-    """Free a payload: merged, superseded, refused or fenced off."""
+    """Free a payload that was merged, superseded, refused or fenced off."""
 
     session: str
     fragment: int
@@ -190,7 +190,7 @@ class DropPayload:
 
 @dataclass(frozen=True, slots=True)
 class StoreSeed:
-    """Store the manifest and, once all have arrived, the seeder's values at version 0; answer with `SeedStored`."""
+    """Store the manifest and, when all values have arrived, the seeder's values at version 0; send `SeedStored`."""
 
     session: str
     lease: int
@@ -199,10 +199,10 @@ class StoreSeed:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something people may want to know; goes to the tape.
+    """Write an event to the tape, for users.
 
     Args:
-        at_s: when it happened, by the clock that the machine is told; whoever carries it out sets this.
+        at_s: time of the event on the machine's clock; set by the caller of `handle`.
     """
 
     event: str
@@ -212,7 +212,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The run is over: write the summary."""
+    """End the run and write the summary."""
 
     status: str
 

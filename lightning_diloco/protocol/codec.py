@@ -1,8 +1,8 @@
-"""Frozen values to JSON objects and back: msgspec, with this project's errors.
+"""Conversion of frozen values to JSON objects and back, by msgspec with this project's errors.
 
 1. `load` accepts exactly the declared fields with exactly the declared types and bounds (`limits.py`).
-2. Used for messages, log records and snapshots alike, so one set of rules decides what may come in from outside.
-3. Values that differ in one field are made by `msgspec.structs.replace`.
+2. Messages, log records and snapshots all use `load`, so the same rules check all input from outside.
+3. `msgspec.structs.replace` returns a copy of a value with some fields changed.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ _STEPS = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What messages, log records and snapshots consist of."""
+    """Base class of all values in messages, log records and snapshots."""
 
 
 class Tagged(Value, frozen=True, tag_field="kind", tag=True):
-    """A value that says its class's name under "kind"."""
+    """A value whose JSON object holds the name of its class under "kind"."""
 
 
 def dump(value: Value) -> Json:
-    """As a JSON object; sequences are tuples or lists."""
+    """Return a value as a JSON object; sequences are tuples or lists."""
     return typing.cast("Json", msgspec.to_builtins(value))
 
 
 def load(kind: type[T], values: object, where: str = "") -> T:
-    """The inverse of `dump`.
+    """Build a value from a JSON object; the inverse of `dump`.
 
     Args:
         kind: the class to build.
         values: a parsed JSON object.
-        where: how messages call this object.
+        where: name of this object in error messages.
 
     Raises:
-        CorruptMessageError: missing or unknown fields, or a value of a wrong type or out of bounds; nothing is coerced.
+        CorruptMessageError: missing or unknown fields, or a value of a wrong type or out of bounds. No value is
+            converted to another type.
     """
     try:
         return msgspec.convert(values, kind)
@@ -52,9 +53,9 @@ def load(kind: type[T], values: object, where: str = "") -> T:
 
 
 def _objection(kind: type, where: str, values: object, text: str) -> str:
-    """What msgspec says, with the value it speaks of and with what it leaves out of what is allowed."""
+    """Return msgspec's message with the value that was found and, if msgspec leaves it out, what is allowed."""
     wanted, path = typing.cast("re.Match[str]", _PLACE.match(text)).groups(default="")
-    for name, number in _STEPS.findall(path.partition("[...]")[0]):  # msgspec does not say which entry of a table
+    for name, number in _STEPS.findall(path.partition("[...]")[0]):  # msgspec names no entry of a table
         values = typing.cast("Json", values)[name] if name else typing.cast("list[object]", values)[int(number)]
     if not text.startswith("Expected"):
         fields = typing.get_type_hints(kind)

@@ -1,9 +1,10 @@
 """Ranges of training samples, their leases, and the tokens trained on them.
 
 1. All learners read the samples of a source in the same order, which is a function of data and epoch. A range is
-   `range_size` samples of a source, starting at `index * range_size`; the first `skip` are merged already and left out.
+   `range_size` samples of a source, starting at `index * range_size`. A lease leaves out the first `skip` samples,
+   because they are merged already.
 2. A number identifies a lease. If another learner takes over a range, it gets a new lease.
-3. A span says which tokens of a learner's counter were trained on a lease, from its first sample on, without gaps.
+3. A span is the range of a learner's token counter that was trained on a lease, from its first sample on, without gaps.
 
 Source: our choice.
 """
@@ -21,7 +22,7 @@ from lightning_diloco.protocol.limits import MAX_COUNT, MAX_SOURCES, Count, Text
 
 
 class Catalogue(Value, frozen=True):
-    """The data of a run, as it is leased.
+    """The data of a run, divided into ranges.
 
     Args:
         digest: digest of the data, its order and the size of ranges; learners with another digest are refused.

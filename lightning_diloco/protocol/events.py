@@ -1,6 +1,7 @@
-"""What happened, for the machines. `FromTheSyncer` and `FromALearner` carry what the other side said.
+"""The events that the state machines handle. `FromTheSyncer` and `FromALearner` carry messages of the other side.
 
-They are dataclasses, not structs: they stay in their process, and what they carry was checked when it was read.
+Events are dataclasses, not msgspec structs, because they never leave their process. Messages are checked when they are
+decoded.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from lightning_diloco.protocol.messages import FromLearner, FromSyncer, Mark, Re
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """Training thread: an inner step was completed.
+    """The training thread has completed an inner step.
 
     Args:
         step: inner steps completed by this process.
-        tokens: the learner's token counter after it.
-        pieces: what of its batches was leased; nothing where data are not leased.
+        tokens: the learner's token counter after the step.
+        pieces: parts of the step's batches, by lease; empty if data is not leased.
     """
 
     step: int
@@ -30,12 +31,12 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class StepBegins:
-    """Training thread of a learner with several ranks: what the next boundary does is to be promised now."""
+    """The training thread of a learner with several ranks begins a step: promise the actions of the next boundary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Training thread, between steps: a boundary without a step (draining).
+    """The training thread is at a boundary without a step, because the learner drains.
 
     Args:
         is_online: whether the syncer can be reached.
@@ -46,24 +47,24 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Evaluating:
-    """Training thread: validation begins or ends."""
+    """The training thread begins or ends validation."""
 
     begins: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StopRun:
-    """Training thread: the whole run is to end."""
+    """The training thread asks to end the whole run."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Training thread: no more steps will come; drain and leave. With drain False, leave at once.
+    """The training thread makes no more steps: drain, then leave. If `drain` is False, leave at once.
 
     Args:
-        within_s: how long to drain; None: as the learner was configured.
+        within_s: how long to drain; None: as the learner is configured.
     """
 
     reason: Reason
@@ -73,14 +74,14 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class FromTheSyncer:
-    """A control message arrived."""
+    """A control message from the syncer has arrived."""
 
     message: FromSyncer
 
 
 @dataclass(frozen=True, slots=True)
 class Reconnected:
-    """The syncer answers again and may have forgotten this session's messages."""
+    """The syncer can be reached again. It may have lost messages of this session."""
 
     connection: int
     known: tuple[Mark, ...]
@@ -88,7 +89,7 @@ class Reconnected:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The payload of a snapshot exists; the fragment's anchor may change again."""
+    """The payload of a snapshot is encoded, so the fragment's anchor may change again."""
 
     fragment: int
     seq: int
@@ -96,7 +97,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """The syncer acknowledged the payload."""
+    """The syncer has acknowledged the payload."""
 
     fragment: int
     seq: int
@@ -104,7 +105,7 @@ class Uploaded:
 
 @dataclass(frozen=True, slots=True)
 class UploadFailed:
-    """The payload may or may not have arrived."""
+    """An upload has failed. The payload may have arrived nevertheless."""
 
     fragment: int
     seq: int
@@ -115,10 +116,10 @@ class Staged:
     """An update was fetched and can land at a boundary.
 
     Args:
-        merged_seq: my contribution that is part of this update, if any.
-        kept: the part of its values that was merged, 0..1; below 1 if its norm was above the guard.
-        is_full: the update replaces the anchor, rather than adding to it.
-        proof: that the version was published.
+        merged_seq: seq of this learner's contribution that is part of the update, if any.
+        kept: merged part of that contribution's values, 0..1; below 1 if the norm guard scaled it down.
+        is_full: the update replaces the anchor; otherwise it is added to the anchor.
+        proof: proof that the version was published.
     """
 
     fragment: int
@@ -132,7 +133,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """An update could not be fetched; it is tried again."""
+    """A fetch has failed. The machine tries again."""
 
     fragment: int
 
@@ -142,7 +143,8 @@ class Tick:
     """Some time has passed.
 
     Args:
-        heard: at the syncer, sessions that were heard from without an event since the last tick, and when.
+        heard: at the syncer, by session, the time of its last bulk call since the last tick. A bulk call shows that the
+            session is alive, but causes no event.
     """
 
     heard: dict[str, float] = field(default_factory=dict)
@@ -170,7 +172,7 @@ LearnerEvent = (
 
 @dataclass(frozen=True, slots=True)
 class FromALearner:
-    """A control message arrived from the process that owns this session."""
+    """A control message has arrived from the process that owns this session."""
 
     session: str
     message: FromLearner
@@ -178,7 +180,7 @@ class FromALearner:
 
 @dataclass(frozen=True, slots=True)
 class PayloadReceived:
-    """A whole payload arrived; `error` says what was wrong with its values, if anything."""
+    """A whole payload has arrived. `error` describes what is wrong with its values, if anything."""
 
     session: str
     ready: Ready
@@ -187,7 +189,7 @@ class PayloadReceived:
 
 @dataclass(frozen=True, slots=True)
 class SeedStored:
-    """The seeder's values are durable, or could not be stored: not yet, or never (`is_refused`)."""
+    """The seeder's values are durable, or `error` is set; if `is_refused`, another attempt would fail too."""
 
     lease: int
     digests: tuple[str, ...]
@@ -197,13 +199,14 @@ class SeedStored:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one contribution looked like beside others.
+    """Result of comparing one contribution with the others.
 
     Args:
         odd: what is wrong with it, if anything.
         is_refused: it must not be merged.
-        likeness: median of its cosines with the others' of the round, -1..1; None: there were fewer than two.
-        is_telling: two others agree that nothing is wrong with it.
+        likeness: median of its cosines with the other contributions of the round, -1..1; None if there are fewer than
+            two others.
+        is_telling: it was compared with at least two other learners, and nothing is wrong with it.
     """
 
     odd: str | None
@@ -214,14 +217,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The outer gradient of a round was computed; nothing has changed yet.
+    """The outer gradient of a round is computed. No state has changed yet.
 
-    If contributions are refused, there is none: the round is merged again without them.
+    If a verdict refuses contributions, there is no outer gradient, and the round is merged again without them.
 
     Args:
-        kept: by session, the part of a contribution's values that was merged, for those that were scaled down to a
+        kept: merged part of a contribution's values, by session; holds only contributions that were scaled down to a
             usual norm.
-        verdicts: by session.
+        verdicts: verdicts by session.
     """
 
     fragment: int
@@ -241,7 +244,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
-    """The disk did not take a commit; nothing has changed."""
+    """A commit could not be written to disk. No state has changed."""
 
     fragment: int
     round: int
@@ -250,7 +253,7 @@ class CommitFailed:
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """The syncer's process stood still for so long: it heard nobody, and nobody could reach it."""
+    """The syncer's process was suspended for `for_s` seconds and could not receive messages."""
 
     for_s: float
 

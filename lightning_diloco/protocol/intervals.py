@@ -11,7 +11,7 @@ Ranges = list[tuple[int, int]]
 class IntervalSet:
     """A set of non-negative integers, kept as sorted, disjoint, non-touching ranges [start, stop).
 
-    Integers below `floor` are settled: no more can be added there, and only their number is kept.
+    Integers below `floor` are settled: none can be added any more, and only the number of those in the set is kept.
 
     Args:
         ranges: ranges from `floor` on.
@@ -88,7 +88,7 @@ class IntervalSet:
     def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the parts of [start, stop) that are neither in the set nor settled, in order."""
         gaps, at = [], max(start, self.floor)
-        if at >= stop or not self._stops or self._stops[-1] <= at:  # the usual case: not merged yet
+        if at >= stop or not self._stops or self._stops[-1] <= at:  # usual case: nothing of it is in the set
             return [(at, stop)] if at < stop else []
         for a, b in self._near(at, stop):
             if a > at:

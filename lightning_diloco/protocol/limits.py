@@ -1,16 +1,18 @@
-"""Types with the bounds of what a message may hold; msgspec checks them when a message is read.
+"""Types with the bounds of message fields; msgspec checks them when a message is decoded.
 
-1. Counters are not negative and below 2^53, generations below 2^31: what is derived from them can always be stored, and
-   told to everybody.
-2. Durations and rates are not negative, and no number is NaN or infinite; no inner step takes longer than MAX_STEP_S.
-3. A fragment has at most two ranges of a learner's own: what is outstanding, and what is fresh.
-4. Every text, sequence and table has a limit: a learner that says more than MAX_CHARS of itself, or more than
-   MAX_METRICS numbers, wants memory, not to be read; a status of hundreds of learners must stay one. What the syncer
-   explains has none, nor have manifests, which are checked where they are used (`protocol/syncer/manifests.py`).
-5. A learner has at most MAX_LEASES leases, and data at most MAX_SOURCES sources.
+1. Counters are from 0 to 2^53 - 1, and generations from 0 to 2^31 - 1. Numbers derived from them can always be stored
+   and sent.
+2. Durations and rates are not negative, and no number is NaN or infinite. No inner step takes longer than MAX_STEP_S.
+3. Per fragment, a learner has at most MAX_PENDING pending ranges: the outstanding one and the fresh one.
+4. Every text, sequence and table has a maximum size, for example MAX_CHARS characters or MAX_METRICS metrics. These
+   limits bound the memory of the syncer and the size of a status with hundreds of learners. Texts that the syncer sends
+   as explanations have no limit. Manifests are checked in `protocol/syncer/manifests.py`.
+5. A learner has at most MAX_LEASES leases, and the data of a run has at most MAX_SOURCES sources.
 
-A peer that says otherwise is broken. A learner that lies within these bounds is outside of what this package protects
-against. Source: our choice.
+A message outside of these bounds comes from a broken peer. This package does not protect against learners that send
+false values within these bounds.
+
+Source: our choice.
 """
 
 from __future__ import annotations

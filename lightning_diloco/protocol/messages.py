@@ -1,11 +1,10 @@
-"""What learners and the syncer say to each other on the control connection.
+"""The messages between learners and the syncer on the control connection.
 
-1. Every message is a frozen value. `encode` turns it into a JSON object, `decode` back, and `decode` accepts nothing
-   but exact fields of exact types within their bounds (`limits.py`): what comes from the wire is checked here, once,
-   before any machine sees it.
-2. Token counts are integers over one learner's own counter. `start` and `stop` bound the half-open range of tokens a
-   contribution stands for; `steps` counts inner steps.
-3. Tensors never travel here. Bulk headers carry a `Ready` as their description.
+1. Every message is a frozen value. `encode` converts it to a JSON object, and `decode` converts it back. `decode`
+   accepts only exact fields of exact types within their bounds (`limits.py`), so the machines need no further checks.
+2. Token counts are integers on one learner's own counter. `start` and `stop` are the half-open range of tokens in a
+   contribution. `steps` counts inner steps.
+3. Messages hold no tensors. Tensors travel on the bulk connection, with a `Ready` in the header as their description.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Reason = Literal["finished", "preempted", "failed"]
 
 
 class Mark(Value, frozen=True):
-    """What one party holds of one fragment, with the proof that it was published (`protocol/syncer/proofs.py`)."""
+    """A version of one fragment at a learner, with the proof that it was published (`protocol/syncer/proofs.py`)."""
 
     generation: Generation
     version: Count
@@ -57,17 +56,17 @@ class Mark(Value, frozen=True):
 
 
 class Hello(Tagged, frozen=True):
-    """Ask to take part, or say that a known process is back.
+    """Ask to join the run, or report that a process that took part before has reconnected.
 
     Args:
         learner: learner id.
-        connection: counts this process's connections; lower ones are dead.
+        connection: number of this connection of the process; messages of lower ones are ignored.
         protocol: version of these messages.
-        options: run options this learner insists on.
-        run: run id it expects, or None for any.
-        known: one mark per fragment, for a process that had already adopted; empty otherwise.
-        where: host and process id, for people.
-        proof: that a known process takes part, as `Active` brought it.
+        options: run options that this learner sets explicitly.
+        run: run id that the learner expects; None: any.
+        known: one mark per fragment if the process has adopted the anchors; empty otherwise.
+        where: host and process id, shown to users.
+        proof: proof from `Active` that the process takes part.
     """
 
     learner: LearnerId
@@ -81,14 +80,14 @@ class Hello(Tagged, frozen=True):
 
 
 class SeedPlan(Tagged, frozen=True):
-    """The seeder's manifest; the values of all fragments follow on the bulk connection."""
+    """Send the seeder's manifest. The values of all fragments follow on the bulk connection."""
 
     lease: Count
     manifest: Json
 
 
 class Confirm(Tagged, frozen=True):
-    """This process has adopted every anchor and is ready to step."""
+    """Report that this process has adopted every anchor and is ready to step."""
 
     incarnation: Count
     plan_digest: Text
@@ -97,12 +96,13 @@ class Confirm(Tagged, frozen=True):
 
 
 class Intent(Tagged, frozen=True):
-    """One step ahead: this fragment is due here.
+    """Report that this fragment is due at the sender, one step ahead.
 
     Args:
-        step_s: usual time of the sender's steps.
-        patience_s: for how long who drains can wait for those who evaluate, so that their work is merged together.
-        long_step_s: time of its long ones; 0: not known.
+        step_s: the sender's usual time per step.
+        patience_s: how long a draining sender can wait for learners that evaluate, so that one round merges the
+            contributions of all.
+        long_step_s: time of the sender's long steps; 0: not known.
     """
 
     fragment: Count
@@ -112,15 +112,15 @@ class Intent(Tagged, frozen=True):
 
     @property
     def boundary_s(self) -> float:
-        """Nearly always, its next step boundary is no further off than this."""
+        """Time within which the sender nearly always reaches its next step boundary."""
         return max(self.step_s, self.long_step_s)
 
 
 class Ready(Tagged, frozen=True):
-    """A snapshot was taken; its payload follows on the bulk connection.
+    """Report that a snapshot was taken. Its payload follows on the bulk connection.
 
     Args:
-        spans: the leases that any of these tokens were trained on.
+        spans: the leases on which any of these tokens were trained.
         repeats: ranges of the counter that were trained on samples without a lease.
     """
 
@@ -139,27 +139,27 @@ class Ready(Tagged, frozen=True):
         return self.stop - self.start
 
     def stop_if(self, kept: float) -> int:
-        """Where the merged part of the range ends, if this part (0..1) of the values was merged."""
+        """Return the end of the merged part of the range if this part of the values (0..1) was merged."""
         return self.start + int(self.tokens * kept)
 
 
 class Decline(Tagged, frozen=True):
-    """Nothing to contribute to this round."""
+    """Report that this learner contributes nothing to this round."""
 
     fragment: Count
     round: Count
 
 
 class Progress(Value, frozen=True):
-    """A learner's own books: where it stands, and what it still holds.
+    """A learner's progress report.
 
     Args:
         step: inner steps completed.
         tokens: the learner's token counter.
-        landed: version landed, per fragment.
+        landed: per fragment, the version that has landed.
         pending: per fragment, the ranges [start, stop) of the counter that are neither landed as merged nor discarded.
         discarded: token x fragment dropped by this learner, by cause.
-        generation: the one these books are of.
+        generation: generation of the anchors that the report refers to.
     """
 
     step: Count
@@ -171,7 +171,7 @@ class Progress(Value, frozen=True):
 
 
 class Heartbeat(Tagged, frozen=True):
-    """Still here; sent about once a second. `stop` says why the whole run should end, if it should."""
+    """Report that this learner is alive, about once a second. `stop` is the reason to end the whole run, if any."""
 
     phase: Phase
     progress: Progress
@@ -182,15 +182,15 @@ class Heartbeat(Tagged, frozen=True):
 
 
 class AskRanges(Tagged, frozen=True):
-    """Ask for data ahead of need, and say how far this learner is; repeated.
+    """Ask for data leases ahead of need, and report the progress in the present ones. The learner repeats it.
 
     Args:
-        generation: the one that its tokens are of.
-        catalogue: of the data it reads.
-        wanted: so many more leases.
+        generation: generation of the learner's anchors.
+        catalogue: the data that the learner reads.
+        wanted: number of further leases that it asks for.
         drops: its landing rule drops tokens.
-        begun: how far it is with the leases it trains on, or has trained on without hearing that they are done.
-        unread: its other leases.
+        begun: progress in each lease that it has begun and that the syncer has not yet reported as gone.
+        unread: numbers of its other leases.
     """
 
     generation: Generation
@@ -202,14 +202,14 @@ class AskRanges(Tagged, frozen=True):
 
 
 class AskFate(Tagged, frozen=True):
-    """What became of this contribution?"""
+    """Ask for the fate of a contribution."""
 
     fragment: Count
     seq: Count
 
 
 class Leave(Tagged, frozen=True):
-    """This process takes part no longer; repeated until acknowledged. `stop` is as in a heartbeat."""
+    """Leave the run. The learner repeats this until it is acknowledged. `stop` is as in a heartbeat."""
 
     reason: Reason
     progress: Progress
@@ -220,7 +220,7 @@ class Leave(Tagged, frozen=True):
 
 
 class Evaluated(Tagged, frozen=True):
-    """The last leaver's verdict on the final anchor; None with a reason if it could not be evaluated."""
+    """The final anchor's loss, from the last learner that leaves; None with a reason if it was not evaluated."""
 
     eval_loss: Finite | None
     reason: Text | None = None
@@ -230,7 +230,7 @@ class Evaluated(Tagged, frozen=True):
 
 
 class SeedGrant(Tagged, frozen=True):
-    """The run is empty: send your values as its start."""
+    """Ask a learner for its values, because the run is empty. They become version 0."""
 
     lease: Count
     incarnation: Count
@@ -239,11 +239,11 @@ class SeedGrant(Tagged, frozen=True):
 
 
 class Welcome(Tagged, frozen=True):
-    """The run exists: adopt these versions, then confirm.
+    """Ask a learner to adopt these versions and then to confirm.
 
     Args:
-        slot: the learner's number in the run, the same over restarts.
-        merged: tokens of this process that are merged, per fragment; empty for none at all.
+        slot: the learner's number in the run; a restart does not change it.
+        merged: per fragment, the merged tokens of this process; empty if it has not taken part yet.
     """
 
     incarnation: Count
@@ -256,18 +256,18 @@ class Welcome(Tagged, frozen=True):
 
 
 class Announce(Tagged, frozen=True):
-    """A round of this fragment is open: snapshot at your next step boundary."""
+    """Ask a learner for a snapshot of this fragment at its next step boundary, because a round is open."""
 
     fragment: Count
     round: Count
 
 
 class RunIs(Tagged, frozen=True):
-    """Where the whole run stands; answers every heartbeat.
+    """State of the whole run, the answer to every heartbeat.
 
     Args:
-        others_tokens: seen by everybody else so far, and by earlier processes of this learner.
-        stopped: why the run is over, if it is: drain and leave.
+        others_tokens: tokens seen so far by all other learners and by earlier processes of this learner.
+        stopped: why the run was ended, if it was; the learner then drains and leaves.
     """
 
     others_tokens: Count
@@ -275,7 +275,7 @@ class RunIs(Tagged, frozen=True):
 
 
 class Active(Tagged, frozen=True):
-    """You take part, of which this is the proof (`protocol/syncer/proofs.py`); step on."""
+    """Tell a learner that it takes part and may step. `proof` proves it later (`protocol/syncer/proofs.py`)."""
 
     announcements: Items[Announce]
     run: RunIs = RunIs(0)
@@ -283,14 +283,14 @@ class Active(Tagged, frozen=True):
 
 
 class Rejected(Tagged, frozen=True):
-    """You cannot join."""
+    """Tell a learner why it cannot take part."""
 
     error: Literal["join", "config", "plan", "fenced"]
     text: str
 
 
 class Contributor(Value, frozen=True):
-    """Names one contribution."""
+    """The identity of one contribution."""
 
     learner: LearnerId
     incarnation: Count
@@ -298,7 +298,7 @@ class Contributor(Value, frozen=True):
 
 
 class Commit(Tagged, frozen=True):
-    """A new version of this fragment is durable; fetch it."""
+    """Announce that a new version of this fragment is durable and can be fetched."""
 
     fragment: Count
     generation: Generation
@@ -307,7 +307,7 @@ class Commit(Tagged, frozen=True):
 
 
 class FateIs(Tagged, frozen=True):
-    """What became of a contribution; `version` is set where it was merged."""
+    """The fate of a contribution. `version` is set if it was merged."""
 
     fragment: Count
     seq: Count
@@ -317,11 +317,12 @@ class FateIs(Tagged, frozen=True):
 
 
 class Leases(Tagged, frozen=True):
-    """What to train on.
+    """The answer to `AskRanges`.
 
     Args:
-        leases: those that the question did not name.
-        gone: those it named that are done, or somebody else's by now.
+        leases: the learner's leases that the request did not name.
+        gone: numbers in the request that are no longer leases of this learner, because they are done or were given
+            back.
     """
 
     leases: OfLeases[Lease]
@@ -329,7 +330,7 @@ class Leases(Tagged, frozen=True):
 
 
 class LeaveNoted(Tagged, frozen=True):
-    """Your leave is on record; the last one evaluates the final anchor."""
+    """Acknowledge a leave. The last learner that leaves (`is_last`) evaluates the final anchor."""
 
     is_last: bool
 
@@ -345,20 +346,20 @@ _KINDS: dict[str, type] = {
 
 
 def encode(message: FromLearner | FromSyncer) -> Json:
-    """The message as a JSON object; its class name is under "kind"."""
+    """Return a message as a JSON object, with its class name under "kind"."""
     return codec.dump(message)
 
 
 def decode(values: object, allowed: object) -> FromLearner | FromSyncer:
-    """The inverse of `encode`.
+    """Return the message of a JSON object; the inverse of `encode`.
 
     Args:
         values: a parsed JSON object.
-        allowed: `FromLearner`, `FromSyncer`, or a union of some of them.
+        allowed: `FromLearner`, `FromSyncer`, or a union of some of their messages.
 
     Raises:
-        CorruptMessageError: unknown kind, missing or unknown fields, a value of a wrong type, or one that no working
-            peer would say.
+        CorruptMessageError: unknown kind, missing or unknown fields, a value of a wrong type or out of bounds, or
+            fields that contradict each other.
     """
     if not isinstance(values, dict):
         raise CorruptMessageError(f"found a {type(values).__name__} where a message object is needed; nothing was used")
@@ -375,7 +376,7 @@ def decode(values: object, allowed: object) -> FromLearner | FromSyncer:
 
 
 def _contradiction(message: FromLearner | FromSyncer) -> str | None:
-    """Which of its fields cannot both be true, if any."""
+    """Return which fields of a message contradict each other; None if none do."""
     match message:
         case Ready(spans=spans) | AskRanges(begun=spans):
             return _not_trained(spans)
@@ -401,12 +402,12 @@ def _not_seen(progress: Progress) -> str | None:
 
 
 class News(Value, frozen=True):
-    """What a learner hears of the run with every answer of the syncer.
+    """Facts about the run in every answer of the syncer.
 
     Args:
-        num_learners: that take part now.
-        fleet_tokens: seen by all learners so far; the x-axis of every curve.
-        cosine: between this learner's last merged contribution and the outer gradient it became part of.
+        num_learners: number of learners that take part now.
+        fleet_tokens: tokens seen by all learners so far; the x-axis of every curve.
+        cosine: cosine of this learner's last merged contribution and the outer gradient of its round.
     """
 
     num_learners: Count | None = None

@@ -1,4 +1,4 @@
-"""Names of metrics that learners report and other programs read."""
+"""Names of the metrics that learners report and that other modules read."""
 
 STALL, EXCHANGE_P95, LOSS, EVAL_LOSS = "diloco/stall_s", "diloco/exchange_p95_s", "loss", "eval_loss"
 

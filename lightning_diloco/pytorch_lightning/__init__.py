@@ -1,15 +1,16 @@
 """The strategy for code that says `import pytorch_lightning as pl`.
 
-The packages `lightning` and `pytorch_lightning` are one source under two names. Their classes are strangers to each
-other, and a Trainer takes a strategy of its own package only. So `lightning_diloco.pytorch_lightning.strategy` is
+The packages `lightning` and `pytorch_lightning` have the same source under two names. Their classes are different ones,
+and a Trainer accepts a strategy of its own package only. So `lightning_diloco.pytorch_lightning.strategy` is
 `lightning_diloco.strategy`, compiled from the same files with the other package's names in place of `lightning`'s.
 
-1. `Trainer(strategy="decoupled_diloco")` finds the one that fits by itself. `lightning_diloco.DecoupledDiLoCoStrategy`
-   is that of pytorch_lightning where `lightning.pytorch` is not imported; where both are,
-   `lightning_diloco.pytorch_lightning.DecoupledDiLoCoStrategy` says which one is meant.
-2. What lies below the strategy (learner, protocol, ...) knows neither package and is shared: learners of both kinds
-   can take part in one run. Modules and data of `lightning_diloco.hf`, and recipes, are for `lightning`.
-3. Nothing is compiled before it is asked for, and nothing is written to disk.
+1. `Trainer(strategy="decoupled_diloco")` gets the strategy of its own package.
+   `lightning_diloco.DecoupledDiLoCoStrategy` is that of pytorch_lightning if pytorch_lightning is imported and
+   `lightning.pytorch` is not. Otherwise it is that of lightning.
+   `lightning_diloco.pytorch_lightning.DecoupledDiLoCoStrategy` is always that of pytorch_lightning.
+2. The layers below the strategy (learner, protocol, ...) import neither package and are shared, so learners of both
+   kinds can take part in one run. Modules and data of `lightning_diloco.hf`, and recipes, are for `lightning`.
+3. A module is compiled when it is first imported. Nothing is written to disk.
 
 Source: how Lightning itself makes its second package.
 """
@@ -39,13 +40,13 @@ __all__ = ["DecoupledDiLoCoStrategy", "FleetTokenLR", "load_anchor"]
 
 
 def package() -> str:
-    """The package whose strategy is meant where nothing says so: this one, or the one it lies in."""
+    """Return the package whose strategy `lightning_diloco.DecoupledDiLoCoStrategy` is: this package or its parent."""
     is_other = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
     return __name__ if is_other else __name__.rpartition(".")[0]
 
 
 def renamed(source: str) -> str:
-    """The source of a module, with the other names."""
+    """Return a module's source with the names of the other package."""
     for name, other in _OTHER_NAMES.items():
         source = re.sub(name, other, source)
     return source
@@ -58,7 +59,7 @@ def __getattr__(name: str) -> object:
 
 
 class _Mirror(MetaPathFinder):
-    """Finds the modules that are compiled here a second time."""
+    """Finds the modules that are compiled a second time, for pytorch_lightning."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if (found := _MIRRORED.fullmatch(name)) is None:
@@ -68,12 +69,12 @@ class _Mirror(MetaPathFinder):
             return None
         spec = importlib.util.spec_from_file_location(name, origin.origin, loader=_Renaming(name, origin.origin))
         if spec is not None and spec.submodule_search_locations is not None:
-            spec.submodule_search_locations.clear()  # else the files in it would be found as they are
+            spec.submodule_search_locations.clear()  # else Python would find the original files in it
         return spec
 
 
 class _Renaming(SourceFileLoader):
-    """Compiles a module with the other names."""
+    """Compiles a module with the names of the other package."""
 
     def get_code(self, fullname: str) -> CodeType:
         return compile(renamed(self.get_data(self.path).decode()), self.path, "exec", dont_inherit=True)

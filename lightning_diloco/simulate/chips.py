@@ -3,8 +3,8 @@
 1. Chips fail independently, each once per `mtbi_s` on average. A failed chip takes its slice with it. The time until
    the slice returns has an exponentiated Weibull distribution.
 2. An elastic learner goes on with the slices that are left. It pauses for `rescale_s` after a failure. A rescale
-   includes what fails or returns in its first half; after a failure in its second half, it needs another half.
-3. A slice that is back waits for the next failure, so that one rescale serves both, but at most for `hold_s`.
+   includes slices that fail or return in its first half. A failure in its second half makes it longer by up to half.
+3. A slice that is back waits for the next failure, so that one rescale handles both. It waits at most for `hold_s`.
 4. A learner that is not elastic needs all of its chips. It continues on spare chips `restart_s` after a failure.
    Failures during that time are included.
 5. A pause discards the step that it interrupts, and no other.

@@ -2,7 +2,7 @@
 
 1. A point is (name, n). It is hit when the name is reached for the nth time since the last crash.
 2. Points are used in order, each once. Only the first remaining one is active.
-3. An empty name matches every point, so that a test can crash at every boundary of a history in turn.
+3. An empty name matches every point, so that a test can crash a history at each of its boundaries in turn.
 
 Names are those of the actions ("Send Welcome", "Record Granted", "Merge", ...). A commit has "append" and then "tell".
 """

@@ -32,7 +32,7 @@ class Disk:
     """Log, snapshot and anchors.
 
     Args:
-        keeps_log: keep the records; False where nothing reads them again.
+        keeps_log: keep the records; False if nothing reads them again.
         log: all records; none is ever dropped.
         snapshot: number of records it includes, and the state machine's state as JSON text.
         anchors: values by version, per fragment.

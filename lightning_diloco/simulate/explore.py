@@ -1,14 +1,14 @@
-"""Random histories of a fleet, in search of one that breaks an invariant.
+"""Plays random histories of a fleet, in search of one that breaks an invariant.
 
-1. A history follows from its seed: a config, a network, and a list of steps. Learners join, are killed, cut off,
-   suspended and sent away; the syncer is killed between any two of its actions, restarts from a snapshot, stands still,
-   or loses the newest records of its disk; the disk fills up. Messages are lost, repeated, and overtake each other. If
-   the disk loses records, nobody is cut off: the syncer recognizes lost versions only among the last ones.
-2. The invariants are checked after every event, and the whole log after every step. At the end, everybody reconnects,
-   and the network becomes that of real runs, where polls are answered in order. Then each learner must get its work
+1. A history follows from its seed: a config, a network, and a list of steps. Learners join, finish, hang, and are
+   killed or cut off. The syncer is killed between any two of its actions, restarts from a snapshot, is suspended, or
+   loses the newest records of its disk. The disk fills up. Messages are lost, repeated, and overtake each other. Before
+   the disk loses records, all learners are reconnected, because the syncer recognizes only recent versions as lost.
+2. The invariants are checked after every event, and the whole log after every step. At the end, all learners reconnect,
+   and the network becomes that of real runs, in which polls are answered in order. Then each learner must get its work
    merged, drain and leave, and the ledger must be exact.
-3. A step names learners by position, so a history still makes sense if steps are left out. A failing one is shrunk:
-   steps are left out while it fails.
+3. A step names learners by position, so a history is still valid if steps are left out. A failing history is shrunk:
+   steps are left out as long as it still fails.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WEIGHTS = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a history: what happens, to whom (by position), and how long or how much, 0..1."""
+    """One step of a history: its kind, the position of the learner it affects, and its duration or amount, 0..1."""
 
     kind: str
     who: int
@@ -49,7 +49,7 @@ class Violation:
     """A history that breaks an invariant.
 
     Args:
-        seed: of the history.
+        seed: seed of the history.
         kept: numbers of the steps that are needed, after shrinking.
         text: the invariant, and the last events.
     """
@@ -64,9 +64,9 @@ class Found:
     """The result of a search.
 
     Args:
-        seeds: how many histories were played.
-        events: how many events were checked.
-        violation: the first one, if any.
+        seeds: number of histories that were played.
+        events: number of events that were checked.
+        violation: the first violation; None if there is none.
     """
 
     seeds: int
@@ -79,7 +79,7 @@ def explore(first_seed: int, *, num_seeds: int | None = None, for_s: float | Non
 
     Args:
         first_seed: seed of the first history; the next ones follow.
-        num_seeds: how many to play; None: no limit.
+        num_seeds: number of histories to play; None: no limit.
         for_s: how long to search, in seconds of real time; None: no limit.
     """
     began_s, num_events, seed = time.monotonic(), 0, first_seed
@@ -96,7 +96,7 @@ def explore(first_seed: int, *, num_seeds: int | None = None, for_s: float | Non
 
 
 def shrunk(seed: int, text: str) -> Violation:
-    """Leave out steps, first many at once, while the history fails."""
+    """Leave out steps, first many at once, as long as the history still fails."""
     kept = tuple(range(len(History(seed).steps)))
     size = max(1, len(kept) // 2)
     while True:
@@ -115,7 +115,7 @@ class History:
     """One history, which is played once.
 
     Args:
-        seed: of everything in it.
+        seed: seed of all randomness in it.
         kept: numbers of the steps to play; None: all.
     """
 
@@ -147,7 +147,7 @@ class History:
 
     @property
     def num_events(self) -> int:
-        """Return how many events were checked so far."""
+        """Return the number of events that were checked so far."""
         return self._fleet.num_events
 
     def play(self) -> str | None:
@@ -259,7 +259,7 @@ class History:
                 yield learner
 
     def _check_merged(self, learner: SimulatedLearner, tokens: int) -> None:
-        """Check that nothing a learner trained before a quiet minute is still pending: no learner stays stuck."""
+        """Check that no token is pending that a learner had trained before the time without faults."""
         if learner.is_gone or learner.state is None:
             return
         for p, f in enumerate(learner.state.fragments):

@@ -41,11 +41,11 @@ class Fleet:
         network: the network.
         merge_s: duration of one merge, and of one commit, on the syncer.
         seed: seed of all randomness.
-        expect: number of learners for which the start waits.
+        expect: number of learners that the first step waits for; None: it does not wait.
         crashes: points where the syncer is killed; it restarts immediately.
         guard: probability that the norm guard scales a contribution down.
-        is_audited: check the invariants after every event, and keep the whole log; False for long forecasts, which
-            cannot restart the syncer.
+        is_audited: check the invariants after every event, and keep the whole log. It is False for long forecasts,
+            which cannot restart the syncer.
         tick_s: time between two ticks of all machines.
     """
 
@@ -150,7 +150,7 @@ class Fleet:
         self._after(at_s - self.now_s, call)
 
     def suspend_syncer(self, for_s: float) -> None:
-        """Let the syncer's process stand still: what reaches it waits, and it notices the gap."""
+        """Suspend the syncer's process: its events wait, and it notices the gap afterwards."""
         self._suspended_until_s = self.now_s + for_s
         self._after(for_s, partial(self._from_own_thread, on.StoodStill(for_s), self._boot))
 
@@ -239,7 +239,7 @@ class Fleet:
                 learner = self.learners[action.session]
                 hears = partial(self._learner_hears, learner, action.message, boot)
                 if isinstance(action.message, messages.Welcome):
-                    self._after(self.network.latency_s, hears)  # polls are acknowledged; the hello is repeated until it
+                    self._after(self.network.latency_s, hears)  # not lost: the hello is repeated until it arrives
                 else:
                     self._deliver(hears)
             case do.Record():
@@ -262,7 +262,7 @@ class Fleet:
                 self.notes.append((self.now_s, action))
 
     def _merge(self, action: do.Merge) -> on.Merged:
-        """What the arithmetic says of a round."""
+        """Return the result of merging a round."""
         return on.Merged(
             action.fragment, action.round, {c.session: self._kept_by_guard() for c in action.contributions}
         )
@@ -309,7 +309,7 @@ class Fleet:
             self._deliver(partial(self._tell_syncer, learner, event, self._boot))
 
     def _over_the_wire(self, message: messages.FromLearner) -> messages.FromLearner:
-        """Return what the syncer decodes; a long forecast saves the time."""
+        """Return the message as the syncer decodes it; a long forecast skips this to save time."""
         if not self._is_audited:
             return message
         return messages.decode(messages.encode(message), messages.FromLearner)  # type: ignore[arg-type, return-value]
@@ -325,13 +325,13 @@ class Fleet:
         )
         for action in learner.state.handle(on.Reconnected(learner.connection, known), self.now_s):
             assert isinstance(action, do.Say)
-            # A real learner repeats this message until it arrives, before any other.
+            # A real learner repeats this message until it arrives, before it sends any other.
             event = on.FromALearner(learner.session, self._over_the_wire(action.message))
             self._after(0.0, partial(self._tell_syncer, learner, event, self._boot))
 
     def _learner_hears(self, learner: SimulatedLearner, message: messages.FromSyncer, boot: int) -> None:
         if learner.is_gone or learner.is_cut or boot < learner.boot:
-            return  # polls answer in order: nothing of an earlier syncer comes after the hello to this one
+            return  # polls are answered in order, so messages of an earlier syncer are dropped
         if learner.state is not None and learner.is_stepping:
             self._learner_handles(learner, on.FromTheSyncer(message))
             return

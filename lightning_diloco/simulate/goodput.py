@@ -1,10 +1,11 @@
-"""Forecast of a run on many chips that fail: how much of the possible work is merged.
+"""Forecast of the goodput of a run on many chips that fail.
 
 1. Learners and syncer are the state machines of real runs (`fleet.py`). Steps, transfers, merges and failures are
-   durations. `chips.py` says when training pauses; meanwhile the learner's link works on.
+   durations. `chips.py` decides when training pauses. The learner's link continues during a pause.
 2. goodput: tokens merged, divided by the tokens that all chips would have trained without failures, at each learner's
-   own speed. At the end, learners drain as in a real run. work: the same, divided by the tokens of the learners that
-   stay for the whole run. With extra learners it is above 1, and a run of the same tokens takes 1 / work of the time.
+   own speed. At the end, learners drain as in a real run. work: tokens merged, divided by the tokens that the learners
+   of the whole run would have trained without failures. With extra learners it can exceed 1; a run of the same tokens
+   then takes 1 / work of the time.
 3. uptime: share of the time in which at least one learner trained.
 4. Data parallel training is a single learner with all chips and without a syncer. Its communication costs nothing.
 
@@ -36,21 +37,22 @@ class Scenario:
 
     Args:
         num_learners: M, >= 1.
-        chips: those of one learner; their number is N / M.
-        step_s: seconds per inner step; of several, learners take them in turn.
-        spread: learners' steps are longer by up to this share, uniformly at random.
+        chips: chips of one learner, which has N / M of the N chips.
+        step_s: seconds per inner step; learner k uses value k modulo their number.
+        spread: a learner's steps are longer by up to this share, uniformly at random.
         jitter: steps of one learner vary uniformly by this share in both directions.
-        mtbf_s: mean time between deaths of a learner's process, which loses what was not merged; None: none dies.
+        mtbf_s: mean time between deaths of a learner's process, each of which loses its unmerged tokens; None: no
+            deaths.
         rejoin_s: time from such a death to the first step of the next process.
-        outage_mtbf_s: mean time between outages of a learner's link; None: there are none.
-        outage_s: duration of an outage. Training goes on meanwhile.
-        num_extra: learners that join in the middle of the run, and leave again.
-        extra_s: how long they stay.
+        outage_mtbf_s: mean time between outages of a learner's link; None: no outages.
+        outage_s: duration of an outage. Training continues during an outage.
+        num_extra: number of learners that join in the middle of the run and leave again.
+        extra_s: how long the extra learners stay.
         duration_s: simulated time; None: LEARNER_STEPS steps of all learners together.
         network: times of messages and transfers.
         merge_s: seconds of a merge, and of a commit.
         config: options of the run.
-        seed: of all randomness.
+        seed: seed of all randomness.
     """
 
     num_learners: int
@@ -78,12 +80,12 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a simulation found.
+    """The result of a simulation.
 
     Args:
         goodput, uptime: see the module's docstring, 0..1.
-        work: see there.
-        pauses: interruptions of training, of all learners together.
+        work: see the module's docstring.
+        pauses: number of pauses in training, of all learners together.
         rounds: commits of all fragments together; 0 for data parallel training.
         merges: contributions merged.
         participation: contributors divided by learners that were stepping when a round opened; None without rounds.
@@ -157,7 +159,7 @@ def simulate(scenario: Scenario) -> Outcome:
 
 
 def data_parallel(scenario: Scenario, *, is_elastic: bool) -> Outcome:
-    """Simulate one job on the chips of all learners; its steps are the longest ones."""
+    """Simulate one data parallel job on the chips of all learners; its steps take as long as those of the slowest."""
     _check(scenario)
     count = scenario.chips.count * scenario.num_learners
     chips = replace(scenario.chips, count=count, is_elastic=is_elastic)
@@ -245,7 +247,7 @@ class _Member:
             self._fleet.at(at_s + outage_s, lambda: self.lose_link(mtbf_s, outage_s, chance, until_s))
 
     def end(self) -> None:
-        """Drain and leave; a process that has not joined yet never does."""
+        """Drain and leave; a process that has not joined yet is killed."""
         if self.process.is_stepping:
             self._fleet.finish(self.process)
         else:
@@ -257,7 +259,7 @@ class _Member:
 
 
 def _training(all_pauses: Sequence[Sequence[Pause]], until_s: float) -> tuple[tuple[float, int], ...]:
-    """Return how many learners train, whenever it changes."""
+    """Return the number of learners that train, at each time when it changes."""
     changes = [(pause.begins_s, -1) for stops in all_pauses for pause in stops]
     changes += [(pause.ends_s, 1) for stops in all_pauses for pause in stops if pause.ends_s < until_s]
     nums = accumulate((change for _, change in sorted(changes)), initial=len(all_pauses))

@@ -1,4 +1,4 @@
-"""Invariants of every history, recomputed from the log and from what learners really trained.
+"""Invariants of every history, recomputed from the log and from the tokens that learners really trained.
 
 1. Versions only grow, unless the disk is rolled back.
 2. No round closes below the effective quorum.
@@ -7,7 +7,8 @@
 5. The syncer's accounts agree with each learner and with the log, and seen = merged + discarded + pending.
 6. A restart from disk restores the durable part of the live state machine.
 7. Every range of the data is merged once per epoch (`exactly_once.py`).
-8. A learner of several ranks lands what it has promised to its ranks when the step began, and does nothing else.
+8. At a boundary, a learner with several ranks lands exactly the updates that it promised when the step began, and takes
+   only snapshots that it promised. Between boundaries it does neither.
 
 The checks do not use the arithmetic of the ledger.
 """

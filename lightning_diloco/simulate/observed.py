@@ -1,4 +1,4 @@
-"""What the invariants read of a simulated fleet."""
+"""The part of a simulated fleet that the invariants read."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ class Observed(Protocol):
         """All processes so far, by session."""
 
     def story(self) -> str:
-        """The last events, for the message of a violation."""
+        """Return the last events, for the message of a violation."""

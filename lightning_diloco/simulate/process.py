@@ -36,7 +36,7 @@ class SimulatedLearner:
         landings: (fragment, version) in order.
         is_last: answer to its leave; None before.
         num_interruptions: how often its step was discarded.
-        promise: what its ranks do at the next boundary.
+        promise: actions of its ranks at the next boundary.
     """
 
     name: str
@@ -84,7 +84,7 @@ class SimulatedLearner:
         self.digests[p] = digest
 
     def land(self, p: int) -> None:
-        """Land the staged update as devices do: carry keeps unsent progress, other rules drop it."""
+        """Land the staged update as devices do: carry keeps progress that was not merged, other rules drop it."""
         update, digest = self.staged.pop(p)
         anchor = update.full if update.full is not None else self.anchors[p] + update.increment
         progress = self.params[p] - self.anchors[p] - update.sent

@@ -21,7 +21,7 @@ class Data:
     Args:
         sizes: samples of each source.
         range_size: samples per range.
-        is_stream: whether a learner finds the sizes only by reading to the end.
+        is_stream: whether a learner must read a source to its end to find its size.
     """
 
     sizes: tuple[int, ...]

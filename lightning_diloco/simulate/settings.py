@@ -41,7 +41,7 @@ class Pace:
         align: landing rule.
         drain_s: longest wait in its drain.
         upload_factor: factor of its upload times.
-        has_ranks: several ranks, which do at a boundary what was promised when the step began.
+        has_ranks: whether the learner has several ranks (`protocol/learner/boundary_promises.py`).
         data: data that it leases and reads, one sample per token; None: it has its own data.
     """
 

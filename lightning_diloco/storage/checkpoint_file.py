@@ -1,6 +1,6 @@
 """The file of one checkpoint: tensors as safetensors, other values as JSON in its header (`tree.py`).
 
-Nothing is pickled; `torch.save` pickles (`tree.py`). A reader must know the digest of the file.
+Unlike with `torch.save`, nothing is pickled (`tree.py`). A reader must know the digest of the file.
 
 Source: our choice.
 """
@@ -26,7 +26,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state that a learner needs, besides the anchors, to continue.
+    """The state that a learner needs to continue, in addition to the anchors.
 
     Args:
         run, learner, incarnation: writer of the checkpoint.
@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def write(path: Path, checkpoint: Checkpoint) -> str:
-    """Write a file; returns its digest. Raises `UnstorableError` for values that are neither plain nor tensors."""
+    """Write a file; return its digest. Raises `UnstorableError` for values that are neither plain nor tensors."""
     tensors: dict[str, Tensor] = {}
     about = {"format": FORMAT, "run": checkpoint.run, "learner": checkpoint.learner, "step": checkpoint.step}
     about |= {"incarnation": checkpoint.incarnation, "process": checkpoint.process, "marker": checkpoint.marker}

@@ -5,10 +5,11 @@
     <store>/wanted                                              a marker that asks each learner for a checkpoint
 
 1. A checkpoint is one file (`checkpoint_file.py`).
-2. Its name holds the digest of its content and is set last, so a named file is complete. Readers check the digest.
+2. The file name holds the digest of the content. The writer sets the name last, so a named file is complete. Readers
+   check the digest.
 3. A store is a local folder or any URL that fsspec supports. A local file is durable before it gets its name.
-4. A learner that sees a marker takes a checkpoint soon, and names the marker in it and in all later ones.
-5. Incomplete files of a killed process are removed by the next writer.
+4. A learner that sees a marker takes a checkpoint soon, and names the marker in this and all later checkpoints.
+5. The next writer removes incomplete files of a killed process.
 6. The checkpoint of several ranks only holds the digests of their parts. It is written after all parts, so a listed
    checkpoint is complete. Parts that no checkpoint names are removed.
 
@@ -71,7 +72,7 @@ class CheckpointStore:
         url: a folder, or a URL of any file system that fsspec supports; created by the first write.
 
     Attributes:
-        is_local: whether it is a local folder.
+        is_local: whether the store is a local folder.
     """
 
     def __init__(self, url: str) -> None:
@@ -80,7 +81,7 @@ class CheckpointStore:
         self.is_local = isinstance(self._fs, LocalFileSystem)
 
     def write(self, checkpoint: Checkpoint) -> Entry:
-        """Write a checkpoint, and remove the learner's oldest.
+        """Write a checkpoint, and remove the learner's older checkpoints beyond NUM_KEPT.
 
         Args:
             checkpoint: checkpoint whose tensors are on the CPU and share no memory.
@@ -103,28 +104,28 @@ class CheckpointStore:
         """Read a checkpoint.
 
         Raises:
-            StorageError: it is damaged or cannot be read.
+            StorageError: the checkpoint is damaged or cannot be read.
         """
         return self._read(self._path(entry), entry.digest)
 
     def entries(self, learner: str) -> list[Entry]:
-        """Return the checkpoints of a learner, the newest first; raises `StorageError`."""
+        """Return the checkpoints of a learner, the newest first. Raises `StorageError`."""
         matches = [match for name in self._names(learner) if (match := _NAME.fullmatch(name))]
         return sorted((Entry(int(m[1]), int(m[2]), m[3], learner) for m in matches), reverse=True)
 
     def write_part(self, rank: int, part: Checkpoint) -> str:
-        """Write the part of a rank; returns its digest, for the checkpoint that names it. Raises like `write`."""
+        """Write the part of a rank; return its digest for the checkpoint that names it. Raises like `write`."""
         with self._telling("write a checkpoint to"), self._scratch(part.learner, _PARTS, str(rank)) as scratch:
             digest = checkpoint_file.write(scratch, part)
             self._publish(scratch, self._part_path(part.learner, rank, digest))
         return digest
 
     def read_part(self, learner: str, rank: int, digest: str) -> Checkpoint:
-        """Read the part of a rank; raises `StorageError`."""
+        """Read the part of a rank. Raises `StorageError`."""
         return self._read(self._part_path(learner, rank, digest), digest)
 
     def parts_named(self, learner: str) -> set[str]:
-        """Return the digests of all parts that checkpoints of this learner name; raises `StorageError`."""
+        """Return the digests of all parts that checkpoints of this learner name. Raises `StorageError`."""
         return {digest for entry in self.entries(learner) for digest in self.read(entry).parts}
 
     def remove_parts(self, learner: str, ranks: tuple[int, int], named: set[str]) -> None:
@@ -146,17 +147,17 @@ class CheckpointStore:
                     self._fs.rm_file(self._part_path(learner, int(match[1]), match[2]))
 
     def copy(self, source: CheckpointStore, entry: Entry) -> None:
-        """Copy a checkpoint with all its parts from another store; raises `StorageError`."""
+        """Copy a checkpoint with all its parts from another store. Raises `StorageError`."""
         whole = source.read(entry)
         parts = [source.read_part(entry.learner, rank, digest) for rank, digest in enumerate(whole.parts)]
         self.write(replace(whole, parts=tuple(self.write_part(rank, part) for rank, part in enumerate(parts))))
 
     def learners(self) -> list[str]:
-        """Return the ids of learners with a folder here, sorted; raises `StorageError`."""
+        """Return the ids of learners with a folder here, sorted. Raises `StorageError`."""
         return sorted(name for name in self._names() if name != _WANTED)
 
     def ask(self, marker: str | None) -> None:
-        """Ask each learner for a checkpoint that names this marker; None ends this."""
+        """Ask each learner for a checkpoint that names this marker; None removes the marker."""
         with self._telling("leave a marker in"):
             if marker is None:
                 self._fs.rm_file(f"{self._root}/{_WANTED}")
@@ -165,7 +166,7 @@ class CheckpointStore:
                 self._fs.pipe_file(f"{self._root}/{_WANTED}", marker.encode())
 
     def asked(self) -> str | None:
-        """Return the marker, if there is one."""
+        """Return the marker; None if there is no marker."""
         with self._telling("look for a marker in"):
             try:
                 found: bytes = self._fs.cat_file(f"{self._root}/{_WANTED}")
@@ -193,7 +194,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _scratch(self, learner: str, *of_rank: str) -> Iterator[Path]:
-        """Yield a temporary local file; for a local store in its final folder, so that it can be renamed.
+        """Yield a temporary local file. For a local store it is in the final folder, so that it can be renamed.
 
         Args:
             learner: learner id.

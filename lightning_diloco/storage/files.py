@@ -31,12 +31,12 @@ def no_faults(point: str) -> None:
 class AppendFile:
     """An append-only file.
 
-    Bytes beyond `end` are leftovers of a failed or interrupted append; the next append cuts them off. A failed `sync`
-    removes everything since the last successful one, because it is unknown which bytes are on disk.
+    Bytes beyond `end` are leftovers of a failed or interrupted append. The next append cuts them off. A failed `sync`
+    removes all bytes since the last successful `sync`, because it is unknown which of them are on disk.
 
     Args:
         path: path of the file; created with mode 0600 if it does not exist. Existing content counts as durable.
-        faults: called at "sync:before" and "sync:after"; an `OSError` from it is treated as one of the disk.
+        faults: called at "sync:before" and "sync:after"; an `OSError` from it is treated as an error of the disk.
 
     Attributes:
         end: bytes appended so far.
@@ -63,7 +63,7 @@ class AppendFile:
         return self._fd >= 0
 
     def append(self, pieces: Iterable[Buffer]) -> None:
-        """Write all pieces at the end, or none; raises `StorageError`."""
+        """Write all pieces at the end, or none. Raises `StorageError`."""
         with storage("append to", self.path):
             self._cut_leftovers()
             self._has_leftovers = True
@@ -78,7 +78,7 @@ class AppendFile:
             self.end, self._has_leftovers = offset, False
 
     def sync(self) -> None:
-        """Make all appended bytes durable; if it raises `StorageError`, those since the last sync are removed."""
+        """Make all appended bytes durable. If this raises `StorageError`, bytes since the last sync are removed."""
         with storage("fsync", self.path):
             self._cut_leftovers()
             try:
@@ -93,7 +93,7 @@ class AppendFile:
             self.durable_end = self.end
 
     def cut(self, end: int) -> None:
-        """Shorten the file to `end` bytes, durably; raises `StorageError`."""
+        """Shorten the file to `end` bytes, durably. Raises `StorageError`."""
         with storage("truncate", self.path):
             self.end = self.durable_end = end
             self._has_leftovers = True
@@ -161,7 +161,7 @@ def write_file(path: Path, *pieces: Buffer) -> None:
 
 
 def write_whole(path: Path, data: Buffer) -> None:
-    """Replace a small file atomically and durably: readers see the old content or the new one."""
+    """Replace a small file atomically and durably. Readers see the old content or the new content."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     with storage("write", path):
         try:

@@ -1,6 +1,7 @@
-"""Finds the directories of runs that this user served on this machine, and whether these runs are over.
+"""Find the directories of runs that this user served on this machine, and whether these runs are over.
 
-A private folder holds a link for each run. A learner that finds no syncer can so find out that the run has ended.
+A private folder holds a link for each run. With this link, a learner that finds no syncer can find out that the run has
+ended.
 
 Source: our choice.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 
 
 def note(run: str, run_dir: Path) -> None:
-    """Note the directory of a run; errors are ignored."""
+    """Record the directory of a run; errors are ignored."""
     with contextlib.suppress(OSError):
         _folder().mkdir(mode=0o700, exist_ok=True)
         link = _folder() / f"{run}.run"
@@ -36,7 +37,7 @@ def _folder() -> Path:
 
 
 def is_over(run_dir: Path, run: str) -> bool:
-    """Return whether a run has finished and its directory was not served since.
+    """Return whether a run has finished and its directory has not been served since then.
 
     Args:
         run_dir: RUN_DIR.

@@ -57,7 +57,7 @@ class Placed:
 
 
 def encode(lsn: int, durable_lsn: int, header: Mapping[str, object], payload: Buffer) -> tuple[bytes, memoryview]:
-    """Encode a record; returns the bytes before the payload, and the payload without a copy.
+    """Encode a record; return the bytes before the payload, and the payload without a copy.
 
     Raises:
         ValueError: the header holds NaN or Inf.
@@ -70,7 +70,7 @@ def encode(lsn: int, durable_lsn: int, header: Mapping[str, object], payload: Bu
 
 
 def read_at(fd: int, offset: int, size: int) -> Placed | None:
-    """Read the record at an offset of a file of `size` bytes; returns None if it is incomplete or damaged.
+    """Read the record at an offset of a file of `size` bytes; return None if it is incomplete or damaged.
 
     Raises:
         StorageError: the record has a format that this version cannot read.
@@ -110,7 +110,7 @@ def _next_magic(fd: int, offset: int, size: int) -> int:
         window = _pread(fd, offset, _SEARCH_BYTES)
         if (found := window.find(_MAGIC)) >= 0:
             return offset + found
-        # Windows overlap, so that a magic at their border is found.
+        # Windows overlap, so that the search finds a magic at their border.
         offset += max(1, len(window) - len(_MAGIC) + 1)
     return -1
 

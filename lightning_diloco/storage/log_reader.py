@@ -13,7 +13,7 @@ from lightning_diloco.storage.log_frames import Record, read_at, was_durable
 
 
 def log_records(directory: Path, needed_lsn: int) -> Iterator[Record]:
-    """Yield all records of a log; unlike `RedoLog`, this does not cut off a torn end.
+    """Yield all records of a log. Unlike `RedoLog`, this does not cut off a torn end.
 
     Raises:
         CorruptLogError: a durable record is damaged, or the log starts after needed_lsn.

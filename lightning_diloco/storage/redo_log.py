@@ -1,14 +1,17 @@
 """The redo log: the syncer's decisions, written to disk before they are announced.
 
-1. Records have consecutive log sequence numbers (lsn), starting at 1. `append` writes, `sync` makes durable.
+1. Records have consecutive log sequence numbers (lsn), starting at 1. `append` writes a record. `sync` makes it
+   durable.
 2. Checksums cover all bytes of a record. The log ends before the first incomplete or damaged record.
-3. Each record holds the last durable lsn at the time of writing. If a later record shows that a damaged one was
-   durable, the log is corrupt, and the restart stops. Otherwise the damage is the torn end left by a crash; it is cut
-   off and reported.
-4. A segment is named by its first lsn. The next one is created after this one is durable, so damage in any segment but
-   the last is corruption. An empty last segment keeps the lsn if all others were dropped.
-5. A failed append or sync leaves the log as it was, and can be tried again.
-6. One process at a time: the directory is locked until `close` or the end of the process.
+3. Each record holds the last durable lsn at the time of writing. If a later record shows that a damaged record was
+   durable, the log is corrupt, and the restart stops. Otherwise the damage is the torn end left by a crash. The restart
+   cuts it off and reports it.
+4. The name of a segment is its first lsn. The next segment is created after this segment is durable, so damage in any
+   segment but the last is corruption. If all other segments were dropped, the name of an empty last segment still gives
+   the next lsn.
+5. A failed append leaves the log unchanged. A failed sync removes the records since the last successful sync. Both can
+   be tried again.
+6. Only one process at a time uses a log. It locks the directory until `close` or the end of the process.
 
 Source: our choice, after write-ahead logs.
 """
@@ -51,7 +54,7 @@ class RedoLog:
 
     Attributes:
         torn_bytes: bytes that were cut off at opening.
-        last_lsn: lsn of the last appended record; 0 if there never was one.
+        last_lsn: lsn of the last appended record; 0 if no record was ever appended.
         durable_lsn: lsn of the last record known to be on disk.
 
     Raises:
@@ -81,7 +84,7 @@ class RedoLog:
             undo.callback(self._active.close)
             self.last_lsn, end = self._check_segments()
             self.torn_bytes = self._active.end - end
-            # Also without a torn end: this makes records durable that a killed process left in the page cache.
+            # Needed even without a torn end: records that a killed process left in the page cache become durable.
             self._active.cut(end)
             undo.pop_all()
         self.durable_lsn = self.last_lsn
@@ -154,7 +157,7 @@ class RedoLog:
                 yield from (record for record in records if record.lsn >= from_lsn)
 
     def rotate(self) -> None:
-        """Sync, then start a new segment, so that `drop_before` can remove the older ones; raises `StorageError`."""
+        """Sync, then start a new segment, so that `drop_before` can remove older segments. Raises `StorageError`."""
         with self._mutex, storage("begin a new segment in", self.directory):
             self._faults("rotate:before")
             self.sync()
@@ -164,7 +167,7 @@ class RedoLog:
             try:
                 opened = AppendFile(self._path(first), faults=self._faults)
             except StorageError:
-                # The log continues in the old segment; an empty one after it would look like lost records.
+                # The log continues in the old segment. An empty segment after it would look like lost records.
                 self._path(first).unlink(missing_ok=True)
                 raise
             self._active.close()
@@ -173,7 +176,7 @@ class RedoLog:
             self._faults("rotate:after_create")
 
     def drop_before(self, lsn: int) -> None:
-        """Remove segments that hold only records before this lsn, but never the one being written."""
+        """Remove segments that hold only records before this lsn, but never the segment being written."""
         with self._mutex, storage("drop old segments of", self.directory):
             self._faults("drop:before")
             while len(self._segments) > 1 and self._segments[1] <= lsn:
@@ -212,7 +215,7 @@ class RedoLog:
         return sorted(int(path.stem) for path in self.directory.glob("*.log") if path.stem.isdigit()) or [1]
 
     def _check_segments(self) -> tuple[int, int]:
-        """Read the whole log; returns its last lsn and where that record ends in the last segment."""
+        """Read the whole log; return its last lsn and the end offset of that record in the last segment."""
         last_lsn, end = self._segments[0] - 1, 0
         for first in self._segments:
             if first != last_lsn + 1:
@@ -251,7 +254,7 @@ def _damaged(path: Path, offset: int, lsn: int) -> CorruptLogError:
 
 
 def _lock_directory(directory: Path) -> int:
-    """Lock a directory against other processes; the system releases the lock when this process ends."""
+    """Lock a directory against other processes. The system releases the lock when this process ends."""
     with storage("lock", directory):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

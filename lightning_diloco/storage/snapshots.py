@@ -4,7 +4,8 @@
     <directory>/<lsn>/tensors-<stem>.safetensors  the tensors, one file per stem (a fragment)
     <directory>/<lsn>/B2SUMS                      checksums of the other files, for `b2sum -c B2SUMS`
 
-1. A snapshot is written under a temporary name, fsynced file by file, then renamed. So a named snapshot is complete.
+1. A snapshot is written under a temporary name, fsynced file by file, then renamed. A named snapshot is therefore
+   complete.
 2. The old snapshot is removed after the new one is durable, unless a replay starts from it. Incomplete snapshots left
    by a crash are removed when a snapshot is opened.
 3. A file is verified before its content is used. Nothing is pickled.
@@ -43,7 +44,7 @@ _STATE, _SUMS = "state.json", "B2SUMS"
 
 
 class SnapshotStore:
-    """The directory of snapshots of one syncer; one writer at a time.
+    """The directory of snapshots of one syncer. Only one thread at a time may write.
 
     Args:
         directory: directory of the snapshots; created by the first `write`.
@@ -63,13 +64,13 @@ class SnapshotStore:
         *,
         keeps_oldest: bool = False,
     ) -> None:
-        """Write a snapshot, then remove older ones; does nothing if there is one of this lsn.
+        """Write a snapshot, then remove older snapshots; does nothing if this lsn already has a snapshot.
 
         Args:
             lsn: last log record in the state; not lower than that of an existing snapshot.
             state: a JSON object with finite numbers.
             tensors: (stem, tensors by name), consumed one by one; CPU tensors that share no memory.
-            keeps_oldest: keep the oldest snapshot too, for a replay.
+            keeps_oldest: also keep the oldest snapshot, for a replay.
 
         Raises:
             StorageError: writing failed; the previous snapshot is kept.
@@ -99,10 +100,10 @@ class SnapshotStore:
         return self._open(0)
 
     def latest(self) -> Snapshot | None:
-        """Open the newest snapshot, and remove incomplete ones.
+        """Open the newest snapshot, and remove incomplete snapshots.
 
         Returns:
-            The snapshot with verified state, whose tensors are verified when they are read; None if there is none.
+            The snapshot; None if there is none. Its state is verified, its tensors are verified when they are read.
 
         Raises:
             CorruptLogError: the snapshot is damaged.

@@ -1,13 +1,13 @@
 """The tape: the events of a run, one JSON object per line, in order.
 
 1. A line is `{"t": unix seconds, "event": name, "lsn": log sequence number or null, ...}`.
-2. Lines are not fsynced one by one. After a crash the tape may lack its end, or be ahead of the log. It is then cut to
-   the log (`truncate_after`), and missing joins and leaves are added from the log. So the tape is synced before the log
-   drops records.
+2. Lines are not fsynced one by one. After a crash the tape may lack its end, or be ahead of the log. The syncer then
+   cuts the tape to the log (`truncate_after`) and adds missing joins and leaves from the log. It therefore syncs the
+   tape before the log drops records.
 3. Opening cuts off an incomplete last line, left by a crash. It reads only the end of the tape, which grows by about
    half a kilobyte per commit; a restart reads the whole tape once (`syncer/status/history.py`).
 
-Non-finite numbers are written as Python does: NaN, Infinity.
+Non-finite numbers are written as in Python: NaN, Infinity.
 
 Source: the paper (Sec. 5) mentions an event tape; the format is our choice.
 """
@@ -67,7 +67,7 @@ class Tape:
 
         Args:
             event: name of the event.
-            lsn: lsn of its log record, which never decreases; None if it has none.
+            lsn: lsn of the log record of the event, which never decreases; None if there is no record.
             late_s: seconds since the event happened.
             **fields: JSON values; `t`, `event` and `lsn` are reserved.
 
@@ -97,7 +97,7 @@ class Tape:
             return before - end
 
     def sync(self) -> None:
-        """Make all lines durable; if it raises `StorageError`, those since the last sync are removed."""
+        """Make all lines durable. If this raises `StorageError`, lines since the last sync are removed."""
         with self._mutex:
             self._sync()
 
@@ -118,7 +118,7 @@ class Tape:
             raise
 
     def _measure_end(self) -> int:
-        """Return where the last complete line ends; sets `last_lsn`, which never decreases from line to line."""
+        """Return the end of the last complete line; set `last_lsn`, which never decreases from line to line."""
         num_bytes, size = _END_BYTES, self._file.end
         while num_bytes < size:
             with storage("read", self.path), self.path.open("rb") as file:
@@ -130,12 +130,12 @@ class Tape:
                     self.last_lsn = last_lsn
                     return size - len(lines[-1])
             except CorruptLogError:
-                break  # reading all lines gives the number of the damaged one
+                break  # reading all lines gives the number of the damaged line
             num_bytes *= 4
         return self._measure()
 
     def _measure(self, *, up_to_lsn: int = _MAX, before: int = _MAX) -> int:
-        """Return where the last complete line ends that is within both limits; sets `last_lsn` to match."""
+        """Return the end of the last complete line within both limits; set `last_lsn` to match."""
         self.last_lsn, end = 0, 0
         for line, line_end in _lines(self.path):
             lsn = line["lsn"] or 0
@@ -146,7 +146,7 @@ class Tape:
 
 
 def read_tape(path: str | os.PathLike[str]) -> Iterator[Json]:
-    """Yield the lines of a tape, which may still be written; skips an incomplete last line.
+    """Yield the lines of a tape, which may still be written; skip an incomplete last line.
 
     Raises:
         CorruptLogError: a line other than the last is not JSON.

@@ -1,4 +1,4 @@
-"""Writes and reads safetensors files without a second copy of the tensors in memory.
+"""Write and read safetensors files without a second copy of the tensors in memory.
 
 The library's `save` and `load` need up to two more copies of the file in memory.
 
@@ -41,7 +41,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[Buffer]:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file that was verified before, into new memory."""
+    """Read the tensors of a verified file into new memory."""
     with path.open("rb") as file:
         header = json.loads(file.read(*struct.unpack("<Q", file.read(8))))
         header.pop("__metadata__", None)

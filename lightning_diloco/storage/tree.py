@@ -1,9 +1,9 @@
-"""Converts nested plain values and tensors to JSON and named tensors, which safetensors files can hold.
+"""Convert nested plain values and tensors to JSON and named tensors, which safetensors files can hold.
 
 1. None, booleans, numbers, strings, lists, tuples, dicts with plain keys, Counters and tensors are restored as they
-   were; subclasses are restored as these types.
-2. Other values are refused, and the error names their place in the tree. Nothing is pickled:
-   `torch.save` would write such a value, and `weights_only=True` refuse it only when a learner needs the file.
+   were. Subclasses are restored as these types.
+2. `pack` refuses other values, and the error names their place in the tree. Nothing is pickled. `torch.save` would
+   write such a value, and `torch.load` with `weights_only=True` would refuse it only when a learner needs the file.
 
 Source: our choice.
 """
@@ -57,7 +57,7 @@ def pack(tree: object, tensors: dict[str, Tensor], where: str = "") -> Packed:
 
 
 def unpack(packed: Packed, tensors: Mapping[str, Tensor]) -> Tree:
-    """Convert the result of `pack` back; raises `KeyError` or `ValueError` for other values."""
+    """Convert the result of `pack` back. Raises `KeyError` or `ValueError` for other values."""
     if isinstance(packed, list):
         return [unpack(value, tensors) for value in packed]
     if not isinstance(packed, dict):

@@ -1,1 +1,1 @@
-"""The Lightning strategy: one set of hooks, thin final classes, late binding of the bare name."""
+"""The Lightning strategy: hooks that all devices share, and a final class for each kind of device."""

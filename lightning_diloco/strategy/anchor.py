@@ -1,8 +1,8 @@
 """Loads the anchor of a stopped, crashed or finished run into a module.
 
-1. The anchor is read from the syncer's snapshot and log as after a restart, so it is the run's, bit for bit. The run
-   must be stopped or finished; if a syncer still runs, an error says so. Reading takes as much memory as the syncer,
-   15 bytes per parameter, and that of the model.
+1. The anchor is read from the syncer's snapshot and log as after a restart, so it equals the run's anchor bit for bit.
+   The run must be stopped or finished; if a syncer still runs, an error says so. Reading takes as much memory as the
+   syncer, 15 bytes per parameter, in addition to the memory of the model.
 2. Names and shapes are compared with the run's manifest, and frozen parameters (the base of a LoRA) with its digests:
    the module must be the run's model. The anchor holds no buffers, such as the statistics of a BatchNorm, and no copies
    of trained parameters (a teacher).
@@ -36,7 +36,7 @@ def load_anchor(run_dir: str | os.PathLike[str], module: nn.Module) -> None:
     """Load the anchor of a stopped or finished run into the module that it trained.
 
     Args:
-        run_dir: RUN_DIR; of a script that started a syncer of its own, `default_root_dir/diloco/<time>`.
+        run_dir: RUN_DIR; if a script started a syncer of its own, `default_root_dir/diloco/<time>`.
         module: the LightningModule, made as for training; its trainable parameters are set, its buffers are left alone.
 
     Raises:
@@ -49,7 +49,7 @@ def load_anchor(run_dir: str | os.PathLike[str], module: nn.Module) -> None:
 
 
 def read_anchor(run_dir: Path) -> tuple[Json, AnchorStore]:
-    """Manifest and anchors of a stopped run, as a restart of its syncer would find them.
+    """Return the manifest and the anchors of a stopped run, as a restarted syncer would find them.
 
     Raises:
         ConfigError: this is no run directory, or the run has no values yet.
@@ -78,9 +78,9 @@ def put_anchor(module: nn.Module, manifest: Json, store: AnchorStore) -> None:
     """Put the published values into a module's parameters.
 
     Args:
-        module: whose.
-        manifest: of the run.
-        store: of the run.
+        module: module of the run's model.
+        manifest: manifest of the run.
+        store: anchors of the run.
 
     Raises:
         PlanMismatchError: the module is not the run's model, or its frozen values differ.
@@ -104,7 +104,7 @@ def put_anchor(module: nn.Module, manifest: Json, store: AnchorStore) -> None:
 
 
 def anchor_values(manifest: Json, store: AnchorStore) -> dict[str, Tensor]:
-    """The published values without a module: new float32 tensors on the host, by the names of the LightningModule."""
+    """Return the published values as new float32 tensors on the host, by their names in the LightningModule."""
     plan, config = plan_of(manifest)
     tensors = {name: torch.empty(shape) for name, shape in plan.shapes.items()}
     for fragment in range(plan.num_fragments):

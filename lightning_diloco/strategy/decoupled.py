@@ -1,11 +1,11 @@
-"""The public strategy class, and how it takes its final class.
+"""The public strategy class, and how it changes to its final class.
 
 Lightning creates a strategy before it sets the accelerator, and later makes decisions by isinstance checks against its
 own strategy classes. So the public class only holds options. `_configure_launcher` is the last method that the Trainer
 calls while it sets a strategy up. There the object takes the final class for its devices: our hooks before one of
 Lightning's strategies (`backends/`). All of Lightning's checks come later and see that class. It is registered as a
-subclass of the public one, so that `isinstance` returns what users expect. (A strategy that delegates to an inner one
-does not work: Lightning's optimizers are bound to the inner strategy, so the outer one would see no steps.)
+subclass of the public one, so that `isinstance` returns what users expect. A strategy that delegates to an inner one
+does not work: Lightning's optimizers are bound to the inner strategy, so the outer one would see no steps.
 
 To support more devices, add a final class and its line in `backends.FINAL_CLASSES`.
 """
@@ -38,15 +38,15 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
     update by an optimizer of the Trainer. If your code changes parameters elsewhere meanwhile, some of the changes are
     in this contribution and the rest is in the next one. Nothing is lost or counted twice.
 
-    Trainable parameters are exchanged, and frozen ones that a finetuning callback may unfreeze or that an optimizer
+    Learners exchange trainable parameters, and frozen ones that a finetuning callback may unfreeze or that an optimizer
     holds. All other frozen parameters must have the same values on all learners. The rest of the module's state stays
     local to each learner: statistics of BatchNorm, teachers that follow a student, queues, codebooks. So two learners
     may validate the same anchor differently. GroupNorm and LayerNorm have no such statistics, and
     `torch.optim.swa_utils.update_bn` computes those of the anchor. A restarted learner restores its own state from its
     checkpoint; a newcomer takes over that of a peer.
 
-    The run is left after the last step, before Lightning validates and saves for the last time. So that validation, the
-    `last` and `best` checkpoints of that step, and the module after `fit` all have the run's anchor. If the syncer
+    The run is left after the last step, before Lightning validates and saves for the last time. The last validation,
+    the `last` and `best` checkpoints of that step, and the module after `fit` all have the run's anchor. If the syncer
     cannot be reached then, they have this learner's own parameters, and a warning says so. A run is one fit: a process
     cannot fit a second time in a run that others have started.
 
@@ -60,7 +60,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         inner: one of Lightning's strategies, such as `DDPStrategy(...)`, which trains inside this learner; "auto"
             chooses by the Trainer's devices.
         sync_every: H, inner steps between two exchanges of the same fragment, >= 1. Default 24.
-        num_fragments: P, 1..sync_every. Default min(24, sync_every), or fewer where the model has fewer slices.
+        num_fragments: P, 1..sync_every. Default min(24, sync_every), or fewer if the model has fewer slices.
         overlap: tau, steps between snapshot and expected landing, 1..num_fragments. Default 2.
         quorum: contributions a round needs; lowered to the number of learners stepping. Default 1.
         grace: how long a met quorum waits for more, in seconds, or "adaptive", the default.
@@ -75,21 +75,21 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         outer_momentum: Nesterov coefficient, 0 <= mu < 1. Default: see `RunConfig`.
         wire: precision on the wire, "int8" (default), "int4", "bf16" or "fp32".
         block_size: elements that share a quantization scale, a power of two, 16..4096. Default 256.
-        error_feedback: keep what quantization lost for the next contribution. Default True.
+        error_feedback: keep the quantization error for the next contribution. Default True.
         join: join string of a run. Default: DILOCO_JOIN, else a run of its own that others can join.
         learner: learner id. Default: DILOCO_LEARNER, else from the host name.
         token_count_fn: number of tokens of a host batch. Default: attention mask, input_ids, or samples.
-        evaluate: validate the "anchor" (default) or the "local" parameters. The last validation sees what `fit` leaves
-            in the module.
+        evaluate: validate the "anchor" (default) or the "local" parameters. The last validation sees the parameters
+            that `fit` leaves in the module.
         max_fleet_tokens: tokens of all learners at which the whole run ends. Default: no limit.
-        anchor_device: XLA: anchors beside the parameters ("device", default) or in "host" memory.
+        anchor_device: on XLA, anchors are beside the parameters ("device", default) or in "host" memory.
         checkpoint_every: inner steps between two checkpoints, from which this learner continues when it is restarted:
             optimizer, schedules, random states and data position. 0: none. Default 100.
         checkpoint_store: folder or fsspec URL of the checkpoints of all learners. Default: in the run directory.
         drain_s: seconds to wait at the end of training until the last contributions are merged. Default: as long as
             they make progress, each within three times the usual time of a round, or a minute; if the syncer cannot be
             reached, ten minutes.
-        preemption_s: seconds from SIGTERM to the end of the process, including its leave and a checkpoint. Default 20.
+        preemption_s: seconds from SIGTERM to the end of the process, including leaving and a checkpoint. Default 20.
 
     Raises:
         ConfigError: unknown or contradictory options, all of them at once.
@@ -149,12 +149,12 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         self.__class__ = final  # type: ignore[assignment]
 
 
-# An instance exists before it is bound, when it cannot yet do what Strategy declares abstract.
+# An instance exists before `_bind`, when it does not yet implement Strategy's abstract methods.
 DecoupledDiLoCoStrategy.__abstractmethods__ = frozenset()
 
 
 def final_class(devices: Sequence[torch.device], num_nodes: int) -> type[DiLoCoHooks] | Callable[[], type[DiLoCoHooks]]:
-    """Return the final class of a learner with these devices on each node, or a function that finds it there.
+    """Return the final class of a learner with these devices on each node, or a function that returns it.
 
     Raises:
         ConfigError: a learner cannot have such devices.

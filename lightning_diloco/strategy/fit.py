@@ -3,8 +3,8 @@
 1. The object is created when the fit is about to train, and dropped when the fit is over. A strategy holds at most one.
 2. It has three phases. While it joins, it makes its parts one after the other. While it is a member, parameters are
    exchanged. After it has left, the module is an ordinary one, and Lightning validates and saves for the last time.
-3. Each part registers how it is closed when it is made. An exception in any phase closes what there is by then.
-4. A trial of a tuner interrupts the exchange: from the tuner's checkpoint until it removes it.
+3. Each part registers how it is closed when it is made. An exception in any phase closes the parts that exist by then.
+4. A tuner's trial interrupts the exchange, from the tuner's checkpoint until the tuner removes the checkpoint.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _LEFT_WITH_WORK = (
     "string begins a new run with them"
 )
 
-# Of one of Lightning's checkpoints: state of the loops, whether it holds weights only, storage options.
+# One of Lightning's checkpoints: state of the loops, whether it holds weights only, storage options.
 SavedAs = tuple[Any, bool, Any]
 
 
 class FitStrategy(StepStrategy, ValidationStrategy, Protocol):
-    """The strategy of a fit: what differs between devices, and between one rank and several."""
+    """The part of the strategy that a fit uses; it differs between devices, and between one rank and several."""
 
     _root_dir: str
 
@@ -82,27 +82,27 @@ class FitStrategy(StepStrategy, ValidationStrategy, Protocol):
 
 
 class DiLoCoFit:
-    """One fit; `join` comes first.
+    """One fit; call `join` first.
 
     Args:
         strategy: the strategy whose fit it is.
-        trainer: about to train, with optimizers.
+        trainer: a Trainer that is about to train and has optimizers.
         token_count_fn: counts the tokens of a batch; None: `TokenCounter` finds them.
 
     Attributes:
         params: exchanged parameters by name; some may be frozen for now.
         frozen: the other parameters by name.
-        aliases: names in the module's state, to names of parameters.
+        aliases: names of parameters, by their names in the module's state.
         counter: counts the batches of an inner step.
         copies: the optimizers' copies of parameters.
         preemption: watches for SIGTERM.
-        link: to the syncer; as all below, made by `join`.
+        link: the link to the syncer; `join` makes this and the attributes up to `validation`.
         device: holds the fragments' anchors.
         own_state: the module's state that is not exchanged.
         checkpointer: writes this learner's checkpoints.
         stopping: decides when training stops.
-        steps: what happens at each inner step.
-        validation: what happens at each validation.
+        steps: handles each inner step.
+        validation: handles each validation.
         is_member: whether the run was joined and not yet left.
         tuner_checkpoint: path of the checkpoint that a tuner restores after its trial; None: there is no trial.
         saved: Lightning's checkpoints since the last step, by path.
@@ -142,7 +142,7 @@ class DiLoCoFit:
 
         Raises:
             JoinError: the syncer cannot be reached, or refused.
-            SystemExit: the run is over; the exit code is 0, so that nobody starts this learner again.
+            SystemExit: the run is over; the exit code is 0, so that this learner is not started again.
         """
         strategy, trainer = self._strategy, self._trainer
         self.link = strategy._make_link()
@@ -171,7 +171,7 @@ class DiLoCoFit:
         return self.device
 
     def _restore(self) -> None:
-        """Continue from a checkpoint if this process is not the first of its learner, or joins late."""
+        """Continue from a checkpoint, if there is one; a late learner without a checkpoint warms up."""
         strategy, link = self._strategy, self.link
         chosen = strategy._learner
         fork_random_state(link.learner_id, link.incarnation)
@@ -186,7 +186,7 @@ class DiLoCoFit:
             self.checkpointer.heal()
 
     def _watch(self) -> None:
-        """Watch what the Trainer does from now on.
+        """Watch the Trainer from now on.
 
         The Trainer holds methods of the strategy only, because a copy of the Trainer must not copy the fit.
         """
@@ -207,11 +207,11 @@ class DiLoCoFit:
     # --- training ------------------------------------------------------------------------------------------------
 
     def named(self, values: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Values of all parameters by name, from those of each fragment."""
+        """Return the values of all parameters by name, from the values of each fragment."""
         return named_values(self.link.plan, self.link.config.block_size, self.params, values)
 
     def end_inner_step(self, output: Any) -> None:
-        """An inner step has ended: exchange what is due, and see whether training stops."""
+        """Exchange what is due after an inner step, and check whether training stops."""
         self.steps.has_stepped = False
         if not self.is_member and not self._trainer.fit_loop._skip_backward:
             rank_zero_warn(
@@ -225,7 +225,11 @@ class DiLoCoFit:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """No step follows: send the last contributions, wait for them, and leave the anchor in the module."""
+        """Leave the run when no step follows.
+
+        Send the last contributions and wait until they are merged. The anchor then stays in the module. If they are not
+        merged in time, the local parameters stay.
+        """
         strategy = self._strategy
         if not strategy._exchanging:
             return
@@ -248,7 +252,7 @@ class DiLoCoFit:
         strategy._save_again(self.saved)
 
     def end(self) -> None:
-        """Training ends; a tuner's trial is not the end of the fit."""
+        """End the fit when training ends; do nothing if only a tuner's trial ends."""
         self.leave()
         if self.is_member:
             return
@@ -258,11 +262,11 @@ class DiLoCoFit:
             self._strategy._close()
 
     def fail(self, exception: BaseException, exit_code: int) -> None:
-        """Training ends with an exception: put the local parameters back.
+        """Put the local parameters back after an exception, and leave the run after SIGTERM.
 
         Args:
-            exception: it gets the exit code if it was SIGTERM.
-            exit_code: of this process after SIGTERM.
+            exception: the exception that ends training; a SIGTERMException gets the exit code.
+            exit_code: exit code of this process after SIGTERM.
         """
         if self.is_member:
             self.device.show_local()
@@ -279,7 +283,7 @@ class DiLoCoFit:
             self._in_fit.close()
 
     def _leave_run(self) -> None:
-        """From here on the module is an ordinary one."""
+        """Close what belongs to the run; from here on the module is an ordinary one."""
         self.is_member = False
         self.tuner_checkpoint = None
         self._in_run.close()

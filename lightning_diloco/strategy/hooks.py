@@ -1,9 +1,9 @@
-"""The strategy's hooks: when Lightning calls which part of a fit (fit.py). They know no device and no network.
+"""The strategy's hooks: they call the parts of a fit (fit.py), and know no device and no network.
 
 1. A fit begins at the Trainer's barrier "run-stage". By then Lightning has restored a checkpoint, moved the model to
    its device and made the optimizers; neither the sanity check nor a training loader has run. `validate`, `test`,
-   `predict` and `fast_dev_run` begin no fit, and neither do the trial fits of a tuner, which call the fit loop.
-2. inner_steps.py says when an inner step ends, and what is copied of the parameters after it.
+   `predict` and `fast_dev_run` begin no fit. Neither does a tuner's trial, which calls the fit loop directly.
+2. inner_steps.py defines when an inner step ends, and when parameters are copied after it.
 3. We change parameters only at the end of an inner step, around validation, and when the run is left. The run is left
    as soon as it is known that no step follows: before the last validation and the last checkpoints, and at the latest
    before the callbacks' `on_train_end` (trainer/last_step.py). After that, the module is an ordinary one.
@@ -63,7 +63,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
 
     @property
     def fleet_tokens(self) -> int:
-        """Tokens (or samples) that all learners of the run have seen; 0 outside a run, and on ranks other than 0."""
+        """Tokens (or samples) that all learners of the run have seen; 0 outside a run."""
         return self._joined.link.fleet_tokens if self._joined is not None and self.is_global_zero else 0
 
     @property
@@ -93,7 +93,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; Lightning's names of its barriers also tell where it is.
+        """Wait for all ranks, and act on the name of Lightning's barrier.
 
         "run-stage" is the start of a stage, "train_dataloader()" the preparation of the training loaders.
         """
@@ -121,7 +121,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
 
     @override
     def teardown(self) -> None:
-        """Leave the run, if training never began and so never ended."""
+        """Leave the run if training did not begin, because `_end` was not called then."""
         try:
             self._leave()
         finally:
@@ -129,12 +129,12 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
         super().teardown()
 
     def _leave(self) -> None:
-        """No step follows: leave the run."""
+        """Leave the run; called when no step follows."""
         if self._fit is not None:
             self._fit.leave()
 
     def _end(self) -> None:
-        """Training ends, before the callbacks' `on_train_end`."""
+        """End the fit; called before the callbacks' `on_train_end`."""
         if self._fit is not None:
             self._fit.end()
 
@@ -251,10 +251,10 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
         return output
 
     def _begin_inner_step(self) -> None:
-        """The last batch of an inner step is known; with several ranks, they agree on what the step does."""
+        """Begin an inner step whose last batch is known; several ranks agree here on the work of the step."""
 
     def _skip_inner_step(self) -> None:
-        """What began turned out to be no inner step."""
+        """Undo `_begin_inner_step`, because no optimizer has stepped."""
 
     def _end_inner_step(self, output: Any = None) -> None:
         if self._fit is not None:
@@ -270,7 +270,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
         super().on_validation_end()
 
     def _validation_starts(self) -> None:
-        """A validation starts, before the callbacks' `on_validation_start`."""
+        """Show the anchor; called before the callbacks' `on_validation_start`."""
         if self._fit is not None:
             self._fit.validation.starts()
 

@@ -3,7 +3,7 @@
 1. `learner=` takes precedence over DILOCO_LEARNER. Without either, a learner that joins a run is `<host>-<slot>`
    (`learner/name.py`), so that a restarted process is the same learner.
 2. A process can train only once in a run that others have started: a run is one fit of one model. A second fit of the
-   script would train another model in it, or find that it is over.
+   script would train another model in the run, or find that the run is over.
 3. A learner that starts its own run shares no path with others. The link gives it an id later.
 """
 

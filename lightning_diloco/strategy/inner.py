@@ -1,6 +1,6 @@
 """The option `inner=`: one of Lightning's strategies, which trains inside a learner.
 
-1. The object only describes: its options are copied, and none of its methods run. So it must not set what only the
+1. The object only holds options: they are copied, and none of its methods run. It must not set options that only the
    Trainer decides.
 2. Its class determines the final class at once, because Lightning chooses the precision by it.
 3. The final class checks whether it fits the Trainer's devices (`_check_devices`).

@@ -1,9 +1,9 @@
-"""What the outer loop does at a learner's inner steps.
+"""The outer loop's work at a learner's inner steps.
 
 1. An inner step ends after an optimizer's step. With manual optimization, it ends after a `training_step` in which any
    optimizer stepped, because gradients may be computed with the parameters until then.
 2. Steps that do not pass through Lightning count as well (trainer/raw_steps.py). With automatic optimization, the first
-   one of a batch ends the inner step.
+   such step of a batch ends the inner step.
 3. A snapshot that is taken at the end of an inner step may be copied while the next forward and backward are computed.
    `link.settle()` completes the copy, before gradients are clipped and an optimizer changes parameters, and before
    validation. If other code changes parameters meanwhile (clamping at a batch's start or end, `max_norm` of an
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class StepStrategy(Protocol):
-    """The strategy, as far as it concerns inner steps."""
+    """The part of the strategy that inner steps use."""
 
     @property
     def root_device(self) -> torch.device: ...
@@ -50,7 +50,7 @@ class StepStrategy(Protocol):
 
 
 class FitParts(Protocol):
-    """A fit (fit.py), as far as it concerns inner steps and validation."""
+    """The part of a fit (fit.py) that inner steps and validation use."""
 
     params: dict[str, nn.Parameter]
     frozen: dict[str, nn.Parameter]
@@ -67,9 +67,9 @@ class InnerSteps:
     """The inner steps of one fit, from the join of the run until it is left.
 
     Args:
-        strategy: of this learner.
-        trainer: that trains.
-        fit: has joined.
+        strategy: the strategy of this learner.
+        trainer: the Trainer of the fit.
+        fit: a fit that has joined the run.
 
     Attributes:
         has_stepped: whether an optimizer has stepped since the last inner step ended.
@@ -84,12 +84,12 @@ class InnerSteps:
         self.has_stepped = False
 
     def close(self) -> None:
-        """The run is left: the steps that follow are ordinary ones; idempotent."""
+        """Stop watching steps, because the run is left; idempotent."""
         self._is_closed = True
         self._raw_steps.close()
 
     def batch_begins(self) -> None:
-        """Take a checkpoint if one is due: no step is under way between two batches."""
+        """Take a checkpoint if one is due; between two batches, no step is in progress."""
         self._raw_steps.batch_begins()
         if self._strategy._exchanging and (held_up_s := self._fit.checkpointer.batch_begins()):
             self._fit.link.held_up(held_up_s)
@@ -134,7 +134,7 @@ class InnerSteps:
         """Pass an ended inner step on to the link, and its metrics to the loggers.
 
         Args:
-            output: what the optimizer's closure returned; None: unknown.
+            output: return value of the optimizer's closure; None: unknown.
         """
         trainer, fit = self._trainer, self._fit
         check_frozen(trainer, fit.frozen)
@@ -143,7 +143,7 @@ class InnerSteps:
         fit.preemption.has_trained = True
         hold_schedules(trainer)
         connector = trainer._logger_connector
-        # A thread waits for other devices than the CPU, and only when Lightning logs.
+        # On an accelerator, another thread waits for the loss, and only if Lightning logs at this step.
         is_there = self._strategy.root_device.type == "cpu"
         if is_there or connector.should_update_logs:
             fit.link.set_loss(train_loss(trainer, output), aside=not is_there)
@@ -151,5 +151,5 @@ class InnerSteps:
         fit.link.step(*fit.counter.take())
         fit.stopping.heed(fit.link)
         if trainer.loggers and connector.should_update_logs:
-            # With an explicit step, which is the one of the user's metrics, those are neither changed nor flushed.
+            # The explicit step is that of the user's metrics, so Lightning neither changes nor flushes those.
             connector.log_metrics(fit.link.metrics(), step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -1,7 +1,7 @@
 """Turns keyword arguments into validated options.
 
-None means unset: an unset run option is adopted from the run that is joined, an explicit one must agree with it.
-(YAML tools pass every default on, so nothing but None could tell the two apart.)
+None means unset. An unset run option is adopted from the run that is joined; an explicit one must agree with the run.
+YAML tools pass every default explicitly, so only None can mark an option as unset.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def resolve(
     """Check all options together.
 
     Args:
-        options: by name; None is unset.
+        options: options by name; None is unset.
         known: names that are allowed.
         inner_problems: problems of the inner strategy.
 
@@ -32,7 +32,7 @@ def resolve(
         The explicit run options, and the learner's own options.
 
     Raises:
-        ConfigError: every problem, one sentence each.
+        ConfigError: there are problems; it names all of them, one sentence each.
     """
     explicit = {name: value for name, value in options.items() if value is not None and name in known}
     run = {name: explicit[name] for name in explicit if name in RUN_NAMES}

@@ -1,8 +1,10 @@
-"""Makes `Trainer(strategy="decoupled_diloco", accelerator="xla")` known: Lightning has no entry point for either name.
+"""Registers the names of `Trainer(strategy="decoupled_diloco", accelerator="xla")`.
 
-1. As soon as a registry exists, the name is in it: at once if Lightning is imported already, else while it is being
-   imported. Lightning is not imported for that, and the strategy itself only when a Trainer asks for it.
-2. The package pytorch_lightning has classes and a registry of its own; see `lightning_diloco.pytorch_lightning`.
+Lightning has no entry point for either name.
+
+1. A name is added to its registry at once if the registry's module has been imported, and otherwise when it is
+   imported. Registration itself does not import Lightning. The strategy is imported only when a Trainer asks for it.
+2. The package pytorch_lightning has its own classes and its own registry; see `lightning_diloco.pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ ACCELERATOR = "xla"
 
 
 def register() -> None:
-    """Register the names wherever registries are, or will be; calling it again changes nothing."""
+    """Register the names in all registries, now or when they are imported; idempotent."""
     for module, add in _WHEN_IMPORTED.items():
         if module in sys.modules:
             add(sys.modules[module])
@@ -42,7 +44,7 @@ def _add_strategy(strategies: ModuleType, package: str = "lightning_diloco") -> 
 def _add_accelerator(accelerators: ModuleType) -> None:
     if ACCELERATOR not in accelerators.AcceleratorRegistry:
         from lightning_diloco.strategy.backends.xla_accelerator import (
-            PjrtAccelerator,  # the registry wants the class itself
+            PjrtAccelerator,  # the registry needs the class itself
         )
 
         accelerators.AcceleratorRegistry.register(ACCELERATOR, PjrtAccelerator, description="PJRT devices")
@@ -56,7 +58,10 @@ _WHEN_IMPORTED: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _Awaited(MetaPathFinder):
-    """Lets one module be found as ever, once, and calls `add` with it when it has been executed."""
+    """Waits for the import of one module, and calls `add` with the module after its execution.
+
+    The other finders find the module. This finder removes itself then.
+    """
 
     def __init__(self, awaits: str, add: Callable[[ModuleType], None]) -> None:
         self.awaits, self._add = awaits, add

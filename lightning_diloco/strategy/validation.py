@@ -1,9 +1,9 @@
-"""Which parameters are validated during a fit, and the loss of the run's final anchor.
+"""Chooses the parameters that are validated during a fit, and reports the loss of the run's final anchor.
 
-1. Validation sees the anchor, or this learner's own parameters if `evaluate="local"`. In the sanity check, they are
-   still the same.
-2. The last learner of a run reports the loss of the final anchor, which is in its module then. If Lightning has not
-   validated it, the learner does, unless it has begun the run by itself.
+1. Validation sees the anchor, or this learner's own parameters if `evaluate="local"`. In the sanity check, the two are
+   still equal.
+2. The last learner of a run reports the loss of the final anchor, which its module holds then. If Lightning has not
+   validated it, the learner does, unless this learner has begun the run by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ValidationStrategy(Protocol):
-    """The strategy, as far as it concerns validation."""
+    """The part of the strategy that validation uses."""
 
     _learner: LearnerConfig
 
@@ -42,9 +42,9 @@ class Validation:
     """The validations of one fit.
 
     Args:
-        strategy: of this learner.
-        trainer: that trains.
-        fit: has joined.
+        strategy: the strategy of this learner.
+        trainer: the Trainer of the fit.
+        fit: a fit that has joined the run.
     """
 
     def __init__(self, strategy: ValidationStrategy, trainer: pl.Trainer, fit: FitParts) -> None:
@@ -55,13 +55,13 @@ class Validation:
         self._verdict: Verdict = (None, NOT_VALIDATED)
 
     def starts(self) -> None:
-        """A validation starts: show the anchor."""
+        """Show the anchor; called when a validation starts."""
         if self._strategy._exchanging and not self._trainer.sanity_checking:
             self._strategy._set_evaluating(True)
             self._fit.stopping.validation_starts(self._fit.link)
 
     def ended(self) -> None:
-        """A validation has ended: show the local parameters again, or note the loss of the final anchor."""
+        """Show the local parameters again, or note the loss of the final anchor; called when a validation has ended."""
         if self._strategy._exchanging and not self._trainer.sanity_checking:
             self._strategy._set_evaluating(False)
             if self._strategy.evaluates_anchor:
@@ -78,16 +78,16 @@ class Validation:
             (self._fit.device.show_anchor if evaluating else self._fit.device.show_local)()
 
     def anchor_is_final(self, *, is_drained: bool) -> None:
-        """This was the last learner of the run: the next validation, if there is one, is that of the final anchor.
+        """Note that this was the run's last learner, so that the next validation is that of the final anchor.
 
         Args:
-            is_drained: whether all of this learner's work is in the anchor, which is in the module then.
+            is_drained: whether the anchor has all of this learner's work; if so, the module holds the anchor.
         """
         self._is_final = True
         self._verdict = (None, NOT_VALIDATED if is_drained else NOT_DRAINED)
 
     def report_final(self) -> None:
-        """Training ends: report the final anchor's loss, or why there is none; only the last learner does."""
+        """Report the final anchor's loss, or why there is none, when training ends; only the last learner does."""
         if not self._is_final:
             return
         wants_loss = self._verdict[1] == NOT_VALIDATED and given_join(self._strategy._learner) is not None

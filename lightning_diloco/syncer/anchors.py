@@ -1,14 +1,17 @@
 """The syncer's tensors: anchors, outer optimizer state, and the last published updates.
 
-1. The state of a fragment is one immutable value. A commit builds the next one beside it and swaps it in, so transport
-   threads read without waiting and never see half an update, and a snapshot is written while commits go on.
-2. A commit is a pure function of that state, the bfloat16 outer gradient and the work of the round: the same log
-   records after the same snapshot give the same bits, and thus the same digests.
-3. What can fail on bad numbers (`merge`, `next_state`) comes before the log record; what comes after it cannot.
-4. Learners up to CHAIN_LENGTH versions behind get the updates they miss, others the published values in full. A new
-   generation begins without a chain: everybody adopts in full.
+1. The state of a fragment is one immutable value (`Anchor`). A commit computes the next value and then replaces the
+   current value. Transport threads therefore read without waiting and never see a part of an update, and a snapshot can
+   be written while commits continue.
+2. A commit is a pure function of that state, the bfloat16 outer gradient and the work of the round. The same log
+   records after the same snapshot give the same bits, and therefore the same digests.
+3. Steps that can fail on non-finite values (`merge`, `next_state`) run before the log record is written. The steps
+   after the log record cannot fail.
+4. Learners up to CHAIN_LENGTH versions behind get the updates that they miss. Other learners get the published values
+   in full. A new generation begins without a chain, so all learners adopt the anchor in full.
 
-12 bytes per parameter: master, published, momentum, each float32; a commit needs as much again for its one fragment.
+A fragment takes 12 bytes per parameter: master, published and momentum, each float32. A commit needs as much again for
+its fragment.
 
 Shapes: _P flat padded fragment.
 Source: our choice; the outer step is the paper's.
@@ -43,13 +46,13 @@ _TENSORS = ("master", "published", "momentum")
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
-    """One fragment at one version; nothing in it is ever changed.
+    """The state of one fragment at one version; immutable.
 
     Args:
-        generation: counts restores that went back in time.
-        version: counts commits.
-        master: (P,) float32, what the outer optimizer works on.
-        published: (P,) float32, the anchor as every learner has it.
+        generation: increases with each restore that went back in time.
+        version: number of commits.
+        master: (P,) float32, the values of the outer optimizer.
+        published: (P,) float32, the anchor that every learner has.
         momentum: (P,) float32.
         chain: the last published updates, uint8 [wire_nbytes] each, the newest last.
     """
@@ -63,23 +66,23 @@ class Anchor:
 
     @cached_property
     def digest(self) -> str:
-        """Of `published`, as devices compute it of their anchors."""
+        """Digest of `published`; devices compute the same digest of their anchors."""
         return digest(self.published)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything but the numbers, for a snapshot; they share memory with this."""
+        """Return all tensors by name, for a snapshot; they share memory with this anchor."""
         return {**{name: getattr(self, name) for name in _TENSORS}, "chain": _joined(self.chain)}
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What brings a learner to a version.
+    """An update that brings a learner to the current version of a fragment.
 
     Args:
         kind: "chain", encoded updates one after another, or "full", float32 values.
-        generation: of the fragment.
-        from_version: what the chain starts from; of a "full" update, the version it carries.
-        version, digest: what the learner has afterwards.
+        generation: generation of the fragment.
+        from_version: version from which the chain starts; for a "full" update, the same as `version`.
+        version, digest: version and digest of the learner's anchor after the update.
         payload: uint8, read-only; shares memory with the store, which never changes it.
     """
 
@@ -92,11 +95,11 @@ class Update:
 
 
 class AnchorStore:
-    """Anchors and outer optimizer state of all fragments of a run; one thread changes them, any may read.
+    """Anchors and outer optimizer state of all fragments of a run. One thread changes them; all threads may read.
 
     Args:
-        plan: how the model is cut.
-        config: its wire, block_size, merge, outer_lr and outer_momentum apply.
+        plan: the run's fragment plan.
+        config: the run's config; `wire`, `block_size`, `merge`, `outer_lr` and `outer_momentum` are used here.
     """
 
     def __init__(self, plan: FragmentPlan, config: RunConfig) -> None:
@@ -111,22 +114,22 @@ class AnchorStore:
         return None not in self._anchors
 
     def anchor(self, p: int) -> Anchor:
-        """The present state of a seeded fragment."""
+        """Return the current state of a seeded fragment."""
         anchor = self._anchors[p]
         assert anchor is not None, f"fragment {p} has no values yet"
         return anchor
 
     def seed(self, p: int, values: Tensor, *, generation: int = 0) -> None:
-        """Start values of a fragment, at version 0.
+        """Set the start values of a fragment, at version 0.
 
         Args:
             p: the fragment.
-            values: float32 [P], on the host; kept, and not to be changed any more.
+            values: float32 [P], on the host; the store keeps this tensor, so the caller must not change it.
             generation: 0 in a new run.
 
         Raises:
-            PlanMismatchError: wrong length or dtype.
-            NonFiniteError: NaN or Inf among them.
+            PlanMismatchError: the values have the wrong length or dtype.
+            NonFiniteError: the values contain NaN or Inf.
         """
         wanted = self.layouts[p].padded_numel
         if values.dtype != torch.float32 or values.shape != (wanted,):
@@ -138,7 +141,7 @@ class AnchorStore:
         self._anchors[p] = Anchor(generation, 0, values, values.clone(), torch.zeros_like(values), ())
 
     def measure(self, p: int, contributions: Sequence[Tensor]) -> Measured:
-        """What encoded contributions look like side by side; changes nothing."""
+        """Compute norms and cosines of encoded contributions; changes nothing."""
         config = self._config
         return Encoded(contributions, self.layouts[p].padded_numel, config.wire, config.block_size).measured(
             self.layouts[p]
@@ -157,12 +160,12 @@ class AnchorStore:
         Args:
             p: the fragment.
             contributions: uint8 [wire_nbytes] each, in an order that is the same on every replay.
-            shares: of each learner in the work of the fleet, see `core.merge.merge_fragment`.
+            shares: share of each learner in the work of the fleet, see `core.merge.merge_fragment`.
             max_norms: a longer contribution is scaled down to its limit; None: no limits.
-            measured: what `measure` found of them.
+            measured: result of `measure` for these contributions; None: it is computed here.
 
         Returns:
-            The outer gradient, bfloat16 [P], whose bytes go into the log, and what the contributions looked like.
+            The outer gradient, bfloat16 [P], whose bytes go into the log, and statistics of the contributions.
 
         Raises:
             CorruptMessageError: a contribution has the wrong length or values that are not finite.
@@ -180,16 +183,16 @@ class AnchorStore:
         )
 
     def next_state(self, p: int, outer_gradient: Tensor, *, work: float, in_place: bool = False) -> Anchor:
-        """The fragment after one outer step; changes nothing, unless in place.
+        """Return the state of a fragment after one outer step; changes nothing, unless in place.
 
         Args:
             p: the fragment.
             outer_gradient: bfloat16 [P], from `merge` or a log record.
-            work: of the round, > 0, see `momentum_by_work`.
-            in_place: the present state's memory becomes the next one's; where nobody else reads it.
+            work: work of the round, > 0, see `momentum_by_work`.
+            in_place: reuse the memory of the current state; only if no other thread reads it.
 
         Raises:
-            NonFiniteError: the outer gradient, or what it leads to, is not finite.
+            NonFiniteError: the outer gradient or the next state is not finite.
         """
         now, config = self.anchor(p), self._config
         assert outer_gradient.dtype == torch.bfloat16, f"outer gradient is {outer_gradient.dtype}"
@@ -207,7 +210,7 @@ class AnchorStore:
         return Anchor(now.generation, now.version + 1, state.master, state.published, state.momentum, chain)
 
     def install(self, p: int, state: Anchor) -> None:
-        """Make the result of `next_state` the present state, once its log record is durable."""
+        """Make the result of `next_state` the current state, after its log record is durable."""
         now = self.anchor(p)
         assert (state.generation, state.version) == (now.generation, now.version + 1), f"{state} after {now}"
         self._anchors[p] = state
@@ -221,20 +224,20 @@ class AnchorStore:
         version: int | None = None,
         in_place: bool = False,
     ) -> int:
-        """`next_state` and `install` at once: what a restart does with each log record.
+        """Call `next_state` and `install`, as a restart does for each log record.
 
         Args:
             p: the fragment.
             outer_gradient: bfloat16 [P], or its bytes.
-            work: of the round.
-            version: what the log record says will come out.
+            work: work of the round.
+            version: new version according to the log record; None: not checked.
             in_place: see `next_state`.
 
         Returns:
             The new version.
 
         Raises:
-            CorruptLogError: the record does not follow on the present state.
+            CorruptLogError: the record does not follow the current state.
         """
         present, wanted = self.anchor(p), self.layouts[p].padded_numel
         gradient = outer_gradient
@@ -249,20 +252,20 @@ class AnchorStore:
         return present.version + 1
 
     def regenerate(self, generation: int) -> None:
-        """Begin a new generation: versions go on, but everybody adopts in full."""
+        """Begin a new generation: versions continue, but all learners adopt the anchor in full."""
         for p in range(len(self._anchors)):
             self._anchors[p] = replace(self.anchor(p), generation=generation, chain=())
 
     def update_for(self, p: int, have_version: int | None, *, generation: int | None = None) -> Update:
-        """What a learner needs to come up to date.
+        """Return the update that a learner needs to get the current version.
 
         Args:
             p: the fragment.
-            have_version: what it has; None: nothing.
-            generation: of what it has, if that may not be the present one.
+            have_version: version that the learner has; None: it has none.
+            generation: generation of that version; None: the current generation.
 
         Returns:
-            A chain, empty if nothing is missing, or the full values.
+            A chain, which is empty if the learner misses no update, or the full values.
         """
         anchor = self.anchor(p)
         behind = math.inf if have_version is None else anchor.version - have_version
@@ -274,15 +277,15 @@ class AnchorStore:
         return Update("chain", anchor.generation, start, anchor.version, anchor.digest, bytes_of(_joined(missing)))
 
     def digest(self, p: int) -> str:
-        """Digest of the published values; computed once per version."""
+        """Return the digest of the published values; computed once per version."""
         return self.anchor(p).digest
 
     def digests(self) -> tuple[str, ...]:
-        """Digests of all fragments."""
+        """Return the digests of all fragments."""
         return tuple(self.digest(p) for p in range(len(self._anchors)))
 
     def freeze(self) -> tuple[list[dict[str, int]], Iterator[tuple[str, dict[str, Tensor]]]]:
-        """The state of this moment, for `SnapshotStore.write`; commits may go on while it is written.
+        """Return the current state for `SnapshotStore.write`; commits may continue while it is written.
 
         Returns:
             Generation and version per fragment, for the snapshot's JSON, and (stem, tensors) per fragment.
@@ -298,12 +301,12 @@ class AnchorStore:
         *,
         do: Callable[..., object] = lambda p, call, *args, **kwargs: call(*args, **kwargs),
     ) -> None:
-        """The inverse of `freeze`.
+        """Restore the state that `freeze` returned.
 
         Args:
             numbers: generation and version per fragment.
-            tensors: by stem; each is asked for once.
-            do: has a call that concerns a fragment done: `do(p, call, *args, **kwargs)`.
+            tensors: tensors of each fragment, by stem; each stem is read once.
+            do: runs a call for a fragment, `do(p, call, *args, **kwargs)`, possibly in another thread.
 
         Raises:
             CorruptLogError: the snapshot is of another plan or wire.
@@ -314,14 +317,14 @@ class AnchorStore:
             do(p, lambda p, fragment: self.load_tensors(p, tensors[_stem(p)], **fragment), p, fragment)
 
     def state_tensors(self, p: int) -> dict[str, Tensor]:
-        """master, published, momentum and the chain of one fragment; not to be changed."""
+        """Return master, published, momentum and chain of one fragment; the caller must not change them."""
         return self.anchor(p).tensors()
 
     def load_tensors(self, p: int, tensors: Mapping[str, Tensor], *, generation: int, version: int) -> None:
-        """The inverse of `state_tensors`.
+        """Restore the state of one fragment from the result of `state_tensors`.
 
         Raises:
-            CorruptLogError: they are of another plan or wire.
+            CorruptLogError: the tensors are of another plan or wire.
         """
         numel = self.layouts[p].padded_numel
         found = {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items() if name != "chain"}

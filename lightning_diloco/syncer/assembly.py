@@ -1,10 +1,10 @@
-"""Assembles contributions that come in parts, one from each rank of a learner, or in portions of parts.
+"""Assemble contributions that arrive in parts, one from each rank of a learner, or in portions of parts.
 
-1. All parts belong to one session and one contribution. The state machine hears of it when the last part is here. An
-   error in a part is reported to its sender only.
-2. One contribution per session and fragment is assembled at a time. A higher seq replaces a lower one; a repeated part
+1. All parts belong to one session and one contribution. The state machine gets an event when the last part has arrived.
+   Only the sender of a part gets an error in it.
+2. One contribution per session and fragment is assembled at a time. A higher seq replaces a lower seq. A repeated part
    changes nothing. The memory of the whole contribution is allocated with its first part.
-3. A long part comes in portions, in any order (`transport/portions.py`). The answer says which bytes are missing.
+3. A long part arrives in portions, in any order (`transport/portions.py`). The answer lists the missing bytes.
 4. The parts of a contribution that cannot be merged any more are dropped.
 """
 
@@ -67,10 +67,10 @@ class Assemblies:
             config: options of the run.
 
         Returns:
-            The missing bytes of this part; and the whole contribution if this has completed it, else None.
+            The missing bytes of this part; and the whole contribution if this part completed it, else None.
 
         Raises:
-            CorruptMessageError: it is not a part of this contribution.
+            CorruptMessageError: the bytes are not a part of this contribution.
         """
         (k, n), (at, of) = _numbers(bulk.header), place(bulk)
         start, stop = part_range(k, n, numel, config.block_size)

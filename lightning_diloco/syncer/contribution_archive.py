@@ -3,8 +3,8 @@
     <directory>/seed-<fragment>.safetensors                  the start values, float32
     <directory>/commit-<fragment>-<version>.safetensors      the received bytes, in the order of the merge
 
-1. A file is written and fsynced before the log record of its commit, so each commit in the log has one. A crash may
-   leave a file without a commit; it is replaced when that version is committed.
+1. The syncer writes and fsyncs a file before the log record of its commit, so each commit in the log has a file. A
+   crash may leave a file without a commit. The next commit of that version replaces the file.
 2. Each file has a description, and a checksum over the description and all tensors.
 
 Source: our choice.
@@ -38,7 +38,7 @@ class Recorded:
     Args:
         record: the commit's log record.
         sessions: the contributors, in the order of the merge; the last bit of the result depends on this order.
-        max_norms: norm limit of each contribution; a longer one was scaled down to it.
+        max_norms: norm limit of each contribution; a longer contribution was scaled down to it.
         payloads: encoded contributions, uint8.
     """
 
@@ -59,13 +59,13 @@ class Recorder:
         self._directory = directory
 
     def keep_seed(self, store: AnchorStore) -> None:
-        """Keep the start values; raises `StorageError`."""
+        """Write the start values. Raises `StorageError`."""
         for p in range(len(store.layouts)):
             about: Json = {"fragment": p}
             _write(self._directory / f"seed-{p:04d}.safetensors", about, {"values": store.anchor(p).published})
 
     def keep(self, recorded: Recorded) -> None:
-        """Keep a commit before its record is logged; raises `StorageError`."""
+        """Write a commit before its record is logged. Raises `StorageError`."""
         about: Json = {
             "record": recorded.record,
             "sessions": list(recorded.sessions),

@@ -1,7 +1,7 @@
 """The server of a run, and the replacement of its token.
 
 1. RUN_DIR/join holds address and token. If the token there is replaced (`learner/rotation.py`), a new server with the
-   new token replaces the old one: running calls end, and the old token is refused from then on.
+   new token replaces the old server. Running calls end, and the syncer refuses the old token from then on.
 2. If the address is not free yet, each call of `follow_rotation` tries again.
 """
 
@@ -64,7 +64,7 @@ class Front:
         return self._address
 
     def follow_rotation(self) -> None:
-        """Serve with the new token if it was replaced; cheap enough to call often."""
+        """Serve with the new token if the token was replaced. Cheap enough to call often."""
         if (written_ns := self._written_ns()) != self._seen_ns:
             self._seen_ns = written_ns
             self._take_token()
@@ -88,7 +88,7 @@ class Front:
         self._server, self._must_listen = self._made(listened_on), True
 
     def stop(self) -> None:
-        """Stop to serve; idempotent."""
+        """Stop serving; idempotent."""
         self._server.stop()
 
     def _written_ns(self) -> int | None:

@@ -1,11 +1,13 @@
 """The queue of events for the syncer's loop thread, with their arrival times.
 
-1. Transport threads and the merge thread put events, a clock thread puts ticks, and the loop thread takes both in order
-   of arrival. So a learner does not lapse while its heartbeats wait here, for example because of a slow disk.
-2. At most one tick waits.
+1. Transport threads and the merge thread put events. The clock thread puts ticks. The loop thread takes both in order
+   of arrival, with the time of arrival. A learner therefore does not lapse while its heartbeats wait here, for example
+   because of a slow disk.
+2. The queue holds at most one tick.
 3. If the clock thread wakes up more than STOOD_STILL_S late, the process was suspended (SIGSTOP, a debugger, swapping)
-   and could not receive messages. It then puts an event that says so.
-4. A tick carries the sessions that were heard from without an event: by a payload, or by a call that was refused.
+   and could not receive messages. The clock thread then puts a `StoodStill` event.
+4. A tick lists the sessions that sent a payload, or a call that was refused. Such calls show that a session is alive,
+   but may cause no event.
 """
 
 from __future__ import annotations
@@ -38,24 +40,24 @@ class Inbox(Generic[T]):
         return max(0, self._queue.qsize() - self._has_tick)  # ticks do not count
 
     def put(self, event: T | events.Tick | events.StoodStill) -> None:
-        """Add an event with the current time; times never decrease from one event to the next."""
+        """Add an event with the current time. Times never decrease from event to event."""
         with self._putting:
             self._queue.put((time.monotonic(), event))
 
     def heard(self, session: str) -> None:
-        """Note that a session is alive."""
+        """Record that a session is alive."""
         with self._putting:
             self._heard[session] = time.monotonic()
 
     def take(self) -> tuple[float, T | events.Tick | events.StoodStill] | None:
-        """Wait for the next event; returns its arrival time and the event, or None when closed and empty."""
+        """Wait for the next event; return its arrival time and the event, or None if closed and empty."""
         taken = self._queue.get()
         if taken is not None and isinstance(taken[1], events.Tick):
             self._has_tick = False
         return taken
 
     def close(self) -> None:
-        """End the clock thread now, and the loop thread after the waiting events."""
+        """End the clock thread now, and the loop thread after it has taken all waiting events."""
         self._closed.set()
         self._queue.put(None)
 

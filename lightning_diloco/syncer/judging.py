@@ -1,11 +1,11 @@
-"""Compares the contributions of a round with each other; `protocol/syncer/conduct.py` decides on quarantine.
+"""Compare the contributions of a round with each other; `protocol/syncer/conduct.py` decides on quarantine.
 
 A contribution is odd and refused, if there are at least two other learners to compare with, and
 
 1. it is much longer than usual (`norm_guard.py`), or
 2. all its norms equal those of the learner's previous contribution to the last bit.
 
-It is odd but merged, because it is harmless, if it is shorter than NOTHING times the usual norm.
+A contribution is odd but merged, because it is harmless, if it is shorter than NOTHING times the usual norm.
 
 The likeness of a contribution is the median of its cosines with the other contributions of the round. It needs two
 others, so that one broken learner cannot move it. Contributions of learners in quarantine ("on trial") are compared
@@ -84,7 +84,7 @@ class Judge:
         return Judgement(tuple(limit.norm for limit in limits[: len(contributions)]), verdicts)
 
     def _is_repeated(self, p: int, c: Contribution, slices: tuple[float, ...]) -> bool:
-        """Whether the norms equal those of the process's previous seq and are not zero; a round may be judged twice."""
+        """Return whether the norms equal those of the previous seq and are not zero; a round may be judged twice."""
         this = (c.session, c.ready.seq)
         (session, seq), last = self._last.get((c.learner, p), (this, ()))
         self._last[c.learner, p] = (this, slices)
@@ -92,7 +92,7 @@ class Judge:
 
 
 def _oddity(norm: float, limit: Limit, *, is_repeated: bool) -> tuple[str | None, bool]:
-    """Return what is odd about a contribution, if anything, and whether it is refused for that."""
+    """Return the reason why a contribution is odd, or None, and whether it is refused for this reason."""
     usual = f"the others' norm is usually {limit.usual:.3g} for as much work"
     if norm > limit.refused:
         return f"its norm is {norm:.3g}; {usual}; at most {limit.refused:.3g} is accepted", True

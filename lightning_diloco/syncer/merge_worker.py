@@ -1,11 +1,13 @@
-"""The syncer's arithmetic: contributions to an outer gradient, an outer gradient to a durable commit.
+"""Compute outer gradients from contributions, and durable commits from outer gradients.
 
-1. One thread does it, a round at a time, on payloads it was handed: whatever happens to them meanwhile, they stay.
-2. `merge` changes nothing. `commit` computes the next state, then makes the record durable; installing the state is
-   left to the caller, so that anchors and machine change together.
-3. Contributions are compared first (`judging.py`). If one is refused, nothing is merged: the machine has the round
-   merged again without it. One that is only scaled down leaves what was cut off to its learner, as progress. Finite
-   contributions whose sum is not lose the longest one, likewise.
+1. The merge thread does this work, one round at a time. A `MergeJob` holds its payloads, so they stay valid even if the
+   loop thread drops them in the meantime.
+2. `merge` changes no anchor. `commit` computes the next state of a fragment and then makes its log record durable. The
+   loop thread installs the state, so that anchors and state machine change together.
+3. The judge compares the contributions of a round before the merge (`judging.py`). If it refuses a contribution,
+   `merge` merges nothing, and the state machine starts the merge again without this contribution. If a contribution is
+   scaled down, its learner keeps the part that was cut off, as local progress. If all contributions are finite but
+   their sum is not, the syncer refuses the longest contribution and merges the others again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from lightning_diloco.transport.base import Json
 
 @dataclass(frozen=True, slots=True)
 class MergeJob:
-    """A round's contributions with their bytes, and after them the bytes of those on trial."""
+    """A merge of one round, with the payloads of its contributions, followed by those of contributions on trial."""
 
     action: actions.Merge
     payloads: tuple[Tensor, ...]
@@ -48,7 +50,7 @@ class DurableCommit:
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """An outer gradient, bfloat16 (P,), and what it was made of."""
+    """An outer gradient, bfloat16 (P,), with its inputs and its report."""
 
     job: MergeJob
     max_norms: tuple[float, ...]
@@ -65,12 +67,12 @@ class _Gradient:
 
 
 class MergeWorker:
-    """What the merge thread does.
+    """The work of the merge thread.
 
     Args:
-        durable: where commits are made durable.
-        recorder: keeps the bytes of contributions, too; None: they are not kept.
-        disk_failed: told when the disk does not take a commit.
+        durable: store that makes commits durable.
+        recorder: also keeps the bytes of contributions; None: they are not kept.
+        disk_failed: called with the error text if the disk fails to write a commit.
     """
 
     def __init__(self, durable: SyncerStore, recorder: Recorder | None, disk_failed: Callable[[str], None]) -> None:
@@ -81,7 +83,7 @@ class MergeWorker:
         self._judge = Judge(durable.past.usual)
 
     def merge(self, store: AnchorStore, job: MergeJob) -> list[events.SyncerEvent]:
-        """Compute a round's outer gradient; returns what the machine is to be told."""
+        """Compute a round's outer gradient; return events for the state machine."""
         p, contributions = job.action.fragment, job.action.contributions
         measured = store.measure(p, job.payloads)
         judged = self._judge.judge(p, contributions, job.action.on_trial, measured)
@@ -100,16 +102,16 @@ class MergeWorker:
         return [merged]
 
     def commit(self, store: AnchorStore, job: actions.Apply) -> list[events.SyncerEvent | DurableCommit]:
-        """Make a commit durable; returns what is to be installed, or what the machine is to be told instead."""
+        """Make a commit durable; return the commit to install, or events for the state machine if it failed."""
         p, gradient = job.fragment, self._gradients.pop(job.fragment)
         assert gradient.job.action.round == job.round
         try:
             anchor = store.next_state(p, gradient.values, work=job.work)
         except NonFiniteError as error:
-            # In this order: while a commit counts as being written, nothing of its members is judged.
+            # In this order: while a commit is being written, the state machine ignores payloads of its members.
             return [events.CommitFailed(p, job.round, str(error)), _refuse_longest(gradient, str(error))]
         hashing = threading.Thread(target=getattr, args=(anchor, "digest"), name="diloco-digest")
-        hashing.start()  # while the disk writes
+        hashing.start()  # in parallel with the disk write
         try:
             record = job.record
             if self._recorder is not None:

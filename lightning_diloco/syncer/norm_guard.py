@@ -1,21 +1,24 @@
-"""The norm guard: usual norms of contributions, and the limit for each new one.
+"""The norm guard: usual norms of contributions, and the limits for each new contribution.
 
 1. The usual norm of one learner is the median over its last contributions that were merged without scaling. A learner
    is compared with the median of the others' usual norms, so a few broken learners do not move its limit.
-2. Others are used if they have MIN_SAMPLES in the fragment. While fewer than two have, and the learner itself has fewer
-   too, all others are used, together with what they sent to the same round.
-3. If at least two others are used, a contribution longer than SCALE_DOWN times the usual norm is scaled down, and one
-   longer than NORM_GUARD times is refused. With one other it is scaled down to NORM_GUARD times and never refused: of
-   two learners, nobody can tell which is broken. A learner may stay longer than the others, for example because of a
-   higher learning rate: its own usual norm is used if it is larger, up to NORM_GUARD times the others'.
-4. Without others, the limit is NORM_GUARD times the median of all that the learner sent, once it has MIN_SAMPLES. If
-   all its norms were zero, as those of frozen parameters are, there is no limit.
-5. Norms are compared for the same number of steps. Steps in one direction add up linearly, independent ones by the
-   square root; the larger of the two is used. So twice the steps allow twice the norm, half the steps 0.7 times.
+2. Others are used if they have MIN_SAMPLES in the fragment. If fewer than two others have MIN_SAMPLES, and the learner
+   itself does not have them either, all others are used, together with their contributions to the same round.
+3. If at least two others are used, a contribution longer than SCALE_DOWN times the usual norm is scaled down, and a
+   contribution longer than NORM_GUARD times the usual norm is refused. If one other is used, a contribution is scaled
+   down to NORM_GUARD times the usual norm and never refused, because either of the two learners may be broken. A
+   learner may stay longer than the others, for example because of a higher learning rate: its own usual norm is used if
+   it is larger, up to NORM_GUARD times the others'.
+4. Without others, the limit is NORM_GUARD times the median of all recent norms of the learner, once it has MIN_SAMPLES.
+   If all its norms were zero, as those of frozen parameters are, there is no limit.
+5. Norms are compared for the same number of steps. Steps in one direction add up linearly, independent steps by the
+   square root. The guard uses the larger of the two. Twice the steps therefore allow twice the norm, half the steps 0.7
+   times.
 6. Norms shrink when the learning rate decays or a learner converges. A learner's usual norm counts as at least FLOOR of
-   the largest usual norm that it had per step. Otherwise work from before the decay, which comes late because of an
-   outage, would be cut to nothing again and again.
-7. After a restart the norms are read from the tape. Replays do not need them: recorded commits have their limits.
+   the largest usual norm that it had per step. Otherwise the guard would repeatedly cut work from before the decay,
+   which arrives late because of an outage, to almost nothing.
+7. After a restart the norms are read from the tape. A replay does not need them, because recorded commits have their
+   limits.
 
 Source: our choice.
 """
@@ -82,7 +85,7 @@ class NormGuard:
     def learn(
         self, p: int, learners: Sequence[str], norms: Sequence[float], steps: Sequence[int], kept: Sequence[float]
     ) -> None:
-        """Learn the norms of committed contributions, as they were before scaling by `kept`."""
+        """Record the norms of committed contributions, before scaling by `kept`."""
         for learner, norm, num_steps, part in zip(learners, norms, steps, kept, strict=True):
             self._recent[p][learner].learn(norm, num_steps, is_whole=part == 1)
 
@@ -114,13 +117,13 @@ class NormGuard:
         return Limit(NORM_GUARD * own_norm or math.inf)
 
     def _usual(self, p: int, learner: str, samples: Sequence[Sample] | deque[Sample], steps: int) -> float:
-        """Return a learner's usual norm for this number of steps (rule 6); 0: not known."""
+        """Return a learner's usual norm for this number of steps (rule 6); 0 if unknown."""
         recent = self._recent[p].get(learner)
         return max(_usual(samples, steps), 0.0 if recent is None else FLOOR * recent.peak * steps)
 
 
 def _usual(samples: Sequence[Sample] | deque[Sample], steps: int) -> float:
-    """Return the usual norm of a contribution with this number of steps; 0: not known."""
+    """Return the usual norm of a contribution with this number of steps; 0 if unknown."""
     norms = [norm * _growth(steps / num_steps) for norm, num_steps in samples if norm > 0]
     return median(norms) if norms else 0.0
 

@@ -1,11 +1,12 @@
 """Queues of the syncer's messages, which learners poll.
 
-1. Each session has a queue. A poll acknowledges all messages up to its cursor and returns the later ones.
-2. Cursors start from the wall clock at the start of the process, so a cursor of an earlier syncer process is
-   recognized. The answer to it is a single RESET, and the learner sends a hello again.
-3. A queue holds at most MAX_WAITING messages. Older ones are dropped, and the next poll gets RESET.
-4. There are at most MAX_SESSIONS queues, because anybody can make up session ids. A further one replaces the least
-   recently used queue, of a session that has not joined if there is one; its next poll gets RESET.
+1. Each session has a queue. A poll acknowledges all messages up to its cursor and returns the later messages.
+2. Cursors start from the wall clock at the start of the process, so the syncer recognizes a cursor of an earlier syncer
+   process. It answers such a cursor with a single RESET, and the learner sends a hello again.
+3. A queue holds at most MAX_WAITING messages. Older messages are dropped, and the next poll gets RESET.
+4. There are at most MAX_SESSIONS queues, because any caller can make up session ids. A further queue replaces the least
+   recently used queue of a session that has not joined, or of any session if all have joined. The next poll of that
+   session gets RESET.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Outbox:
             self._changed.notify_all()
 
     def poll(self, session: str, cursor: int, wait_s: float) -> Polled:
-        """Return the messages after `cursor`; waits up to `wait_s` for one."""
+        """Return the messages after `cursor`; wait up to `wait_s` if there are none."""
         until_s = time.monotonic() + wait_s
         with self._changed:
             queue = self._queue(session)
@@ -85,5 +86,5 @@ class Outbox:
         if len(self._queues) > MAX_SESSIONS:
             oldest = next((each for each in self._queues if not self._is_member(each)), next(iter(self._queues)))
             forgotten = self._queues.pop(oldest)
-            self._start = max(self._start, forgotten.head + 1)  # a cursor of this queue must fit no later one
+            self._start = max(self._start, forgotten.head + 1)  # a cursor of this queue must not fit a later queue
         return queue

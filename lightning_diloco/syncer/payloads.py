@@ -1,11 +1,12 @@
-"""Payloads at the syncer: received ones are checked and kept until they are used; updates are sent.
+"""Payloads at the syncer: check received payloads, keep them until they are used, and send updates.
 
-1. Transport threads call this. An invalid payload becomes an event with an error, not an exception, so that the state
-   machine refuses it and tells the learner.
-2. At most one payload per session and fragment is kept, until the state machine drops it. A payload whose fate is
-   decided is not kept again. Start values are kept only for the granted seed lease. A payload that comes in parts or
-   portions is complete when all of them are here (`assembly.py`, `transport/portions.py`).
-3. An update that is sent in portions stays unchanged until all were sent, or for GIVING_S; one per session.
+1. Transport threads call this module. An invalid payload becomes an event with an error, not an exception. The state
+   machine then refuses it and sends the reason to the learner.
+2. At most one payload per session and fragment is kept, until the state machine drops it. A payload is not kept again
+   if its fate is decided. Start values are kept only for the granted seed lease. A payload in parts or portions is
+   complete when all of them have arrived (`assembly.py`, `transport/portions.py`).
+3. An update that is sent in portions stays unchanged until all portions were sent, or until GIVING_S after the last
+   request. There is one such update per session.
 4. A reply names the learner's contribution that is part of the update, as of the version of the update.
 """
 
@@ -60,7 +61,7 @@ class _Given:
 
 
 def made_up(header: Json) -> Bulk:
-    """Return `num_bytes` zeros, with which a machine measures its link.
+    """Return `num_bytes` zeros, so that a machine can measure its link.
 
     Raises:
         CorruptMessageError: the header is invalid.
@@ -115,7 +116,7 @@ class Payloads:
             if not state.may_merge(session, ready):
                 return events.PayloadReceived(session, ready, _TOO_LATE), []
             if self._has(session, ready):
-                return None, []  # complete already
+                return None, []  # already complete
             missing, whole = self._assemblies.add(session, ready, bulk, numel=layout.padded_numel, config=config)
             if whole is None:
                 return None, missing
@@ -128,7 +129,7 @@ class Payloads:
             check_fragment(layout, payload, config.wire, config.block_size)
             Decoder(
                 payload, layout.padded_numel, config.wire, config.block_size
-            )  # raises for all that a merge would refuse
+            )  # raises an error for every payload that a merge would refuse
         except (ValueError, CorruptMessageError) as error:
             return events.PayloadReceived(session, ready, str(error)), []
         if not state.may_merge(session, ready):
@@ -206,7 +207,7 @@ class Payloads:
             session: the learner's session.
             header: {"fragment", "generation", "have"}; and {"mark", "span", "at"} for a portion, see `portions`.
             store: the anchors, if there are any.
-            is_known: whether the session has joined, so that an update may be kept until all of it was sent.
+            is_known: whether the session has joined; only then an update may be kept until all of it was sent.
             proof: returns the proof of a version, see `SyncerState.proof`.
 
         Raises:
@@ -245,7 +246,7 @@ class Payloads:
                 f"have={have!r:.40}, generation={generation!r:.40}; both must be integers or null"
             )
         update = store.update_for(p, have, generation=generation)
-        # Read after the update: a merge that is noted meanwhile has a higher version, and so is not part of it.
+        # Read after the update. A merge that is noted in between has a higher version, and is not part of the update.
         seq, version, kept = self._merged.get((session, p), (None, 0, 1.0))
         answer = {
             "kind": update.kind,
@@ -281,14 +282,14 @@ class Payloads:
         self._assemblies.drop(action.session, action.fragment, action.seq)
 
     def prune(self, state: SyncerState) -> None:
-        """Drop parts of contributions that cannot be merged any more, and updates that were not fetched further."""
+        """Drop parts of contributions that cannot be merged any more, and updates that no learner fetches any more."""
         self._assemblies.prune(state)
         for session, given in self._given.copy().items():
             if time.monotonic() - given.asked_s > GIVING_S:
                 self._given.pop(session, None)
 
     def seed(self, action: actions.StoreSeed) -> list[Tensor] | None:
-        """Return the start values of all fragments; None until all are here."""
+        """Return the start values of all fragments; None until all have arrived."""
         num_fragments = action.manifest["num_fragments"]
         assert isinstance(num_fragments, int)
         found = [self._seed.get((action.session, action.lease, p)) for p in range(num_fragments)]
@@ -300,12 +301,12 @@ class Payloads:
         self._seed.clear()
 
     def note_merged(self, commit: CommitRecord) -> None:
-        """Note the contributions in a commit, before it is installed and sent as an update."""
+        """Record the contributions in a commit, before it is installed and sent as an update."""
         for merge in commit.merges:
             self._merged[merge.session, commit.fragment] = (merge.ready.seq, commit.version, merge.kept)
 
     def remember_merged(self, roster: Roster) -> None:
-        """Restore the noted contributions after a restart, from the recorded fates."""
+        """Restore the merged contributions after a restart, from the recorded fates."""
         for member in roster.members.values():
             for p, (seq, fate, version, _, kept) in member.fates.items():
                 if fate == "merged" and version is not None:

@@ -1,9 +1,9 @@
 """The syncer process: a service behind a Flight server, from its start to the end of the run.
 
-1. Run id, token and certificate are made at the first start of a run directory and then kept, so that learners find
-   and trust a restarted syncer.
+1. The first start in a run directory creates run id, token and certificate. Later starts keep them, so that learners
+   find and trust a restarted syncer.
 2. A restarted syncer listens before it reads its disk, and reports its progress.
-3. A run directory that has lost files of a run that learners may know is refused, unless `reseed` is set.
+3. The syncer refuses a run directory that has lost files of a run that learners may know, unless `reseed` is set.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def serve(options: SyncerOptions) -> int:
-    """Serve a run until it is over, or until SIGTERM or SIGINT; returns the exit code."""
+    """Serve a run until it is over, or until SIGTERM or SIGINT; return the exit code."""
     keep_few_heaps()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     descriptors.allow_all()
@@ -53,7 +53,7 @@ def serve(options: SyncerOptions) -> int:
 
     is_known = (options.run_dir / "join").exists()
     try:
-        # Learners of a known run must hear at once that it is being restored; a new run has nothing to restore.
+        # In a known run, listen first, so that learners get the progress. A new run has nothing to restore.
         durable = SyncerStore(options.run_dir, locked=listen if is_known else lambda: None, tell=door.tell)
         service = SyncerService(options, run=address.run, durable=durable)
     except BaseException:
@@ -79,10 +79,10 @@ def serve(options: SyncerOptions) -> int:
 
 
 def _address_and_identity(options: SyncerOptions) -> tuple[JoinAddress, ServerIdentity]:
-    """Return run id, token and certificate of a run directory; makes them at its first start."""
+    """Return run id, token and certificate of a run directory; create them at its first start."""
     host, port = split_host_port(options.listen)
     join, redo_log = options.run_dir / "join", options.run_dir / "syncer" / "log"
-    # An empty log without a join string is left by a first start that was interrupted; no learner knows of that run.
+    # An interrupted first start leaves an empty log without a join string. No learner knows that run.
     has_records = any(segment.stat().st_size for segment in redo_log.glob("*.log"))
     is_incomplete = not redo_log.exists() if join.exists() else has_records
     if is_incomplete and not options.reseed:

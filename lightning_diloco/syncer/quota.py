@@ -1,9 +1,9 @@
-"""Limits on the events that wait for the syncer's loop, per session, so that a flood delays only its own sender.
+"""Limits on the events of each session that wait for the syncer's loop thread, so that a flood delays only its sender.
 
 1. A session of the run may have MAX_OWN events waiting, MAX_OWN_BYTES in total.
 2. A session that has not joined may have MAX_STRANGE events waiting, a few more than a join needs. All these sessions
-   together may have MAX_STRANGERS, because anybody can make up session ids.
-3. A call that exceeds a limit is refused as a whole, with an error that says to try again.
+   together may have MAX_STRANGERS events waiting, because any caller can make up session ids.
+3. If a call exceeds a limit, the syncer refuses the whole call. The error asks the caller to try again.
 
 Source: our choice; a learner of 4,096 fragments asks for up to 4,096 fates after a reconnect, in successive calls.
 """
@@ -91,7 +91,7 @@ class Quota:
             self._num_strange += 0 if is_member else num
 
     def free(self, place: Place) -> None:
-        """Free the place of an event that was taken."""
+        """Free the place of an event that no longer waits."""
         with self._lock:
             _subtract(self._events, place.session, 1)
             _subtract(self._bytes, place.session, place.num_bytes)

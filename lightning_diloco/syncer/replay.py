@@ -1,12 +1,13 @@
-"""Replay: computes a run again from its files and compares the result bit for bit.
+"""Replay: compute a run again from its files, and compare the result bit for bit.
 
-1. Level "outer steps": starting from the oldest snapshot, all outer steps in the log are computed again. The digests of
-   the anchors must equal those on the tape.
-2. Level "merges", if contributions were recorded from the start: all outer gradients are merged again from the received
-   bytes and must equal those in the log. The anchors must equal those of snapshot and log in master, published values,
-   momentum and chain.
-3. The ledger's merged ranges must be those of the commits, none twice, and its totals those of the summary.
-4. Replay changes no file, and refuses a run that is being served. A damaged byte in a replayed file is an error; so
+1. Level "outer steps": replay starts from the oldest snapshot and computes all outer steps in the log again. The
+   digests of the anchors must equal those on the tape.
+2. Level "merges", if contributions were recorded from the start: replay merges all outer gradients again from the
+   received bytes. They must equal those in the log. The anchors must equal those of snapshot and log in master,
+   published values, momentum and chain.
+3. The ledger's merged ranges must equal the ranges of the commits, and no range may occur twice. The ledger's totals
+   must equal those of the summary.
+4. Replay changes no file, and refuses a run that is being served. A damaged byte in a replayed file is an error, and so
    is a log that ends before the tape.
 
 Source: our choice; the paper (Sec. 5) uses an event tape for replay.
@@ -43,7 +44,7 @@ Level = Literal["merges", "outer steps"]
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What was computed again and found equal.
+    """Result of a replay that found no difference.
 
     Args:
         level: depth of the replay; see the module docstring.
@@ -65,7 +66,7 @@ class Replayed:
 
 
 def replay(run_dir: Path) -> Replayed:
-    """Compute a run again.
+    """Compute a run again and compare the result with its files.
 
     Args:
         run_dir: RUN_DIR of a run that is not being served.
@@ -79,7 +80,7 @@ def replay(run_dir: Path) -> Replayed:
 
 
 class _Replay:
-    """One pass over a run directory."""
+    """A single replay of a run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -126,7 +127,7 @@ class _Replay:
     # ------------------------------------------------------------------------------------------------ the outer steps
 
     def _read_tape(self) -> int:
-        """Collect the digests on the tape; returns its last lsn."""
+        """Collect the digests on the tape; return its last lsn."""
         path, last_lsn = self._run_dir / "tape" / "events.jsonl", 0
         for line in read_tape(path) if path.exists() else ():
             last_lsn = max(last_lsn, line["lsn"] or 0)
@@ -135,7 +136,7 @@ class _Replay:
         return last_lsn
 
     def _redo(self, snapshot_lsn: int, newest: Snapshot | None) -> int:
-        """Apply the log, as a restart does, and compare with the newest snapshot; returns the last lsn."""
+        """Apply the log, as a restart does, and compare with the newest snapshot; return the last lsn."""
         last_lsn = snapshot_lsn
         for record in log_records(self._run_dir / "syncer" / "log", snapshot_lsn + 1):
             last_lsn = max(last_lsn, record.lsn)
@@ -170,7 +171,7 @@ class _Replay:
     # ----------------------------------------------------------------------------------------------------- the merges
 
     def _merge_again(self, p: int, snapshot: Snapshot) -> int:
-        """Compute a fragment from its start values and the received bytes; returns the number of merges."""
+        """Compute a fragment from its start values and the received bytes; return the number of merges."""
         store = AnchorStore(self._plan, self._config)
         store.seed(p, read_seed(self._recorded / f"seed-{p:04d}.safetensors"))
         kept = cast("list[dict[str, int]]", snapshot.state["anchors"])[p]
@@ -211,7 +212,7 @@ class _Replay:
     # ----------------------------------------------------------------------------------------------------- the ledger
 
     def _check_ranges(self) -> None:
-        """The ledger's merged ranges are those of the commits, none twice."""
+        """Check that the ledger's merged ranges equal those of the commits, and that none occurs twice."""
         for member in self._state.roster.members.values():
             account = self._state.account(member)
             for p in range(self._plan.num_fragments):
@@ -225,7 +226,7 @@ class _Replay:
                     raise _differs(what, f"has {account.merged[p]}", f"{wanted} as in the commits")
 
     def _check_summary(self) -> bool:
-        """Compare with summary.json if it describes this state; returns whether it does."""
+        """Compare with summary.json if it describes this state; return whether it does."""
         path, join = self._run_dir / "summary.json", self._run_dir / "join"
         if not path.exists() or (join.exists() and join.stat().st_mtime_ns > path.stat().st_mtime_ns):
             return False
@@ -233,7 +234,7 @@ class _Replay:
         self._state.finish()
         totals = self._state.ledger.totals()
         found: Json = {"versions": list(self._versions), "tokens_merged": totals.merged}
-        if summary["status"] == "finished":  # otherwise learners may have reported more than the log has
+        if summary["status"] == "finished":  # otherwise learners may have reported more than the log holds
             found |= {"tokens_seen": totals.seen, "tokens_pending": totals.pending}
             found |= {"tokens_discarded": {cause: n for cause, n in totals.discarded.items() if n}}
             summary["tokens_discarded"] = {cause: n for cause, n in summary["tokens_discarded"].items() if n}

@@ -1,4 +1,4 @@
-"""Answers calls while a syncer reads its disk: refuses them and reports the progress."""
+"""Refuse calls and report the progress while a syncer reads its disk."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lightning_diloco.transport.base import Bulk, Handler, Json, Polled
 
 
 class RestoringHandler:
-    """Implements the transport's `Handler`: refuses calls until the service is ready, then forwards them."""
+    """A `Handler` that refuses calls until the service is ready, and then forwards them."""
 
     def __init__(self) -> None:
         self._service: Handler | None = None
         self._doing = "starting"
 
     def tell(self, doing: str) -> None:
-        """Set the progress that refused callers are told."""
+        """Set the progress, which the error of a refused call reports."""
         self._doing = doing
 
     def open(self, service: Handler) -> None:

@@ -1,9 +1,9 @@
-"""Decides when a run ends by itself.
+"""Decide when a run ends by itself.
 
 1. A syncer that expects N learners ends when N have finished and none is left. In a run that was stopped and then
    continued, learners that finished before the stop do not count.
 2. An embedded syncer ends when no learner is left, or when its starter died before any learner took part. While the
-   starter lives, lapsed learners count as present: a suspended laptop or script may continue later.
+   starter lives, lapsed learners count as present, because a suspended laptop or script may continue later.
 3. The last learner to leave evaluates the final anchor. The syncer waits while that learner polls, for at most
    EVALUATE_WAIT_S, or EVALUATE_WAITS times the longest validation of this run if that is longer. After a restart, the
    syncer gives the learner BACK_S to reconnect.
@@ -43,19 +43,19 @@ class RunEnd:
         self._counts_from_s = float("-inf")
 
     def reopened(self) -> None:
-        """Note that the run was stopped before, not killed (rule 1)."""
+        """Record that the run was stopped before, not killed (rule 1)."""
         self._counts_from_s = self._began_s
 
     def contacted(self) -> None:
-        """Note a call."""
+        """Record a call."""
         self._contact_s = time.monotonic()
 
     def polled(self, session: str) -> None:
-        """Note a poll of this session."""
+        """Record a poll of this session."""
         self._polled_s[session] = self._contact_s = time.monotonic()
 
     def stood_still(self) -> None:
-        """Treat the last polls as made now: while the process was suspended, no learner could call."""
+        """Treat the last polls as made now, because no learner could call while the process was suspended."""
         self._contact_s = time.monotonic()
         self._polled_s = dict.fromkeys(self._polled_s, self._contact_s)
 

@@ -1,18 +1,18 @@
-"""A consistent snapshot of a whole run, taken while it trains, and a run directory made from one.
+"""Take a consistent snapshot of a whole run while it trains, and make a run directory from a snapshot.
 
     DIR/syncer, DIR/tape, DIR/join     as in RUN_DIR
     DIR/checkpoints/<learner>/         one checkpoint of each learner
-    DIR/snapshot.json                  what it holds; written last
+    DIR/snapshot.json                  description of the snapshot; written last
 
-1. The syncer's snapshot and log are copied first; together they are a state of the run (the cut). Then a marker is sent
-   to the learners, and each answers with a checkpoint. So each checkpoint is newer than all contributions that are
-   merged in the cut, and no data of these is trained on again.
-2. Contributions that were on their way at the cut are in neither part, and pending in its ledger. In a run made from
-   the snapshot, each learner gets a new incarnation and adopts the anchors; what was pending is then booked as lapsed.
-   The ledger stays exact.
-3. The copy is opened and checked (checksums, ledger) before it is accepted.
-4. The copy has the run id, token and certificate of the run, so it is as secret as RUN_DIR, and readable by its owner
-   only. The run made from it gets its own port, so that both runs can be served at the same time.
+1. `take` first copies the syncer's snapshot and log. Together they are a state of the run (the cut). Then it leaves a
+   marker, and each learner that trains answers with a checkpoint. Each checkpoint is therefore newer than all
+   contributions that are merged in the cut, and no learner trains on the data of these contributions again.
+2. Contributions that were in transit at the cut are in neither part. The ledger of the cut counts them as pending. In a
+   run made from the snapshot, each learner gets a new incarnation and adopts the anchors, and the ledger books the
+   pending tokens as lapsed. The ledger stays exact.
+3. `take` opens and checks the copy (checksums, ledger) before it accepts it.
+4. The copy has the run id, token and certificate of the run. It is therefore as secret as RUN_DIR, and readable by its
+   owner only. The run made from it gets its own port, so that both runs can be served at the same time.
 
 Source: Chandy and Lamport, "Distributed Snapshots" (1985).
 """
@@ -47,7 +47,7 @@ _IDENTITY = "identity.pem"
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """What a snapshot holds.
+    """Description of a snapshot.
 
     Args:
         run: run id.
@@ -122,7 +122,7 @@ def begin_from(snapshot: Path, run_dir: Path) -> Json:
 
 
 def _cut(run_dir: Path, to: Path) -> RunSnapshot:
-    """Copy the syncer's files; tries again if they change during the copy."""
+    """Copy the syncer's files; try again if they change during the copy."""
     if not (run_dir / "join").exists():
         raise ConfigError(f"{run_dir} holds no run: it has no join file; name the directory of a run that was started")
     if not (run_dir / "syncer" / "snapshot").exists():
@@ -141,7 +141,7 @@ def _cut(run_dir: Path, to: Path) -> RunSnapshot:
 def _copy(run_dir: Path, to: Path) -> None:
     shutil.copytree(run_dir / "tape", to / "tape", dirs_exist_ok=True)
     shutil.copytree(run_dir / "syncer" / "snapshot", to / "syncer" / "snapshot")
-    # The log is copied after the snapshot: if it no longer reaches back to it, opening the copy fails.
+    # Copy the log after the snapshot. If the log no longer reaches back to the snapshot, opening the copy fails.
     shutil.copytree(run_dir / "syncer" / "log", to / "syncer" / "log")
     shutil.copy2(run_dir / "join", to / "join")
     if (run_dir / "syncer" / _IDENTITY).exists():
@@ -149,7 +149,7 @@ def _copy(run_dir: Path, to: Path) -> None:
 
 
 def _opened(to: Path) -> RunSnapshot:
-    """Open and check the copy as a syncer does; this removes an incomplete last record."""
+    """Open and check the copy as a syncer does. This removes an incomplete last record."""
     state, durable = SyncerState(run="any"), SyncerStore(to)
     try:
         if durable.restore(state, time.monotonic()) is None:
@@ -166,7 +166,7 @@ def _opened(to: Path) -> RunSnapshot:
 def _answers(
     store: CheckpointStore, marker: str, stepping: Callable[[], Iterable[str]], within_s: float
 ) -> list[Entry]:
-    """Collect a checkpoint of each learner: one with the marker of those that train, the newest of the others."""
+    """Collect one checkpoint of each learner: with the marker if the learner trains, otherwise the newest."""
     deadline_s, answers = time.monotonic() + within_s, dict[str, Entry]()
     while missing := sorted(set(stepping()) - answers.keys()):
         answers |= {name: entry for name in missing if (entry := _answer(store, name, marker)) is not None}

@@ -1,14 +1,15 @@
 """The syncer's service: connects state machine, anchors and disk with a transport.
 
-1. One loop thread drives the state machine. Transport threads only queue events, and read the state under a lock for
-   `status`. The machine uses the arrival time of an event (`inbox.py`). Actions are carried out in order: a message is
-   sent only after all records before it are on disk.
-2. One merge thread does the arithmetic (`merge_worker.py`). The loop thread installs and announces durable commits.
-3. Transport threads check payloads before the state machine hears of them.
-4. If the disk fails to write a record, later actions wait until a retry succeeds; learners keep training. A call is
-   refused while more than MAX_WAITING events wait, or more of one session than `quota.py` allows. So a flood or a long
-   disk failure needs bounded memory.
-5. A snapshot is taken between two actions, while no commit is being written.
+1. The loop thread drives the state machine. Transport threads only queue events, and read the state under a lock for
+   `status`. The state machine uses the arrival time of an event (`inbox.py`). The loop thread carries out actions in
+   order: it sends a message only after all records before it are on disk.
+2. The merge thread computes merges and outer steps (`merge_worker.py`). The loop thread installs and announces durable
+   commits.
+3. Transport threads check a payload before they queue its event for the state machine.
+4. If the disk fails to write a record, later actions wait until a retry succeeds. Learners keep training. The syncer
+   refuses a call while more than MAX_WAITING events wait, or more events of one session than `quota.py` allows. A flood
+   or a long disk failure therefore needs bounded memory.
+5. The loop thread starts a snapshot between two actions, while no commit is being written.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SyncerOptions:
         run_dir: RUN_DIR.
         listen: host:port; port 0 for any free port.
         expect: number of learners that the first step waits for; the run ends when as many have finished.
-        embedded_by: process id of the learner that started this syncer, which then ends with the last learner.
+        embedded_by: process id of the learner that started this syncer; the syncer then ends with the last learner.
         run_options: explicit `RunConfig` options.
         reseed: open an incomplete run directory although learners may know the run.
         record_contributions: also keep the received bytes, for replay.
@@ -134,7 +135,7 @@ class SyncerService:
         self._clock_thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the run has ended or the syncer has failed; returns False after timeout_s."""
+        """Wait until the run has ended or the syncer has failed; return False after timeout_s."""
         return self._ended.wait(timeout_s)
 
     def stop(self) -> Json:
@@ -156,7 +157,7 @@ class SyncerService:
         self.state.finish()
         status = "finished" if is_finished else "interrupted"
         summary = self._board.summary(status)
-        if self.error is None:  # after an error, it will be restarted
+        if self.error is None:  # after an error, the run continues when the syncer is restarted
             self._durable.note(CLOSED)
         try:
             write_whole(self._options.run_dir / "summary.json", _json(summary))
@@ -173,7 +174,7 @@ class SyncerService:
             self._durable.rest(saved, self.state.manifest, self._store, keeps_log=not is_own)
 
     def _guarded(self, run_thread: Any) -> None:
-        """Run a thread; if it fails, the whole process ends with its error."""
+        """Run the function of a thread. If it raises an error, the process ends with this error."""
         try:
             run_thread()
         except BaseException as error:
@@ -184,7 +185,7 @@ class SyncerService:
     # -------------------------------------------------------------------------------------------- called by transport
 
     def on_send(self, session: str, messages_: Sequence[Json]) -> Json:
-        """Queue control messages for the state machine; returns the news."""
+        """Queue control messages for the state machine; return the news."""
         self._check_open(_checked(session), len(messages_))
         with self._places(session, messages_) as places:
             decoded = [messages.decode(message, messages.FromLearner) for message in messages_]
@@ -196,7 +197,7 @@ class SyncerService:
     def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         """Return the messages that wait for a session."""
         self._ending.contacted()
-        if self._is_member(_checked(session)):  # ignore made-up sessions
+        if self._is_member(_checked(session)):  # ignore unknown session ids
             self._ending.polled(session)
         polled = self._outbox.poll(session, cursor, wait_s)
         if not polled.messages and self._is_stopping:
@@ -204,12 +205,12 @@ class SyncerService:
         return polled
 
     def on_put(self, bulk: Bulk) -> Json:
-        """Take a contribution, or a part of the seed; or drop bytes that measure a link."""
+        """Accept a contribution or a part of the seed; discard bytes that only measure a link."""
         session = self._enter(bulk.header)
         if bulk.header.get("what") == "probe":
             return {"missing": []}
         if bulk.header.get("what") == "seed":
-            if self._store is not None:  # the run has its start values already
+            if self._store is not None:  # the run already has its start values
                 return {"missing": []}
             return {"missing": self._desk.take_seed(session, bulk, self.state.seed_grant)}
         with self._places(session, [bulk.header]) as (place,):
@@ -221,7 +222,7 @@ class SyncerService:
         return {"missing": missing}
 
     def on_get(self, header: Json) -> Bulk:
-        """Return the update that a learner needs, or a portion of it; or bytes that measure a link."""
+        """Return the update that a learner needs, a portion of it, or bytes that measure a link."""
         session = self._enter(header)
         if header.get("what") == "probe":
             return made_up(header)
@@ -229,7 +230,7 @@ class SyncerService:
         return self._desk.give(session, header, self._store, is_known=is_known, proof=self.state.proof)
 
     def on_status(self) -> Json:
-        """Return the status of the run, and what `diloco doctor` compares."""
+        """Return the status of the run, with the protocol version and clock that `diloco doctor` compares."""
         return {**self._board.status(), "protocol": PROTOCOL_VERSION, "clock_s": time.time()}
 
     def _enter(self, header: Json) -> str:
@@ -246,7 +247,7 @@ class SyncerService:
 
     def _check_open(self, session: str, num_events: int = 1) -> None:
         if self._is_member(session):
-            self._inbox.heard(session)  # it is alive, even if the call is refused
+            self._inbox.heard(session)  # the session is alive, even if the call is refused
         if self._is_stopping:
             raise _stopping()
         if (waiting := num_events + self._inbox.num_waiting + len(self._todo)) > MAX_WAITING:
@@ -311,7 +312,7 @@ class SyncerService:
             self._snapshot_if_quiet()
 
     def _comes_again(self, action: actions.SyncerAction) -> bool:
-        """Whether an action can be dropped while the disk fails, because it will be repeated."""
+        """Return whether an action can be dropped while the disk fails, because it will be repeated."""
         match action:
             case actions.Send():
                 return isinstance(action.message, (messages.Announce, messages.RunIs)) or action in self._todo
@@ -327,13 +328,13 @@ class SyncerService:
                 if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
                     self._store.regenerate(self.state.rounds.generation)
             case actions.Send():
-                if self._said is None or self._said[0] is not action.message:  # a commit is sent to all learners
+                if self._said is None or self._said[0] is not action.message:  # encode a message to all learners once
                     self._said = action.message, messages.encode(action.message)
                 self._outbox.put(action.session, self._said[1])
             case actions.Merge():
                 self._jobs.put(MergeJob(action, self._desk.payloads(action)))
             case actions.Apply():
-                self._held_back.append(action)  # until it is decided whether a snapshot comes first
+                self._held_back.append(action)  # `_snapshot_if_quiet` may start a snapshot first
             case actions.DropPayload():
                 self._desk.drop(action)
             case actions.StoreSeed():
@@ -376,11 +377,11 @@ class SyncerService:
     # --------------------------------------------------------------------------------------------------------- start
 
     def _store_seed(self, now_s: float) -> None:
-        """Make the start values the anchors at version 0, if all of them are here."""
+        """Make the start values the anchors at version 0, if all of them have arrived."""
         if self._seed is None or self._todo or time.monotonic() < self._retry_s:
             return
         if self.state.seed_grant != (self._seed.session, self._seed.lease):
-            self._seed = None  # the seed lease has passed to another learner meanwhile
+            self._seed = None  # another learner has the seed lease now
             return
         action, values = self._seed, self._desk.seed(self._seed)
         if values is None:

@@ -1,10 +1,10 @@
 """The syncer's state on disk: redo log, snapshots and tape of a run directory, and how to restore them.
 
-1. A record is durable when `sync` has returned; only then tensors are installed and messages are sent.
+1. A record is durable when `sync` has returned. Only then the syncer installs tensors and sends messages.
 2. `restore` loads a snapshot and applies the log to it. It applies the records that the live machine wrote, so anchors,
    momentum, versions and ledger are restored bit for bit.
 3. A snapshot is due when the log has grown as large as the state, so log and snapshot stay under three times that size.
-   A clean stop writes a snapshot too, and keeps the one that the log starts from.
+   A clean stop also writes a snapshot, and keeps the snapshot that the log starts from.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SyncerStore:
         self._writing: threading.Thread | None = None
         self._snapshot_again_s = 0.0
         self._tape_failed = False
-        # A failed fsync undoes all writes since the last one that succeeded, so only one record is written at a time.
+        # A failed fsync undoes all writes since the last successful fsync, so only one record is written at a time.
         self._one_record = threading.Lock()
 
     def restore(self, state: SyncerState, now_s: float) -> AnchorStore | None:
@@ -118,13 +118,13 @@ class SyncerStore:
         self.tape.truncate_after(self.log.last_lsn)
         self.past = recall(state.roster, self._completed_tape(in_log), now_s=now_s, unix_s=unix_s)
         if state.manifest is None or store is None:
-            return None  # a seed without a record is stored again
+            return None  # start values without a log record are stored again
         state.set_digests(store.digests())
         state.resume(now_s)
         return store
 
     def _completed_tape(self, in_log: Sequence[Json]) -> Iterator[Json]:
-        """Yield the lines of the tape, and append joins and leaves that only the log has. Reads the tape once."""
+        """Yield the lines of the tape, and append joins and leaves that are only in the log. Reads the tape once."""
         on_tape: list[Json] = []
         for line in read_tape(self.tape.path):
             if line["event"] in ("join", "leave"):
@@ -136,7 +136,7 @@ class SyncerStore:
                 yield {**told, "t": time.time()}
 
     def write(self, record: Json, payload: Buffer = b"") -> None:
-        """Append a record and make it durable; if it raises `StorageError`, the log is unchanged."""
+        """Append a record and make it durable. If this raises `StorageError`, the log is unchanged."""
         with self._one_record:
             self.log.append(record, payload)
             self.log.sync()
@@ -221,7 +221,7 @@ class SyncerStore:
             log.warning("the last snapshot was not written, the next start replays the log: %s", error)
 
     def close(self) -> None:
-        """Wait for a snapshot that is being written, and close all files; raises `StorageError`."""
+        """Wait for a snapshot that is being written, and close all files. Raises `StorageError`."""
         if self._writing is not None:
             self._writing.join()
         try:
@@ -231,7 +231,7 @@ class SyncerStore:
 
 
 def _told_of(change: records.LogRecord, state: SyncerState) -> list[Json]:
-    """Return the tape lines of a record that statistics of the whole run need; `state` has the record applied."""
+    """Return the tape lines of a record for the statistics of the run; `state` already includes the record."""
     match change:
         case records.Activated():
             member = state.roster[change.session]

@@ -28,7 +28,7 @@ _PERIOD_S = 1.0
 
 @contextmanager
 def tracked(run_dir: Path, project: str) -> Iterator[None]:
-    """Context that logs the run of this directory while the block serves it."""
+    """Return a context that logs the run in this directory while the block serves it."""
     join, tape = run_dir / "join", run_dir / "tape" / "events.jsonl"
     began, over = time.time(), threading.Event()
 
@@ -126,7 +126,7 @@ _ROWS = {PROGRESS: _progress, "commit": _commit, "outer": _outer, "evaluated": _
 
 
 def _new_lines(tape: Path, position: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the whole lines after a position, and the next position; a truncated tape is read from its new end."""
+    """Return the whole lines after a position, and the next position. A truncated tape is read from its new end on."""
     if not tape.exists() or tape.stat().st_size < position:
         return [], tape.stat().st_size if tape.exists() else 0
     with tape.open("rb") as file:

@@ -2,8 +2,8 @@
 
     diloco://host:port/run#token,sha256
 
-1. The join string is a secret: it is all that is needed to join. It is written to files of mode 0600 and never logged.
-2. `str`, `repr` and `redacted()` hide the token; only `join_string()` shows it. No error message contains it.
+1. The join string is a secret, because it is sufficient to join. It is written to files of mode 0600 and never logged.
+2. `str`, `repr` and `redacted()` hide the token. Only `join_string()` shows it. No error message contains it.
 3. An address without the certificate's SHA-256 needs the user's own public key infrastructure.
 """
 
@@ -29,7 +29,7 @@ _HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 
 @dataclass(frozen=True, slots=True)
 class JoinAddress:
-    """All that a learner needs to join a run.
+    """The address and secrets that a learner needs to join a run.
 
     Args:
         host: name or IP address; IPv6 without brackets.
@@ -77,7 +77,8 @@ class JoinAddress:
         """Parse a join string.
 
         Raises:
-            ConfigError: it is not of the form `diloco://host:port/run#token,sha256`; the message never has the token.
+            ConfigError: the text does not have the form `diloco://host:port/run#token,sha256`; the message never
+                contains the token.
         """
         shown = text.strip().partition("#")[0]
         try:

@@ -1,12 +1,13 @@
 """The interface of transports.
 
-A transport sends JSON objects (control) and byte payloads with a JSON header (bulk). It knows nothing of rounds or
-tensors. Only learners open connections, so the syncer's messages wait in an outbox until the learner polls.
+A transport sends JSON objects (control) and byte payloads with a JSON header (bulk). It does not
+interpret rounds or tensors. Only learners open connections, so the syncer's messages wait in an outbox until the
+learner polls.
 
 1. Control and bulk use separate connections, so bulk never delays a heartbeat.
 2. Each call has a deadline, and each connection uses keepalive. A call either returns or raises `TransportError`
    (`AuthError` for a wrong token or certificate). A transport does not retry.
-3. Length and checksum of a payload are checked before a handler gets it.
+3. The receiver checks length and checksum of a payload before it uses the payload.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class Connection(Protocol):
     """A learner's connection to its syncer."""
 
     def send(self, session: str, messages: Sequence[Json]) -> Json:
-        """Deliver control messages, all or none; returns the syncer's acknowledgement."""
+        """Deliver all control messages or none; return the syncer's acknowledgement."""
 
     def poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         """Wait up to wait_s for messages to this session after cursor."""
 
     def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
-        """Upload a payload; returns the syncer's answer."""
+        """Upload a payload; return the syncer's answer."""
 
     def get(self, header: Json, *, deadline_s: float) -> Bulk:
         """Download the payload that the header asks for."""
@@ -67,7 +68,7 @@ class Connection(Protocol):
 
 
 class Handler(Protocol):
-    """The syncer's side; its methods are called from several transport threads at once."""
+    """The syncer's side. Several transport threads call its methods at the same time."""
 
     def on_send(self, session: str, messages: Sequence[Json]) -> Json: ...
 

@@ -1,12 +1,14 @@
-"""Ends connections to a server that make no call, and uploads that stop.
+"""End connections to a server that make no call, and uploads that stop.
 
-1. A connection is unknown until a call arrives on it, which needs the token. An unknown connection is ended after
-   HANDSHAKE_S. At most MAX_STRANGERS may be open; a further one ends the oldest.
-2. An upload without data for SILENT_S is ended with its connection, because memory is reserved for it (`frames`).
-3. `many_ended` is called when many connections have ended. A syncer then returns their memory to the system; otherwise
-   a crowd of strangers would leave the process larger.
-4. pyarrow does not offer the limits of gRPC's server, so this looks at the sockets of the process at the server's port.
-   It shuts them down but never closes them, because gRPC owns them.
+1. A connection is unknown until a call arrives on it. A call needs the token. The doorkeeper ends an unknown connection
+   after HANDSHAKE_S seconds. At most MAX_STRANGERS unknown connections may be open. If there are more, the doorkeeper
+   ends the oldest.
+2. If an upload receives no data for SILENT_S seconds, the doorkeeper ends its connection, because the server has
+   reserved memory for it (rule 2 of `flight_server`).
+3. The doorkeeper calls `many_ended` when MANY connections have ended. The syncer then returns their memory to the
+   system. Otherwise the process would stay large after many unknown connections.
+4. pyarrow does not offer the connection limits of gRPC's server. The doorkeeper therefore inspects the sockets of the
+   process at the server's port. It shuts sockets down but never closes them, because gRPC owns them.
 
 Source: our choice.
 """
@@ -42,7 +44,7 @@ class Doorkeeper:
             MAX_STRANGERS.
         handshake_s: seconds that a connection may stay without a call.
         silent_s: seconds that an upload may stay without data.
-        many_ended: called in the own thread when MANY connections have ended.
+        many_ended: called in the doorkeeper's thread when MANY connections have ended.
     """
 
     def __init__(
@@ -58,15 +60,15 @@ class Doorkeeper:
         self._silent_s = silent_s
         self._many_ended = many_ended
         self._known: set[Peer] = set()
-        self._since_s: dict[Peer, float] = {}  # of unknown connections, the oldest first
-        self._num_open = 0  # at most, since `many_ended` was called
+        self._since_s: dict[Peer, float] = {}  # first time each unknown connection was seen, oldest first
+        self._num_open = 0  # maximum since the last call of `many_ended`
         self._uploads: dict[object, tuple[Peer, float]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, port: int) -> None:
-        """Start to watch."""
+        """Start the thread that watches the connections to `port`."""
         self._thread = threading.Thread(target=self._watch, args=(port,), name="flight-doorkeeper", daemon=True)
         self._thread.start()
 
@@ -77,7 +79,7 @@ class Doorkeeper:
             self._thread.join()
 
     def called(self, peer: str) -> None:
-        """Note a call on a connection, which is known from now on.
+        """Mark a connection as known, because a call arrived on it.
 
         Args:
             peer: peer as written by gRPC, `ipv4:127.0.0.1:41000` or `ipv6:%5B::1%5D:41000`.
@@ -136,7 +138,7 @@ def _connections(port: int) -> Iterator[tuple[Peer, int]]:
     """Yield peer and descriptor of each connection to a port of this process."""
     try:
         numbers = [int(name) for name in os.listdir("/dev/fd")]
-    except OSError:  # no free descriptor to open it with
+    except OSError:  # no free descriptor to open /dev/fd
         numbers = list(range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MAX_SCANNED)))
     for number in numbers:
         peer = _peer_of(number, port)
@@ -165,7 +167,7 @@ def _peer_of(number: int, port: int) -> Peer | None:
             return None
         try:
             return _far_end(line) if line.getsockname()[1] == port else None
-        except OSError:  # a listening socket, or closed meanwhile
+        except OSError:  # a listening socket, or closed in the meantime
             return None
 
 

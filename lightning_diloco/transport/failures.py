@@ -1,8 +1,8 @@
-"""Errors of a handler as the caller sees them, the same for all transports.
+"""Convert the errors of a handler for the caller, in the same way for all transports.
 
 1. A `DiLoCoError` raised by a handler arrives at the caller as the same class with the same text.
-2. Any other exception is a bug in the syncer. It is reported there, and the caller gets a `TransportError` with its
-   type. Text and traceback are not sent, because they may contain paths.
+2. Any other exception is a bug in the syncer. The syncer reports it, and the caller gets a `TransportError` that names
+   its type. The syncer does not send text and traceback, because they may contain paths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_diloco.transport.base import Json
 
 OnError = Callable[[Exception], None]
 
-# The text becomes part of the trailing metadata of a gRPC call, which may be dropped above 8 KiB.
+# The text becomes part of the trailing metadata of a gRPC call. gRPC may drop metadata above 8 KiB.
 _MAX_TEXT_BYTES = 1500
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def log_error(error: Exception) -> None:
 
 @contextmanager
 def handling(on_error: OnError) -> Iterator[None]:
-    """Apply rule 2 to the block, which calls a handler."""
+    """Apply rule 2 to a block that calls a handler."""
     try:
         yield
     except DiLoCoError:

@@ -1,7 +1,8 @@
-"""Simulates a bad network: a TCP proxy that delays, throttles, cuts, freezes and counts.
+"""Simulate a bad network with a TCP proxy that delays, throttles, cuts, freezes and counts traffic.
 
-1. It does not interpret the data, so it works in front of TLS. Its byte counters show what a network card would see.
-2. All settings can be changed while connections are open. When a method returns, it has taken effect.
+1. The proxy does not interpret the data, so it works in front of TLS. Its byte counters count the same bytes as a
+   network card.
+2. All settings can change while connections are open. A method returns after its change has taken effect.
 3. Rate and delay apply to each direction separately. All connections share the rate.
 """
 
@@ -64,7 +65,7 @@ class FaultProxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._server: asyncio.Server | None = None
-        self._flowing = _flowing()  # of new connections; open ones keep their own event
+        self._flowing = _flowing()  # of new connections; an open connection keeps its event
         self._held = asyncio.Event()
         self._links: set[asyncio.Task[None]] = set()
         self._free_at_s = {"up": 0.0, "down": 0.0}
@@ -75,7 +76,7 @@ class FaultProxy:
         return join_host_port(self._host, self._port)
 
     def start(self) -> FaultProxy:
-        """Start to listen; returns self."""
+        """Start to listen; return self."""
         self._thread.start()
         self._run(self._listen)
         return self
@@ -98,7 +99,7 @@ class FaultProxy:
         self._run(self._set_flowing, False)
 
     def hold(self) -> None:
-        """Freeze the open connections, but not new ones; after `heal`, old data arrives after newer data."""
+        """Freeze the open connections, but not new connections. After `heal`, old data arrives after newer data."""
         self._run(self._hold)
 
     def heal(self) -> None:
@@ -151,7 +152,7 @@ class FaultProxy:
             self._flowing.clear()
 
     def _hold(self) -> None:
-        """Hold the open connections; those of an earlier hold continue, for simplicity."""
+        """Hold the open connections; connections of an earlier hold continue, for simplicity."""
         self._held.set()
         self._held, self._flowing = self._flowing, _flowing()
         self._held.clear()
@@ -165,7 +166,7 @@ class FaultProxy:
         flowing = self._flowing
         writers = [back]
         steps: list[asyncio.Task[None]] = []
-        # A reset, a close on either side and cut() all end here; asyncio must not report them as errors.
+        # A reset, a close by either side and cut() end the connection here. asyncio must not report them as errors.
         with contextlib.suppress(OSError, asyncio.CancelledError):
             try:
                 if self._server is None:
@@ -205,7 +206,7 @@ class FaultProxy:
     async def _arrive(
         self, way: str, in_flight: _InFlight, writer: asyncio.StreamWriter, flowing: asyncio.Event
     ) -> None:
-        """Send the chunks whose delay is over."""
+        """Send each chunk after its delay."""
         while True:
             due_s, data = await in_flight.get()
             await asyncio.sleep(due_s - self._loop.time())
@@ -222,7 +223,7 @@ class FaultProxy:
             await writer.drain()
 
     async def _transmit(self, way: str, num_bytes: int) -> None:
-        """Wait until the link has sent all earlier bytes and these."""
+        """Wait until the link has sent all earlier bytes and these `num_bytes`."""
         if self.rate_bps is None:
             return
         now_s = self._loop.time()

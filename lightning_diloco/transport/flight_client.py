@@ -1,13 +1,14 @@
 """The Arrow Flight client; see `flight`.
 
 1. The constructor does not connect. The first call connects, and so does the first call after a failure.
-2. Each call has a TCP connection of its own while it lasts. It is then kept for other calls, for up to IDLE_S. So bulk
-   delays nothing else, and bulk calls that run at the same time use several connections.
-3. If a call finds no server, its connection is dropped; otherwise gRPC would fail calls for seconds before it connects
-   again. If a call misses its deadline, the path may be dead, and all connections that are not in use are dropped as
-   well; otherwise gRPC would keep them for a minute.
-4. A client is released after its last use and never closed: closing one that another thread uses crashes the process.
-5. `AuthError` (token, certificate) needs the user; `TransportError` may go away by itself.
+2. Each running call has its own TCP connection. After the call, the client keeps the connection for other calls, for up
+   to IDLE_S seconds. Bulk therefore does not delay other calls, and concurrent bulk calls use several connections.
+3. If a call finds no server, the client drops its connection. Otherwise gRPC would fail calls for seconds before it
+   connects again. If a call misses its deadline, the path may be dead, and the client also drops all idle connections.
+   Otherwise gRPC would keep them for a minute.
+4. A Flight client is released after its last use and never closed, because closing a client that another thread uses
+   crashes the process.
+5. `AuthError` (token, certificate) needs action by the user. `TransportError` may be temporary.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class FlightConnection:
 
     Args:
         address: address of the run; if it has a fingerprint, only that certificate is trusted.
-        identity: identity in the user's own public key infrastructure; the address gives what it leaves out.
+        identity: identity in the user's own public key infrastructure; missing fields follow from the address.
         control_deadline_s: deadline of send and status, and of poll beyond its wait.
         keepalive_s: silence after which the connection is probed, and the time limit for the answer.
         max_payload_bytes: limit of the payload of one call.
@@ -82,7 +83,7 @@ class FlightConnection:
         self._keepalive_s = keepalive_s
         self._max_payload_bytes = max_payload_bytes
         self._headers = [(b"authorization", f"Bearer {address.token}".encode())]
-        self._idle: list[tuple[flight.FlightClient, float]] = []  # with the time of their last use, which rises
+        self._idle: list[tuple[flight.FlightClient, float]] = []  # (client, time of its last use), oldest first
         self._pinned: bytes | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -102,7 +103,7 @@ class FlightConnection:
         descriptor = flight.FlightDescriptor.for_command(Envelope.of(bulk).encode())
         with self._call("put", deadline_s) as (client, options):
             writer, answers = client.do_put(descriptor, SCHEMA, options)
-            # Only close() raises the syncer's own error; a failed write only says that the stream broke.
+            # Only close() raises the syncer's own error. A failed write raises an error about the broken stream.
             with writer:
                 for part in to_slices(bulk.payload):
                     writer.write_with_metadata(EMPTY, part)
@@ -126,7 +127,7 @@ class FlightConnection:
                 raise
 
     def close(self) -> None:
-        """Refuse further calls; running ones end at their deadlines."""
+        """Refuse further calls; running calls end at their deadlines."""
         with self._lock:
             self._closed = True
             self._idle.clear()
@@ -158,7 +159,7 @@ class FlightConnection:
             raise translated from (error if isinstance(translated, TransportError) else None)
 
     def _client(self, timeout_s: float) -> flight.FlightClient:
-        """Return a connection that nobody uses."""
+        """Return an idle connection, or a new connection if none is idle."""
         with self._lock:
             fresh_s = time.monotonic() - IDLE_S
             self._idle = [(client, used_s) for client, used_s in self._idle if used_s >= fresh_s]
@@ -182,7 +183,7 @@ class FlightConnection:
             ("grpc.keepalive_time_ms", keepalive_ms),
             ("grpc.keepalive_timeout_ms", keepalive_ms),
             ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),  # time limit of one attempt
-            ("grpc.use_local_subchannel_pool", 1),  # otherwise a new client inherits the backoff of the last one
+            ("grpc.use_local_subchannel_pool", 1),  # otherwise a new client inherits the backoff of the last client
         ]
         roots, name = self._identity.server_ca, None
         if self._address.fingerprint is not None:

@@ -1,10 +1,11 @@
 """The Arrow Flight server; see `flight`.
 
-1. The TLS handshake needs a certificate made from the token (`token_identity`), or one of the user's own authority. So
-   no byte of a call without it is read. The middleware then compares the token in constant time. Connections that make
-   no call are limited in number and time (`doorkeeper`).
-2. Memory for a payload is reserved before it is received, from a fixed total. An upload that does not fit waits.
-3. A waiting call checks every `_SLICE_S` whether its caller is gone or the server stops.
+1. The TLS handshake requires a client certificate made from the token (`token_identity`), or a certificate signed by
+   the user's own authority. Without it, the server reads no byte of a call. The middleware then compares the token in
+   constant time. `doorkeeper` limits the number and the duration of connections that make no call.
+2. The server reserves memory for a payload, from a fixed total, before it receives the payload. An upload that does not
+   fit waits.
+3. A waiting call checks every `_SLICE_S` seconds whether its caller has disconnected or the server stops.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class FlightServer:
         token: token that all callers must send.
         tls: certificate of the server; None makes a new one.
         max_payload_bytes: limit of the payload of one call.
-        max_inflight_bytes: limit of all uploads being received or handled; None: sixteen times max_payload_bytes.
+        max_inflight_bytes: limit of all uploads being received or handled; None: 16 * max_payload_bytes.
         on_error: called with exceptions of the handler that are not a `DiLoCoError`.
-        doorkeeper: makes the `Doorkeeper` that ends connections without calls.
+        doorkeeper: returns the `Doorkeeper` that ends connections without calls.
 
     Raises:
         ConfigError: `listen` is not an address.
@@ -123,7 +124,7 @@ class FlightServer:
         self._service.doorkeeper.start(self._port)
 
     def stop(self) -> None:
-        """Refuse new calls, end waiting ones, and let running ones finish for up to 2 s; idempotent."""
+        """Refuse new calls, end waiting calls, and let running calls finish for up to 2 s; idempotent."""
         service, self._service = self._service, None
         if service is not None:
             service.stopping.set()
@@ -151,7 +152,7 @@ class _Memory:
 
     @contextmanager
     def hold(self, num_bytes: int, check: Callable[[], None]) -> Iterator[None]:
-        """Reserve memory for the block; while it waits, it calls `check` periodically, which may raise."""
+        """Reserve memory during the block. While it waits for memory, it calls `check`, which may raise an error."""
         with self._freed:
             while self._free_bytes < num_bytes:
                 check()
@@ -279,19 +280,19 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
-        """Convert errors to the form of `failures.to_json`; Arrow would send others with their tracebacks."""
+        """Convert errors to the form of `failures.to_json`, because Arrow would send their tracebacks."""
         try:
             yield
         except flight.FlightError:
             raise
-        except pa.ArrowException as error:  # the caller is gone, or its stream is invalid
+        except pa.ArrowException as error:  # the caller disconnected, or its stream is invalid
             raise flight.FlightServerError(f"the stream broke ({type(error).__name__})") from error
         except Exception as error:
             told = error if isinstance(error, DiLoCoError) else internal_error(error, self._on_error)
             raise flight.FlightServerError(type(told).__name__, extra_info=dumps(to_json(told))) from error
 
     def _check(self, context: flight.ServerCallContext) -> None:
-        """Raise if the caller is gone or the server stops (rule 3)."""
+        """Raise an error if the caller has disconnected or the server stops (rule 3)."""
         if context.is_cancelled():
             raise TransportError("the caller is gone; nothing of the call was used")
         if self.stopping.is_set():

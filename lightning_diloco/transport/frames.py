@@ -1,11 +1,11 @@
-"""Converts a JSON header and a payload to an Arrow stream, and back.
+"""Convert a JSON header and a payload to an Arrow stream, and back.
 
-1. The envelope comes first, with header, length and checksum. A length above the limit is refused before memory is
-   allocated.
+1. The envelope comes first, with header, length and checksum. The receiver refuses a length above the limit before it
+   allocates memory.
 2. The payload follows in slices of 2 MiB, as application metadata of empty batches (1 to 4 MiB measured best; larger
-   slices are 2-3 times slower). The receiver copies them into one buffer. A stream with columns is refused before its
-   batches are read, because Arrow would decompress them first (32 KiB may become 1 GiB).
-3. The checksum is CRC-32, which finds accidental errors; TLS protects against attackers. CRC-32 measured 6.9 GB/s,
+   slices are 2-3 times slower). The receiver copies them into one buffer. It refuses a stream with columns before it
+   reads the batches, because Arrow would decompress them first (32 KiB may become 1 GiB).
+3. The checksum is CRC-32, which finds accidental errors. TLS protects against attackers. CRC-32 measured 6.9 GB/s,
    BLAKE2b 1.1 GB/s. Checksum and copies run without the GIL.
 """
 
@@ -24,10 +24,10 @@ from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.transport.base import Bulk, Json
 
 SLICE_BYTES = 2 << 20
-MAX_PAYLOAD_BYTES = 256 << 20  # in one call; longer payloads take several
-MAX_PROBE_BYTES = 32 << 20  # that a syncer makes up to measure a link
+MAX_PAYLOAD_BYTES = 256 << 20  # in one call; longer payloads take several calls
+MAX_PROBE_BYTES = 32 << 20  # of zeros that a syncer sends, to measure a link
 MAX_JSON_BYTES = 8 << 20
-MAX_HEADER_BYTES = 1 << 20  # of bulk; mostly the data leases of a contribution
+MAX_HEADER_BYTES = 1 << 20  # of a bulk call; mostly the data leases of a contribution
 MAX_DEPTH = 32
 SCHEMA = pa.schema([])
 EMPTY = pa.RecordBatch.from_arrays([], schema=SCHEMA)
@@ -36,7 +36,7 @@ _AGAIN = "nothing of it was used; send it again"
 
 
 def dumps(value: Json) -> bytes:
-    """Encode strict JSON; raises TypeError or ValueError for other values (NaN, which msgspec writes as null)."""
+    """Encode strict JSON; raise TypeError or ValueError for other values, such as NaN (msgspec would write null)."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
 
@@ -44,8 +44,8 @@ def loads(raw: bytes, max_bytes: int = MAX_JSON_BYTES) -> Json:
     """Decode a JSON object.
 
     Raises:
-        CorruptMessageError: it is not a JSON object; or it is larger than max_bytes, because parsed JSON takes several
-            times its size; or deeper than MAX_DEPTH, because recursion would run out of stack.
+        CorruptMessageError: the text is not a JSON object, is larger than max_bytes (parsed JSON takes several times
+            its size), or is deeper than MAX_DEPTH (recursion would overflow the stack).
     """
     if len(raw) > max_bytes:
         raise CorruptMessageError(f"{len(raw)} bytes of JSON; at most {max_bytes} are read; {_AGAIN}")

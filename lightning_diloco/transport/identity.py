@@ -1,8 +1,9 @@
 """TLS identities of syncer and learners.
 
 1. By default the syncer makes its own certificate and keeps it over restarts. Its SHA-256 is part of the join string.
-2. A learner trusts only this certificate (`introduction`), and presents one made from the token (`token_identity`).
-3. Users with their own public key infrastructure give files instead; both sides can then be verified.
+2. A learner trusts only this certificate (`introduction`). It presents a certificate made from the token
+   (`token_identity`).
+3. Users with their own public key infrastructure give files instead. Each side can then verify the other.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class ServerIdentity:
     Args:
         certificate: PEM.
         key: PEM, not encrypted.
-        client_ca: authority that learners' certificates must be signed by, PEM; None: the one made from the token.
+        client_ca: authority that must have signed the learners' certificates, PEM; None: the authority made from the
+            token.
     """
 
     certificate: bytes
@@ -73,7 +75,7 @@ class ServerIdentity:
 
     @classmethod
     def load_or_create(cls, directory: str | os.PathLike[str]) -> ServerIdentity:
-        """Load the identity of a directory; if it has none, make one, in a file of mode 0600."""
+        """Load the identity of a directory. If there is none, make a new identity, in a file of mode 0600."""
         file = Path(directory) / "identity.pem"
         if not file.exists():
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,7 +102,7 @@ class ClientIdentity:
 
     Args:
         server_ca: authority that must have signed the syncer's certificate for the host name used, PEM.
-        certificate: the learner's certificate, PEM; needs `key`.
+        certificate: the learner's certificate, PEM; requires `key`.
         key: PEM, not encrypted.
     """
 

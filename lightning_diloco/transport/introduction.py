@@ -1,7 +1,8 @@
-"""Checks the syncer's certificate, and whether the syncer accepts the learner's, before gRPC connects.
+"""Check the syncer's certificate, and whether the syncer accepts the learner's certificate, before gRPC connects.
 
-1. The certificate is fetched and compared with the pinned hash. Then only this certificate is trusted. The fetch alone
-   proves nothing; the verified TLS connection that follows proves that the peer has the key.
+1. The learner fetches the certificate and compares it with the pinned hash. From then on it trusts only this
+   certificate. The fetch alone does not prove that the peer has the private key. The verified TLS connection that
+   follows proves it.
 2. If a syncer refuses the learner's certificate, gRPC only reports a closed socket. This check finds the reason: a
    syncer that accepts the certificate sends HTTP/2 settings at once.
 """
@@ -28,11 +29,11 @@ def pinned_certificate(address: JoinAddress, shown: tuple[bytes, bytes], timeout
         timeout_s: limit for connecting and for each step of the handshake.
 
     Returns:
-        The certificate, PEM, to be used as the only trusted root.
+        The certificate, PEM, for use as the only trusted root.
 
     Raises:
-        AuthError: the syncer has another certificate, or refused the learner's.
-        TransportError: no certificate came in time.
+        AuthError: the syncer has another certificate, or refused the learner's certificate.
+        TransportError: no certificate arrived in time.
     """
     started = time.monotonic()
     try:
@@ -43,7 +44,7 @@ def pinned_certificate(address: JoinAddress, shown: tuple[bytes, bytes], timeout
                 f"{address.fingerprint} is trusted; use the join string of the syncer that runs now, or find out which "
                 "program answers there"
             )
-        if not is_let_in:  # try twice: the syncer may just be ending
+        if not is_let_in:  # try again, because the syncer may be stopping
             _, is_let_in = _introduce(address, shown, timeout_s)
     except (OSError, ValueError) as error:
         raise TransportError(
@@ -66,7 +67,7 @@ def refused_token(address: JoinAddress) -> AuthError:
 
 
 def _introduce(address: JoinAddress, shown: tuple[bytes, bytes], timeout_s: float) -> tuple[bytes, bool]:
-    """Return the syncer's certificate, PEM, and whether it accepts the learner's."""
+    """Return the syncer's certificate, PEM, and whether the syncer accepts the learner's certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # verified by its hash instead
     context.set_alpn_protocols(["h2"])

@@ -1,8 +1,9 @@
 """A transport within one process, for tests and simulation.
 
-1. Messages and headers are converted to JSON and back, and payloads are copied, as over a network.
-2. `fault` is called with the name of each call before and after the handler runs ("put", "put answer", ...). If it
-   raises before, the request is lost; after, the answer.
+1. The transport converts messages and headers to JSON and back, and copies payloads, as a network transport does.
+2. The transport calls `fault` with the name of each call before and after the handler runs (for example "put" and
+   "put answer"). If `fault` raises an error before the handler runs, the request is lost. If it raises an error
+   afterwards, the answer is lost.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""Payloads of any size, sent in portions, over several TCP connections at once where that is faster.
+"""Send and receive payloads of any size, in portions and over several TCP connections at once.
 
-1. A short payload is one call. Otherwise it is cut into portions of at most PORTION_BYTES, and each portion is a call
-   with its own deadline. The header gives the offset of its bytes (`at`) and the size of the whole payload (`of`).
-2. A far link needs several connections ("streams"): one connection has at most a few MB on their way, which take a
-   round trip. Each portion has a connection of its own. The number of streams is measured (`streams.py`).
+1. `Portioned` sends a short payload in one call. It cuts a longer payload into portions of at most PORTION_BYTES. Each
+   portion is a call with its own deadline. The header gives the offset of the portion's bytes (`at`) and the size of
+   the whole payload (`of`).
+2. A far link needs several connections ("streams"), because one connection has at most a few MB in flight per round
+   trip. Each portion has its own connection. `streams.py` measures the best number of streams.
 3. Portions of an upload may arrive in any order. The answer lists the bytes that the syncer does not have (`missing`),
-   and only those are sent. After a failed call, `put` is called again with the payload. A restarted syncer gets all.
-4. Portions of a download have a common `mark`, so that all are of one update, and each has a range: "the second of four
-   quarters" (`span`), from byte `at` on. If the update was lost in between, the download fails, and is called again.
-5. Portions are slices of the payload, and are received into one buffer, so there is no second copy.
+   and the learner sends only those. After a failed call, the caller calls `put` again with the whole payload. If the
+   syncer has restarted, the learner sends all bytes again.
+4. All portions of a download have the same `mark`, so that they belong to the same update. Each request asks for a part
+   of the update, for example the second of four quarters (`span`), from byte `at` on. If the syncer has lost the update
+   and now has a newer version, the download fails, and the caller starts it again.
+5. Portions are slices of the payload, and the receiver writes them into one buffer. There is no second copy.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from lightning_diloco.transport.frames import MAX_PAYLOAD_BYTES
 from lightning_diloco.transport.streams import NumStreams
 
 PORTION_BYTES = MAX_PAYLOAD_BYTES
-MAX_GAPS = 64  # in one answer
+MAX_GAPS = 64  # listed in one answer
 MAX_RANGES = 4096  # of received bytes that do not touch
 _OWN = ("at", "of")
 
@@ -43,7 +46,7 @@ class LargeConnection(Connection, Protocol):
 
 
 class Portioned:
-    """Implements `Connection` on top of another one; a deadline applies to each portion.
+    """A `Connection` that sends payloads in portions over another `Connection`; each portion has its own deadline.
 
     Args:
         connection: connection for single calls, used from several threads at once.
@@ -72,7 +75,7 @@ class Portioned:
         return answer
 
     def get(self, header: Json, *, deadline_s: float) -> Bulk:
-        """See `Connection.get`; a payload that came in portions is writable."""
+        """See `Connection.get`. A payload that arrived in portions is writable."""
         began_s = time.monotonic()
         num = self._down.number_for(self._num_downloaded)
         whole = _Download(header, partial(self._get, deadline_s=deadline_s)).run(num)
@@ -106,11 +109,11 @@ class _Upload:
         self._answer: Json = {}
 
     def run(self, num: int) -> Json:
-        """Send what is missing, with so many streams; returns the last answer."""
+        """Send the missing bytes over `num` streams; return the last answer."""
         while self._missing:
             self._waiting.extend(_portions(self._missing, num))
             _at_once([self._stream] * num)
-            if self._missing:  # lost by the syncer; or the answers of two streams have crossed, so ask again
+            if self._missing:  # the syncer lost bytes, or the answers of two streams crossed: ask again
                 self._send(self._missing[0][0], self._missing[0][0])
         return self._answer
 
@@ -154,7 +157,7 @@ class _Download:
         self._keeping = threading.Lock()
 
     def run(self, num: int) -> Bulk:
-        """Download everything, with so many streams."""
+        """Download the whole payload over `num` streams."""
         _at_once([partial(self._stream, k, num) for k in range(num)])
         assert self._header is not None
         return Bulk({name: value for name, value in self._header.items() if name not in _OWN}, self._whole)
@@ -201,7 +204,7 @@ class Received:
 
     @property
     def missing(self) -> Ranges:
-        """Ranges of missing bytes; if there are many, the last one includes all that follow."""
+        """Ranges of missing bytes. If there are more than MAX_GAPS, the last range extends to the payload's end."""
         gaps = self._have.missing(0, self._num_bytes)
         return gaps if len(gaps) <= MAX_GAPS else [*gaps[: MAX_GAPS - 1], (gaps[MAX_GAPS - 1][0], self._num_bytes)]
 
@@ -236,7 +239,7 @@ def place(bulk: Bulk) -> tuple[int, int]:
 
 
 def asked_range(header: Json, num_bytes: int) -> tuple[int, int]:
-    """Return the bytes that a request for a portion asks for, of a payload of num_bytes.
+    """Return the range (start, stop) that a request for a portion asks for, in a payload of num_bytes.
 
     Raises:
         CorruptMessageError: the header is invalid.
@@ -255,22 +258,22 @@ def asked_range(header: Json, num_bytes: int) -> tuple[int, int]:
 
 
 def _portions(missing: Ranges, num: int) -> Ranges:
-    """Cut ranges of bytes into portions, so that each of the streams gets one of about the same size."""
+    """Cut ranges of bytes into portions, so that `num` streams get about the same number of bytes."""
     size = min(PORTION_BYTES, -(-sum(stop - start for start, stop in missing) // num))
     return [(at, min(at + size, stop)) for start, stop in missing for at in range(start, stop, size)]
 
 
 def _at_once(calls: Sequence[Callable[[], None]]) -> None:
-    """Make calls in threads, wait for all, and raise an error of one of them."""
+    """Run all calls at the same time in threads, wait for them, and raise the first error."""
     failed: list[BaseException] = []
 
     def make(call: Callable[[], None]) -> None:
         try:
             call()
-        except BaseException as error:  # raised by the caller's thread
+        except BaseException as error:  # raised again in the caller's thread
             failed.append(error)
 
-    # Threads of a pool would be waited for when the process ends.
+    # Not a thread pool: at exit, the interpreter would wait for the threads of a pool.
     threads = [threading.Thread(target=make, args=(call,), name="diloco-stream", daemon=True) for call in calls[1:]]
     for thread in threads:
         thread.start()

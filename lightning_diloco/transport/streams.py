@@ -1,11 +1,11 @@
-"""Finds the number of TCP connections ("streams") that carry large payloads fastest over a link.
+"""Find the number of TCP connections ("streams") that carries large payloads fastest over a link.
 
-1. One connection is enough for a near link. On a far link, a connection has only a few MB on their way, and it becomes
-   slow for some time after a lost packet. Then two connections are twice as fast, until they fill the link.
-2. So the number is doubled as long as transfers become faster by FASTER; otherwise the last number was the right one.
-   The bytes of TRIALS transfers over their time count, because where packets are lost, some transfers are much slower
-   than others, and more so with more streams.
-3. It is looked for again after each AGAIN transfers, because links change.
+1. One connection is enough for a near link. On a far link, a connection has only a few MB in flight, and it is slow for
+   some time after a lost packet. Two connections are then twice as fast, until they fill the link.
+2. `NumStreams` doubles the number as long as transfers become faster by the factor FASTER. Otherwise it returns to the
+   last number. It measures the total bytes of TRIALS transfers divided by their total time. If packets are lost, some
+   transfers are much slower than others, and the difference grows with the number of streams.
+3. After every AGAIN transfers it searches again, because links change.
 
 Source: our choice.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 
-MIN_STREAM_BYTES = 2 << 20  # of a payload, for each stream
+MIN_STREAM_BYTES = 2 << 20  # of payload for each stream, at least
 MAX_STREAMS = 16
 TRIALS = 4
 FASTER = 1.2
@@ -22,13 +22,13 @@ AGAIN = 64
 
 
 class NumStreams:
-    """The number of streams for one direction of a link; may be used by several threads."""
+    """Number of streams for one direction of a link; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._trying = 1
         self._best = (1, 0.0)  # number, and its bytes per second
-        self._tried: list[tuple[int, float]] = []  # bytes and seconds of transfers with the number that is tried
-        self._num_settled = -1  # transfers since the number was found; -1 while it is looked for
+        self._tried: list[tuple[int, float]] = []  # (bytes, seconds) of each transfer with the tried number
+        self._num_settled = -1  # transfers since the search ended; -1 during a search
         self._noting = threading.Lock()
 
     def number_for(self, num_bytes: int) -> int:
@@ -36,10 +36,10 @@ class NumStreams:
         return max(1, min(self._trying, num_bytes // MIN_STREAM_BYTES))
 
     def note(self, num: int, num_bytes: int, seconds: float) -> None:
-        """Note how long a transfer took."""
+        """Record the duration of a transfer."""
         with self._noting:
             if num != self._trying or num_bytes < MIN_STREAM_BYTES:
-                return  # it says nothing about the number that is tried
+                return  # not a measurement of the tried number
             if self._num_settled >= 0:
                 self._num_settled += 1
                 if self._num_settled >= AGAIN:

@@ -1,9 +1,9 @@
 """Client certificates made from the token, so that the TLS handshake fails without the token.
 
-1. A key pair is derived from the token (HKDF-SHA256, EC P-256). The syncer trusts certificates signed by this key; each
-   learner signs one for itself.
-2. So a connection without the token ends before a call is read. gRPC would read the whole body of a call before the
-   token in its header is checked.
+1. The syncer and the learners derive the same key pair from the token (HKDF-SHA256, EC P-256). The syncer trusts
+   certificates signed by this key. Each learner signs a certificate for itself.
+2. A connection without the token therefore ends before the server reads a call. If the server only checked the token in
+   the header of a call, gRPC would read the whole body of the call first.
 3. A token has 256 random bits (`new_token`), so the public key reveals nothing about it.
 """
 
@@ -20,7 +20,7 @@ from cryptography.x509.oid import NameOID
 
 _PURPOSE = b"lightning_diloco learners 1"
 _AUTHORITY, _LEARNER = "diloco-token", "diloco-learner"
-_FROM, _UNTIL = datetime.datetime(2020, 1, 1), datetime.datetime(2200, 1, 1)  # valid whatever a learner's clock says
+_FROM, _UNTIL = datetime.datetime(2020, 1, 1), datetime.datetime(2200, 1, 1)  # valid for any clock of a learner
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
 

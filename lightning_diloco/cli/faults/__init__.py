@@ -1,1 +1,1 @@
-"""What `diloco chaos` does to a run: a schedule of faults, who makes them, and what is told of them."""
+"""The parts of `diloco chaos`: a schedule of faults, their injection into a run, and the report."""

@@ -123,7 +123,7 @@ def view(report: Json, run_dir: Path) -> Table:
 
 
 def tokens_per_step(summary: Json) -> float | None:
-    """Return the mean over the run, from the steps and tokens that processes reported to the syncer."""
+    """Return the mean tokens per step of the run, from the steps and tokens that processes reported to the syncer."""
     heard = [learner for learner in summary.get("learners", ()) if learner["step"] and learner["tokens"]]
     return sum(x["tokens"] for x in heard) / sum(x["step"] for x in heard) if heard else None
 

@@ -24,7 +24,7 @@ class StepClock(Callback):
     """Writes `steps-<pid>.f64` into Lightning's root directory.
 
     Args:
-        until_s: unix seconds after which training ends as after its last step; None for no limit.
+        until_s: unix seconds after which training ends as it does after its last step; None for no limit.
         until_step: global step at which training ends in the same way; None for no limit.
     """
 

@@ -1,6 +1,6 @@
 """Locks a run directory, so that a second `diloco run` is refused before it starts anything.
 
-The system releases the lock however the process ends. Source: our choice.
+The operating system releases the lock when the process ends, also after a crash. Source: our choice.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _parts(status: Status) -> dict[str, list[str]]:
 
 
 def wait_lines(status: Status) -> Iterator[str]:
-    """Yield a line for each wait: whom the run waits for, since when, until when, and what happens then."""
+    """Yield a line for each wait: the awaited learners, since when, until when, and the action that follows."""
     if not status["waits"]:
         yield "waiting for nobody"
     for wait in status["waits"]:

@@ -1,4 +1,4 @@
-"""Polls a syncer for its state in a background thread, so that a syncer that does not answer blocks nobody.
+"""Polls a syncer for its state in a background thread, so that a syncer that does not answer does not block the caller.
 
 A syncer may be silent for a moment while it starts, stops or is busy. The last answer stays valid, and the silence is
 not reported as a problem, until `patience_s` has passed.
@@ -61,7 +61,7 @@ class StatusFeed:
 
 @contextmanager
 def asking(address: JoinAddress, join: Path | None = None) -> Iterator[Fetch]:
-    """Yield a function that fetches the state of the syncer at this address; the join file has its present token."""
+    """Yield a function that fetches the state of the syncer at this address; the file `join` has its current token."""
     from lightning_diloco.learner.rotation import Followed
     from lightning_diloco.transport.flight import FlightConnection
 

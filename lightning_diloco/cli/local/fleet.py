@@ -3,14 +3,14 @@
 1. Each child runs in its own session. Ctrl-C at the terminal reaches only this process, which decides the order of
    shutdown.
 2. Before a restart, the remaining processes of the dead child's process group are killed.
-3. No child outlives this process. Leaving the `with` block ends the children; if this process is killed, a leash does
-   (leash.py).
-4. Exit code 0 means finished, and 2 means a wrong command line (as in argparse, jsonargparse and Python); neither is
-   restarted. All other exits are. 143 means that a learner left cleanly after SIGTERM; this restart does not count
-   towards the limit.
-5. A child with `until` is not restarted after that other child has finished. If it was ended by a signal, it counts as
+3. No child outlives this process. Leaving the `with` block ends the children. If this process is killed, the operating
+   system kills them (leash.py).
+4. A child with exit code 0 (finished) or 2 (a wrong command line, as in argparse, jsonargparse and Python) is not
+   restarted. After all other exits it is restarted. Exit code 143 means that a learner left cleanly after SIGTERM; this
+   restart does not count towards the limit.
+5. A child with `until` is not restarted after that other child has finished. If a signal ended the child, it counts as
    finished, because no work is lost. A child that fails by itself after it has written `done_path` is not restarted
-   either: it would repeat the end of its work and fail again. A signal may end it anywhere, so then it is.
+   either, because it would repeat the end of its work and fail again. If a signal ended it, it is restarted.
 6. SIGTERM goes only to the child, which stops its own children. SIGKILL goes to the whole process group.
 7. A child with `standby` has a second process that waits on its stdin for a line, and then takes over.
 
@@ -78,7 +78,7 @@ class _Child:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has said that its work is done; it may have more to do that is nobody else's."""
+        """Whether it has written `done_path`. It may continue with work that does not affect other children."""
         return self.command.done_path is not None and self.command.done_path.exists()
 
     @property
@@ -126,7 +126,7 @@ class Fleet:
         return self._children[name].outcome
 
     def is_done(self, name: str) -> bool:
-        """Whether a child has said that its work is done."""
+        """Return whether a child has written its `done_path`."""
         return self._children[name].is_done
 
     def pid(self, name: str) -> int:
@@ -146,8 +146,8 @@ class Fleet:
         Args:
             names: names of the children.
             within_s: time they may take.
-            is_urgent: returns true when they must be killed at once.
-            is_done: whether the child of this name has completed its work and is only slow to exit.
+            is_urgent: returns whether they must be killed at once.
+            is_done: returns whether the child of this name has completed its work and is only slow to exit.
         """
         children = [child for name in names if (child := self._children[name]).outcome == "running"]
         for child in children:

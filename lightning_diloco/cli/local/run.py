@@ -2,7 +2,8 @@
 
 1. Learners start after the syncer has written RUN_DIR/join.
 2. If a learner gives up, the others go on. If the syncer gives up, the run ends. After the syncer has finished, a
-   learner that dies during its exit is not restarted. Neither is one whose script fails after its training.
+   learner that dies during its exit is not restarted. A learner whose script fails after its training is not restarted
+   either.
 3. After the last learner, the syncer has `linger_s` to write the summary. Learners from elsewhere keep it running.
 4. On an interrupt, learners get SIGTERM first and write a checkpoint. The syncer then still merges their last
    contributions. A second signal kills everything at once.
@@ -131,7 +132,7 @@ def execute(
     Args:
         plan: the run.
         screen: display of the run.
-        interruption: ends the run when a signal comes.
+        interruption: ends the run when this process gets a signal.
         ask: opens a connection for state requests.
         meddle: called ten times a second while learners train, with the processes and the latest state.
     """
@@ -187,7 +188,7 @@ class _Run:
         self._wait(lambda: not self._are_training() or self._fleet.outcome(_SYNCER) == "gave up", feed)
 
     def drain(self, feed: StatusFeed) -> None:
-        """Wait for the syncer to end by itself, if learners finished or others still use it."""
+        """Wait for the syncer to end by itself, if learners have finished or learners from elsewhere still use it."""
         if self._are_training() or self._interruption:
             return
         finished = [name for name in self._plan.learners if self._fleet.outcome(name) == "finished"]
@@ -246,19 +247,19 @@ class _Run:
         return any(self._fleet.outcome(name) == "running" for name in self._plan.learners)
 
     def _is_unused(self, feed: StatusFeed) -> bool:
-        """Whether no learner ever took part; in a short run, learners may come and go between two looks."""
+        """Return whether no learner ever took part. In a short run, learners may join and leave between two polls."""
         if any(self._fleet.is_done(name) for name in self._plan.learners):
             return False
         return feed.latest is not None and not (feed.latest["learners"] or feed.latest.get("versions"))
 
     def _is_used(self, feed: StatusFeed) -> bool:
-        """Whether learners from elsewhere take part."""
+        """Return whether learners from elsewhere take part."""
         present = [] if feed.latest is None else feed.latest["learners"]
         return any(it["phase"] not in _GONE and it["id"] not in self._plan.learners for it in present)
 
 
 def _has_left(feed: StatusFeed, learner: str) -> bool:
-    """Whether the syncer has received this learner's leave, and so all its contributions."""
+    """Return whether the syncer has received this learner's leave, and so all its contributions."""
     learners = [] if feed.latest is None else feed.latest["learners"]
     return any(it["id"] == learner and it["phase"] == "left" for it in learners)
 

@@ -1,6 +1,6 @@
 """A standby process of the syncer: `python -m lightning_diloco.cli.local.standby MODULE WORDS...`.
 
-1. Imports take nearly all of a syncer's start-up time, so they are done in advance. The run is not touched.
+1. Imports take nearly all of a syncer's start-up time, so the standby imports in advance. It does not touch the run.
 2. A line on stdin makes the process continue as `python -m MODULE WORDS...`. The end of stdin makes it exit.
 
 Source: our choice.

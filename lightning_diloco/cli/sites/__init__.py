@@ -1,1 +1,1 @@
-"""What a site needs to take part: files that start syncer and learners, and checks of a machine and its link."""
+"""Verbs for a site that takes part in a run: files that start syncer and learners, and checks of machine and link."""

@@ -1,8 +1,8 @@
-"""`diloco doctor`: says whether a machine can take part in a run, and what its link means for a recipe.
+"""`diloco doctor`: checks whether a machine can take part in a run, and whether its link is fast enough for a recipe.
 
-1. At a learner's site, DILOCO_JOIN (or --join) says which run. Each check has a finding, most have a verdict. If one
-   fails, the exit code is 1.
-2. With a recipe, the measured link is compared with what the recipe sends, by the forecast of `diloco plan`.
+1. At a learner's site, DILOCO_JOIN (or --join) names the run. Each check prints a finding, and most checks pass or
+   fail. If a check fails, the exit code is 1.
+2. With a recipe, the measured link is compared with the recipe's traffic, by the forecast of `diloco plan`.
 3. On the syncer's machine, without a join string, it prints the options of `diloco plan` that describe the machine.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _EXAMPLE = """examples:
   DILOCO_JOIN=$(cat join) diloco doctor llama/1b
   diloco doctor --run-dir runs/mine"""
-SKEW_S = 60.0  # certificates and logs bear the time
+SKEW_S = 60.0  # certificates and logs hold times
 _REACH_S = 10.0
 
 
@@ -43,9 +43,9 @@ class Check:
     """One check.
 
     Args:
-        name: what is checked.
-        found: what was found.
-        is_good: the verdict; None: it only informs.
+        name: name of the check.
+        found: the finding.
+        is_good: whether the check passed; None: it only informs.
     """
 
     name: str
@@ -67,7 +67,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Print what was found; return 1 if a check fails."""
+    """Print the findings; return 1 if a check fails."""
     if not arguments.run_dir.is_dir():
         raise ConfigError(f"--run-dir {arguments.run_dir}: no such folder; name one on the disk to measure")
     recipe = None if arguments.target is None else recipes.resolve(arguments.target)
@@ -94,7 +94,7 @@ def _print(check: Check) -> None:
 
 
 def _syncer(run_dir: Path) -> Iterator[Check]:
-    """Yield the figures that `diloco plan` takes."""
+    """Yield the options of `diloco plan` for this machine."""
     from lightning_diloco.cli.sites import measure
 
     cores, memory = cores_here(), measure.memory_bytes_per_s(cores_here())
@@ -105,7 +105,7 @@ def _syncer(run_dir: Path) -> Iterator[Check]:
 
 
 def _learner(address: JoinAddress, recipe: Path | None, run_dir: Path) -> Iterator[Check]:
-    """Yield the checks of a learner's site; without a way to the syncer, those after it are left out."""
+    """Yield the checks of a learner's site; if the syncer cannot be reached, later checks are left out."""
     from lightning_diloco.cli.sites.measure import Way
     from lightning_diloco.transport.flight import FlightConnection
 
@@ -164,7 +164,7 @@ def _traffic(recipe: Path, round_trip_s: float, rate: Rate) -> Iterator[Check]:
     from lightning_diloco.planner.fixes import cheapest_fix
     from lightning_diloco.planner.plan import OVERLAP
 
-    # The measured rate is what streams reach; the forecast takes a share of a link. It includes the syncer's link.
+    # The measured rate is that of streams, including the syncer's link. The forecast takes a share of a link's rate.
     machines = {"link": 8 * rate.bytes_per_s / LINK_SHARE, "rtt": round_trip_s, "syncer_link": float("inf")}
     _, found = forecast_of(recipe, machines)
     exchange, step_s = found.exchange, found.scenario.fleet.step_s

@@ -2,10 +2,10 @@
 
 1. The files are those of `recipes/launch/ENGINE`, which work as they are. A line that ends with `# set: FIELD` gets the
    recipe's own value instead of the one before the comment.
-2. The syncer's cores and memory are those that `diloco plan` names for the recipe. For a script, which cannot be read
-   without running it, the values of the files stay.
+2. The syncer's cores and memory are those that `diloco plan` computes for the recipe. A script keeps the values of the
+   files, because it cannot be read without running it.
 3. Learners that train on a CPU get no line with devices.
-4. A recipe or a script of your own, given by its path, is copied beside the files. A recipe given by its name is part
+4. A recipe or script that is given by its path is copied beside the files. A recipe that is given by its name is part
    of the package, which is on all machines.
 """
 
@@ -47,7 +47,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    """Write all files or none, and print what to do with them."""
+    """Write all files or none, and print how to use them."""
     if arguments.learners < 1:
         raise ConfigError(f"--learners {arguments.learners}: must be at least 1")
     path = recipes.resolve(arguments.target)
@@ -103,7 +103,7 @@ def _machines(path: Path, num_learners: int) -> dict[str, int | None]:
 
 
 def _usage(text: str) -> str:
-    """Return the comment that a file begins with, indented."""
+    """Return the comment at the start of a file, indented."""
     lines = text.removeprefix("#!/bin/bash\n").splitlines()
     about = [line for k, line in enumerate(lines) if all(earlier.startswith("# ") for earlier in lines[: k + 1])]
     return "\n".join(f"  {line.removeprefix('# ')}" for line in about)

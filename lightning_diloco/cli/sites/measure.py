@@ -1,8 +1,8 @@
 """Measures a machine and its way to a syncer: round trip, bytes per second, memory and disk.
 
-1. A transfer consists of calls with payloads that the syncer drops, or makes up. Payloads are doubled until a call
-   takes PROBE_S. Several calls at once are several TCP connections ("streams"), as in a real exchange.
-2. The number of streams is doubled as long as the link becomes faster by FASTER; see `transport/streams.py`.
+1. A transfer consists of calls with payloads that the syncer drops (up) or generates (down). Payloads are doubled until
+   a call takes PROBE_S. Several calls at once use several TCP connections ("streams"), as in a real exchange.
+2. The number of streams is doubled as long as this makes the link faster by FASTER; see `transport/streams.py`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Rate:
     """The rate of a link in one direction.
 
     Args:
-        bytes_per_s: of all streams together.
-        num_streams: transfers at once.
-        seconds: how long they took.
+        bytes_per_s: rate of all streams together.
+        num_streams: number of simultaneous transfers.
+        seconds: duration of the transfers.
     """
 
     bytes_per_s: float
@@ -76,7 +76,7 @@ class Way:
 
 
 def memory_bytes_per_s(num_threads: int) -> float:
-    """Return the bytes that the memory moves, read and written, while all threads copy."""
+    """Return the bytes per second that the memory moves, read and written, while all threads copy."""
     parts = [torch.ones(_COPY_BYTES // num_threads, dtype=torch.uint8) for _ in range(num_threads)]
     targets = [part.clone() for part in parts]
     with ThreadPoolExecutor(num_threads) as pool:

@@ -1,1 +1,1 @@
-"""Text for people: quantities, nearest spellings, and what is safe for a terminal."""
+"""Text on the command line: quantities, nearest spellings, and characters that are safe for a terminal."""

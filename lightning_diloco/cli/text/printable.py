@@ -1,7 +1,8 @@
-"""What others said, as a terminal may be shown it.
+"""Makes texts from other processes safe to print on a terminal.
 
-A learner names its metrics and says why it stops in words of its own. Control characters in them would move the cursor,
-change the window's title, or hide a line; and marks of direction would turn text around. They are shown as `\\x1b`.
+Learners choose the names of their metrics and the reasons why they stop. Control characters in these texts could move
+the cursor, change the window's title, or hide a line. Direction marks could reverse text. Such characters are printed
+as escapes, for example `\\x1b`.
 
 Source: our choice; the categories are Unicode's Cc and Cf.
 """
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 def printable(said: T) -> T:
-    """The same value, of JSON, with no character in its texts that does something; lines stay lines."""
+    """Return a JSON value with the control characters in its texts escaped, except line breaks."""
     if isinstance(said, str):
         return cast("T", said if said.isprintable() else "".join(map(_shown, said)))
     if isinstance(said, dict):

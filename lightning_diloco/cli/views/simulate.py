@@ -22,10 +22,10 @@ class Row:
     """One simulated combination of options, or a baseline.
 
     Args:
-        name: what is simulated, such as "8 learners" or "data parallel".
-        chips: of all learners together.
+        name: name of the simulated training, such as "8 learners" or "data parallel".
+        chips: number of chips of all learners together.
         varied: options that have several values, by name, without the number of chips.
-        scenario: what was simulated.
+        scenario: the simulated scenario.
         found: the result.
     """
 
@@ -41,7 +41,7 @@ class Row:
         return ", ".join([self.name, *(f"{name} {_short(value)}" for name, value in self.varied.items())])
 
     def figures(self) -> dict[str, Any]:
-        """Return what `--json` prints: shares 0..1, times in seconds."""
+        """Return the values for `--json`: shares 0..1, times in seconds."""
         found = {field.name: getattr(self.found, field.name) for field in dataclasses.fields(self.found)}
         del found["training"]
         return {"run": self.name, "learners": self.scenario.num_learners, "chips": self.chips, **self.varied, **found}
@@ -145,7 +145,7 @@ def painter(path: Path) -> Callable[[Sequence[Row]], None]:
     """Return a function that draws goodput over chips, or training over time for a single number of chips.
 
     Raises:
-        ConfigError: no such format, or matplotlib is missing; before anything is simulated.
+        ConfigError: the format is unknown, or matplotlib is missing; raised before anything is simulated.
     """
     if path.suffix not in (".png", ".svg"):
         raise ConfigError(f"--plot {path}: must end in .png or .svg")

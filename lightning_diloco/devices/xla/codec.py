@@ -3,7 +3,7 @@
 1. Each device quantizes its own elements. One byte per element and one scale per unit are copied to the host.
 2. A quantization block that spans several devices has one scale. To compute it, the devices gather the maximum
    magnitude of each unit. If units are whole blocks, nothing is gathered.
-3. int4 is packed on the devices if units are whole blocks, else on the host.
+3. int4 is packed on the devices if units are whole blocks, otherwise on the host.
 
 Shapes: _P flat padded fragment on the host, _NL devices x elements, _NS devices x units, _NSU devices x units x
 elements of a unit, _B blocks.

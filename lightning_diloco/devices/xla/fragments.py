@@ -154,7 +154,7 @@ class XlaFragments:
         lost_NL = self._layouts[fragment].shared(wanted_NL - self._codecs[fragment].decoded(parts))
         norms = torch.stack((torch.linalg.vector_norm(wanted_NL), torch.linalg.vector_norm(lost_NL)))
         snapshot = Snapshot(fragment, parts, norms, lost_NL if self._feeds_back else None)
-        del wanted_NL, lost_NL  # else the sync would materialize them
+        del wanted_NL, lost_NL  # otherwise the sync would materialize them
         sync()
         return snapshot
 

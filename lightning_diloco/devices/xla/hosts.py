@@ -1,7 +1,7 @@
 """Fragments that one SPMD program shards over the XLA devices of several hosts.
 
-1. Every host must run the same graphs in the same order, or all of them hang; the callers ensure this. After training
-   has started, nothing here waits for a graph on the training thread.
+1. Every host must run the same graphs in the same order. Otherwise all hosts hang. The callers ensure this. After
+   training has started, no method here makes the training thread wait for a graph.
 2. Inputs are whole fragments on every host; each host uploads the rows of its own devices. Outputs, (R,), are the rows
    of one host.
 3. The first host assembles contributions. The devices encode them, so about one byte per element is copied to each

@@ -3,8 +3,8 @@
 1. Only the training thread traces operations and calls `sync`. Every graph it traces ends with its own `sync`.
 2. Any thread may call `upload`. Any thread may call `.cpu()` on a tensor that a `sync` has materialized and that
    nothing writes to.
-3. A graph must not depend on the position of its rows in a parameter, or every fragment would be compiled separately.
-   The start row is therefore a tensor (`rows_of`, `with_rows`).
+3. A graph must not depend on the position of its rows in a parameter. Otherwise every fragment would be compiled
+   separately. The start row is therefore a tensor (`rows_of`, `with_rows`).
 4. With several devices (SPMD), `.cpu()` would gather a sharded tensor on the device, in an extra graph. Any thread may
    call `fetch` instead, which copies shard by shard. On several hosts it copies the shards of this host.
 5. The default device of torch_xla is set per thread, so `upload` from another thread would go to the first device.
@@ -92,8 +92,8 @@ def upload_samples(tensor: Tensor) -> Tensor:
 def fetch(*tensors: Tensor) -> list[Tensor]:
     """Copy tensors to the host, shard by shard if there are several devices. Any thread, see rules 2 and 4.
 
-    With several devices, this waits once for all enqueued work, and no new work starts there meanwhile. One call for
-    several tensors is therefore cheaper than several calls.
+    With several devices, this waits once for all enqueued work, and no new work starts on the devices during the wait.
+    One call for several tensors is therefore cheaper than several calls.
 
     Returns:
         The tensors, with zeros for elements that are only on other hosts.
@@ -144,7 +144,7 @@ def own_rows() -> list[int]:
 def meet_hosts() -> None:
     """Initialize torch.distributed (gloo) over all hosts; TPU hosts find the first host, others need MASTER_ADDR."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method="xla://")  # torch_xla's rendezvous: one rank per process
+        dist.init_process_group("gloo", init_method="xla://")  # torch_xla's rendezvous, one rank per process
 
 
 def shard(tensor: Tensor, dim: int | None) -> None:
@@ -206,7 +206,8 @@ def keep_compilations() -> bool:
     """Enable the persistent compilation cache, in XLA_PERSISTENT_CACHE_PATH or else in the user's cache folder.
 
     Returns:
-        Whether it is enabled. It is not if a computation has already run, nor on CPU, whose programs cannot be loaded.
+        Whether the cache is enabled. It is enabled only on TPU, and only if no computation has run yet. Programs for
+        CPU cannot be loaded from a cache.
     """
     if xr.device_type() != "TPU" or torch_xla._XLAC._xla_computation_cache_is_initialized():
         return False

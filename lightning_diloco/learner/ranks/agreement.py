@@ -1,4 +1,4 @@
-"""What the ranks of a learner know of each other when a step ends: sums over all of them."""
+"""The values that the ranks of a learner exchange in each step, as sums over all ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """One rank's part of it, or the sum.
+    """The values of one rank, or their sums over all ranks.
+
+    Any rank sets `tokens`, `num_failed`, `num_asked` and `stops`. Only rank 0 sets the others.
 
     Args:
-        tokens: of this step.
-        num_failed: ranks that met an error.
-        num_asked: ranks that were asked to end by a signal.
-        fleet_tokens: rank 0 says what all learners of the run have seen when the step begins.
-        saves: rank 0 says that all take a checkpoint before the next batch.
-        stops: a rank says that this is the last step of training.
-        is_over: rank 0 says that there are no more boundaries.
-        is_last: rank 0 says that nobody else is in the run.
-        is_drained: rank 0 says that all that was trained is merged.
-        land, snapshot: rank 0 says what is done at this boundary, by fragment.
+        tokens: tokens in this step's batches.
+        num_failed: number of ranks that have failed.
+        num_asked: number of ranks that a signal has asked to end.
+        fleet_tokens: tokens that all learners of the run had seen when the step began.
+        saves: all ranks take a checkpoint before the next batch.
+        stops: this is the last step of training.
+        is_over: no more boundaries follow.
+        is_last: no other learner is in the run.
+        is_drained: all of the learner's work is merged.
+        land, snapshot: fragments that all ranks land, and those that they snapshot, at this boundary.
     """
 
     tokens: int = 0
@@ -37,13 +39,13 @@ class Agreement:
     snapshot: tuple[int, ...] = ()
 
     def numbers(self, num_fragments: int) -> list[int]:
-        """As integers that can be summed."""
+        """Return the values as integers that can be summed over ranks."""
         flags = [int(p in marked) for marked in (self.land, self.snapshot) for p in range(num_fragments)]
         return [*(int(getattr(self, each.name)) for each in _scalars()), *flags]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Agreement:
-        """The inverse of `numbers`."""
+        """Return the agreement with these numbers; the inverse of `numbers`."""
         scalars, flags = numbers[: len(_scalars())], numbers[len(_scalars()) :]
         named = {each.name: type(each.default)(number) for each, number in zip(_scalars(), scalars, strict=True)}
         half = len(flags) // 2

@@ -1,10 +1,11 @@
-"""What rank 0 of a learner tells all others, and whether all could do it, on a CPU group of its own.
+"""Messages from rank 0 of a learner to all other ranks, with an answer, on a CPU group of their own.
 
-1. One text at a time: `tell` on rank 0, `hear` on the others; then `all_could` on all of them. `give` is the first and
-   the last of these.
-2. Nothing here ends because it was quiet for long.
-3. A text begins with a frame of a known size, which most texts fit in whole: who hears need not be told a size first.
-4. Texts travel as torch.distributed carries everything: between ranks, which trust each other, without encryption.
+1. Rank 0 sends one message at a time. It calls `tell`, and the other ranks call `hear`. Then all ranks call
+   `all_could`. On rank 0, `give` calls `tell` and `all_could`.
+2. A long pause between two messages is not an error.
+3. A message begins with a frame of fixed size. Most messages fit into it. So a receiver does not need the size of a
+   message before it receives it.
+4. torch.distributed sends messages between ranks without encryption. Ranks trust each other.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from lightning_diloco.process.threads import yielding
 
 _FOREVER = timedelta(days=30)
 _FRAME_NBYTES = 512
-_SIZES_NBYTES = 16  # of the text and of its payload, int64
+_SIZES_NBYTES = 16  # sizes of the text and of its payload, int64
 
 
 def patient_group(*, yields: bool = False) -> dist.ProcessGroup:
-    """A CPU group of all ranks that outlives any pause; made by all at the same time.
+    """Make a CPU group of all ranks with a timeout of 30 days. All ranks call this at the same time.
 
     Args:
-        yields: cores that are short to training; not where training may wait for this group. gloo's threads look for
-            something to do a hundred times a second.
+        yields: the group's threads run at low priority, because gloo's threads look for work a hundred times a second.
+            False if training may wait for this group.
     """
     make = partial(dist.new_group, backend="gloo", timeout=_FOREVER)
     return yielding(make) if yields else make()
 
 
 class Channel:
-    """One rank's end; made by all ranks at the same time, with torch.distributed initialized.
+    """One rank's end of the channel. All ranks make it at the same time, with torch.distributed initialized.
 
     Args:
         yields: see `patient_group`.
 
     Attributes:
-        rank, size: in the learner.
-        group: of this channel, for what a text asks to be sent.
+        rank, size: index of this rank, and number of ranks of the learner.
+        group: process group of this channel, also for tensors that a message asks for.
     """
 
     def __init__(self, *, yields: bool = False) -> None:
@@ -56,12 +57,13 @@ class Channel:
         self._giving = threading.Lock()
 
     def give(self, order: Mapping[str, Any], meanwhile: Callable[[], object], *, within_s: float = -1.0) -> bool:
-        """Rank 0: have the others do this; returns whether all could. Any thread.
+        """Have the other ranks carry out an order; returns whether all could. Rank 0, any thread.
 
         Args:
-            order: plain values.
-            meanwhile: what rank 0 does; what it raises is raised when the others are done.
-            within_s: how long to wait for an order before this one; then it is not given. Negative: for ever.
+            order: values that JSON can represent.
+            meanwhile: rank 0 calls this while the others work; its exception is raised when they are done.
+            within_s: how long to wait for the end of an earlier order; after that, this order is not sent, and False is
+                returned. Negative: no limit.
         """
         if not self._giving.acquire(timeout=within_s):
             return False
@@ -76,11 +78,11 @@ class Channel:
             self._giving.release()
 
     def tell(self, text: Mapping[str, Any], payload: Tensor | None = None) -> None:
-        """Rank 0: `all_could` must follow.
+        """Send a message to the other ranks; `all_could` must follow. Rank 0.
 
         Args:
-            text: plain values.
-            payload: 1-D uint8 on the host.
+            text: values that JSON can represent.
+            payload: 1-D uint8 on the host; None: empty.
         """
         said = json.dumps(text).encode()
         sizes = array("q", (len(said), 0 if payload is None else payload.numel())).tobytes()
@@ -88,7 +90,7 @@ class Channel:
         self._broadcast(sent[:_FRAME_NBYTES], sent[_FRAME_NBYTES:], sent[:0] if payload is None else payload)
 
     def hear(self) -> tuple[dict[str, Any], Tensor]:
-        """Another rank: the next text and its payload; `all_could` must follow."""
+        """Receive the next message and its payload; `all_could` must follow. Ranks other than 0."""
         frame = torch.empty(_FRAME_NBYTES, dtype=torch.uint8)
         self._broadcast(frame)
         size, payload_size = frame[:_SIZES_NBYTES].view(torch.int64).tolist()
@@ -102,13 +104,13 @@ class Channel:
         return text, payload
 
     def all_could(self, mine: bool) -> bool:
-        """Say whether this rank could do what the last text asks for; returns whether all could. Waits for all."""
+        """Report whether this rank could carry out the last message; returns whether all could. Waits for all ranks."""
         could = torch.tensor([int(mine)])
         dist.all_reduce(could, dist.ReduceOp.MIN, group=self.group)
         return bool(could)
 
     def close(self) -> None:
-        """End the group, when no thread uses it any more."""
+        """Destroy the group. Call this when no thread uses it any more."""
         dist.destroy_process_group(self.group)
 
     def _broadcast(self, *tensors: Tensor) -> None:

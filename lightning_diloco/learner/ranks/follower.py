@@ -1,4 +1,4 @@
-"""Another rank than 0 of a learner: no protocol; it does what rank 0 says beside training, and uploads its part."""
+"""The link of a rank other than 0: it carries out rank 0's commands in parallel with training, and uploads its part."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Follower(OneOfSeveral):
     """The link of a rank that is not 0.
 
     Args:
-        run_options: rank 0 knows them.
-        learner: this learner's own options, the same at all ranks.
-        root_dir: rank 0 uses it.
+        run_options: not used; rank 0 sends the run's options.
+        learner: this learner's own options, the same on all ranks.
+        root_dir: not used.
         ranks, boxes, kind: see `OneOfSeveral`.
-        connect: makes the connection.
+        connect: makes the connection to the syncer.
     """
 
     device: ReplicatedDevice
@@ -52,14 +52,14 @@ class Follower(OneOfSeveral):
         **of_ranks: Any,
     ) -> None:
         super().__init__(**of_ranks)
-        self._given = given_address(learner)  # None: rank 0 starts a syncer, and it is in its run directory
+        self._given = given_address(learner)  # None: rank 0 starts a syncer, whose run directory has it
         self._join_file: Path | None = None
         uploads = self._ranks.uploads
         self._sender = PartSender(uploads, lambda address: Portioned(Followed(connect, address, self._join_file)))
         self._copies: Jobs | None = None
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
-        """See `Link.start`: do what rank 0 says until it has joined."""
+        """See `Link.start`. Carries out rank 0's commands until rank 0 has joined."""
         while self._follow(make_device) != "go":
             pass
         self._crew.start("follower", self._follow_on)
@@ -70,11 +70,11 @@ class Follower(OneOfSeveral):
     # ----------------------------------------------------------------------------------------------- training and end
 
     def _begin(self, *, saves: bool = False, **said: Any) -> None:
-        """See `Link._begin`; rank 0 says what is saved."""
+        """See `Link._begin`. Ignores `saves`, because rank 0 decides it."""
         super()._begin(**said)
 
     def _end_step(self, tokens: int) -> int:
-        """What all ranks do at this boundary."""
+        """See `Link._end_step`. Makes the landings and snapshots that all ranks make at this boundary."""
         assert self._copies is not None, "start() comes first"
         self.device.make(self.agreed.land, self.agreed.snapshot)
         if self.agreed.snapshot:
@@ -83,7 +83,7 @@ class Follower(OneOfSeveral):
         return 0
 
     def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
-        """See `Link.finish`: land what still comes, until rank 0 has left."""
+        """See `Link.finish`. Makes boundaries, at which updates land, until rank 0 has left."""
         while not self._is_over:
             self._begin()
             self._agree()
@@ -104,12 +104,12 @@ class Follower(OneOfSeveral):
         try:
             while self._follow() != "end":
                 pass
-        except RuntimeError as error:  # rank 0 is gone; what it had said is told by the pulse
+        except RuntimeError as error:  # the group's connection to rank 0 has failed
             if not self._crew.stopping.is_set():
                 raise DiLoCoError(f"rank 0 of this learner is gone ({error}); start the learner again") from error
 
     def _follow(self, make_device: MakeDevice | None = None) -> str:
-        """Do one thing that rank 0 says; returns its name."""
+        """Carry out the next command of rank 0; returns its name."""
         command, payload = self._ranks.listen()
         try:
             after = self._do(command, payload, make_device)
@@ -126,7 +126,7 @@ class Follower(OneOfSeveral):
         return str(command["do"])
 
     def _do(self, command: Json, payload: Tensor, make_device: MakeDevice | None) -> Callable[[], object]:
-        """Returns what comes after the answer."""
+        """Carry out a command; returns a call to make after the answer."""
         match command["do"]:
             case "plan":
                 assert make_device is not None
@@ -146,7 +146,7 @@ class Follower(OneOfSeveral):
         return lambda: None
 
     def _address(self, run_dir: str | None) -> JoinAddress:
-        """Known here, as all ranks were given the same, or from a file that only this user can read."""
+        """Return the syncer's address. All ranks were given it, or it is in a file that only this user can read."""
         self._join_file = None if run_dir is None else Path(run_dir) / "join"
         if self._given is not None:
             return self._given

@@ -1,15 +1,17 @@
-"""The ranks of one learner: what they tell each other, on CPU groups of their own, beside the ones that train.
+"""Communication between the ranks of one learner, on CPU groups that are separate from those of training.
 
-1. `begin` and `end` are called by the training threads: one asynchronous sum per step. Rank 0 says what it promises,
-   everybody its tokens; all know all of it when the step ends, and nobody has waited for more than the step itself.
-2. `tell` is called on rank 0 and `listen` on the others, by one thread beside training: commands and their bytes, in
-   order, answered when they are done. What takes longer, uploading, has a channel of its own (`uploads`).
-3. A pulse says that all ranks live. A rank that is stopped stops it: then this learner says nothing to the syncer
-   either, and lapses there. A rank that is gone is an error.
-4. The groups outlive any pause in training: nothing here ends because it was quiet for long.
-5. Groups end before the interpreter does. gloo's threads let go of tensors a moment after whoever waited for them goes
-   on; one that does so in an interpreter that is being taken down aborts the process, whose work was done. A model may
-   hold a group for longer: then its threads become idle before (`process/exit.py`).
+1. The training threads call `begin` and `end`: one asynchronous sum per step. Rank 0 contributes its promises, and each
+   rank contributes its tokens. All ranks know the sums when the step ends. The sum runs during the step, so it adds no
+   wait of its own.
+2. Rank 0 calls `tell` and the other ranks call `listen`, in parallel with training. Commands and their payloads are
+   transferred in order, and a rank answers a command when it is done. Uploads take longer, so they have a channel of
+   their own (`uploads`).
+3. The ranks exchange a pulse every PULSE_S. If a rank is suspended, the pulse stops. Rank 0 then sends nothing to the
+   syncer, and the learner lapses. If a rank is gone, the pulse raises an error.
+4. A long pause in training is not an error, because the timeout of the groups is 30 days.
+5. The groups are destroyed before the interpreter shuts down. gloo's threads release tensors a moment after the waiting
+   thread continues. If this happens during the shutdown, the process aborts although its work is done. A model may keep
+   a group for longer; the process then waits until the group's threads are idle (`process/exit.py`).
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ from lightning_diloco.process.threads import Crew
 
 PULSE_S = 1.0
 COME_S = 0.01
-_numbers = count()  # of what is made here: the same on all ranks
+_numbers = count()  # numbers the `Ranks` of a process; the same on all ranks
 T = TypeVar("T")
 
 
 class Ranks:
-    """One rank's view of its learner; made by all ranks at the same time, with torch.distributed initialized.
+    """One rank's access to all ranks. All ranks make it at the same time, with torch.distributed initialized.
 
     Attributes:
-        rank, size: in the learner.
-        num_begun: steps agreed on so far; the same on all ranks.
-        uploads: for what rank 0 has the others upload.
+        rank, size: index of this rank, and number of ranks of the learner.
+        num_begun: number of calls of `begin` so far; the same on all ranks.
+        uploads: channel on which rank 0 orders uploads.
     """
 
     def __init__(self) -> None:
@@ -61,10 +63,13 @@ class Ranks:
         arm_hard_exit()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy, such as in a worker of a data loader, has no part in it
+        return {}  # a copy, for example in a data loader's worker, cannot communicate
 
     def close(self) -> None:
-        """End the groups, when no thread uses them any more, and see to it that those of training end in time, too."""
+        """Destroy the groups. Call this when no thread uses them any more.
+
+        The groups of training are destroyed when the process exits, before the interpreter shuts down.
+        """
         self._commands.close()
         self.uploads.close()
         for handout in self._handouts:
@@ -79,14 +84,18 @@ class Ranks:
     # ----------------------------------------------------------------------------------------------- training threads
 
     def share(self, values: object) -> list[Any]:
-        """What each rank has here, by rank: plain values. Waits for all; one thread of each rank at a time."""
+        """Return the values of all ranks, by rank. Waits for all ranks; one thread of each rank at a time.
+
+        Args:
+            values: values of this rank that JSON can represent.
+        """
         return [json.loads(text) for text in self._all_texts(json.dumps(values))]
 
     def compare(self, settings: Mapping[str, object]) -> None:
-        """Before anything else: all ranks must have been configured alike.
+        """Check that all ranks have the same settings. Call this before anything else.
 
         Raises:
-            ConfigError: on all ranks, naming each setting that differs.
+            ConfigError: settings differ; it is raised on all ranks, and names each of these settings.
         """
         found = [json.loads(text) for text in self._all_texts(json.dumps(settings, sort_keys=True, default=repr))]
         problems = [
@@ -100,41 +109,41 @@ class Ranks:
             raise ConfigError(problems)
 
     def hand_out(self, shares: Sequence[int]) -> BatchScatter:
-        """A way for rows from rank 0 to all, from now on; outside of steps, by all ranks at the same time.
+        """Make a `BatchScatter`. All ranks call this at the same time, between steps.
 
         Args:
-            shares: by rank, which part of each batch it takes.
+            shares: index of each rank's share of a batch.
         """
         self._handouts.append(BatchScatter(shares))
         return self._handouts[-1]
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Start the sum of these over all ranks; does not wait."""
+        """Start to sum these numbers over all ranks; does not wait."""
         sums = torch.tensor(numbers, dtype=torch.int64)
         work = dist.all_reduce(sums, group=self._steps, async_op=True)
         assert work is not None and self._begun is None
         self._begun, self.num_begun = (work, sums), self.num_begun + 1
 
     def end(self) -> list[int]:
-        """The sums; they are there as soon as all ranks have begun."""
+        """Return the sums. Waits until all ranks have called `begin`."""
         assert self._begun is not None, "begin() comes first"
         (work, sums), self._begun = self._begun, None
         work.wait()
         return [int(number) for number in sums.tolist()]
 
     def count(self, mine: bool) -> int:
-        """Of how many ranks this is true. Waits for all; between two steps."""
+        """Return on how many ranks `mine` is true. Waits for all ranks; call this between two steps."""
         number = torch.tensor([int(mine)])
         dist.all_reduce(number, group=self._steps)
         return int(number)
 
     def all_come(self, within_s: float) -> bool:
-        """Whether all ranks call this after the same step; those that do are told the same.
+        """Return whether all ranks call this after the same step. All ranks that call it get the same result.
 
-        No collective: ranks that do not call it know nothing of it.
+        This is not a collective operation. A rank may leave it out.
 
         Args:
-            within_s: how long who calls it waits for the others.
+            within_s: how long a rank waits for the other ranks.
         """
         store, key = _get_default_store(), f"diloco/all_come/{self._number}/{self.num_begun}"
         until_s, said = time.monotonic() + within_s, "not all"
@@ -142,19 +151,19 @@ class Ranks:
             said = "all"
         while said != "all" and not store.check([f"{key}/said"]) and time.monotonic() < until_s:
             time.sleep(COME_S)
-        return bool(store.compare_set(f"{key}/said", "", said) == b"all")  # the first to say it has said it for all
+        return bool(store.compare_set(f"{key}/said", "", said) == b"all")  # the first rank decides for all
 
     # -------------------------------------------------------------------------------------------------------- commands
 
     def tell(self, command: Mapping[str, Any], payload: Tensor | None = None) -> None:
-        """Rank 0: have all others do this, and wait until they have.
+        """Have all other ranks carry out a command, and wait until they have. Rank 0.
 
         Args:
-            command: plain values.
-            payload: 1-D uint8 on the host.
+            command: values that JSON can represent.
+            payload: 1-D uint8 on the host; None: empty.
 
         Raises:
-            DiLoCoError: one of them failed; it says why itself.
+            DiLoCoError: a rank has failed; its own output says why.
         """
         with self._telling:
             self._tell(command, payload)
@@ -162,7 +171,13 @@ class Ranks:
     def collect(
         self, command: Mapping[str, Any], numels: Sequence[int], dtype: torch.dtype = torch.float32
     ) -> list[Tensor]:
-        """Rank 0: have the others do this, and take what each of them `deliver`s: so many numbers."""
+        """Have the other ranks carry out a command, and return the values that each of them delivers. Rank 0.
+
+        Args:
+            command: values that JSON can represent.
+            numels: number of values from each rank, in order from rank 1.
+            dtype: dtype of the values.
+        """
         with self._telling:
             self._tell(command)
             found = [torch.empty(numel, dtype=dtype) for numel in numels]
@@ -172,22 +187,22 @@ class Ranks:
             return found
 
     def deliver(self, values: Tensor) -> None:
-        """Another rank: what `collect` asked for, after the answer."""
+        """Send rank 0 the values that `collect` has asked for, after the answer. Ranks other than 0."""
         if values.numel():
             dist.send(values, 0, group=self._commands.group)
 
     def together(self, command: Mapping[str, Any], do: Callable[[], T]) -> T:
-        """Rank 0: have the others begin this, and do one's own part of it."""
+        """Have the other ranks begin a command, and return the result of rank 0's part of it, `do`. Rank 0."""
         with self._telling:
             self._tell(command)
             return do()
 
     def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send to each rank what is meant for it, and fill what comes from it; within a command, all ranks at once.
+        """Send a tensor to each rank, and receive one from each. All ranks call this at once, within a command.
 
         Args:
-            outgoing: by rank; own and empty ones do not travel.
-            incoming: by rank, overwritten.
+            outgoing: tensor for each rank; this rank's own and empty ones are not sent.
+            incoming: tensor from each rank, overwritten; this rank's own and empty ones are not received.
         """
         kinds = ((dist.isend, outgoing), (dist.irecv, incoming))
         works = [
@@ -204,14 +219,14 @@ class Ranks:
         self._end_command(True)
 
     def listen(self) -> tuple[dict[str, Any], Tensor]:
-        """Another rank: the next command and its payload; `answer` must follow."""
+        """Receive the next command and its payload; `answer` must follow. Ranks other than 0."""
         return self._commands.hear()
 
     def answer(self, done: bool) -> None:
-        """Another rank: the command that was heard last is done, or failed.
+        """Report that the last command is done or has failed. Ranks other than 0.
 
         Raises:
-            DiLoCoError: it failed elsewhere.
+            DiLoCoError: the command is done on this rank, but has failed on another rank.
         """
         self._end_command(done)
 
@@ -234,11 +249,11 @@ class Ranks:
 
     @property
     def silent_s(self) -> float:
-        """For how long not all ranks have been heard."""
+        """Seconds by which the pulse is late, because a rank does not answer; 0 while all ranks answer."""
         return max(0.0, time.monotonic() - self._beat_s - PULSE_S)
 
     def pulse(self, crew: Crew) -> None:
-        """Beat until one rank's crew stops.
+        """Exchange the pulse with the other ranks until the crew of one rank stops.
 
         Raises:
             DiLoCoError: a rank is gone.

@@ -1,8 +1,8 @@
-"""One host's device where XLA devices of several hosts run one program.
+"""One host's device if XLA devices of several hosts run one program.
 
-1. Every host must launch the same graphs in the same order: `ReplicatedDevice.make` sees to it at boundaries.
-2. Before training, whoever waits for a graph must have been followed by all: the first host launches, has the others
-   launch, and waits then.
+1. Every host must launch the same graphs in the same order. `ReplicatedDevice.make` ensures this at boundaries.
+2. Before training, a host may wait for a graph only after all hosts have launched it. So the first host launches the
+   graph, tells the other hosts to launch it, and then waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from lightning_diloco.learner.ranks.sharded_device import ShardedDevice
 
 
 class HostsDevice(ShardedDevice):
-    """A `FragmentDevice` for the whole learner, in front of `XlaHostFragments`; boxes: {"rows": ...} of each host."""
+    """A `FragmentDevice` for the whole learner, in front of `XlaHostFragments`.
+
+    `boxes` holds {"rows": ...} for each host; see `ReplicatedDevice` for the other arguments.
+    """
 
     _own: XlaHostFragments
 

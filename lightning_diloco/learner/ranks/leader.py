@@ -1,9 +1,10 @@
-"""Rank 0 of a learner of several ranks: it alone follows the protocol, and says what all of them do.
+"""The link of rank 0 of several ranks: it runs the protocol, and tells the other ranks what to do.
 
-1. Whatever lands or is snapshotted was promised when the step began, and is done by all ranks when it ends. Before
-   training and after it, ranks wait for each other; within steps nobody waits.
+1. Rank 0 promises the landings and snapshots of a boundary when the step begins, and all ranks make them when the step
+   ends. Ranks wait for each other before and after training, but not within a step.
 2. Each rank uploads its own part of a contribution (`partial_uploads.py`).
-3. While a rank does not answer, its learner is silent: it lapses like one that is gone, and returns with that rank.
+3. While a rank does not answer, rank 0 sends nothing to the syncer. The learner then lapses like a learner that is
+   gone, and returns when that rank answers again.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.portions import LargeConnection
 
 SILENT_S = 5.0
-KNOWN = ("learner_id", "run", "incarnation", "slot", "data_seed", "is_late")  # at all ranks
+KNOWN = ("learner_id", "run", "incarnation", "slot", "data_seed", "is_late")  # attributes of all ranks
 
 
 class Leader(OneOfSeveral, Member):
-    """The link of rank 0; `device` stands for all ranks' devices."""
+    """The link of rank 0. Its `device` coordinates the devices of all ranks."""
 
     _has_ranks = True
     device: ReplicatedDevice
@@ -58,7 +59,7 @@ class Leader(OneOfSeveral, Member):
         return self._parted
 
     def _make_devices(self, make_device: MakeDevice, plan: FragmentPlan, config: RunConfig) -> ReplicatedDevice:
-        """Make the device, and have the others make theirs, of the same plan."""
+        """Make the device of rank 0, and have the other ranks make theirs for the same plan."""
         self._ranks.tell(
             {
                 "do": "plan",
@@ -73,7 +74,7 @@ class Leader(OneOfSeveral, Member):
 
     @contextmanager
     def _telling_failure(self) -> Iterator[None]:
-        """The other ranks fail with this one."""
+        """Return a context in which a failure of rank 0 makes the other ranks fail, too."""
         try:
             yield
         except BaseException as error:
@@ -82,7 +83,7 @@ class Leader(OneOfSeveral, Member):
             raise
 
     def _go(self) -> None:
-        """Training begins."""
+        """Ask the other ranks whether they can reach the syncer, and let them begin to train."""
         join_file = self._whereabouts.join_file
         run_dir = None if join_file is None else str(join_file.parent)
         found = self._ranks.collect({"do": "reach", "run_dir": run_dir}, [1] * (self._ranks.size - 1))
@@ -93,7 +94,7 @@ class Leader(OneOfSeveral, Member):
     # --- training ------------------------------------------------------------------------------------------------
 
     def _begin(self, **said: Any) -> None:
-        """See `Link._begin`; says what is promised, too."""
+        """See `Link._begin`. Also sends the promise for the next boundary."""
         with self._changed:
             self._promise = actions.Promise((), ())
             self._handle(events.StepBegins())
@@ -101,12 +102,15 @@ class Leader(OneOfSeveral, Member):
         super()._begin(**{"fleet_tokens": self.fleet_tokens, **promised, **said})
 
     def _end_step(self, tokens: int) -> int:
-        """What was promised is done, and then the machine asks for it."""
+        """See `Link._end_step`. Makes the promised landings and snapshots before the machine asks for them."""
         self.device.make(self.agreed.land, self.agreed.snapshot)
         return super()._end_step(tokens)
 
     def _collected(self, tokens: int) -> tuple[Piece, ...]:
-        """This rank knows of all samples, and until a step ends of its own tokens only."""
+        """See `Member._collected`. Divides the step's tokens among the pieces.
+
+        Rank 0 knows the samples of all ranks. It knows only its own tokens until the step ends.
+        """
         return divided(super()._collected(tokens), tokens)
 
     def _do(self, action: actions.LearnerAction) -> int:
@@ -123,7 +127,7 @@ class Leader(OneOfSeveral, Member):
     # --- a rank that is silent -----------------------------------------------------------------------------------
 
     def _hear(self, message: messages.FromSyncer) -> None:
-        """Much of what is heard would be answered."""
+        """Process a message, but only while all ranks answer, because the machine replies to most messages."""
         while self._is_silent and not self._crew.stopping.wait(TICK_S):
             pass
         super()._hear(message)
@@ -139,13 +143,13 @@ class Leader(OneOfSeveral, Member):
     # --- the end -------------------------------------------------------------------------------------------------
 
     def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
-        """See `Link.finish`; all ranks make the boundaries until then."""
+        """See `Link.finish`. All ranks make boundaries until the learner has left."""
         self._ends_together = True
         try:
             is_last = super().finish(reason, within_s)
         except BaseException:
             self._begin(is_over=True, num_failed=1)
-            self._ranks.end()  # the others know then
+            self._ranks.end()  # the other ranks know of the failure now
             raise
         finally:
             self._ends_together = False

@@ -1,14 +1,14 @@
-"""What exchanging takes of one rank's memory, by formula: stated when a learner of several ranks has joined.
+"""Memory that exchanging takes on one rank, by formula. It is logged when a learner with several ranks has joined.
 
-1. Held as long as the learner trains: anchors and spare buffers, each as long as the largest part of a fragment that
-   this rank holds; residuals, where landing loses what was not sent; and contributions whose fate is not known. Of
-   these rank 0 keeps all bytes, every other rank its own part.
-2. So it is while one fragment after another is exchanged. What is on its way at the same time, because exchanging takes
-   longer than the steps between two fragments, takes buffers of its own: a snapshot, and what a landing needs.
-3. For moments: what the largest fragment needs while it is encoded, while updates of it arrive, or while it is adopted
-   in full; never two of these at once on one rank.
-4. Left out: parameters, gradients and optimizer; sockets and threads; a copy of the own parameters while the anchor is
-   validated.
+1. A rank holds these as long as the learner trains: anchors and spare buffers, each as long as the rank's largest part
+   of a fragment; residuals, if error feedback is on and a landing discards unsent progress; and contributions whose
+   fate is unknown. Rank 0 keeps all bytes of these contributions, and every other rank keeps its own part.
+2. These suffice while fragments are exchanged one after another. If exchanging takes longer than the steps between two
+   fragments, several are on their way at the same time. Each further one takes buffers for its snapshot and landing.
+3. The largest fragment takes more memory for moments: while it is encoded, while its updates arrive, or while it is
+   adopted in full. A rank does only one of these at a time.
+4. The formula leaves out parameters, gradients and optimizer, sockets and threads, and the copy of the local parameters
+   while the anchor is validated.
 
 Source: devices/dense.py, devices/part.py and learner/ranks/reshard.py; a test compares it with what real ranks take.
 """
@@ -31,15 +31,15 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank.
+    """Memory that exchanging takes on one rank, in bytes.
 
     Args:
-        anchors: of all fragments.
-        buffers: for snapshots and landings.
-        residuals: what encodings lost.
-        sent: contributions of all fragments, encoded.
-        passing: at most, for moments.
-        further: at most, for each fragment that is on its way beside another one.
+        anchors: anchors of all fragments.
+        buffers: buffers for snapshots and landings.
+        residuals: encoding errors.
+        sent: encoded contributions of all fragments.
+        passing: peak of the memory for moments (rule 3).
+        further: peak for each further fragment that is on its way at the same time.
     """
 
     anchors: int
@@ -51,7 +51,7 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """At most, with one fragment at a time."""
+        """Peak, with one fragment at a time."""
         return self.anchors + self.buffers + self.residuals + self.sent + self.passing
 
     def __str__(self) -> str:
@@ -67,14 +67,14 @@ class Footprint:
 def footprint(
     plan: FragmentPlan, config: RunConfig, learner: LearnerConfig, *, rank: int, size: int, part: PartPlan | None
 ) -> Footprint:
-    """What one rank needs.
+    """Return the footprint of one rank.
 
     Args:
-        plan: of the run.
-        config: of the run.
-        learner: of this learner.
-        rank, size: in this learner.
-        part: what this rank holds; None: all of it.
+        plan: fragment plan of the run.
+        config: options of the run.
+        learner: options of this learner.
+        rank, size: index of the rank, and number of ranks of this learner.
+        part: this rank's part of the plan; None: the rank holds whole parameters.
     """
     fragments, block_size = range(plan.num_fragments), config.block_size
     wholes = [plan.layout(p, block_size).padded_numel for p in fragments]
@@ -93,8 +93,8 @@ def footprint(
 
 
 def _passing(whole: int, own: int, wired: int, *, is_first: bool, size: int, is_part: bool) -> int:
-    """Bytes for moments; `whole` and `own` as float32."""
-    chain = CHAIN_LENGTH * wired * (3 if is_first else 1)  # rank 0: as it came, as a tensor, and for the others
+    """Return the bytes for moments; `whole` and `own` are bytes of float32 values."""
+    chain = CHAIN_LENGTH * wired * (3 if is_first else 1)  # rank 0: as received, as a tensor, and for other ranks
     full = whole * (2 if is_first else 1)
     if not is_part:
         return max(2 * wired, chain, full)

@@ -1,4 +1,4 @@
-"""What links of a learner's ranks have in common: ranks agree at every step boundary, and let go of each other."""
+"""Common part of the links of a learner's ranks: they agree at every step boundary, and release each other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
 
 
 class OneOfSeveral(Link):
-    """Mixin: the link of one of several ranks; see the final classes for the other arguments.
+    """Mixin for the link of one of several ranks; see `Leader` and `Follower` for the other arguments.
 
     Args:
-        ranks: of this learner.
-        boxes: what each rank holds of each parameter; empty: all of it.
-        kind: how the ranks' devices work together.
+        ranks: the ranks of this learner.
+        boxes: for each rank, its box of each parameter; empty: each rank holds whole parameters.
+        kind: class of the device that coordinates the ranks' devices.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class OneOfSeveral(Link):
         super().__init__(*args, **options)
         self._ranks = ranks
         self._in_front = partial(kind, ranks=ranks, boxes=boxes, stopping=self._crew.stopping)
-        self._is_over = False  # whether ranks need nothing of each other any more
+        self._is_over = False  # whether the ranks need each other no more
 
     def _begin(self, **said: Any) -> None:
         agreement = Agreement(**{"num_failed": int(self._error is not None), **said})
@@ -47,7 +47,7 @@ class OneOfSeveral(Link):
         return self.agreed
 
     def _let_go(self, *, threads_have_ended: bool) -> None:
-        """Groups of ranks stay if this ended in any other way: a rank may never answer again."""
+        """See `Link._let_go`. After a failure the groups of the ranks are not closed: a rank may never answer again."""
         if threads_have_ended and self._is_over:
             self._ranks.close()
         super()._let_go(threads_have_ended=threads_have_ended)

@@ -1,14 +1,14 @@
-"""A contribution on the lines of all ranks of a learner: each uploads its own part of the encoded fragment.
+"""Uploads a contribution over the connections of all ranks: each rank uploads its part of the encoded fragment.
 
-1. Rank 0 alone speaks with the syncer about rounds and fates. When it uploads, it sends the first part, and has every
-   other rank send that rank's part, with the same description; the syncer puts them together.
-2. Rank 0 says the checksum of each part. A rank whose part is another one sends nothing.
-3. If any rank could not send, the upload has failed, as that of one device does. Rank 0, which holds all of the encoded
-   fragment anyway, then uploads alone for ALONE_S: what was lost is sent again whole, and a rank that is cut off for
-   long does not cut off its learner. It says so.
-4. The join string does not cross between ranks, whose groups do not encrypt: each was given it, or reads it from the
-   run directory of a syncer that rank 0 started. A rank that cannot reach the syncer from the start (another host, a
-   syncer on loopback) makes rank 0 upload alone for good; both say so.
+1. Only rank 0 exchanges messages about rounds and fates with the syncer. To upload a contribution, rank 0 uploads the
+   first part, and tells every other rank to upload its part with the same header. The syncer joins the parts.
+2. Rank 0 sends the checksum of each part to the other ranks. A rank whose part has another checksum uploads nothing.
+3. If any rank could not upload its part, the whole upload has failed. Rank 0 then uploads alone for ALONE_S, because it
+   holds the whole encoded fragment anyway. It uploads the failed contribution again as a whole. So a rank that is cut
+   off for long does not cut off its learner. Rank 0 logs a warning.
+4. Ranks do not send each other the join string, because their groups do not encrypt. Each rank was given it, or reads
+   it from the run directory of a syncer that rank 0 has started. If a rank cannot reach the syncer at the start (for
+   example a syncer on loopback of another host), rank 0 uploads alone until the learner ends. Both ranks log a warning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GOODBYE_S = 1.0
 
 
 class Giver(Protocol):
-    """What rank 0 needs of a `Channel`."""
+    """The part of `Channel` that rank 0 uses."""
 
     size: int
 
@@ -50,7 +50,7 @@ class Giver(Protocol):
 
 
 class Taker(Protocol):
-    """What another rank needs of a `Channel`."""
+    """The part of `Channel` that the other ranks use."""
 
     rank: int
     size: int
@@ -61,11 +61,11 @@ class Taker(Protocol):
 
 
 class PartedConnection:
-    """Rank 0's `Connection`, whose contributions go by several lines.
+    """Rank 0's `Connection`; contributions are uploaded over the connections of all ranks.
 
     Args:
-        connection: of rank 0, which takes a part of any size.
-        orders: to the other ranks.
+        connection: rank 0's connection, which takes parts of any size.
+        orders: channel to the other ranks.
     """
 
     def __init__(self, connection: LargeConnection, orders: Giver) -> None:
@@ -82,18 +82,22 @@ class PartedConnection:
 
     @staticmethod
     def is_possible(reached: Sequence[bool]) -> bool:
-        """Whether all other ranks, which say so of themselves in order, reach the syncer."""
+        """Return whether all other ranks can reach the syncer; warns if not.
+
+        Args:
+            reached: whether each rank can reach the syncer, in order from rank 1.
+        """
         if unreached := [rank for rank, reaches in enumerate(reached, start=1) if not reaches]:
             log.warning("ranks %s cannot reach the syncer; rank 0 uploads the contributions of all ranks", unreached)
         return not unreached
 
     def prepare(self, plan: FragmentPlan, config: RunConfig, dealt: Container[int]) -> None:
-        """The run is known.
+        """Set the plan of the run. Call this before the first contribution.
 
         Args:
-            plan: of the run.
-            config: of the run.
-            dealt: fragments that each rank has encoded its part of.
+            plan: fragment plan of the run.
+            config: options of the run.
+            dealt: fragments of which each rank has encoded its part.
         """
         self._dealt = dealt
         self._numels = [plan.layout(p, config.block_size).padded_numel for p in range(plan.num_fragments)]
@@ -113,7 +117,7 @@ class PartedConnection:
         return {}
 
     def end(self) -> None:
-        """Let go of the other ranks, unless one of them still uploads."""
+        """End `PartSender.run` on the other ranks, unless one of them is still uploading after GOODBYE_S."""
         self._orders.give({"do": "end"}, lambda: None, within_s=GOODBYE_S)
 
     @property
@@ -137,11 +141,11 @@ class PartedConnection:
 
 
 class PartSender:
-    """Another rank's end: keeps its part of what was encoded last, and uploads it when rank 0 says so.
+    """Sender of a rank other than 0: keeps its part of each encoded fragment, and uploads it when rank 0 says so.
 
     Args:
-        orders: from rank 0.
-        connect: makes the connection, which takes a part of any size.
+        orders: channel from rank 0.
+        connect: makes the connection to the syncer, which takes parts of any size.
     """
 
     def __init__(self, orders: Taker, connect: Callable[[JoinAddress], Connection]) -> None:
@@ -151,7 +155,11 @@ class PartSender:
         self._has_come = threading.Condition()
 
     def reach(self, address: Callable[[], JoinAddress]) -> bool:
-        """Whether the syncer can be found and reached from here; connects."""
+        """Connect to the syncer; returns whether this rank can find and reach it.
+
+        Args:
+            address: returns the address of the syncer.
+        """
         try:
             self._connection = self._connect(address())
             self._connection.status()
@@ -161,26 +169,26 @@ class PartSender:
         return True
 
     def keep(self, fragment: int, payload: Tensor, numel: int, config: RunConfig) -> None:
-        """Of a whole encoded fragment, keep this rank's part until it is sent or replaced."""
+        """Keep this rank's part of a whole encoded fragment until it is uploaded or replaced."""
         k, n = self._orders.rank, self._orders.size
         self.keep_part(fragment, part_of(payload, k, n, numel=numel, wire=config.wire, block_size=config.block_size))
 
     def keep_part(self, fragment: int, part: Tensor) -> None:
-        """Keep this part until it is sent or replaced."""
+        """Keep this part until it is uploaded or replaced."""
         with self._has_come:
             self._kept[fragment] = part
             self._has_come.notify_all()
 
     def run(self) -> None:
-        """Do what rank 0 says until it ends, or is gone."""
+        """Carry out rank 0's orders until rank 0 ends or is gone."""
         order: Json = {}
-        with suppress(RuntimeError):  # rank 0 is gone; the pulse tells
+        with suppress(RuntimeError):  # rank 0 is gone; `Ranks.pulse` reports it
             while order.get("do") != "end":
                 order, _ = self._orders.hear()
                 self._orders.all_could(order["do"] == "end" or self._send(order))
 
     def close(self) -> None:
-        """Let go of the connection; idempotent."""
+        """Close the connection. Idempotent."""
         if self._connection is not None:
             self._connection.close()
 
@@ -198,7 +206,7 @@ class PartSender:
         return True
 
     def _part(self, p: int, checksum: int) -> Tensor:
-        """Its bytes; they may be on their way."""
+        """Return the part with this checksum. Waits up to PART_S, because this rank may still be encoding it."""
         with self._has_come:
             self._has_come.wait_for(lambda: self._checksum(p) == checksum, PART_S)
             if (found := self._checksum(p)) != checksum:

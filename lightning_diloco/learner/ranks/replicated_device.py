@@ -1,12 +1,14 @@
-"""One rank's device in a learner with several ranks: what rank 0 does, all do, before anybody is told that it is done.
+"""One rank's device in a learner with several ranks: all ranks carry out the operations of rank 0's device.
 
-1. Each rank holds whole parameters and anchors, equal to those of rank 0. Each measures and encodes by itself, so that
-   nothing of a contribution crosses between them: each has the part that it uploads (`partial_uploads.py`), and rank 0
-   all of it. Where ranks cannot upload, rank 0 alone measures and encodes.
-2. Updates go to the others as they came, with the contribution that is part of them: each rank adds alike.
-3. Landings and snapshots are local. `Agreement` says when they are made, and all ranks make them in the same order
-   (`make`). When the machine of rank 0 asks for them, they are there; what it leaves out has been made all the same.
-4. Rank 0 calls the methods of a `FragmentDevice`; at the others, `follow` does what these tell.
+1. Each rank holds whole parameters and anchors, equal to those of rank 0. Each rank computes and encodes the
+   pseudo-gradient itself, so no part of a contribution crosses between ranks. Each rank has the part that it uploads
+   (`partial_uploads.py`), and rank 0 has the whole contribution. If the ranks cannot upload, only rank 0 encodes.
+2. Rank 0 sends updates to the other ranks as it received them, with the learner's contribution if it is part of the
+   update. So all ranks make the same additions. An update counts as staged when all ranks have staged it.
+3. Landings and snapshots are local. `Agreement` lists them for each boundary, and all ranks make them in the same order
+   (`make`), before the protocol machine on rank 0 asks for them. If the machine skips a snapshot, it is discarded.
+4. Rank 0 calls the methods of a `FragmentDevice`. They send commands to the other ranks, which carry them out in
+   `follow`.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ _After = Callable[[], object]
 
 
 class ReplicatedDevice:
-    """A `FragmentDevice` in front of another one.
+    """A `FragmentDevice` in front of a rank's own device.
 
     Args:
-        own: of this rank.
-        ranks: of this learner.
-        plan: of the run.
-        config: of the run.
-        boxes: what each rank holds of each parameter; empty: all of it.
+        own: device of this rank.
+        ranks: the ranks of this learner.
+        plan: fragment plan of the run.
+        config: options of the run.
+        boxes: for each rank, its box of each parameter; empty: each rank holds whole parameters.
         stopping: set when this rank ends.
         sender: uploads this rank's part; rank 0 has none.
 
     Attributes:
-        landed: fragments that have landed at rank 0 alone, at the very end.
-        deals: whether each rank is to upload its part of contributions.
-        dealt: fragments that each rank has encoded its part of.
+        landed: fragments that have landed only on rank 0, after training.
+        deals: whether each rank encodes and uploads its part of contributions.
+        dealt: fragments of which each rank has encoded its part.
     """
 
     _are_equal = True  # whether ranks hold equal parameters
@@ -65,7 +67,7 @@ class ReplicatedDevice:
     ) -> None:
         self._own, self._ranks, self._plan, self._config = own, ranks, plan, config
         self._stopping, self._sender = stopping, sender
-        self._ready: dict[int, _After] = {}  # by fragment, how it lands
+        self._ready: dict[int, _After] = {}  # by fragment: call that lands it
         self._landing = threading.Lock()
         self._counts: Counter[int] = Counter()
         self._made: set[int] = set()  # landings at this boundary that the machine has not asked for yet
@@ -79,17 +81,18 @@ class ReplicatedDevice:
     # --- any rank ------------------------------------------------------------------------------------------------
 
     def make(self, land: Sequence[int], snapshot: Sequence[int]) -> None:
-        """Training thread: what was promised for this boundary.
+        """Make the landings and snapshots that rank 0 has promised for this boundary. Training thread.
 
-        Ranks that send equal bytes copy at once: one could copy before, and another one after somebody changes
-        parameters elsewhere than in an update.
+        Ranks with equal parameters copy the snapshots at once, because all must encode equal values. If they copied
+        later and a script changed parameters outside the optimizer, one rank could copy before the change and another
+        rank after it.
         """
         for p in land:
             self._land(p)
         self._made = set(land)
         is_first = self._ranks.rank == 0
         if is_first:
-            self._snapshots.clear()  # what the machine left out
+            self._snapshots.clear()  # those that the machine has skipped
         if is_first or self.deals or not self._are_equal:
             self._snapshots |= {p: (self._ranks.num_begun, self._own.snapshot(p)) for p in snapshot}
             if self._are_equal:
@@ -107,7 +110,7 @@ class ReplicatedDevice:
     # --- rank 0, training thread ---------------------------------------------------------------------------------
 
     def adopt(self, fragment: int, values: Tensor) -> None:
-        """See `FragmentDevice.adopt`; waits for the others unless they expect it."""
+        """See `FragmentDevice.adopt`. Waits for the other ranks, unless they already have the values (`expect`)."""
         if fragment in self._made or fragment in self._ready:
             self.land(fragment, None)
         else:
@@ -115,11 +118,11 @@ class ReplicatedDevice:
             self._adopt(fragment, values)
 
     def snapshot(self, fragment: int) -> Any:
-        """See `FragmentDevice.snapshot`: the one made at this boundary."""
+        """See `FragmentDevice.snapshot`. Returns the one that `make` has taken at this boundary."""
         return self._snapshots.pop(fragment)
 
     def land(self, fragment: int, staged: Any) -> None:
-        """See `FragmentDevice.land`; at the very end rank 0 lands, and the others after it."""
+        """See `FragmentDevice.land`. After training, rank 0 lands first, and the other ranks land later."""
         if fragment in self._made:
             self._made.remove(fragment)
         else:
@@ -129,12 +132,12 @@ class ReplicatedDevice:
     # --- rank 0, link thread -------------------------------------------------------------------------------------
 
     def collect(self, snapshot: Any) -> None:
-        """See `FragmentDevice.collect`; devices of the others have come about as far."""
+        """See `FragmentDevice.collect`. Waits only for rank 0's device; those of the other ranks are about as far."""
         _, own = snapshot
         self._own.collect(own)
 
     def encode(self, snapshot: Any) -> Encoded:
-        """See `FragmentDevice.encode`; the others begin when told, and are not waited for."""
+        """See `FragmentDevice.encode`. Tells the other ranks to encode, too, and does not wait for them."""
         boundary, own = snapshot
         if self.deals:
             self._ranks.tell({"do": "encode", "fragment": own.fragment, "boundary": boundary})
@@ -142,25 +145,25 @@ class ReplicatedDevice:
         return self._own.encode(own)
 
     def expect(self, fragment: int, values: Tensor) -> None:
-        """These values will be adopted at a boundary."""
+        """Send the other ranks values that will be adopted at a boundary."""
         self._ranks.tell({"do": "expect", "fragment": fragment}, values.view(torch.uint8))
         self._ready[fragment] = partial(self._own.adopt, fragment, values)
 
     def stage(self, fragment: int, update: Update) -> Any:
-        """See `FragmentDevice.stage`; what cannot be used goes to nobody."""
+        """See `FragmentDevice.stage`. The other ranks stage the update after rank 0 has found it usable."""
         staged = self._own.stage(fragment, update)
         self._ranks.tell(*packed(fragment, update))
         self._ready[fragment] = partial(self._own.land, fragment, staged)
         return staged
 
     def counted_anchor(self, fragment: int) -> Tensor | None:
-        """The whole anchor; None: it has landed at one rank, and not yet at another one. Any thread."""
+        """Return the whole anchor; None if the last update has not landed on all ranks yet. Any thread."""
         return self._own.anchor(fragment)
 
     # --- another rank, link thread -------------------------------------------------------------------------------
 
     def follow(self, command: Json, payload: Tensor) -> _After:
-        """Do what rank 0 says; returns what comes after the answer."""
+        """Carry out a command of rank 0; returns a call to make after the answer."""
         p = command["fragment"]
         match command["do"]:
             case "adopt":
@@ -176,17 +179,17 @@ class ReplicatedDevice:
         return _nothing
 
     def _encode_part(self, p: int, boundary: int) -> None:
-        """All of it, of parameters equal to those of rank 0, which does the same meanwhile; keep this rank's part."""
+        """Encode the whole fragment, as rank 0 does at the same time from equal parameters; keep this rank's part."""
         try:
             payload = self._own.encode(self._snapshot(p, boundary)).payload
         except NonFiniteError:
-            return  # rank 0 finds the same, and tells the syncer
+            return  # rank 0 gets the same error, and tells the syncer
         assert self._sender is not None
         numel = self._plan.layout(p, self._config.block_size).padded_numel
         self._sender.keep(p, payload, numel, self._config)
 
     def _snapshot(self, p: int, boundary: int) -> Any:
-        """The one of this boundary; training here may still be on its way to it."""
+        """Return the snapshot of this boundary; waits if training on this rank has not reached the boundary yet."""
         while (found := self._snapshots.get(p, (0, None)))[0] < boundary:
             if self._stopping.wait(WAIT_S):
                 raise DiLoCoError("this rank ends before the snapshot that rank 0 asks for; nothing is to be done")
@@ -199,11 +202,11 @@ class ReplicatedDevice:
 
 
 def _nothing() -> None:
-    """Most commands are done when they are answered."""
+    """Do nothing after the answer."""
 
 
 def packed(fragment: int, update: Update) -> tuple[Json, Tensor]:
-    """The command to stage this update, and its payload."""
+    """Return the command to stage this update, and its payload."""
     parts = [*update.chain]
     parts += [] if update.sent is None else [update.sent]
     parts += [] if update.full is None else [update.full.view(torch.uint8)]
@@ -214,7 +217,7 @@ def packed(fragment: int, update: Update) -> tuple[Json, Tensor]:
 
 
 def unpacked(command: Json, payload: Tensor) -> Update:
-    """The inverse of `packed`."""
+    """Return the update of a command and its payload; the inverse of `packed`."""
     parts = list(torch.split(payload, command["sizes"])) if command["sizes"] else []
     full = parts.pop().clone().view(torch.float32) if command["has_full"] else None
     sent = parts.pop() if command["has_sent"] else None

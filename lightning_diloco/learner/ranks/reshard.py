@@ -1,10 +1,12 @@
-"""How ranks that each hold a part of the parameters encode a contribution together.
+"""Encoding of a contribution by ranks that each hold a part of the parameters.
 
-1. Each rank measures its part of the pseudo-gradient. Then they deal it out anew (`devices/deal.py`): each has a range
-   of whole quantization blocks, and encodes it. So float32 crosses between ranks once, and no rank holds all of it.
-2. Encoded parts go to rank 0, a quarter of that as int8: it keeps all of what was sent, which it needs when the
-   contribution comes back merged, and when another rank cannot upload.
-3. A part with NaN or Inf is dealt like any other; rank 0 finds it in the whole, and names the parameters.
+1. Each rank computes its part of the pseudo-gradient. The ranks then reshard it (`devices/deal.py`): each rank receives
+   a range of whole quantization blocks, and encodes it. So float32 values cross between ranks only once, and no rank
+   holds all of them.
+2. The other ranks send their encoded ranges to rank 0. With int8 these have a quarter of the float32 bytes. Rank 0
+   keeps the whole contribution. It needs it when the contribution has been merged, and if another rank cannot upload.
+3. A part with NaN or Inf is resharded like any other. Rank 0 finds it in the whole contribution, and names the
+   parameters.
 """
 
 from __future__ import annotations
@@ -24,30 +26,30 @@ from lightning_diloco.devices.part import PartPlan
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.learner.ranks.group import Ranks
 
-_NORMS_BYTES = 16  # two squares, float64
+_NORMS_BYTES = 16  # two squared norms, float64
 
 
 class Resharder:
-    """One rank's hand in it.
+    """One rank's part in the resharding.
 
     Args:
-        ranks: of this learner.
-        plans: of each rank.
-        config: of the run.
+        ranks: the ranks of this learner.
+        plans: part plan of each rank.
+        config: options of the run.
     """
 
     def __init__(self, ranks: Ranks, plans: Sequence[PartPlan], config: RunConfig) -> None:
         self._ranks, self._plans, self._config = ranks, plans, config
 
     def part(self, p: int, delta_L: Tensor) -> Tensor:
-        """Encode this rank's range of a fragment, and send it to rank 0; all ranks at once.
+        """Encode this rank's range of a fragment, and send it to rank 0. All ranks call this at the same time.
 
         Args:
-            p: which fragment.
+            p: index of the fragment.
             delta_L: this rank's part of the pseudo-gradient, float32 (L,).
 
         Returns:
-            Encoded range, and what its norms are; uint8.
+            The encoded range, followed by the squared norms of its values and of its encoding error; uint8.
         """
         mine, ranges = self._ranks.rank, self._ranges(p)
         part = self._encoded(self._swapped(p, delta_L, ranges))
@@ -66,10 +68,10 @@ class Resharder:
         return gathered(self._plans, p, incoming, *ranges[mine])
 
     def whole(self, p: int, delta_L: Tensor) -> Encoded:
-        """`part` of rank 0, and then the whole contribution.
+        """Call `part` on rank 0, and return the whole contribution.
 
         Raises:
-            NonFiniteError: naming the parameters.
+            NonFiniteError: the pseudo-gradient holds NaN or Inf; the error names the parameters.
         """
         own = self.part(p, delta_L)
         sizes = [self._nbytes(*each) + _NORMS_BYTES for each in self._ranges(p)]
@@ -85,7 +87,7 @@ class Resharder:
 
     @staticmethod
     def bare(part: Tensor) -> Tensor:
-        """The encoded range alone."""
+        """Return the encoded range without its norms."""
         return part[:-_NORMS_BYTES].clone()
 
     def _encoded(self, wanted_R: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ class Resharder:
             for values in wanted_R.split(chunk_numel(wanted_R, size)):
                 start = values.storage_offset() - wanted_R.storage_offset()
                 values.sub_(decoder.read(start, torch.empty_like(values)))
-        except CorruptMessageError:  # not finite; rank 0 says where
+        except CorruptMessageError:  # not finite; rank 0 names the parameters
             wanted_R.fill_(torch.nan)
         norms = torch.stack((norm, torch.linalg.vector_norm(wanted_R))).double()
         return torch.cat((part, norms.square().view(torch.uint8)))

@@ -1,10 +1,11 @@
-"""Rows of training data from rank 0 of a learner to all its ranks, some batches before they are needed.
+"""Sends rows of training data from rank 0 of a learner to all its ranks, some batches before they are needed.
 
-1. What a row looks like is told once, before the first batch; all ranks wait for that.
-2. From then on rank 0 sends when it has a batch, and the others listen for AHEAD batches more than they need. Nobody
-   waits for what was sent in time; rank 0 waits only for a rank that is MAX_BEHIND batches behind.
-3. Rows go in order, one message for each batch and rank. Ranks that compute together have the same share.
-4. What is still under way at the end goes down with the group.
+1. Before the first batch, rank 0 sends the shape and dtype of a share. All ranks wait for this.
+2. After that, rank 0 sends each batch as soon as it has it. The other ranks start to receive AHEAD batches more than
+   they need, so they do not wait for rows that were sent in time. Rank 0 waits only for a rank that is MAX_BEHIND
+   batches behind.
+3. Rows are sent in order, in one message per batch and rank. Ranks that compute together have the same share.
+4. Messages that are still on their way at the end are dropped with the group.
 
 Source: our choice.
 """
@@ -26,18 +27,18 @@ _NUM_TAGS = 1 << 20
 
 
 def deal(rows: Tensor, num_shares: int) -> list[Tensor]:
-    """Every `num_shares`-th row, from each of the first ones on."""
+    """Return the shares of a batch: share k has every `num_shares`-th row, from row k on."""
     return [rows[share::num_shares] for share in range(num_shares)]
 
 
 class BatchScatter:
-    """One rank's end; made by all ranks at the same time, with torch.distributed initialized.
+    """One rank's end of the scatter. All ranks make it at the same time, with torch.distributed initialized.
 
     Args:
-        shares: by rank, 0..num_shares-1.
+        shares: index of each rank's share, 0..num_shares-1.
 
     Attributes:
-        num_shares: different ones.
+        num_shares: number of different shares.
     """
 
     def __init__(self, shares: Sequence[int]) -> None:
@@ -50,13 +51,13 @@ class BatchScatter:
         self._like: tuple[list[int], torch.dtype] | None = None
 
     def give(self, rows: Tensor) -> Tensor:
-        """Rank 0: send all others their rows of a batch.
+        """Send the other ranks their rows of a batch. Rank 0.
 
         Args:
-            rows: (num_shares * n, ...), on the host; n and the rest are the same every time.
+            rows: (num_shares * n, ...), on the host; shape and dtype are the same for all batches.
 
         Returns:
-            Its own (n, ...).
+            Rank 0's rows, (n, ...).
         """
         parts = deal(rows, self.num_shares)
         if self._like is None:
@@ -75,7 +76,7 @@ class BatchScatter:
         return parts[self._shares[0]]
 
     def take(self) -> Tensor:
-        """Another rank: its rows (n, ...) of the next batch."""
+        """Return this rank's rows of the next batch, (n, ...). Ranks other than 0."""
         if self._like is None:
             text, _ = self._channel.hear()
             self._channel.all_could(True)
@@ -92,6 +93,6 @@ class BatchScatter:
         return rows
 
     def close(self) -> None:
-        """End the group, when all ranks are done with it."""
+        """Destroy the group. Call this when no rank uses it any more."""
         self._channel.close()
         self._under_way.clear()

@@ -1,4 +1,4 @@
-"""One rank's device where each rank holds a part: they encode contributions together, one fragment at a time."""
+"""One rank's device if each rank holds a part of the parameters. Ranks encode each contribution together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_diloco.protocol.codec import Json
 class ShardedDevice(ReplicatedDevice):
     """A `FragmentDevice` for the whole learner, in front of `PartFragments`; see `ReplicatedDevice` for the arguments.
 
-    What rank 0 asks all ranks for, it puts together.
+    Rank 0 collects the parts of all ranks and assembles them. Ranks encode one fragment at a time.
     """
 
     _own: Any
@@ -39,7 +39,7 @@ class ShardedDevice(ReplicatedDevice):
     # --- rank 0 --------------------------------------------------------------------------------------------------
 
     def encode(self, snapshot: Any) -> Encoded:
-        """See `FragmentDevice.encode`; where ranks cannot upload, this one puts the parts together and encodes."""
+        """See `FragmentDevice.encode`. If the ranks cannot upload, rank 0 assembles the parts and encodes alone."""
         boundary, own = snapshot
         p = own.fragment
         if self.deals:
@@ -56,7 +56,7 @@ class ShardedDevice(ReplicatedDevice):
         return Encoded(payload, norm, lost / norm if norm else 0.0)
 
     def counted_anchor(self, fragment: int) -> Tensor | None:
-        """See `ReplicatedDevice.counted_anchor`; of no use if it lands here meanwhile."""
+        """See `ReplicatedDevice.counted_anchor`. The result is invalid if the fragment lands here during the call."""
         own, sizes = self._own_anchor(fragment), [1 + size for size in self._sizes(fragment)]
         found = [own, *self._ranks.collect({"do": "anchor", "fragment": fragment}, sizes[1:])]
         if any(float(each[0]) != float(own[0]) for each in found):
@@ -68,7 +68,7 @@ class ShardedDevice(ReplicatedDevice):
         return self._whole(fragment, self._own.local_values(fragment), command)
 
     def _anchor(self, fragment: int) -> Tensor:
-        """While nothing lands anywhere."""
+        """Return the whole anchor. Call this only while no fragment lands on any rank."""
         whole_P = self.counted_anchor(fragment)
         assert whole_P is not None, "ranks differ in what has landed"
         return whole_P
@@ -102,7 +102,10 @@ class ShardedDevice(ReplicatedDevice):
         return super().follow(command, payload)
 
     def _own_anchor(self, p: int) -> Tensor:
-        """How often a fragment has landed, then this rank's part of the anchor; see `LearnerMetrics._mark`."""
+        """Return how often a fragment has landed, followed by this rank's part of the anchor; float32 (1 + L,).
+
+        If the fragment lands meanwhile, the anchor is read again, as in `Driver._mark`.
+        """
         while True:
             before = self._count(p)
             anchor_L = self._own.anchor(p)
@@ -114,6 +117,6 @@ class ShardedDevice(ReplicatedDevice):
             return self._counts[p]
 
     def _deal(self, p: int, delta_L: Tensor) -> None:
-        """With all other ranks; keep the part that this one encoded."""
+        """Encode a fragment together with all other ranks, and keep the range that this rank has encoded."""
         assert self._sender is not None
         self._sender.keep_part(p, self._resharder.bare(self._resharder.part(p, delta_L)))

@@ -1,9 +1,9 @@
 """Landings and snapshots that all ranks of a learner make at the next step boundary.
 
 Only one rank runs the state machine. It promises landings and snapshots when a step begins, so that the other ranks
-hear of them while the step computes. What arrives later waits for the following boundary.
+receive the promise while the step computes. Updates and announcements that arrive later wait for the boundary after it.
 
-1. A learner of one rank needs no promises: everything is allowed at each boundary.
+1. A learner of one rank needs no promises. It may land and snapshot at each boundary.
 2. A promised landing is always made. Messages that would remove the staged update are processed after the boundary.
 3. A promised snapshot may be skipped by the rank with the state machine; the other ranks then discard their copies.
 

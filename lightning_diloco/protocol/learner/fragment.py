@@ -69,7 +69,7 @@ class Fragment:
     """One fragment at one learner.
 
     Args:
-        generation, landed, proof: generation and version of the anchor here, and the proof that it was published.
+        generation, landed, proof: generation and version of this learner's anchor, and the proof of its publication.
         offered: newest version that the syncer has offered.
         fresh_from, fresh_step: token counter and step at the start of the fresh range.
         snapshot_step: step of the last snapshot.
@@ -77,12 +77,12 @@ class Fragment:
         merged_tokens: total size of the ranges whose merge has landed.
         staged: update that lands at the next boundary.
         is_fetching: an update is being fetched.
-        fetches_to_adopt: the update being fetched is to be adopted.
+        fetches_to_adopt: the update that is being fetched will replace the parameters.
         must_adopt: the next update replaces the parameters; their progress is discarded for this cause.
         is_due: the schedule asks for a round.
         announced: round that waits for this learner's snapshot.
         last_round: newest round announced.
-        outlived: version of the anchor here, if its generation is over and the new one is not adopted yet.
+        outlived: version of this learner's anchor, if its generation is over and the new one is not adopted yet.
         answered: round that was answered with the outstanding contribution when it was announced.
     """
 
@@ -108,7 +108,7 @@ class Fragment:
 
     @property
     def held(self) -> int:
-        """Return the version of the anchor here, of which `proof` is."""
+        """Version of this learner's anchor, which `proof` proves."""
         return self.landed if self.outlived is None else self.outlived
 
     def pending(self, tokens: int) -> tuple[tuple[int, int], ...]:
@@ -120,7 +120,7 @@ class Fragment:
 
     @property
     def can_land(self) -> bool:
-        """Whether an update may land now; not while a pseudo-gradient is computed from the anchor it replaces."""
+        """Whether an update may land now. It must not replace an anchor while a pseudo-gradient is computed from it."""
         return self.staged is not None and (self.outstanding is None or self.outstanding.is_encoded)
 
     @property
@@ -174,7 +174,7 @@ class Fragment:
         return [Fetch(p, self.generation, self.landed, seq, self.fetches_to_adopt)]
 
     def stage(self, update: Staged, generation: int) -> None:
-        """Take a fetched update if it still fits; otherwise the next tick fetches again."""
+        """Stage a fetched update if it still fits; otherwise the next tick fetches again."""
         self.is_fetching = False
         if update.generation != generation or (self.must_adopt is not None) != self.fetches_to_adopt:
             return
@@ -211,7 +211,7 @@ class Fragment:
         return dropped
 
     def welcomed_back(self, version: int) -> None:
-        """Trust only what has landed and what the syncer has now: a restore may have lost what it said before.
+        """Forget offers and merges that have not landed, because a restored syncer may have lost them.
 
         Args:
             version: the syncer's current version of this generation.
@@ -230,7 +230,7 @@ class Fragment:
             merged: tokens of this learner that are merged in it.
 
         Returns:
-            Lost tokens: those landed as merged or outstanding, without the merged ones.
+            Lost tokens: tokens that had landed as merged or were outstanding, minus `merged`.
         """
         lost = self.merged_tokens + self.drop_outstanding() - merged
         self.outlived = self.held

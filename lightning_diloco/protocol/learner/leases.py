@@ -1,7 +1,8 @@
 """A learner's data leases, and the tokens trained on each.
 
-1. Leases are requested ahead, so that training never waits: enough for AHEAD_S at the current pace and for two batches.
-2. If there is no lease, the training thread reads without one. These tokens count as repeated when they are merged.
+1. The learner requests leases ahead, so that training never waits: enough for AHEAD_S at the current pace and for two
+   batches.
+2. If there is no lease, the training thread reads without a lease. These tokens count as repeated when they are merged.
 3. A contribution names the leases that its tokens were trained on. If the syncer no longer lists a lease as this
    learner's, its tokens count as repeated; if the range is done, none of its tokens are sent again.
 4. Leases arrive in the order of their numbers, and no number is taken twice. Older epochs are read first.
@@ -106,7 +107,7 @@ class LeaseHolder:
         spans = tuple(span for span in self._spans.values() if span.start < stop and start < span.stop)
         return spans, tuple((a, b) for a, b in self._repeats if a < stop and start < b)
 
-    # ------------------------------------------------------------------------------------------------ what is said
+    # -------------------------------------------------------------------------------------- requests and answers
 
     @property
     def begun(self) -> tuple[Span, ...]:
@@ -144,7 +145,7 @@ class LeaseHolder:
         return min(MAX_AHEAD, max(self._least, math.ceil(AHEAD_S * tokens_per_s / self._range_tokens)))
 
     def hear(self, message: Leases) -> None:
-        """Take the syncer's answer."""
+        """Process the syncer's answer."""
         self._waits_for_answer = False
         gone = set(message.gone)
         self._unread = deque(lease for lease in self._unread if lease.number not in gone)

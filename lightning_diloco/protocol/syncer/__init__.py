@@ -1,1 +1,1 @@
-"""The syncer's machine."""
+"""The syncer's state machine."""

@@ -1,4 +1,4 @@
-"""Which processes may join a run, and why others are refused.
+"""Checks whether a process may join a run.
 
 1. An explicit option that contradicts the run's is refused; the message names both values.
 2. A learner id in use is refused. If its owner is silent, the id is granted to the new process: after three heartbeats,
@@ -24,7 +24,7 @@ def contradictions(
     Args:
         asked: options that the process sets explicitly.
         fixed: options of the run.
-        reduced: values that the seeder asked for where its model forced others; asking for them again is allowed.
+        reduced: values that the seeder asked for if its model forced others; other processes may ask for them too.
     """
     reduced = reduced or {}
     return [
@@ -72,8 +72,8 @@ def lost(
 ) -> list[tuple[int, msg.Mark]]:
     """Return the versions that a reconnecting process holds and the syncer does not know, with their fragments.
 
-    A version is compared by its digest, which the syncer keeps of the last NUM_DIGESTS_KEPT versions. An older one is
-    taken for known.
+    Versions are compared by their digests. The syncer keeps the digests of the last NUM_DIGESTS_KEPT versions. Older
+    versions count as known.
     """
     if len(known) != len(versions):
         return []

@@ -1,11 +1,12 @@
 """Plausibility checks: a learner's reported tokens and steps are compared with those of the other learners.
 
-1. A token counter is judged by at least two other learners: with one other, nobody can tell which of the two is wrong.
-   Of an even number of values, the upper median is used.
-2. Tokens per step above MAX_TOKENS times the median of the others mean a wrong counter, not a larger batch. The learner
-   cannot take part: token counts drive schedules and the end of the run for all learners. The result is cached until
-   the learner reports more, because heartbeats are frequent.
-3. The steps in a contribution decide how long it may be. They are limited to MAX_FASTER times the pace of the others.
+1. A token counter is compared with those of at least two other learners. With only one other, the syncer cannot tell
+   which of the two is wrong. Of an even number of values, the upper median is used.
+2. Tokens per step above MAX_TOKENS times the median of the others mean a wrong counter, not a larger batch. Such a
+   learner cannot take part, because token counts decide schedules and the end of the run for all learners. The limit is
+   cached until a report exceeds it, because heartbeats are frequent.
+3. The number of steps in a contribution decides how large its norm may be. The steps are limited to MAX_FASTER times
+   the pace of the others.
 
 Source: our choice.
 """

@@ -3,15 +3,17 @@
 1. A learner is in quarantine after STRIKES odd contributions in a row, over all fragments. `syncer/judging.py` finds
    odd contributions, and computes likenesses: median cosines with the other contributions of a round. A contribution is
    also odd if the mean likeness of the learner's last NUM_LIKENESSES is below AWAY while that of the others is above 0,
-   or below NOWHERE times that of the others while theirs is above CLEAR. Honest learners that were ten times
-   slower, or late, measured at least -0.05; one with other classes of data measured -0.25, hence guard="norm".
+   or below NOWHERE times that of the others while theirs is above CLEAR. In measurements, honest learners that were ten
+   times slower, or late, had at least -0.05. A learner with other classes of data had -0.25; such runs need
+   guard="norm".
 2. Rounds do not wait for a learner in quarantine, and it has no share of the fleet's work. Its contributions are
    compared with the others' and refused with a reason. After each it adopts the anchor, which removes broken values.
 3. RELEASE_AFTER sound contributions in a row end the quarantine, if the mean likeness is at least NEAR times that of
    the others. A learner that trains alone stays in quarantine, because there is nothing to compare it with.
 4. At least two other learners are needed to call a contribution odd or sound. Only learners that are live and not in
-   quarantine are compared with. Most live learners always stay out of quarantine: of two halves, nobody can tell which
-   is broken. If learners have different data, their contributions point apart once the anchor is good for all of them.
+   quarantine are compared with. More than half of the live learners always stay out of quarantine, because the syncer
+   cannot tell which of two halves is broken. If learners have different data, their contributions point apart once the
+   anchor is good for all of them.
 5. Quarantine belongs to the learner id, and survives restarts of the learner and of the syncer. A restart of the syncer
    resets the counts of contributions in a row.
 
@@ -79,7 +81,7 @@ class Conduct:
             self._roster.quarantined.pop(record.learner, None)
 
     def _may_be_quarantined(self, name: str) -> bool:
-        """Return whether a learner may be quarantined: most live learners would stay out of quarantine."""
+        """Return whether a learner may be quarantined, because more than half of the live ones would stay out of it."""
         if name in self._roster.quarantined:
             return False
         num_live = len({member.learner for member in self._roster.live()} | {name})

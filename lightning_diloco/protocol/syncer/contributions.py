@@ -1,4 +1,4 @@
-"""Contributions at the syncer: which are accepted, and the fate of each.
+"""Checks contributions at the syncer and records the fate of each.
 
 1. Fencing, seq, base version and range are checked before a contribution is held. If a check fails, it is refused.
 2. A seq that was decided before gets its recorded fate again. A fate is recorded before it is sent.
@@ -51,7 +51,7 @@ class Contributions:
         return []
 
     def receive(self, member: Member, ready: msg.Ready, error: str | None, now_s: float) -> list[SyncerAction]:
-        """Process the arrival of a payload; `error` says what is wrong with its values, if anything."""
+        """Process the arrival of a payload; `error` describes what is wrong with its values, if anything."""
         p, f = ready.fragment, self._fragments[ready.fragment]
         todo = self.accept(member, ready, now_s)
         held = f.held.get(member.session)
@@ -86,7 +86,7 @@ class Contributions:
         return bool(self._ledger.account(member.learner, member.incarnation).unmerged(p))
 
     def supersede(self, p: int, max_staleness_versions: int) -> list[SyncerAction]:
-        """Mark contributions as superseded that are too old for the round that opens."""
+        """Supersede the contributions that are too old for the round that opens."""
         f = self._fragments[p]
         todo: list[SyncerAction] = []
         for held in list(f.held.values()):

@@ -1,6 +1,6 @@
 """The part of the syncer's state that survives a restart.
 
-1. Only `apply` changes it, live and at a restart. Applying a record again changes nothing.
+1. Only `apply` changes this state, live and at a restart. Applying a record again changes nothing.
 2. `restore(saved)` followed by the later records gives the same state as all records from the first.
 3. The rest of the state (live learners, open rounds, payloads, times) is rebuilt when learners report back.
 
@@ -173,7 +173,7 @@ class DurableState:
         )
 
     def restore(self, saved: records.SavedState, now_s: float) -> None:
-        """Restore what `saved` has returned, into a new machine."""
+        """Restore the state that `saved` returned, into a new machine."""
         self.run, self._lease, self.secret = saved.run, saved.lease, saved.secret
         if saved.manifest is not None:
             self._take_manifest(saved.lease, saved.manifest, Ledger(len(saved.versions), saved.accounts))

@@ -37,7 +37,7 @@ def grace_window_s(*, overlap: int, step_s: float, quorum_s: float, sync_s: floa
 
     Args:
         overlap: tau, steps between snapshot and landing.
-        step_s: the opener's time per inner step; never that of a slower learner.
+        step_s: time per inner step of the learner that opened the round; never that of a slower learner.
         quorum_s: mean time from announcement to quorum.
         sync_s: mean time from closing to the arrival of the commit.
         gamma: part of the slack that is used, 0..1.

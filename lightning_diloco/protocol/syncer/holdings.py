@@ -1,7 +1,7 @@
 """Data leases by number and by session, and the unfinished part of a session's leases.
 
-1. A learner may hold more than a hundred leases and report once a second, in a fleet of hundreds of learners. So its
-   account is read once per fragment, not once per fragment and lease.
+1. A fleet may have hundreds of learners, and each may hold more than a hundred leases and report once a second. The
+   account of a learner is therefore read once per fragment, not once per fragment and lease.
 
 Source: our choice.
 """

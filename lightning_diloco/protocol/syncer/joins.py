@@ -1,4 +1,4 @@
-"""How a process joins: hello, seed or adopt, confirm, active.
+"""The join of a process: hello, seed or adopt, confirm, active.
 
 1. The same session always gets the same incarnation. A new incarnation becomes active, and fences off older ones, when
    its process confirms that it has adopted all anchors.
@@ -74,7 +74,7 @@ class Joins(Leasing):
 
     @property
     def _reduced(self) -> dict[str, object]:
-        """Values that the seeder asked for, where its model forced others."""
+        """Options that the seeder asked for, if its model forced other values."""
         return cast("dict[str, object]", (self.manifest or {}).get("asked", {}))
 
     def _hello(self, session: str, member: Member | None, hello: msg.Hello, now_s: float) -> list[SyncerAction]:
@@ -297,7 +297,7 @@ class Joins(Leasing):
         )
 
     def _is_last(self) -> bool:
-        """Whether no learner is live and none is joining."""
+        """Return whether no learner is live and none is joining."""
         coming = self.roster.in_state("joining", "confirmed")
         is_coming = any(self._now_s - m.heard_s <= self.config.lease_s for m in coming)
         return not is_coming and not self.roster.live()

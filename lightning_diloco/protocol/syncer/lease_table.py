@@ -1,4 +1,4 @@
-"""Data leases: which learner trains on which range of the data.
+"""The table of data leases, which assigns ranges of the data to learners.
 
 1. An epoch leases each range of each source once. The next epoch begins when all ranges of this one are leased. Ranges
    that were given back are leased first.
@@ -137,7 +137,7 @@ class LeaseTable:
             for start, stop in ranges
         )
 
-    # ------------------------------------------------------------------------------------------------ what is decided
+    # ------------------------------------------------------------------------------------------------------ decisions
 
     def settled(self, session: str, *, gives_back: bool) -> records.RangesSettled | None:
         """Return the record of a session's ranges that are done and that go back to the pool; None if there are none.
@@ -156,7 +156,7 @@ class LeaseTable:
         return records.RangesSettled(session, tuple(done), tuple(back)) if done or back else None
 
     def grants(self, session: str, known: Iterable[int], wanted: int) -> tuple[Grant, ...]:
-        """Return leases for a session: the ones of its own that it can continue, and up to `wanted` others."""
+        """Return leases for a session: its own former leases that it can continue, and up to `wanted` others."""
         assert self.catalogue is not None
         own = self.pool.of(session)
         unfinished = Unfinished(self._books(session), own)
@@ -184,7 +184,10 @@ class LeaseTable:
         return tuple(grants)
 
     def resume(self, now_s: float) -> None:
-        """Skip numbers after a restart (rule 6), by the clock: a rolled-back disk may have lost earlier restarts."""
+        """Skip lease numbers after a restart (rule 6).
+
+        The gap grows with the clock, because a rolled-back disk may have lost earlier restarts.
+        """
         self._gap = RESTART_GAP + int(1000 * now_s)
 
     def ends(self, spans: Iterable[Span]) -> list[records.SourceEnded]:
@@ -198,7 +201,7 @@ class LeaseTable:
                     found.append(records.SourceEnded(source, size))
         return found
 
-    # ------------------------------------------------------------------------------------------------- what is applied
+    # --------------------------------------------------------------------------------------------------------- changes
 
     def apply(self, record: records.LeaseRecord) -> None:
         """Apply a record; applying it again changes nothing."""
@@ -236,7 +239,7 @@ class LeaseTable:
             self._cursor.next[lease.source] = lease.index + 1
 
     def hear(self, session: str, spans: Iterable[Span]) -> None:
-        """Take a session's report of its progress in its ranges."""
+        """Process a session's report of its progress in its ranges."""
         for span in spans:
             holding = self.held.get(span.number) or self.pool.get(span.number)
             if holding is None or holding.session != session or holding.span == span:
@@ -245,7 +248,7 @@ class LeaseTable:
             table.put(replace(holding, span=max(span, holding.span, key=_extent)))
 
     def follow(self, session: str, ready: Ready) -> None:
-        """Follow a merge: tokens trained on ranges that the contributor does not hold count as repeated."""
+        """Process a merge. Tokens that were trained on ranges that the contributor does not hold count as repeated."""
         self.hear(session, ready.spans)
         for span in ready.spans:
             holding = self.held.get(span.number) or self.pool.get(span.number)

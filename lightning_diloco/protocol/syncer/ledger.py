@@ -1,4 +1,4 @@
-"""Token accounts: what became of each token, per (learner, incarnation, fragment).
+"""Token accounts: the fate of each token, per (learner, incarnation, fragment).
 
 1. The unit is token x fragment: a batch of n tokens counts n in each fragment.
 2. `seen` comes from the learners' counters, `merged` from commit records, `discarded` from causes booked by learners
@@ -84,9 +84,9 @@ class Account:
         return [gap for start, stop in ranges for gap in self.merged[fragment].missing(start, stop)]
 
     def declare(self, progress: Progress) -> bool:
-        """Take a learner's progress report; returns whether it agrees with the commits that the learner has landed.
+        """Process a learner's progress report; returns whether it agrees with the commits that the learner has landed.
 
-        A report that is older than the last one is ignored: messages may overtake each other.
+        A report that is older than the last one is ignored, because messages may overtake each other.
         """
         if self.declared and _age(progress) < _age(self.declared):
             return True
@@ -119,15 +119,15 @@ class Account:
         self.seen = max(self.seen, stop)
 
     def heard(self) -> Heard:
-        """Return what only the learner reported; a record carries it, because it cannot be recomputed."""
+        """Return the learner's reports, for a record: a restart cannot compute them from the commits."""
         return Heard(self.seen, self.declared)
 
     def hear(self, heard: Heard) -> None:
-        """Set what `heard` has returned."""
+        """Restore the reports that `heard` returned."""
         self.seen, self.declared = heard.seen, heard.declared
 
     def close(self, cause: str) -> None:
-        """Book all pending tokens as discarded for this cause, and close the account."""
+        """Book all pending tokens as discarded with this cause, and close the account."""
         if not self.is_closed:
             self.booked[cause] += self.num_pending
             self.is_closed = True

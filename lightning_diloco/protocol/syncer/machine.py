@@ -30,7 +30,7 @@ from lightning_diloco.protocol.syncer.roster import Member
 
 
 class SyncerState(Joins):
-    """Decides which learners take part, which rounds open and close, and what is committed.
+    """Decides which learners take part, which rounds open and close, and which contributions are committed.
 
     Args:
         run: run id.
@@ -54,7 +54,7 @@ class SyncerState(Joins):
         self._applying: dict[int, records.CommitRecord] = {}
 
     def _no_verdict(self) -> None:
-        """Note that no learner has evaluated the current anchor."""
+        """Reset the evaluation: no learner has evaluated the current anchor."""
         self.eval_loss: float | None = None
         self.eval_reason: str | None = "no learner has evaluated the final anchor"
         self.has_verdict = False
@@ -65,8 +65,8 @@ class SyncerState(Joins):
         """Process one event.
 
         Args:
-            event: what happened.
-            now_s: when it happened, monotonic; never decreases from one call to the next.
+            event: the event.
+            now_s: monotonic time of the event; never decreases from one call to the next.
 
         Returns:
             The actions to carry out, in order.
@@ -161,7 +161,7 @@ class SyncerState(Joins):
         return [*todo, do.Send(member.session, self._run_is(member))]
 
     def _disbelieve(self, member: Member, problem: str) -> list[SyncerAction]:
-        """Ignore a learner whose counter is implausible; each such message is answered with an order to stop."""
+        """Ignore a message with an implausible token counter, and tell the learner to stop."""
         told = do.Send(member.session, msg.Rejected("config", problem))
         if member.is_disbelieved:
             return [told]
@@ -199,7 +199,7 @@ class SyncerState(Joins):
         return len(progress.landed) == len(progress.pending) == len(self.rounds.fragments)
 
     def _is_out_of_step(self, said: msg.Ready | msg.Progress) -> bool:
-        """Whether a message names another generation, or a version above the current one."""
+        """Return whether a message names another generation, or a version above the current one."""
         versions = [f.version for f in self.rounds.fragments]
         if isinstance(said, msg.Ready):
             is_ahead = said.base > versions[said.fragment]
@@ -225,7 +225,7 @@ class SyncerState(Joins):
         return self._applying[p]
 
     def _regenerate(self, outlived: int) -> list[SyncerAction]:
-        """Begin a generation above `outlived`, which this syncer lost and a learner has proved."""
+        """Begin a generation above `outlived`, the highest one that a learner has proved and this syncer has lost."""
         if self.rounds.is_committing():
             return []  # this commit is valid; wait until it is written
         self._outlived = None
@@ -281,7 +281,7 @@ class SyncerState(Joins):
 
     @property
     def ended_by_finishing(self) -> bool:
-        """Whether the last leave was a finished training and no learner became active after it.
+        """Whether the last learner to leave had finished training, and no learner became active after it.
 
         A lapsed learner may still return.
         """
@@ -315,7 +315,7 @@ class SyncerState(Joins):
         return [*todo, do.Record(records.encode(record)), note, *self.rounds.remove(member, now_s)]
 
     def resume(self, now_s: float) -> None:
-        """Continue after a restore: each session gets a new lease, in which it can report back."""
+        """Continue after a restore: each session gets a new lease, so that it has time to reconnect."""
         self._now_s = now_s
         self.leases.resume(now_s)
         self._has_started = self._has_started or bool(self.roster.in_state("active", "left"))

@@ -1,8 +1,8 @@
 """Checks a seeder's manifest before anything is computed from it.
 
-1. It must have exactly the fields of `make_manifest`, of their types and within their bounds (`limits.py`).
-2. Its plan must be computable within seconds, so slices and fragments are bounded. When the start values are there, the
-   plan is computed and compared with the digest and the values.
+1. A manifest must have exactly the fields of `make_manifest`, of their types and within their bounds (`limits.py`).
+2. Its plan must be computable within seconds, so slices and fragments are bounded. When the start values have arrived,
+   the plan is computed and compared with the digest and the values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_DIMENSIONS = 64
 
 
 class _Manifest(Value, frozen=True):
-    """Fields of a manifest. The protocol needs those without a default; computing the plan needs the others too."""
+    """Fields of a manifest. The protocol needs the fields without a default; the plan needs the others too."""
 
     config: Options
     frozen: Named

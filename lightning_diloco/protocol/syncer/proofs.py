@@ -1,10 +1,10 @@
-"""Proofs that the run's syncer has published a version or activated a session: a keyed hash of the statement.
+"""Proofs that the run's syncer has published a version or activated a session. A proof is a keyed hash.
 
-1. Learners keep proofs and present them when they reconnect. Only the run's secret can make one. It is recorded with
-   the start values, so a disk that was rolled back still has it, and it is never sent.
+1. Learners keep proofs and present them when they reconnect. A proof can be computed only with the run's secret. The
+   secret is recorded with the start values, so a disk that was rolled back still has it. It is never sent.
 2. A learner that presents a version unknown to the syncer, with its proof, proves that the syncer's disk was rolled
    back. The new generation is above all proved ones, so each proof has this effect once.
-3. A proof of a session shows that it was active, if a rolled-back disk has lost its record.
+3. A proof of a session shows that the session was active, even if a rolled-back disk has lost its record.
 
 Source: our choice; HMAC is RFC 2104.
 """

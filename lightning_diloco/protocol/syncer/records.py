@@ -1,7 +1,7 @@
-"""What the syncer writes to its redo log: everything a restart must know, and nothing it may forget.
+"""The records of the syncer's redo log, from which a restart restores the durable state.
 
-1. The live machine changes its durable state only by applying one of these; a restart applies the same ones again.
-2. Applying a record again changes nothing: a snapshot may hold what the records after it say once more.
+1. The live machine changes its durable state only by applying a record. A restart applies the same records again.
+2. Applying a record again changes nothing, because a snapshot may already include some of the records after it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightning_diloco.protocol.syncer.roster import State
 
 
 class Seeding(Tagged, frozen=True):
-    """Start values are about to be stored under this lease."""
+    """The syncer is about to store start values that were sent under this seed lease."""
 
     lease: Count
 
 
 class Seeded(Tagged, frozen=True):
-    """The run has a manifest and start values at version 0, and a secret that never leaves the syncer (`proofs.py`)."""
+    """The run has a manifest, start values at version 0, and a secret that is never sent (`proofs.py`)."""
 
     lease: Count
     manifest: Json
@@ -35,7 +35,7 @@ class Seeded(Tagged, frozen=True):
 
 
 class Granted(Tagged, frozen=True):
-    """This session got this incarnation; it is not active yet."""
+    """A session has got an incarnation and a slot. It is not active yet."""
 
     session: str
     learner: str
@@ -44,13 +44,13 @@ class Granted(Tagged, frozen=True):
 
 
 class Forgotten(Tagged, frozen=True):
-    """This session was granted something, fell silent before it took part, and others need its place."""
+    """A session is removed before it took part: it was silent and its place is needed, or its seed was refused."""
 
     session: str
 
 
 class Activated(Tagged, frozen=True):
-    """The incarnation takes part from now on, and fences off the older one, whose books end with what was heard."""
+    """A session takes part from now on and fences off older ones. `replaced` is the last report of the active one."""
 
     session: str
     replaced: Heard | None = None
@@ -60,9 +60,9 @@ class Merge(Value, frozen=True):
     """One contributor of a commit.
 
     Args:
-        share: of the fleet's work: the coefficient of its values (`shares.py`).
-        kept: the part of its values that was merged; below 1 if its norm was far above what is usual. As large a part
-            of its tokens counts as merged.
+        share: share of the fleet's work, which is the coefficient of its values (`shares.py`).
+        kept: merged part of its values, 0..1; below 1 if its norm was far above the usual one. The same part of its
+            tokens counts as merged.
     """
 
     session: str
@@ -77,12 +77,12 @@ class Merge(Value, frozen=True):
 
 
 class CommitRecord(Tagged, frozen=True):
-    """A fragment's next version; the record's payload is the merged outer gradient, bfloat16.
+    """A fragment has a new version. The payload of the record is the merged outer gradient, bfloat16.
 
     Args:
-        work: that went into it, in rounds of the whole fleet with H steps each; see `shares.py`.
-        num_stepping: learners that were stepping when the round opened.
-        before: digest of the version that it follows; "" in logs of older versions of this package.
+        work: work in the round; 1 is a round of the whole fleet with H steps per learner (`shares.py`).
+        num_stepping: number of learners that were stepping when the round opened.
+        before: digest of the version before this one; "" in logs of older versions of this package.
     """
 
     fragment: Count
@@ -96,7 +96,7 @@ class CommitRecord(Tagged, frozen=True):
 
 
 class Decided(Tagged, frozen=True):
-    """A contribution that will not be merged."""
+    """A contribution has a fate other than merged."""
 
     session: str
     fragment: Count
@@ -106,33 +106,33 @@ class Decided(Tagged, frozen=True):
 
 
 class Quarantined(Tagged, frozen=True):
-    """What this learner sends is not merged, for this reason (`conduct.py`)."""
+    """A learner is in quarantine: its contributions are not merged, for this reason (`conduct.py`)."""
 
     learner: str
     reason: str
 
 
 class Released(Tagged, frozen=True):
-    """What this learner sends is merged again."""
+    """A learner has left quarantine: its contributions are merged again."""
 
     learner: str
 
 
 class Lapsed(Tagged, frozen=True):
-    """The lease ran out."""
+    """The lease of a session has run out. `heard` is its last report."""
 
     session: str
     heard: Heard
 
 
 class Returned(Tagged, frozen=True):
-    """A lapsed process is back."""
+    """A lapsed session has returned."""
 
     session: str
 
 
 class Departed(Tagged, frozen=True):
-    """A leave, with the leaver's books."""
+    """A session has left. `progress` is its last report."""
 
     session: str
     reason: Reason
@@ -140,13 +140,13 @@ class Departed(Tagged, frozen=True):
 
 
 class Regenerated(Tagged, frozen=True):
-    """What learners held did not fit what was restored: everyone adopts in full."""
+    """A new generation begins, because a rolled-back disk lost versions. All learners adopt its anchors in full."""
 
     generation: Count
 
 
 class Catalogued(Tagged, frozen=True):
-    """The data of the run are these."""
+    """The run leases the ranges of this data."""
 
     catalogue: Catalogue
 
@@ -159,7 +159,7 @@ class SourceEnded(Tagged, frozen=True):
 
 
 class RangesLeased(Tagged, frozen=True):
-    """These ranges are this session's; its landing rule drops tokens, or not."""
+    """A session has got these leases. `drops`: its landing rule drops tokens."""
 
     session: str
     grants: tuple[Grant, ...]
@@ -167,7 +167,7 @@ class RangesLeased(Tagged, frozen=True):
 
 
 class RangesSettled(Tagged, frozen=True):
-    """Of what this session had leased, these are done, and these go back."""
+    """Some ranges of a session are done, and others go back to the pool."""
 
     session: str
     done: tuple[Count, ...]
@@ -178,7 +178,7 @@ LeaseRecord = Catalogued | SourceEnded | RangesLeased | RangesSettled
 
 
 class Stopped(Tagged, frozen=True):
-    """A learner ended the run, for everybody."""
+    """A learner has ended the run for all learners."""
 
     reason: str
 
@@ -239,22 +239,22 @@ class SavedState(Value, frozen=True):
     stopped: str | None = None
     quarantined: dict[str, str] = field(default_factory=dict)
     secret: str = ""
-    digests: tuple[dict[str, str], ...] = ()  # of the last versions, per fragment
+    digests: tuple[dict[str, str], ...] = ()  # digests of the last versions, per fragment
 
 
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(LogRecord)}
 
 
 def encode(record: LogRecord) -> Json:
-    """The record as a JSON object; its class name is under "kind"."""
+    """Return a record as a JSON object, with its class name under "kind"."""
     return codec.dump(record)
 
 
 def decode(values: Json) -> LogRecord:
-    """The inverse of `encode`.
+    """Return the record of a JSON object; the inverse of `encode`.
 
     Raises:
-        CorruptLogError: unknown kind (the log was written by another version of this package).
+        CorruptLogError: unknown kind, because another version of this package wrote the log.
     """
     kind = _KINDS.get(str(values.get("kind")))
     if kind is None:

@@ -31,7 +31,7 @@ class Member:
         slot: number that decides its part of the data; see `Roster.slot_for`.
         state: joining (granted), confirmed (waits for the start), active, left, or fenced.
         is_lapsed: its lease ran out; it may return.
-        phase: what the learner does, as last reported.
+        phase: activity of the learner, as last reported.
         connection: highest connection number received.
         fates: per fragment, the last (seq, fate, version, reason, kept); `kept` is the merged part of the values, 0..1.
         last_seq: per fragment, the highest seq received.
@@ -170,8 +170,8 @@ class Roster:
     def slot_for(self, learner: str, parts: int) -> int:
         """Return a learner's slot; slots below `parts` are the parts of the data.
 
-        The first free one of: the learner's earlier slot; the part whose number ends the learner id; the lowest part
-        that was never held; the lowest slot whose learner is gone, or which is beyond the parts.
+        The slot is the first free one of these: the learner's earlier slot, the part whose number ends the learner id,
+        the lowest part that was never held, and the lowest slot that no present learner holds.
 
         Args:
             learner: learner id.
@@ -192,7 +192,7 @@ class Roster:
 
     @staticmethod
     def _is_here(member: Member) -> bool:
-        """Whether it is joining or live."""
+        """Return whether it is joining or live."""
         return member.state in ("joining", "confirmed") or member.is_live
 
     def at_work(self, now_s: float, heartbeat_s: float) -> list[Member]:

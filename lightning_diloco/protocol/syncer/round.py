@@ -2,12 +2,12 @@
 
     stage         what it waits for                            next
     ------------  -------------------------------------------  ---------------------------------------------------------
-    collecting    everyone in the electorate to say ready or   transferring; over (none has progress)
-                  decline; or the quorum, then the grace
+    collecting    ready or decline from the whole electorate;  transferring; over (none has progress)
+                  or the quorum, then the grace window
     transferring  members' payloads, up to a deadline          merging; over (no payload came)
     merging       the outer gradient                           committing; merging (a member was fenced off); over (all)
     committing    the disk                                     over (the fragment has a new version); suspended
-    suspended     the disk, again                              merging; over (all members are gone)
+    suspended     the next attempt to write to disk            merging; over (all members are gone)
 
 Only a round that reaches `committing` changes durable state.
 """
@@ -49,7 +49,7 @@ class Round:
     """One open round.
 
     Args:
-        number: unique and increasing.
+        number: number of the round, unique and increasing.
         opener_step_s: the opener's time per step.
         electorate: sessions that the round waits for.
         num_stepping: size of the electorate when the round opened.

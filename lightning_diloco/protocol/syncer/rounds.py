@@ -1,4 +1,4 @@
-"""Rounds of all fragments: which learners a round waits for, for how long, and what it commits.
+"""Opens, closes and commits the rounds of all fragments.
 
 1. Each fragment has at most one open round. A round is announced one step ahead. Metadata decides its membership;
    payloads follow.
@@ -83,13 +83,13 @@ class Rounds:
         self.counts = Counts()
         self.suspended: str | None = None
 
-    # ------------------------------------------------------------------------------------------------ what is heard
+    # ----------------------------------------------------------------------------------------- messages of learners
 
     def intent(self, member: Member, intent: msg.Intent, now_s: float) -> list[SyncerAction]:
         p, f = intent.fragment, self.fragments[intent.fragment]
         member.heard_stepping(intent.step_s, now_s)
         if member.phase == "draining" and not self.contributions.has_unmerged(member, p):
-            return []  # the intent was sent before the learner heard that its last tokens are merged
+            return []  # the learner sent the intent before it received the fate of its last tokens
         if f.round is None:
             if intent.patience_s > 0 and self._somebody_evaluates():
                 f.wanted[member.session] = intent  # opened when no learner evaluates any more
@@ -190,7 +190,7 @@ class Rounds:
         return todo + self._try_close(p, now_s)
 
     def _believed_s(self, said_s: float, electorate: set[str], session: str) -> float:
-        """Limit a step time that a learner reports to what the others will wait for (rule 5)."""
+        """Limit a reported step time to the time that the other learners will wait (rule 5)."""
         others = [step_s for other in electorate if other != session and (step_s := self.roster[other].step_s) > 0]
         return min(said_s, MAX_SLOWER * median_low(others) if others else said_s, MAX_WAIT_S)
 
@@ -210,7 +210,7 @@ class Rounds:
         return max(1, min(self.config.quorum, len(round_.electorate)))
 
     def _may_join(self, held: Held) -> bool:
-        """Whether the payload is here or can come in time, and its learner is not in quarantine."""
+        """Return whether the payload is here or can come in time, and its learner is not in quarantine."""
         session = held.contribution.session
         is_coming = self.roster[session].is_live and not held.is_late
         return (held.has_payload or is_coming) and not self.roster.is_quarantined(session)

@@ -1,4 +1,4 @@
-"""How far each contribution of a round moves the anchor: its learner's share of the fleet's work.
+"""Shares of the fleet's work, which decide how far each contribution of a round moves the anchor.
 
 Let learner m do v_m = tokens * (tokens / steps) of work per second (the paper's weight, quantity times quality, per
 unit of time). With a constant set of learners, one period T brings a contribution d_m of each, and the paper merges

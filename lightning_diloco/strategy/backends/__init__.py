@@ -1,7 +1,8 @@
 """One final class for each way in which Lightning spreads a model over devices.
 
-To support more of them, add a final class and its line here: the module of this folder, imported when needed, and what
-it calls the class. It may be a function that finds the class, if only the devices know.
+To support another way, add a final class and a line in `FINAL_CLASSES`: the module of this folder, which is imported
+when it is needed, and the name of the class. The name may also be that of a function that returns the class, if the
+choice depends on the devices.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FINAL_CLASSES: dict[Key, tuple[str, str]] = {
     "DDPStrategy": ("ddp", "DDPDiLoCo"),
     "FSDPStrategy": ("fsdp", "FSDPDiLoCo"),
     "ModelParallelStrategy": ("model_parallel", "ModelParallelDiLoCo"),
-    # By device type (of those without lines of their own: ACCELERATOR), and whether the learner has several devices.
+    # By device type, and whether the learner has several devices. ACCELERATOR: device types without a line here.
     ("cpu", False): ("single", "SingleDeviceDiLoCo"),
     (ACCELERATOR, False): ("single", "SingleDeviceDiLoCo"),
     ("cpu", True): ("ddp", "DDPDiLoCo"),
@@ -30,6 +31,6 @@ DEVICES = tuple(key for key in FINAL_CLASSES if isinstance(key, tuple))
 
 
 def load(key: Key) -> Any:
-    """A final class, or the function that finds it."""
+    """Return a final class, or the function that returns it."""
     module, name = FINAL_CLASSES[key]
     return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""A learner with several devices that hold the whole model each (DistributedDataParallel)."""
+"""A learner with several devices, each of which holds the whole model (DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DDPDiLoCo(RanksHooks, DDPStrategy):
         devices, num_nodes = (
             self.__dict__.pop("parallel_devices"),
             self.__dict__.pop("num_nodes"),
-        )  # properties from now
+        )  # the final class has properties of these names
         DDPStrategy.__init__(
             self,
             accelerator=self._accelerator,

@@ -1,9 +1,9 @@
-"""A learner whose devices share the model by FSDP, as its wrappers flatten and cut it.
+"""A learner whose devices shard the model by FSDP1 (`FullyShardedDataParallel`).
 
-1. What a rank holds of a parameter is a range of its elements, maybe an empty one; torch says which. Every parameter
-   keeps an object of its own (`use_orig_params`, Lightning's default), and its memory stays where it is.
-2. The model's shapes are those before it was cut.
-3. On a CPU, where torch's FSDP is seldom used, it wants to be told so, and offloads nothing.
+1. A rank holds a range of the elements of each parameter. The range may be empty; torch knows where it begins. Each
+   parameter stays an object of its own (`use_orig_params`, Lightning's default), and its memory does not move.
+2. The model description has the shapes of whole parameters.
+3. On a CPU, FSDP needs an explicit device, and nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class FSDPDiLoCo(ShardedHooks, FSDPStrategy):
                 "inner"
             )
 
-    # --- what is where -------------------------------------------------------------------------------------------
+    # --- shards --------------------------------------------------------------------------------------------------
 
     def _held(self) -> dict[str, tuple[Tensor, Box]]:
         return {name: (param, self._box(param)) for name, param in self._present.params.items()}
 
     def _box(self, param: Tensor) -> Box:
-        if id(param) not in self._cut:  # one that FSDP was told to ignore
+        if id(param) not in self._cut:  # FSDP ignores this parameter
             return (0,) * param.dim(), tuple(param.shape)
         return (self._cut[id(param)][1],), (param.numel(),)
 
@@ -55,13 +55,13 @@ class FSDPDiLoCo(ShardedHooks, FSDPStrategy):
         return self._cut[id(param)][0] if id(param) in self._cut else tuple(param.shape)
 
     def _whole(self, param: Tensor) -> Tensor:
-        """By all ranks together."""
+        """Return the whole parameter; all ranks call this together."""
         if id(param) not in self._cut:
             return param
         shape, first = self._cut[id(param)]
         whole = param.new_zeros(shape).view(-1)
         whole[first : first + param.numel()] = param.detach()
-        dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX)  # bytes, of which one rank has each
+        dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX)  # each byte comes from one rank
         return whole.view(shape)
 
     def _join(self) -> None:
@@ -79,7 +79,7 @@ class FSDPDiLoCo(ShardedHooks, FSDPStrategy):
 
     def _drop_gathered(self) -> None:
         for module, handle in self._wrappers():
-            if module._is_root is not None:  # else there was no forward yet
+            if module._is_root is not None:  # None before the first forward
                 _reshard(module, handle, True)
 
     def _wrappers(self) -> list[tuple[FullyShardedDataParallel, FlatParamHandle]]:
@@ -93,13 +93,13 @@ class FSDPDiLoCo(ShardedHooks, FSDPStrategy):
         if self.root_device.type != "cpu" or self._state_dict_type != "full":
             return super()._inner_state_dict()
         assert self.model is not None
-        # Offloaded, as Lightning wants it, tensors that are on the CPU already would be freed and read again.
+        # Lightning sets offload_to_cpu=True. For tensors on the CPU, FSDP would then free memory that it reads later.
         config = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
         with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, config):
             return self.model.state_dict()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        """See `FSDPStrategy._setup_model`, which knows devices by index only."""
+        """See `FSDPStrategy._setup_model`. The CPU has no device index, so the model is wrapped here."""
         policy = {}
         if self.root_device.type == "cpu" and not FullyShardedDataParallel.fsdp_modules(model):
             model = FullyShardedDataParallel(
@@ -117,7 +117,7 @@ class FSDPDiLoCo(ShardedHooks, FSDPStrategy):
 
 
 def problems(inner: FSDPStrategy) -> list[str]:
-    """What speaks against these options, one sentence each."""
+    """Return the problems of an FSDP strategy's options, one sentence each."""
     found = []
     if inner.sharding_strategy not in _SUPPORTED:
         allowed = " or ".join(strategy.name for strategy in _SUPPORTED)
@@ -138,10 +138,10 @@ def problems(inner: FSDPStrategy) -> list[str]:
 
 
 def _parameters(flat: Any) -> list[tuple[nn.Parameter, torch.Size, Any]]:
-    """Parameter, shape, and where this rank's part lies.
+    """Return each parameter with its whole shape and the position of this rank's range.
 
     Raises:
-        ConfigError: torch has flattened one in another order than that of its elements.
+        ConfigError: a parameter is not contiguous, so FSDP has flattened it in another order than that of its elements.
     """
     if not all(flat._contiguities):
         names = [name for name, is_so in zip(flat._fqns, flat._contiguities, strict=True) if not is_so]

@@ -1,11 +1,11 @@
-"""How the processes of a learner with several of them start, and how all of them end when one does.
+"""Launchers of a learner with several processes: they start the ranks, and end all ranks if one fails.
 
-1. They start as Lightning starts them, after the paths of the learner were separated.
-2. Whoever meets an error ends with exit code 1 and says what it was. The others lose their connection to it in the
-   midst of what they compute; they end likewise, and say that another rank has ended.
-3. The process that started the others ends with code 1, too, when one of them has failed and it cannot notice that
-   itself, because it waits for something else.
-4. Where there was nothing to do, because the run is over, all end with code 0.
+1. The processes start as with Lightning's launchers, after the learner's paths are separated (trainer/paths.py).
+2. A rank that fails reports its error and ends with exit code 1. The other ranks lose their connection to it while they
+   compute. They also end with exit code 1, and report that another rank has ended.
+3. The process that started the others also ends with code 1 if one of them has failed and this process cannot notice
+   it, because it waits for something else.
+4. If there is nothing to do because the run is over, all processes end with code 0.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 0.5
 PATIENCE_S = 20.0
-_GLOO = "gloo/"  # in what it raises there is a path of its sources
+_GLOO = "gloo/"  # gloo's error messages contain a path of its sources
 _NOTHING_TO_DO = "nothing to do"
 
 
 class Scripts(_SubprocessScriptLauncher):
-    """Starts the script once more for each rank, unless somebody else does."""
+    """Starts the script once for each other rank, unless the cluster environment does."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """See Lightning's, which would kill this process soon after another one has failed, whatever it is doing."""
+        """See Lightning's `launch`.
+
+        `_watch` replaces Lightning's observer, which would kill this process soon after another one has failed.
+        """
         if trainer is not None:
             self._strategy._separate_paths(trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -63,13 +66,13 @@ class Scripts(_SubprocessScriptLauncher):
 
 
 class Processes(_MultiProcessingLauncher):
-    """Starts a function in a process for each rank.
+    """Runs a function in a new process for each rank.
 
-    This process has no rank: it passes SIGTERM on, and ends as its ranks do.
+    The launching process has no rank. It passes SIGTERM on to the ranks, and ends as they do.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        """See Lightning's."""
+        """See Lightning's `launch`."""
         if trainer is not None:
             self._strategy._separate_paths(trainer)  # type: ignore[attr-defined]
         before = signal.getsignal(signal.SIGTERM)
@@ -90,7 +93,7 @@ class Processes(_MultiProcessingLauncher):
 
 
 def _handled(function: Callable[..., Any], trainer: pl.Trainer | None, *args: Any, **kwargs: Any) -> Any:
-    """What a rank raises, Lightning handles only in the process that started it; it has to be handled in its own."""
+    """Call the function and handle its exception in this rank; Lightning handles it in the launching process only."""
     try:
         return _explained(function, *args, **kwargs)
     except BaseException as error:
@@ -98,19 +101,23 @@ def _handled(function: Callable[..., Any], trainer: pl.Trainer | None, *args: An
             _interrupt(trainer, error)
         code = error.code if isinstance(error, SystemExit) else 1
         if not code:
-            return _NOTHING_TO_DO  # who started this process waits for a result, unless it ends with another code
+            return _NOTHING_TO_DO  # the launching process waits for a result if the exit code is 0
         hard_exit(code if isinstance(code, int) else 1)
         raise
 
 
 def _explained(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What gloo raises where a peer has ended says nothing to people."""
+    """Call the function, and replace gloo's error about a rank that has ended by a clear one.
+
+    Raises:
+        DiLoCoError: another rank has ended or does not answer.
+    """
     try:
         return function(*args, **kwargs)
     except RuntimeError as error:
         if _GLOO not in str(error):
             raise
-        found = str(error).partition("] ")[2].partition(". ")[0]  # between the path and what gloo guesses
+        found = str(error).partition("] ")[2].partition(". ")[0]  # the text between the path and gloo's guesses
         raise DiLoCoError(
             f"another rank of this learner has ended, or does not answer ({found}); its own output says why; start the "
             "learner again"
@@ -118,7 +125,10 @@ def _explained(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended well, or one has not: then this process ends, by itself if it can."""
+    """Return when all ranks have ended with code 0; if one fails, end this process and the other ranks.
+
+    This process has PATIENCE_S to end by itself first.
+    """
     while not any(rank.poll() for rank in ranks):
         if all(rank.returncode == 0 for rank in ranks):
             return
@@ -133,7 +143,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _handed_on(learner: str | None) -> Iterator[None]:
-    """Processes that are started meanwhile find this learner id in their environment."""
+    """Set DILOCO_LEARNER to this learner id for the processes that are started meanwhile."""
     before = os.environ.get("DILOCO_LEARNER")
     if learner is not None:
         os.environ["DILOCO_LEARNER"] = learner

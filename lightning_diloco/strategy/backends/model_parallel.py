@@ -1,9 +1,9 @@
-"""A learner whose devices share the model: FSDP2, tensor parallel or both, as the module's `configure_model` says.
+"""A learner whose devices shard the model: FSDP2, tensor parallel or both, as the module's `configure_model` decides.
 
-1. What a rank holds of a parameter is a box of a DTensor.
-2. Ranks of one tensor parallel group read the same samples, which count once.
-3. A DTensor's local tensor is asked for at each use. FSDP2 of torch 2.9 puts another one in its place at the first
-   forward where shards are uneven: who had kept the first would change what nobody reads.
+1. A rank's part of a parameter is a box of a DTensor.
+2. Ranks of one tensor parallel group read the same samples, which are counted once.
+3. The local tensor of a DTensor is read again at each use. With uneven shards, FSDP2 of torch 2.9 replaces the local
+   tensor at the first forward. A change to the old local tensor would not change the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ModelParallelDiLoCo(ShardedHooks, ModelParallelStrategy):
     _inner = ModelParallelStrategy
 
     def _check_devices(self, devices: Sequence[torch.device], num_nodes: int) -> None:
-        """The mesh must have as many places as there are devices on all nodes."""
+        """Check that the mesh has as many places as there are devices on all nodes."""
         super()._check_devices(devices, num_nodes)
         given = {
             "data_parallel_size": (self._data_parallel_size, num_nodes),
@@ -57,16 +57,16 @@ class ModelParallelDiLoCo(ShardedHooks, ModelParallelStrategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    @cached_property  # a part of a mesh is made anew whenever it is asked for, and steps ask
+    @cached_property  # slicing a mesh makes a new object, and every step reads this
     def _counts_tokens(self) -> bool:
         return self.device_mesh["tensor_parallel"].get_local_rank() == 0
 
 
 class LocalTensors(Mapping[str, Tensor]):
-    """What this rank holds of parameters, see rule 3.
+    """This rank's parts of parameters, see rule 3.
 
     Args:
-        params: by name, DTensors or others.
+        params: parameters by name, DTensors or plain tensors.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
@@ -85,16 +85,16 @@ class LocalTensors(Mapping[str, Tensor]):
 
 
 def box(name: str, param: Tensor) -> Box:
-    """What this rank holds of a parameter.
+    """Return this rank's box of a parameter.
 
     Raises:
-        ConfigError: not a box.
+        ConfigError: this rank's part is not a box.
     """
     firsts, sizes = [0] * param.dim(), list(param.shape)
     if not isinstance(param, DTensor):
         return tuple(firsts), tuple(sizes)
     mesh, placements = param.device_mesh, param.placements
-    # FSDP2 cuts what tensor parallel has left to a rank, although its dimension of the mesh comes first.
+    # FSDP2 shards what tensor parallel leaves to a rank, although FSDP2's mesh dimension comes first.
     by_cut = sorted(range(mesh.ndim), key=lambda k: type(placements[k]).__name__ == "_StridedShard")
     for k in by_cut:
         if (dim := getattr(placements[k], "dim", None)) is None:

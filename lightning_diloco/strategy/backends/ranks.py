@@ -1,14 +1,16 @@
-"""A learner with several processes: what its hooks do besides; `launchers.py` starts and ends them.
+"""Hooks of a learner with several processes; `launchers.py` starts and ends the processes.
 
-1. Each rank has a link. Rank 0 talks to the syncer, the others follow it.
-2. A step begins for them when its last batch is known, and ends where the hooks say. What they tell each other travels
-   while the step computes; so do the fleet's tokens, and that it is to be the last step.
-3. Training data is split over ranks and learners by the same rule as over learners: learners of any layout read
-   different samples. What is leased, rank 0 leases and reads for all (`strategy/data/rank_batches.py`).
-4. All ranks of a learner have one id, hence one folder. Who starts them hands it on; who is started otherwise
-   (torchrun, SLURM) is told it by DILOCO_LEARNER.
-5. All ranks write and read checkpoints together (`strategy/recovery/rank_checkpointer.py`), and heed
-   SIGTERM together: which of them got the signal is known to all when a step ends, and all leave there.
+1. Each rank has a link. Rank 0 communicates with the syncer, and the other ranks follow rank 0.
+2. When the last batch of an inner step is known, each rank sends its tokens and its requests, such as to stop after
+   this step. Rank 0 also sends the fleet's tokens. These numbers travel while the step computes. When the step ends,
+   all ranks know the sums over the ranks (`learner/ranks/agreement.py`).
+3. Training data is split over ranks by the same rule as over learners, so that ranks of all learners read different
+   samples, whatever the layout of a learner. For leased data, rank 0 leases and reads for all ranks
+   (`strategy/data/rank_batches.py`).
+4. All ranks of a learner have the same id and the same folder. A launcher passes the id on to the ranks that it starts.
+   If the ranks are started in another way (torchrun, SLURM), DILOCO_LEARNER gives them the id.
+5. All ranks write and read checkpoints together (`strategy/recovery/rank_checkpointer.py`). They also handle SIGTERM
+   together: when a step ends, all ranks know whether a rank has received the signal, and all of them leave there.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class RanksHooks(DiLoCoHooks):
     """Mixin: put it before one of Lightning's strategies with several processes."""
 
     _together: StoppingTogether | None = None
-    _ranks_ahead: Ranks | None = None  # from the first question to the syncer until the link has them
+    _ranks_ahead: Ranks | None = None  # set from the first question to the syncer until the link owns it
 
     # --- start ---------------------------------------------------------------------------------------------------
 
@@ -95,13 +97,17 @@ class RanksHooks(DiLoCoHooks):
         return self.cluster_environment.creates_processes_externally and self.world_size > 1
 
     def _ask_parts(self) -> None:
-        """Settings that differ between ranks are found before anybody waits for a syncer."""
+        """See `SplitsData._ask_parts`. Compare the settings of all ranks first, before a rank waits for a syncer."""
         if wants_link(self._trainer) and self._ranks_ahead is None:
             self._ranks_ahead = self._alike()
         super()._ask_parts()
 
     def _alike(self) -> Ranks:
-        """All ranks, with the same settings."""
+        """Return this learner's ranks.
+
+        Raises:
+            ConfigError: their settings differ.
+        """
         from lightning_diloco.learner.ranks.group import Ranks
 
         ranks = Ranks()
@@ -129,13 +135,13 @@ class RanksHooks(DiLoCoHooks):
         return role(self._run_options, self._learner, self._run_root, **together)
 
     def _kind_of_device(self) -> type[ReplicatedDevice]:
-        """How devices of the ranks work together."""
+        """Return the class that lets the devices of all ranks work together."""
         from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
 
         return ReplicatedDevice
 
     def _settings(self) -> dict[str, Any]:
-        """What must be the same on all ranks; values that JSON knows."""
+        """Return the settings that must be the same on all ranks, by name."""
         own = {name: value for name, value in asdict(self._learner).items() if name not in ("join", "learner")}
         own |= {"token_count_fn": self._token_count_fn is not None, "join": _told_apart(self._given_join)}
         of_trainer = ("precision", "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
@@ -150,7 +156,7 @@ class RanksHooks(DiLoCoHooks):
         self._present.link.rank_bytes = max(self._ranks.share(found.peak))
 
     def _footprint(self) -> Footprint | None:
-        """What exchanging takes of this rank's memory; None: its device says so."""
+        """Return what the exchange takes of this rank's memory; None if the device reports it itself."""
         from lightning_diloco.learner.ranks.memory import footprint
 
         part = self._present.device.part if isinstance(self._present.device, PartFragments) else None
@@ -158,13 +164,13 @@ class RanksHooks(DiLoCoHooks):
         return footprint(self._present.link.plan, self._present.link.config, self._learner, **where)
 
     def _make_checkpointer(self, owner: Owner, url: str | None) -> LearnerCheckpointer:
-        url = self._ranks.share(url)[0]  # rank 0 knows whether the run is its own
+        url = self._ranks.share(url)[0]  # only rank 0 knows whether this learner began the run
         store, every_steps = None if url is None else CheckpointStore(url), self._learner.checkpoint_every
         options: dict[str, Any] = {"every_steps": every_steps, "ranks": self._ranks, "layout": self._layout}
         return RanksCheckpointer(self._trainer, owner, store, **options)
 
     def held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See `DiLoCoHooks.held_optimizer_state`: of this rank."""
+        """See `DiLoCoHooks.held_optimizer_state`. It is the part of the state that this rank holds."""
         return self._present.copies.relative(optimizer, optimizer_state.held(optimizer))
 
     def give_optimizer_states(self, state: Mapping[str, Any]) -> None:
@@ -174,7 +180,7 @@ class RanksHooks(DiLoCoHooks):
             self._present.copies.restore(optimizer, held)
 
     def _part_boxes(self) -> dict[str, Any] | None:
-        """What this rank holds of each parameter; None: all of it."""
+        """Return this rank's box of each parameter by name; None if it holds whole parameters."""
         return None
 
     # --- data ----------------------------------------------------------------------------------------------------
@@ -188,7 +194,7 @@ class RanksHooks(DiLoCoHooks):
         return part + parts * within["rank"], parts * within["num_replicas"]
 
     def barrier(self, name: str | None = None) -> None:
-        """See `DiLoCoHooks.barrier`; where the data is split here, Lightning must not split it before."""
+        """See `DiLoCoHooks.barrier`. Also keep Lightning from splitting training data that is split here."""
         super().barrier(name)
         if self._splits_here:
             self._use_distributed_sampler = self._connector.use_distributed_sampler
@@ -222,7 +228,7 @@ class RanksHooks(DiLoCoHooks):
 
     @property
     def _may_change_data(self) -> bool:
-        """See `LeasesData._may_change_data`; also while Lightning is kept from it."""
+        """See `LeasesData._may_change_data`. This is the user's value, also while `barrier` keeps Lightning from it."""
         return bool(getattr(self, "_use_distributed_sampler", super()._may_change_data))
 
     @property
@@ -252,7 +258,7 @@ class RanksHooks(DiLoCoHooks):
 
     @property
     def _wants_to_stop(self) -> bool:
-        """Whether this rank would stop after this step; of the run knows rank 0 alone."""
+        """Whether this rank wants to stop after this step; only rank 0 knows whether the run stops."""
         assert self._together is not None
         if self._together.is_put_off:
             return True
@@ -260,12 +266,12 @@ class RanksHooks(DiLoCoHooks):
 
     @property
     def fleet_tokens(self) -> int:
-        """See `DiLoCoHooks.fleet_tokens`; what all ranks know, as of the beginning of the last step."""
+        """See `DiLoCoHooks.fleet_tokens`. All ranks have the same value, that of the beginning of the last step."""
         return self._joined.link.agreed.fleet_tokens if self._joined is not None else 0
 
     @property
     def _counts_tokens(self) -> bool:
-        """Whether the samples of this rank are not those of another one."""
+        """Whether this rank counts its tokens; False if another rank counts the same samples."""
         return True
 
     def _end_inner_step(self, output: Any = None) -> None:
@@ -286,7 +292,7 @@ class RanksHooks(DiLoCoHooks):
     # --- the end --------------------------------------------------------------------------------------------------
 
     def on_validation_end(self) -> None:
-        """See `DiLoCoHooks.on_validation_end`; who stops because of the anchor stops all ranks."""
+        """See `DiLoCoHooks.on_validation_end`. If a rank stops because of the anchor, all ranks stop."""
         if self._together is not None and self._exchanging and not self._trainer.sanity_checking:
             self._together.agree_now()
         super().on_validation_end()
@@ -297,10 +303,13 @@ class RanksHooks(DiLoCoHooks):
             self._together = None
         super()._let_go()
 
-    # --- the signal that asks to end -----------------------------------------------------------------------------
+    # --- SIGTERM -------------------------------------------------------------------------------------------------
 
     def _heed_sigterm_together(self) -> None:
-        """Lightning's handler has ranks meet in the midst of what they compute, and hangs; ours notes the signal."""
+        """Replace Lightning's handler of SIGTERM by ours, which notes the signal.
+
+        In Lightning's handler, the ranks wait for each other in the middle of a computation, and hang.
+        """
         handlers = signal.getsignal(signal.SIGTERM)
         if isinstance(handlers, _HandlersCompose):
             theirs = self._trainer._signal_connector._sigterm_notifier_fn
@@ -313,11 +322,15 @@ class RanksHooks(DiLoCoHooks):
 
     @property
     def _exit_code(self) -> int:
-        """Who started the others would kill all at the first of them that ends with a code."""
+        """See `DiLoCoHooks._exit_code`.
+
+        It is 0 on ranks that `Scripts` has started, because their launcher kills all ranks if one ends with a nonzero
+        code.
+        """
         is_watched = isinstance(self.cluster_environment, LightningEnvironment) and self.local_rank > 0
         return 0 if is_watched and isinstance(self._launcher, Scripts) else super()._exit_code
 
 
 def _told_apart(join: str | None) -> str | None:
-    """Something in place of a join string, which is secret: equal where these are."""
+    """Return a digest in place of a join string, which is secret; equal join strings have equal digests."""
     return join and f"(SHA-256 {hashlib.sha256(join.encode()).hexdigest()[:12]})"

@@ -1,10 +1,10 @@
-"""Learners whose devices share the model: what FSDP, FSDP2 and tensor parallel have in common.
+"""Learners whose devices shard the model: the common part of FSDP, FSDP2 and tensor parallel.
 
-1. Each rank exchanges what it holds of a parameter. Nothing gathers the model.
-2. Checkpoints hold the anchor, sharded or full as the inner strategy does it. Local parameters are not saved: whoever
-   resumes alone goes on from the anchor.
-3. A forward without a backward may leave parameters gathered, and the next one would use them again. They are dropped
-   before the anchor and the local parameters change places.
+1. Each rank exchanges its part of each parameter. The model is never gathered.
+2. Checkpoints hold the anchor, sharded or full as the inner strategy does it. They hold no local parameters, so a
+   learner that begins a run from such a checkpoint begins with the anchor.
+3. A forward without a backward may leave parameters gathered, and the next forward would use them again. They are
+   dropped before the anchor and the local parameters change places.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class ShardedHooks(RanksHooks):
     _holds_all = False
 
     def _held(self) -> dict[str, tuple[Tensor, Box]]:
-        """This rank's part of each parameter, and where it lies in it."""
+        """Return this rank's part of each parameter by name, with its box in the parameter."""
         raise NotImplementedError
 
     def _live_parts(self) -> Mapping[str, Tensor]:
-        """This rank's part of each parameter, as it is whenever it is asked for."""
+        """Return this rank's part of each parameter by name; each access yields the present tensor."""
         return {name: part.detach() for name, (part, _) in self._held().items()}
 
     def _drop_gathered(self) -> None:
-        """Have the next forward gather parameters anew."""
+        """Drop gathered parameters, so that the next forward gathers them again."""
         raise NotImplementedError
 
     # --- start ---------------------------------------------------------------------------------------------------
@@ -80,14 +80,14 @@ class ShardedHooks(RanksHooks):
         self._anchor_is_shown = evaluating and self.evaluates_anchor
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with the anchor in place of the local parameters."""
+        """Return the module's state with the anchor in place of the local parameters."""
         if (fit := self._joined) is None or self._anchor_is_shown:
             return self._inner_state_dict()
         self._drop_gathered()
         fit.device.show_anchor()
         try:
             state = self._inner_state_dict()
-            # On a CPU these were the parameters themselves.
+            # On a CPU, these tensors share the parameters' memory.
             return {name: tree_map_only(Tensor, _copied, value) for name, value in state.items()}
         finally:
             fit.device.show_local()
@@ -96,7 +96,7 @@ class ShardedHooks(RanksHooks):
         return self._inner.lightning_module_state_dict(self)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """As the inner strategy does it; there are no local parameters to go on from."""
+        """Load the state as the inner strategy does it; the checkpoint has no local parameters (rule 2)."""
         self._inner.load_model_state_dict(self, checkpoint, strict=strict)
 
     def _local_parameters(self) -> dict[str, Tensor]:
@@ -104,5 +104,5 @@ class ShardedHooks(RanksHooks):
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """By its method: that is what sharded tensors of FSDP know."""
+    """Return a copy; FSDP's sharded tensors support the method `clone` only, not `torch.clone`."""
     return tensor.clone()

@@ -1,9 +1,9 @@
-"""A learner on one XLA device, or on all devices of a host as one program (SPMD); of several hosts: xla_hosts.py.
+"""A learner on one XLA device, or on all devices of a host as one SPMD program; xla_hosts.py handles several hosts.
 
-1. A graph ends where an inner step, a micro-batch or a validation batch ends. Otherwise it would grow from one to the
-   next, and be compiled anew for every number of them.
-2. Lightning leaves half precision to a switch that torch_xla no longer has: training would quietly stay in float32. The
-   module is converted here, as Lightning does on other devices.
+1. The traced graph ends after each inner step, micro-batch and validation batch. Otherwise it would grow with every
+   batch, and XLA would compile a new graph for each number of batches.
+2. For half precision, Lightning sets a switch that torch_xla no longer reads: training would stay in float32 without a
+   warning. The module is converted here instead, as Lightning does on other devices.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 class XLAHalfPrecision(HalfPrecision, XLAPrecision):
-    """Parameters, inputs and new tensors in half precision; steps as on XLA."""
+    """Half precision for parameters, inputs and new tensors; optimizer steps as on XLA."""
 
     def __init__(self, precision: Any) -> None:
         HalfPrecision.__init__(self, precision)
 
 
 def xla_precision(plugin: Precision | None) -> XLAPrecision:
-    """What Lightning chose before it knew of XLA, as its counterpart for XLA.
+    """Return the XLA counterpart of the precision plugin that Lightning has chosen.
 
     Raises:
         ConfigError: XLA has no such precision.
@@ -47,7 +47,7 @@ def xla_precision(plugin: Precision | None) -> XLAPrecision:
     precision = "32-true" if plugin is None else plugin.precision
     if type(plugin) in (type(None), Precision, HalfPrecision, XLAPrecision, XLAHalfPrecision):
         if type(plugin) is XLAPrecision:
-            plugin.teardown()  # takes back the switches it set
+            plugin.teardown()  # resets the switches that it has set
         return XLAPrecision("32-true") if precision == "32-true" else XLAHalfPrecision(precision)
     raise ConfigError(
         f"precision={precision!r} ({type(plugin).__name__}) on XLA: must be '32-true', 'bf16-true' or '16-true'; "
@@ -56,7 +56,7 @@ def xla_precision(plugin: Precision | None) -> XLAPrecision:
 
 
 class XLAHooks(DiLoCoHooks):
-    """Mixin: ends graphs (rule 1), and says what anchors take."""
+    """Mixin: ends graphs (rule 1), and logs the memory that anchors take."""
 
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
         device = super()._make_device(plan, config)
@@ -71,7 +71,7 @@ class XLAHooks(DiLoCoHooks):
             self._end_graph()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """With manual optimization, end the graph whether it stepped or not."""
+        """End the graph with manual optimization, even if no optimizer stepped."""
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
@@ -117,18 +117,19 @@ class SingleDeviceXLADiLoCo(XLAHooks, SingleDeviceXLAStrategy):
 
 
 class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
-    """A learner with all XLA devices of one host, as one program: parameters and batches are laid out over them.
+    """A learner with all XLA devices of one host, as one program: parameters and batches are sharded over them.
 
-    Where several hosts make up the mesh, the class is `SpmdXLAHostsDiLoCo`.
+    If the mesh has several hosts, the class is `SpmdXLAHostsDiLoCo`.
 
     Attributes:
-        sharding_rules: (regular expression, dimension) pairs; the first that is found in a parameter's name counts. A
-            parameter that no rule names is laid out along the largest dimension that the number of devices divides; the
-            first only if no other can be: parameters are exchanged in slices of rows, and each device then has its part
-            of every slice. Where no dimension can be divided, it is whole on every device.
+        sharding_rules: (regular expression, dimension) pairs. The first pair whose expression is found in a parameter's
+            name decides. A parameter without such a pair is sharded along its largest dimension that is a multiple of
+            the number of devices. Dimension 0 is the last choice: parameters are exchanged in slices of rows, and with
+            any other dimension each device has a part of every slice. If no dimension is such a multiple, the
+            parameter is replicated.
     """
 
-    # A token's row is then found on all devices at once.
+    # With dimension 1, every device has a part of each token's row.
     sharding_rules: tuple[tuple[str, int], ...] = ((r"(embed_tokens|wte|embedding|lm_head)\b.*weight$", 1),)
 
     def _bind(self) -> None:
@@ -149,10 +150,10 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
         return model
 
     def _dim(self, name: str, shape: tuple[int, ...]) -> int | None:
-        """The dimension along which a parameter is laid out.
+        """Return the dimension along which a parameter is sharded; None if it is replicated.
 
         Raises:
-            ConfigError: a rule names a dimension that does not exist, or that cannot be divided.
+            ConfigError: a rule names a dimension that does not exist, or is no multiple of the number of devices.
         """
         count = self._num_devices
         for pattern, dim in self.sharding_rules:
@@ -167,7 +168,7 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
         return -max(divided)[2] if divided else None
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Each device gets its part of the samples; where they do not divide, the last parts are padded."""
+        """Shard a batch over the devices by samples; the last parts are padded if the samples do not divide evenly."""
         from lightning_diloco.devices.xla import ops as xla
 
         batch = super().batch_to_device(batch, device, dataloader_idx)
@@ -177,15 +178,18 @@ class SpmdXLADiLoCo(SingleDeviceXLADiLoCo):
         return batch
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """On the host: what checkpoints are made of must not gather shards on a device, by a new graph each time."""
+        """Return the state on the host.
+
+        Checkpoints must not gather shards on a device, because each gather would be a new graph.
+        """
         return self._fetched(super().optimizer_state(optimizer))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """On the host, see `optimizer_state`."""
+        """Return the state on the host, see `optimizer_state`."""
         return self._fetched(super().lightning_module_state_dict())
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """State that lies along with its parameter is laid out like it."""
+        """Load the states; shard tensors of a parameter's shape like the parameter."""
         from lightning_diloco.devices.xla import ops as xla
 
         super().load_optimizer_state_dict(checkpoint)

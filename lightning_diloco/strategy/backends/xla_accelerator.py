@@ -1,6 +1,6 @@
-"""`Trainer(accelerator="xla")`: whatever PJRT_DEVICE names, where Lightning's "tpu" is TPUs only.
+"""`Trainer(accelerator="xla")`: the devices that PJRT_DEVICE names, whereas Lightning's "tpu" supports TPUs only.
 
-Source: Lightning's XLAAccelerator counts TPU chips by asking the cloud; PJRT knows its devices itself.
+Source: Lightning's XLAAccelerator counts TPU chips by asking the cloud; here, PJRT itself counts its devices.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class PjrtAccelerator(XLAAccelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether torch_xla is installed; what is wrong with it is said when it is used."""
+        """Return whether torch_xla is installed; `check_environment` reports other problems when it is used."""
         return _version("torch_xla") is not None
 
     @staticmethod
     def auto_device_count() -> int:
-        """All devices of this process."""
+        """Return the number of devices of this process."""
         from lightning_diloco.devices.xla import ops as xla
 
         return xla.num_local_devices()
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int | list[int]:
-        """One device, all of them, or one by its index.
+        """Return the wanted devices: one device, all of them, or one by its index.
 
         Raises:
-            ConfigError: anything else.
+            ConfigError: something else is wanted.
         """
         count = PjrtAccelerator.auto_device_count()
         wanted = _numbers(devices)
@@ -53,23 +53,23 @@ class PjrtAccelerator(XLAAccelerator):
 
     @staticmethod
     def get_parallel_devices(devices: int | list[int]) -> list[torch.device]:
-        """The devices that `parse_devices` allowed."""
+        """Return the devices that `parse_devices` has allowed."""
         return [torch.device("xla", k) for k in (range(devices) if isinstance(devices, int) else devices)]
 
     @staticmethod
     def name() -> str:
-        """The name in `Trainer(accelerator=...)`."""
+        """Return the name for `Trainer(accelerator=...)`."""
         return NAME
 
 
 def check_environment(*, needs_platform: bool) -> None:
-    """Look at what is installed before torch_xla is imported, which fails in unreadable ways.
+    """Check the installed packages before torch_xla is imported, because a failing import gives no clear message.
 
     Args:
-        needs_platform: PJRT_DEVICE must be set: without it, torch_xla takes what it finds.
+        needs_platform: whether PJRT_DEVICE must be set; without it, torch_xla chooses a platform.
 
     Raises:
-        ConfigError: torch_xla is missing, fits another torch, or PJRT_DEVICE is unset; all problems at once.
+        ConfigError: torch_xla is missing or fits another torch, or PJRT_DEVICE is unset; it names all problems.
     """
     plain, xla = _version("torch"), _version("torch_xla")
     problems = []
@@ -94,7 +94,7 @@ def _version(package: str) -> str | None:
 
 
 def _numbers(devices: int | str | list[int]) -> int | list[int] | None:
-    """What a Trainer accepts as `devices`, as numbers; None if it is something else."""
+    """Return a Trainer's `devices` as numbers; None if they are not numbers."""
     if not isinstance(devices, str):
         return devices
     try:

@@ -1,17 +1,19 @@
 """A learner with the XLA devices of several hosts, as one program: a slice of TPUs, one process on each host.
 
-1. Hosts are ranks (ranks.py), which know each other by torch.distributed on their CPUs. What is computed on the devices
-   is the same everywhere, reduced already; what a process decides is agreed upon.
-2. Every host must run the same graphs in the same order. What a user's module does on one rank only must not compute
-   on the devices there.
-3. A batch is all hosts' batches, one after another; each host loads its own. Hooks that change batches do so on a CPU.
-4. Checkpoints hold the anchor, put together from all hosts and written by the first; all of them must be able to read
-   it; each may cost a graph. Local parameters are not saved: whoever resumes alone goes on from the anchor.
+1. Each host is a rank (ranks.py). The ranks communicate by torch.distributed on their CPUs. Values computed on the
+   devices are already reduced and equal on all hosts. The hosts agree on decisions that a process makes.
+2. Every host must run the same graphs in the same order. Code of the user's module that runs on one rank only must not
+   compute on the devices.
+3. A batch is the concatenation of all hosts' batches, and each host loads its own. Hooks that change batches run on the
+   CPU.
+4. Checkpoints hold the anchor. All hosts assemble it together, and the first host writes the checkpoint. All hosts must
+   be able to read it. A checkpoint may need a graph of its own. Checkpoints hold no local parameters, so a learner that
+   begins a run from one begins with the anchor.
 
-Not run on several hosts yet: PJRT's CPU device knows one process only. Tested with two processes that both compute the
-whole mesh and look at their own devices only, which shows who launches what, in which order, and who holds what; not
-tested are collectives between hosts, how TPU hosts find each other, and torchmetrics, which may have to be told
-`sync_on_compute=False`.
+This has not run on several hosts yet, because PJRT's CPU device supports one process only. The tests use two processes
+that both compute the whole mesh and look at their own devices only. They show which process launches which graph, in
+which order, and which process holds which values. Not tested are collectives between hosts, how TPU hosts find each
+other, and torchmetrics, which may need `sync_on_compute=False`.
 
 Source: our choice; torch_xla's rules for SPMD on several hosts.
 """
@@ -47,13 +49,13 @@ T = TypeVar("T")
 
 
 class Hosts(SingleDeviceXLAStrategy, ParallelStrategy):
-    """What processes of several hosts agree upon. Lightning splits data for a ParallelStrategy only."""
+    """The collectives of several hosts. A ParallelStrategy, because Lightning splits data for those only."""
 
-    global_rank, local_rank, world_size = 0, 0, 1  # no properties: told by the mesh
+    global_rank, local_rank, world_size = 0, 0, 1  # no properties: `_bind` sets them from the mesh
     parallel_devices: Any = None
 
     def setup_environment(self) -> None:
-        """Let the hosts meet."""
+        """Initialize torch.distributed over all hosts."""
         from lightning_diloco.devices.xla import ops as xla
 
         xla.meet_hosts()
@@ -66,12 +68,12 @@ class Hosts(SingleDeviceXLAStrategy, ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are other hosts."""
+        """Whether there are several hosts; always True."""
         return True
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of the samples this host loads."""
+        """The part of the samples that this host loads."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -80,7 +82,7 @@ class Hosts(SingleDeviceXLAStrategy, ParallelStrategy):
             dist.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """What one host says: plain values, or a path."""
+        """Return host `src`'s object on all hosts: plain values or a path."""
         if not dist.is_initialized():
             return obj
         said = torch.frombuffer(bytearray(json.dumps(obj, default=os.fspath).encode()), dtype=torch.uint8)
@@ -90,14 +92,14 @@ class Hosts(SingleDeviceXLAStrategy, ParallelStrategy):
         return cast(T, json.loads(said.numpy().tobytes()))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """What hosts decide together."""
+        """Return whether all hosts have decided so; with `all=False`, whether any host has."""
         votes = torch.tensor(int(decision))
         dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)
 
 
 class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
-    """A learner with all XLA devices of several hosts; each holds, and exchanges, what lies on its devices."""
+    """A learner with all XLA devices of several hosts; each host exchanges the values on its own devices."""
 
     _anchor_is_shown = False
 
@@ -108,7 +110,7 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
         rank_zero_only.rank = self.global_rank
 
     def _own_launcher(self) -> _Launcher:
-        """Nothing is started here: people start one process on each host."""
+        """Return a launcher that starts no process; the user starts one on each host."""
         return OwnPathsFirst(self._separate_paths, self._sigterm_came)
 
     @property
@@ -116,7 +118,7 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
         return True
 
     def _make_link(self) -> Link:
-        self._learner = replace(self._learner, checkpoint_every=0)  # of its own; Lightning's checkpoints are rule 4
+        self._learner = replace(self._learner, checkpoint_every=0)  # only Lightning's checkpoints, rule 4
         return super()._make_link()
 
     def _kind_of_device(self) -> type[HostsDevice]:
@@ -130,7 +132,7 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
         return {"rows": xla.own_rows()}
 
     def _footprint(self) -> None:
-        """See `RanksHooks._footprint`."""
+        """See `RanksHooks._footprint`. `_make_device` logs the memory."""
 
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]:
         from lightning_diloco.devices.xla.hosts import XlaHostFragments
@@ -140,7 +142,7 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
         return device
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """The batches of all hosts become one."""
+        """Upload this host's batch as its part of the batch of all hosts."""
         from lightning_diloco.devices.xla import ops as xla
 
         batch = super(SpmdXLADiLoCo, self).batch_to_device(batch, torch.device("cpu"), dataloader_idx)
@@ -153,7 +155,7 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
         self._anchor_is_shown = evaluating and self.evaluates_anchor
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with the anchor in place of the local parameters, on all hosts."""
+        """Return the module's state with the anchor in place of the local parameters, on all hosts."""
         if (fit := self._joined) is None or self._anchor_is_shown:
             return self._fetched(SingleDeviceXLAStrategy.lightning_module_state_dict(self))
         fit.device.show_anchor()
@@ -170,12 +172,12 @@ class SpmdXLAHostsDiLoCo(RanksHooks, SpmdXLADiLoCo, Hosts):
 
         found = super()._fetch(tensor)
         if xla.sharded_dim(tensor) is not None:
-            dist.all_reduce(found.view(-1).view(torch.uint8))  # each byte is zero on all hosts but its own
+            dist.all_reduce(found.view(-1).view(torch.uint8))  # each byte is zero on all hosts but one
         return found
 
 
 def spmd_class() -> type[SpmdXLADiLoCo]:
-    """The final class for all XLA devices as one program: of one host, or of several."""
+    """Return the final class for all XLA devices as one program, of one host or of several."""
     check_environment(needs_platform=False)
     from lightning_diloco.devices.xla import ops as xla
 

@@ -1,1 +1,1 @@
-"""Which training data a learner reads, and how many tokens are in it."""
+"""Decides which training data a learner reads, and counts its tokens."""

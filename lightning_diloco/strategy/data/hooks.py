@@ -1,12 +1,12 @@
-"""The strategy's hooks for training data: which part of them this learner reads (see split.py).
+"""The strategy's hooks for training data: they give this learner its part of the data (see split.py).
 
-1. The number of parts is asked for before `configure_optimizers` and before a training loader is made, so that all
-   that depends on the length of an epoch (`estimated_stepping_batches`, intervals of validation) fits a part. Which
-   part this learner reads is known after the join; a loader that was made earlier is made again then.
+1. Rank 0 asks for the number of parts before `configure_optimizers` and before a training loader is made. So values
+   that depend on the length of an epoch (`estimated_stepping_batches`, intervals of validation) fit a part. The number
+   of this learner's part is known after the join; a loader that was made earlier is made again then.
 2. The syncer gives each learner a slot. If the data has parts, slot s reads part s % parts in order s // parts;
-   otherwise it reads everything in order s. A learner that joins when every part is taken thus has an order of its
-   own. The seeds of the orders belong to the run.
-3. If other learners read the same samples, this learner says so once.
+   otherwise it reads everything in order s. So a learner that joins when every part is taken has its own order. The
+   seeds of the orders belong to the run.
+3. If other learners read the same samples, this learner logs it once.
 4. If a part has fewer batches than `val_check_interval`, and the whole has at least as many, validation batches are
    counted across the ends of epochs.
 """
@@ -47,7 +47,7 @@ class SplitsData(LeasesData):
     def data_part(self) -> tuple[int, int] | None:
         """(part, parts) of the training data that this learner reads; None: all of it.
 
-        Before the run is joined, only the number of parts can be known, for their length; the part is 0 then.
+        Before the join, the part is 0; only the number of parts can be known, which determines their length.
         """
         if (fit := self._joined) is not None:
             return fit.link.data_part
@@ -67,7 +67,7 @@ class SplitsData(LeasesData):
         if not wanted or not wants_link(self._trainer):
             return dataloader
         if self._leased is not None and dataloader is self._leased:
-            self._present.checkpointer.data_is_ready(is_at_position=True)  # leases decide it
+            self._present.checkpointer.data_is_ready(is_at_position=True)  # leases determine the position
             found, whole = dataloader, self._leased_whole
         else:
             found, whole = self._share(dataloader)
@@ -76,7 +76,7 @@ class SplitsData(LeasesData):
 
     @override
     def teardown(self) -> None:
-        """Forget what was asked for this fit, and restore the Trainer's options."""
+        """Forget the number of parts, and restore the Trainer's options."""
         self._parts_ahead, self._is_share_said = None, False
         if self._users_val_check is not None:
             self._trainer.val_check_interval, self._trainer.check_val_every_n_epoch = self._users_val_check
@@ -106,7 +106,7 @@ class SplitsData(LeasesData):
         if is_over:
             if self.is_global_zero:
                 log.warning("%s", why)
-            raise SystemExit(0)  # as at the join
+            raise SystemExit(0)  # as in `DiLoCoFit.join`
         if why is not None:
             raise error or JoinError(f"rank 0 of this learner could not ask the syncer: {why}")
 
@@ -152,7 +152,7 @@ def wants_link(trainer: pl.Trainer) -> bool:
 
 
 def _say_share(slot: int, parts: int) -> None:
-    """Say which other learners read the same data.
+    """Log whether other learners read the same data.
 
     Args:
         slot: slot of this learner.

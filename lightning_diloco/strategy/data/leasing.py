@@ -1,10 +1,10 @@
-"""The strategy's part in leased data: data modules ask it for a loader, and it reports what was trained.
+"""The strategy's part in leased data: data modules ask it for a loader, and it reports the trained batches.
 
-1. A data module asks for a loader in `train_dataloader`. Before the join nothing can be leased; the data module makes
-   a loader of its own then, and Lightning calls `train_dataloader` again after the join.
+1. A data module asks for a loader in `train_dataloader`. Before the join, nothing can be leased. The data module makes
+   its own loader then, and Lightning calls `train_dataloader` again after the join.
 2. A batch counts when it is moved to the device for a step that is exchanged; a batch of a tuner's trial does not.
 3. A second request for the same data returns the same loader, so that no range stays half read.
-4. With several ranks, rank 0 leases for all (rank_batches.py).
+4. With several ranks, rank 0 leases for all ranks (rank_batches.py).
 5. Users' own loaders are split into fixed parts instead (split.py).
 """
 

@@ -1,9 +1,9 @@
 """A learner's own order of ranges, for a stream without a lease table: source by source, epoch by epoch.
 
 1. Several readers of one stream share each source: reader `part` of `parts` takes every `parts`-th range.
-2. A source ends where a reader finds its end.
-3. The position is that of the next sample to be trained; a reader that begins there continues with it. If readers save
-   one position for all of them, each continues with the same range number.
+2. A reader goes on to the next source when it finds the end of the present one.
+3. The position is that of the next sample to be trained; a reader that begins there continues with it. If all readers
+   share one saved position, each continues with the same range number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ START: Position = {"epoch": 0, "source": 0, "round": 0, "skip": 0}
 
 
 class OwnOrder:
-    """A desk for one reader.
+    """A desk (range_batches.py) for one reader.
 
     Args:
         num_sources: number of sources of the data.
@@ -52,7 +52,7 @@ class OwnOrder:
         return self.take()
 
     def need(self, num_ranges: int) -> None:
-        """Do nothing: there always are more ranges."""
+        """Do nothing, because there always are more ranges."""
 
     def holds(self, number: int) -> bool:
         """Return whether this range was taken and is not completely trained."""

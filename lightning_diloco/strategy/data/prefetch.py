@@ -44,7 +44,7 @@ class ReadAhead:
         return not self._found.empty()
 
     def get(self) -> _Result:
-        """Return the oldest requested range; raise the exception of reading it, if there was one."""
+        """Return the oldest requested range; raise the exception if reading it failed."""
         self.num_requested -= 1
         found = self._found.get()
         if isinstance(found, BaseException):

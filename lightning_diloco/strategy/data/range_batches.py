@@ -47,7 +47,7 @@ class Ranges(Protocol):
     def read(self, lease: Lease) -> tuple[Tensor, bool]:
         """Return the samples of a range without those to be skipped, and whether its source ends with it.
 
-        Called by the reading thread.
+        The reading thread calls this.
         """
         ...
 
@@ -219,7 +219,7 @@ class RangeLoader:
         self._handed: deque[Batch] = deque()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle nothing: a copy, such as in a worker of another loader, holds no leases and cannot be read."""
+        """Return no state: a copy, such as in a worker of another loader, holds no leases and cannot be read."""
         return {}
 
     def __iter__(self) -> Iterator[Any]:
@@ -233,12 +233,16 @@ class RangeLoader:
             yield self._collate(batch[0])
 
     def trained(self, tokens: int) -> None:
-        """Count the oldest batch that was handed out: it has so many tokens and is part of the step being computed."""
+        """Count the oldest batch that was handed out as part of the present step.
+
+        Args:
+            tokens: tokens in the batch.
+        """
         if self._handed:
             self._batches.trained(divided(self._handed.popleft()[1], tokens))
 
     def tried(self) -> None:
-        """Put the oldest batch that was handed out back: it is part of a trial that will be undone."""
+        """Put the oldest batch that was handed out back, because it is part of a trial that will be undone."""
         if self._handed:
             self._waiting.append(self._handed.popleft())
 

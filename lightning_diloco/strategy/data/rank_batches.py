@@ -4,7 +4,7 @@
    r-th on. So all ranks make the same number of batches, and one number says how much of a range was trained.
 2. Only rank 0 holds leases. It cuts a few batches in advance. If the syncer takes their leases back meanwhile, the
    ranks still train them, and they count as repeated.
-3. In advance, rank 0 neither waits for leases nor reads without one.
+3. While it cuts batches in advance, rank 0 neither waits for a lease nor reads without one.
 
 Source: our choice. Ranks could read ranges by themselves, but each would have to read all of a text that is packed on
 the fly.
@@ -25,7 +25,7 @@ class RankBatches:
 
     Args:
         batches: rank 0: batches of all ranks; None on other ranks.
-        handout: scatters them from rank 0 to the other ranks.
+        handout: scatters the rows from rank 0 to the other ranks.
     """
 
     def __init__(self, batches: RangeBatches | None, handout: BatchScatter) -> None:
@@ -33,7 +33,7 @@ class RankBatches:
         self._ahead: deque[Batch] = deque()
 
     def next(self) -> Batch:
-        """Return this rank's rows of the next batch, and the pieces of all ranks, which only rank 0 has."""
+        """Return this rank's rows of the next batch; on rank 0 also the pieces of all ranks, elsewhere none."""
         if self._batches is None:
             return self._handout.take(), ()
         if not self._ahead:
@@ -43,12 +43,12 @@ class RankBatches:
         return self._ahead.popleft()
 
     def trained(self, pieces: Iterable[Piece]) -> None:
-        """Count the pieces of all ranks in the step that is being computed; rank 0 counts for all."""
+        """Count the pieces of all ranks for the present step; only rank 0 counts."""
         if self._batches is not None:
             self._batches.trained(pieces)
 
     def close(self) -> None:
-        """End the reading thread, where there is one."""
+        """End the reading thread, if there is one."""
         if self._batches is not None:
             self._batches.close()
 

@@ -4,9 +4,10 @@
    that do not divide evenly are left out of the epoch, so that none is read twice. A process that continues the work of
    another one begins in the middle of the order.
 2. The order comes from the loader's own sampler. If the user gave a `batch_sampler`, whole batches are split instead.
-3. Seeds are derived from the run, so that all learners agree. Each loader has an order of its own; loaders whose own
-   generators have equal seeds stay in step with each other.
-4. A loader with a DistributedSampler, from the user or from Lightning, is not split again; it continues likewise.
+3. Seeds are derived from the run, so that all learners agree. Each loader has its own order, except that loaders whose
+   own generators have equal seeds share one order.
+4. A loader with a DistributedSampler, from the user or from Lightning, is not split again. It also continues in the
+   middle of its order.
 5. If a loader cannot be split, every learner reads all of it, and a warning says so. The order still differs if it is
    drawn from a global generator of torch, numpy or Python: `fork_random_state` gives every learner its own.
 """
@@ -44,8 +45,8 @@ _OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRand
 class PartSampler(Sampler[Any]):
     """One learner's part of another sampler's order.
 
-    Unlike torch's DistributedSampler, it keeps the order of the wrapped sampler, whatever it is, and repeats no sample
-    to fill up the last round.
+    Unlike torch's DistributedSampler, it keeps the order of the wrapped sampler, and repeats no sample to fill up the
+    last round.
 
     Args:
         sampler: a sampler of samples or of batches that has a length; draws from the global generators or from its own
@@ -88,7 +89,7 @@ def split(loader: object, part: int, parts: int, begins: Position = START, *, se
     """Return this learner's part of a training loader, or the loader itself with a warning.
 
     Args:
-        loader: the user's loader; its class, order, batch size, workers and all else are kept.
+        loader: the user's loader; its class, order, batch size, workers and other attributes are kept.
         part: number of the part, 0..parts-1.
         parts: number of parts.
         begins: where reading begins.
@@ -135,7 +136,7 @@ def in_own_order(loader: object, begins: Position = START, *, seed: int = 0, rea
 
 
 def is_at(loader: object, begins: Position) -> bool:
-    """Return whether reading begins there."""
+    """Return whether a loader begins reading at `begins`."""
     return begins == START or (
         isinstance(loader, DataLoader)
         and isinstance(loader.sampler, PartSampler)
@@ -158,7 +159,7 @@ def order_number(loader: object, earlier: list[torch.Generator | None]) -> int:
 
     Args:
         loader: one of the training loaders.
-        earlier: own generators of the loaders before it; this one's is added.
+        earlier: own generators of the loaders before it; this loader's is added.
     """
     own = getattr(_order_of(loader), "generator", None) if isinstance(loader, DataLoader) else None
     earlier.append(own)
@@ -201,7 +202,7 @@ def _order_of(loader: DataLoader[object]) -> Any:
     """Return the user's sampler or batch sampler, without our parts of it."""
     batches = loader.batch_sampler
     found = batches.sampler if type(batches) is BatchSampler else loader.sampler if batches is None else batches
-    while isinstance(found, PartSampler):  # of another fit, or from before the part was known
+    while isinstance(found, PartSampler):  # made in another fit, or before the part was known
         found = found.whole
     return found
 
@@ -230,7 +231,7 @@ def _batch_size(loader: DataLoader[object]) -> int:
 
 
 def _with_sampler(loader: DataLoader[object], sampler: Sampler[Any]) -> DataLoader[object]:
-    """Return a copy of the loader with this sampler; it is made without the constructor, so it keeps all else."""
+    """Return a copy of the loader with this sampler; the constructor is not called, so all other attributes stay."""
     batches = loader.batch_sampler
     if type(batches) is BatchSampler:
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)

@@ -1,10 +1,10 @@
 """Counts the tokens of a training step.
 
-1. The batch is counted on the host before it is moved: a value on an accelerator would have to be waited for.
+1. The batch is counted on the host before it is moved, because reading a value from an accelerator would wait for it.
 2. A mapping with input_ids counts tokens: the sum of its attention mask if that is on the host, else the size of
-   input_ids. Any other batch counts samples, whose number is found much as Lightning finds it for `self.log`. A batch
+   input_ids. Any other batch counts samples. Their number is found almost as Lightning finds it for `self.log`. A batch
    without a size counts as one sample, with a warning. `token_count_fn` replaces all of this and counts tokens.
-3. The micro-batches of an accumulated step add up. A learner counts one unit.
+3. The micro-batches of an accumulated step add up. All batches of a learner count the same unit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TokenCounter:
         self.unit: TokenUnit | None = "tokens" if count_fn else None
 
     def add(self, batch: Any) -> int:
-        """Count one host batch and return its tokens; None is no batch, and Lightning skips it.
+        """Count one host batch and return its tokens; 0 for None, which Lightning skips.
 
         Raises:
             ConfigError: it counts in another unit than the batches before.

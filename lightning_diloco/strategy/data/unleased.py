@@ -1,8 +1,8 @@
 """Chooses ranges to read while the syncer cannot be reached and gives no leases.
 
 1. It chooses ranges of the present epoch that this learner has not read, then those of the next epoch, and so on. So
-   even in a long outage a learner reads no sample twice in an epoch, and all of them before the next epoch.
-2. Each learner has its own order, so that learners that are cut off together read different data where possible.
+   even in a long outage, a learner reads no sample twice in an epoch, and reads all samples before the next epoch.
+2. Each learner has its own order, so that learners that are cut off together read different data if possible.
 3. Other learners may have leased these ranges or may lease them later, so they count as repeated
    (`protocol/learner/leases.py`). After the outage the table leases the ranges of this epoch as before; a sample may
    then be trained twice in the epoch.

@@ -1,1 +1,1 @@
-"""How a learner that is started again goes on where it was."""
+"""Lets a restarted learner continue from its last checkpoint."""

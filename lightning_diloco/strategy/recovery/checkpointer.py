@@ -1,13 +1,13 @@
 """A learner's checkpoints, from which its next process continues.
 
-1. Every N inner steps the training thread copies the Trainer's state, and a background thread writes it. While it
-   writes, no checkpoint is taken: a slow store makes checkpoints rarer, but training no slower. If the store fails, a
-   warning says so, once for each reason, and training goes on.
+1. Every N inner steps, the training thread copies the Trainer's state, and a background thread writes it. While it
+   writes, no checkpoint is taken. A slow store makes checkpoints rarer, but does not slow training. If the store fails,
+   a warning says so, once for each reason, and training goes on.
 2. Checkpoints hold no parameters. These come from the run's anchors, so that nothing is counted twice and a restarted
    learner changes nothing in the run.
 3. A new process takes the newest checkpoint of its learner. If none fits, it takes the newest one of a peer without the
    peer's own state (trainer_state.py). If none of those fits either, it begins with a warm-up (lr_warmup.py) and with
-   schedules at the run's position (trainer/lr_schedules.py), unless the run begins with it.
+   schedules at the run's position (trainer/lr_schedules.py), unless this learner begins the run.
 4. Checkpoints that are damaged or do not fit are skipped with a warning. A user's `ckpt_path` takes precedence.
 5. `diloco snapshot` leaves a marker in the store; the next step boundary answers it with a checkpoint.
 6. A process does not continue from its own checkpoints: a second fit of a script is a new one.
@@ -70,12 +70,12 @@ class Found:
 
 
 class LearnerCheckpointer:
-    """The checkpoints of one fit; its methods are called by the training thread.
+    """The checkpoints of one fit; the training thread calls the methods.
 
     Args:
-        trainer: about to train.
+        trainer: a Trainer that is about to train.
         owner: owner of the checkpoints.
-        store: where they are; None: none are read or written.
+        store: store of the checkpoints; None: none are read or written.
         every_steps: N, inner steps between two checkpoints.
         layout: how several ranks hold the model; None if one device holds it.
 
@@ -113,14 +113,14 @@ class LearnerCheckpointer:
         self._jobs: Jobs | None = None
         self.warm_up = WarmUp()
 
-    # ---------------------------------------------------------------------------------------------------- coming back
+    # ------------------------------------------------------------------------------------------------------- recovery
 
     def heal(self, *, warm_up_steps: int = 0, run_steps: int = 0) -> None:
-        """Continue from a checkpoint, if there is one and the user has named none.
+        """Continue from a checkpoint of the store, unless the user has named a `ckpt_path`.
 
         Args:
-            warm_up_steps: length of the warm-up if there is none; 0 if the run begins with this learner.
-            run_steps: step at which schedules by steps begin if there is none.
+            warm_up_steps: length of the warm-up if there is no checkpoint; 0 if this learner begins the run.
+            run_steps: step at which schedules by steps begin if there is no checkpoint.
         """
         if self._store is not None:
             self._crew.start("markers", self._watch_for_markers)
@@ -152,7 +152,7 @@ class LearnerCheckpointer:
     def data_is_ready(self, *, is_at_position: bool) -> None:
         """Note that the training loader was made, and whether it begins at `position`."""
         if self._begins and is_at_position:
-            # Lightning cannot know it, and warns of the opposite.
+            # Lightning does not know that the loader resumes, and warns that it does not.
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         elif self._begins:
             log.warning("where its training data goes on is the datamodule's to know; else its epoch begins anew")
@@ -218,7 +218,7 @@ class LearnerCheckpointer:
     def step_done(self) -> None:
         """Count an inner step."""
         self._steps_since += 1
-        self._is_after_step = True  # between two batches whose gradients are added up there is nothing to take
+        self._is_after_step = True  # no checkpoint between the batches of an accumulated step
         self.warm_up.step_done()
 
     def wait(self, within_s: float) -> bool:
@@ -226,7 +226,7 @@ class LearnerCheckpointer:
         return self._written.wait(within_s) and self._is_stored
 
     def close(self) -> None:
-        """End the threads, after the checkpoint that is being written; idempotent."""
+        """End the threads after the present checkpoint is written, or after CLOSE_S; idempotent."""
         if not self._written.wait(CLOSE_S):
             log.warning("a checkpoint is still being written, and left alone")
         self._crew.stopping.set()
@@ -260,7 +260,7 @@ class LearnerCheckpointer:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Log, once for each reason, that nothing was written."""
+        """Log each reason why a checkpoint was not written, once."""
         try:
             yield
         except (StorageError, UnstorableError) as error:

@@ -1,4 +1,4 @@
-"""The part of an optimizer's state that this process holds; nothing is gathered.
+"""Takes and restores the part of an optimizer's state that this process holds; nothing is gathered.
 
 1. The local part of a sharded value is kept if the value is sharded like its parameter. Other values (row and column
    statistics, for example) cannot be kept; storing the state raises an error that names them.
@@ -23,7 +23,7 @@ SHARDED = "sharded"
 def held(optimizer: Optimizer) -> State:
     """Return the state of an optimizer as plain values and tensors, which may be the live ones.
 
-    In place of a value that cannot be kept there is an object that cannot be stored.
+    A value that cannot be kept is replaced by an object that cannot be stored.
     """
     if hasattr(optimizer, "consolidate_state_dict"):
         return {"state": optimizer}

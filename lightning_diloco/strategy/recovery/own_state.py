@@ -1,7 +1,7 @@
-"""State of the module that is not exchanged: each learner has its own.
+"""The state of the module that is not exchanged: each learner has its own.
 
 1. It consists of persistent buffers (statistics of BatchNorm, queues, codebooks), and of frozen parameters that
-   training changes nevertheless (teachers that follow a student). Changes are found in a sample of each, because a
+   training changes (teachers that follow a student). Changes are found in a sample of each parameter, because a
    pretrained base is large.
 2. It is part of a learner's own checkpoints and is restored with them. A newcomer takes over the state of a peer.
 3. A frozen parameter that training changes usually begins as a copy of a trained one. When a learner adopts a run's
@@ -88,11 +88,11 @@ def copies_of_trained(module: nn.Module, trained: Collection[str]) -> dict[str, 
 
 
 def follow(module: nn.Module, copies: Mapping[str, str], names: Collection[str]) -> None:
-    """Copy the adopted values into frozen parameters that were copies before.
+    """Copy the adopted values into frozen parameters that were copies of trained ones.
 
     Args:
         module: module that has adopted the values of a run.
-        copies: result of `copies_of_trained` from before.
+        copies: result of `copies_of_trained` before the values were adopted.
         names: names of the copies to be made again.
     """
     params = named_parameters(module)

@@ -1,10 +1,11 @@
-"""Checkpoints of a learner with several ranks: each writes and reads its own part, and all of them count or none.
+"""Checkpoints of a learner with several ranks: each rank writes and reads its own part, and all parts count or none.
 
-1. Rank 0 says when one is due, in the sums of a step: all take theirs between the same two batches.
-2. The threads that write meet twice, beside training. When all parts are written, rank 0 writes what names them; then
-   everybody removes those of its parts that nothing names any more.
-3. Coming back, rank 0 offers what is complete and of the same layout, the best first. The first one of which every rank
-   can take its part is taken by all.
+1. Rank 0 decides when a checkpoint is due, and announces it in the sums of a step (`Agreement`). All ranks take their
+   parts between the same two batches.
+2. The ranks' writing threads wait for each other twice, beside training. When all parts are written, rank 0 writes the
+   checkpoint that names them. Then each rank removes those of its parts that no checkpoint names any more.
+3. When a learner restarts, rank 0 offers the complete checkpoints of the same layout, the best first. All ranks take
+   the first checkpoint of which every rank can take its part.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class RanksCheckpointer(LearnerCheckpointer):
-    """One rank's part in it; see `LearnerCheckpointer` for the other arguments.
+    """The checkpointer of one rank; see `LearnerCheckpointer` for the other arguments.
 
     Args:
-        ranks: of this learner.
+        ranks: the ranks of this learner.
 
     Attributes:
-        is_agreed: whether all ranks take one before the next batch.
+        is_agreed: whether all ranks take a checkpoint before the next batch.
     """
 
     def __init__(self, *args: Any, ranks: Ranks, **options: Any) -> None:
@@ -68,12 +69,17 @@ class RanksCheckpointer(LearnerCheckpointer):
             digest = self._store.write_part(self._ranks.rank, part)
         try:
             self._complete(part, self._ranks.share(digest))
-        except RuntimeError as error:  # a rank is gone, and this learner ends; the pulse says so
+        except RuntimeError as error:  # a rank has ended, so this learner ends; the pulse reports it
             log.info("a checkpoint was not completed: %s", error)
         written.set()
 
     def _complete(self, part: Checkpoint, digests: Sequence[str | None]) -> None:
-        """All parts are there, or not."""
+        """Complete the checkpoint if all parts were written; each rank then removes its unnamed parts.
+
+        Args:
+            part: this rank's part.
+            digests: digests of the parts by rank; None for a part that was not written.
+        """
         assert self._store is not None
         store, learner, named = self._store, part.learner, None
         if self._ranks.rank == 0:
@@ -93,11 +99,11 @@ class RanksCheckpointer(LearnerCheckpointer):
 
 
 def layout_of(num_ranks: int, boxes: Sequence[Mapping[str, Box]] | None) -> str:
-    """How ranks hold a model, in words: equal where each holds the same.
+    """Describe how ranks hold a model; equal layouts have equal descriptions.
 
     Args:
-        num_ranks: of the learner.
-        boxes: what each holds of each parameter; None: all of it.
+        num_ranks: number of ranks of the learner.
+        boxes: each rank's box of each parameter; None: each rank holds whole parameters.
     """
     if boxes is None:
         return f"{num_ranks} ranks that hold all of it"

@@ -4,14 +4,14 @@
 2. It is taken at the start of a batch, when the batch before is complete. Random states are restored at the same place,
    so that the numbers that a data loader draws while it starts do not matter.
 3. A newcomer takes over the state of a peer without the peer's own parts: random states, callbacks, and the states of
-   datamodule and data loaders. It takes over step, epoch and batch, by which schedules and limits go, so that it ends
-   when the others do. It reads samples of its own part in its own order (`strategy/data/hooks.py`).
+   datamodule and data loaders. It takes over step, epoch and batch, which schedules and limits depend on, so that it
+   ends when the other learners end. It reads samples of its own part in its own order (`strategy/data/hooks.py`).
 4. Optimizers and schedulers must be the same, by class and by names of parameters. An optimizer may have had more
    groups than now, because finetuning callbacks add groups when they unfreeze a part of the module. The groups are
    added here and their parameters are trainable again. The state of such a callback depends on the epoch, so a peer's
    is taken over.
 
-Random states are those of torch, CUDA, numpy and Python; that of an XLA device is not kept.
+Random states are those of torch, CUDA, numpy and Python; the random state of an XLA device is not kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DATA = "datamodule"
 
 
 class HoldsState(Protocol):
-    """The strategy, as far as its state is taken and restored here."""
+    """The part of the strategy whose state is taken and restored here."""
 
     own_state: OwnState
 
@@ -62,7 +62,7 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
     """Take the present state.
 
     Args:
-        trainer: between two batches.
+        trainer: a Trainer between two batches.
         warned: names of callbacks, or DATA, whose state cannot be stored; new ones are added.
 
     Returns:
@@ -107,7 +107,7 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     """Restore everything that `begin` does not restore.
 
     Args:
-        trainer: about to train; Lightning has restored nothing.
+        trainer: a Trainer that is about to train; Lightning has restored nothing.
         state: a state without an objection.
         is_own: whether it is this learner's own state rather than a peer's.
     """
@@ -128,7 +128,7 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     callbacks = {key: each for key, each in state["callbacks"].items() if is_own or key in taken}
     call._call_callbacks_load_state_dict(trainer, {"callbacks": callbacks})
     for each in finetuning:
-        each._restarting = False  # the groups are made already; at its next fit it would make them of this one's
+        each._restarting = False  # else the next fit would restore this fit's groups
     if is_own and state["datamodule"]:
         call._call_lightning_datamodule_hook(trainer, "load_state_dict", state["datamodule"])
 
@@ -138,7 +138,7 @@ def begin(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     loop = trainer.fit_loop.epoch_loop
     loop._batches_that_stepped = state["batches_that_stepped"]
     total = loop.batch_progress.total
-    total.ready = total.completed + 1  # this batch, which had begun when the state was taken, is not counted twice
+    total.ready = total.completed + 1  # the state was taken after this batch had begun; do not count it twice
     if is_own:
         _set_rng_states(state["random"])
 
@@ -158,7 +158,7 @@ def _kinds(trainer: pl.Trainer) -> list[str]:
 
 
 def _groups(trainer: pl.Trainer) -> Groups:
-    """Return names of parameters by optimizer and group; None for a parameter that is not the module's."""
+    """Return names of parameters by optimizer and group; None for a parameter that does not belong to the module."""
     names = {id(p): name for name, p in named_parameters(trainer.lightning_module).items()}
     return [[[names.get(id(p)) for p in group["params"]] for group in each.param_groups] for each in trainer.optimizers]
 

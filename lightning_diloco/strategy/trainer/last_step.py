@@ -1,11 +1,11 @@
 """Finds the last step of a fit: the run is left there, before Lightning validates and saves for the last time.
 
 1. Lightning has no hook between the callbacks' `on_train_batch_end` and the validation after it, and none before their
-   `on_train_end`. The methods that its loops call there are wrapped until `close`.
+   `on_train_end`. So the methods that its loops call there are wrapped until `close`.
 2. Usually it is known after a batch that no step follows. Lightning then validates and saves the parameters that `fit`
    leaves in the module.
 3. If training is stopped later, such as by EarlyStopping after that validation, this is known before the callbacks'
-   `on_train_end`. Those find an ordinary module, and their changes to it stay.
+   `on_train_end`. These hooks find an ordinary module, and their changes to it stay.
 """
 
 from __future__ import annotations

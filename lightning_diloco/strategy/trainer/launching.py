@@ -1,6 +1,6 @@
-"""The launcher of a learner, and what is checked before it starts anything.
+"""The launcher of a learner, and the checks before it starts a process.
 
-1. The final class initializes Lightning's strategy (`_bind`), and says whether `inner=` fits the Trainer's devices.
+1. The final class initializes Lightning's strategy (`_bind`), and checks whether `inner=` fits the Trainer's devices.
 2. The launcher separates this learner's paths from other learners' before any process is started.
 """
 
@@ -31,7 +31,7 @@ class LaunchesInOwnPaths(HoldsFit):
     _has_inner = False  # whether the user chose the final class, by `inner=`
 
     def _bind(self) -> None:
-        """Initialize Lightning's strategy with what the Trainer has set so far."""
+        """Initialize Lightning's strategy with the attributes that the Trainer has set so far."""
         raise NotImplementedError
 
     def _check_devices(self, devices: Sequence[torch.device], num_nodes: int) -> None:
@@ -53,11 +53,11 @@ class LaunchesInOwnPaths(HoldsFit):
         self._launcher = self._own_launcher()
 
     def _own_launcher(self) -> _Launcher:
-        """Return a launcher that starts what Lightning's would."""
+        """Return the launcher that replaces Lightning's and starts the same processes."""
         return OwnPathsFirst(self._separate_paths, self._sigterm_came)
 
     def _sigterm_came(self) -> None:
-        """Note SIGTERM; called by the signal's handler."""
+        """Note SIGTERM; the signal's handler calls this."""
         if self._fit is not None:
             self._fit.preemption.notice()
 

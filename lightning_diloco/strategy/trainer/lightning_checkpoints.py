@@ -69,7 +69,7 @@ class AnchorInCheckpoints(HoldsFit):
             fit.link.set_evaluating(False)
 
     def _save_again(self, saved: Mapping[str, SavedAs]) -> None:
-        """Write the checkpoints of the last step again, with the module as it is now; all else stays as it was."""
+        """Write the checkpoints of the last step again, with the present module and the saved state of the loops."""
         for filepath, (loops, weights_only, storage_options) in saved.items():
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
             self.save_checkpoint({**checkpoint, "loops": loops}, filepath, storage_options)
@@ -79,7 +79,7 @@ class AnchorInCheckpoints(HoldsFit):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the local parameters for a fit, and the anchor for everything else.
 
-        A learner that begins a run begins it with them; one that joins a run adopts the run's anchor instead.
+        A learner that begins a run begins it with the local parameters. A learner that joins a run adopts its anchor.
         """
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._note_built()
@@ -89,7 +89,7 @@ class AnchorInCheckpoints(HoldsFit):
             self.lightning_module.load_state_dict(checkpoint[CHECKPOINT_KEY]["local"], strict=False)
 
     def _note_built(self) -> None:
-        """Called before a checkpoint is loaded: the module is as the user's script has built it."""
+        """Note the module as the user's script has built it; called before a checkpoint is loaded."""
 
     def _local_parameters(self) -> dict[str, torch.Tensor]:
         fit = self._joined

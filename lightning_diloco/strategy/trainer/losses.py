@@ -1,6 +1,6 @@
-"""The losses that are shown for a run: that of each learner while it trains, and that of the final anchor.
+"""The losses that are shown for a run: the loss of each learner while it trains, and the loss of the final anchor.
 
-1. The metrics are the user's. A loss is recognized by its name; there may be none.
+1. The user's module logs the metrics. A loss is recognized by its name; there may be none.
 2. The final anchor's loss comes from the last validation of a fit, if Lightning validates after the run was left. If it
    does not (after early stopping, for example), the last learner of a run that others have started validates once more.
    That is an ordinary validation, which loggers and callbacks see. If it fails, only a message says so, because the
@@ -40,13 +40,13 @@ def train_loss(trainer: pl.Trainer, output: object) -> Callable[[], float | None
     """Return a function that reads the loss of the step that has just ended.
 
     Args:
-        trainer: in a training step.
+        trainer: a Trainer in a training step.
         output: what the optimizer's closure returned; a part of the loss if gradients are accumulated.
 
     Returns:
-        A function that waits for the device and returns the loss, in any thread; None if there is no loss, or if it is
-        not finite, which messages cannot carry. A loss that is found by its name is on the host already, and a loss
-        that is sharded over ranks is gathered here, by all of them.
+        A function that waits for the device and returns the loss, in any thread. It returns None if there is no loss,
+        or if the loss is not finite, because messages cannot carry such a value. A loss that is found by its name is on
+        the host already. A loss that is sharded over ranks is gathered here, by all ranks.
     """
     if isinstance(output, Tensor) and output.numel() == 1:
         whole = output.full_tensor() if isinstance(output, DTensor) else output

@@ -5,16 +5,16 @@ By tokens that the whole fleet has seen:
 1. A learner's own tokens are exact; those of others are about a second old, as the syncer has sent them. While the
    syncer cannot be reached, the learner's own tokens go on counting.
 2. A learner that joins late starts at the run's present position.
-3. All ranks of a learner have the same rate, by the tokens at the start of the step, which rank 0 sends.
+3. All ranks of a learner have the same rate. It depends on the tokens at the start of the step, which rank 0 sends.
 
 By steps (any scheduler with "interval": "step"):
 
 4. A learner that joins late continues from a checkpoint, its schedule included. Without a checkpoint, the schedule
    begins at the run's position in steps of one learner: merged periods times `sync_every`. This is at most one period
    too small.
-5. `max_steps` counts a learner's own steps, late or not. The schedules are made to end there, and stay as they are from
-   there on. Without `max_steps` their end is unknown, and they begin at their start.
-6. Schedules by epochs, plateau schedules and those that manual optimization steps are left to the user.
+5. `max_steps` counts a learner's own steps, late or not. Schedules are expected to end there, and keep their last rate
+   from there on. Without `max_steps`, their end is unknown, and they begin at their start.
+6. Schedules by epochs, plateau schedules and schedules under manual optimization are left to the user.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FleetTokenLR(LambdaLR):
                 f"a schedule by fleet tokens under {type(strategy).__name__}, which has no fleet: it needs "
                 'Trainer(strategy="decoupled_diloco"); with another strategy use a schedule by steps'
             )
-        # As a function, not an attribute: a checkpoint holds the attributes.
+        # The strategy is no attribute, because a checkpoint holds the scheduler's attributes.
         super().__init__(optimizer, lambda _: factor(strategy.fleet_tokens))
 
     def refresh(self) -> None:
@@ -93,7 +93,7 @@ def advance_schedules(trainer: pl.Trainer, run_steps: int) -> str:
     """Advance schedules by steps to the run's position, at most to their end.
 
     Args:
-        trainer: about to train from step 0.
+        trainer: a Trainer that is about to train from step 0.
         run_steps: inner steps that one learner of the run has made.
 
     Returns:
@@ -105,7 +105,7 @@ def advance_schedules(trainer: pl.Trainer, run_steps: int) -> str:
         return "; schedules by steps begin at their start, because Trainer has no max_steps"
     steps = min(run_steps, trainer.max_steps)
     for config in configs:
-        with warnings.catch_warnings():  # torch warns of a schedule that steps before its optimizer
+        with warnings.catch_warnings():  # torch warns if a schedule steps before its optimizer
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             for _ in range(steps // _steps_per_update(trainer, config)):
                 trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
@@ -132,6 +132,9 @@ def _by_steps(trainer: pl.Trainer) -> Iterator[LRSchedulerConfig]:
 
 
 def _steps_per_update(trainer: pl.Trainer, config: LRSchedulerConfig) -> int:
-    """Steps between two updates: Lightning updates at each `frequency`-th batch, if it is the last one of a step."""
+    """Return the steps between two updates.
+
+    Lightning updates at each `frequency`-th batch that is the last batch of a step.
+    """
     batches = trainer.accumulate_grad_batches
     return math.lcm(config.frequency, batches) // batches

@@ -47,7 +47,7 @@ class ParameterCopies:
         self._params = params
         self._optimizers: list[Optimizer] = []
         self._looks: dict[tuple[int, str], int] = {}  # how often a key of an optimizer was judged
-        self._keys: dict[int, set[str]] = {}  # which are copies
+        self._keys: dict[int, set[str]] = {}  # keys of copies, by optimizer
         self._device: object = None
 
     def attach(self, device: object) -> None:
@@ -65,7 +65,7 @@ class ParameterCopies:
         found = [
             _local(state[key]) for state, keys in states for key in sorted(keys) if isinstance(state.get(key), Tensor)
         ]
-        own = _local(param).data_ptr()  # what is the parameter itself moves with it
+        own = _local(param).data_ptr()  # the parameter itself is no copy
         return list({copy.data_ptr(): copy for copy in found if copy.data_ptr() != own}.values())
 
     def look(self, optimizers: Iterable[Optimizer]) -> None:
@@ -78,7 +78,7 @@ class ParameterCopies:
             if id(optimizer) not in self._keys:
                 self._optimizers.append(optimizer)
                 self._keys[id(optimizer)] = set()
-            for key in sorted(_keys(optimizer)):  # in the same order on all hosts, whose graphs must be alike
+            for key in sorted(_keys(optimizer)):  # in the same order on all hosts, whose graphs must be equal
                 if self._looks.get((id(optimizer), key), 0) < NUM_LOOKS:
                     self._judge(optimizer, key)
 

@@ -33,7 +33,7 @@ class Outermost(Callback):
         self._leave = leave
 
     def install(self, trainer: pl.Trainer) -> None:
-        """Become the first callback; the list that Lightning may be iterating over now stays as it is."""
+        """Become the first callback, in a new list, because Lightning may be iterating over the present one."""
         trainer.callbacks = [self, *trainer.callbacks]  # type: ignore[attr-defined]
 
     def remove(self, trainer: pl.Trainer) -> None:

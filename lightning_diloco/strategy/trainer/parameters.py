@@ -2,8 +2,8 @@
 
 1. Names come from `named_parameters()` of the plain LightningModule, without the prefixes of wrappers. Tied weights
    appear once.
-2. Trainable parameters are exchanged, and those that may become trainable (unfreezing.py). All other parameters must be
-   equal on all learners when a script has built them; they are compared by digest. Buffers are a learner's own.
+2. Trainable parameters and those that may become trainable (unfreezing.py) are exchanged. All other parameters must be
+   equal on all learners when a script has built them; they are compared by digest. Each learner has its own buffers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_diloco.core.fragments import FragmentPlan, scatter
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.manifest import ModelDescription, TokenUnit
 
-# Of FSDP and of activation checkpointing.
+# Prefixes of FSDP and of activation checkpointing.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -36,7 +36,7 @@ def trainable_parameters(module: nn.Module, also: Collection[str] = ()) -> dict[
         also: names of frozen parameters that are exchanged as well.
 
     Raises:
-        ConfigError: there are none, or some are not floating point.
+        ConfigError: there are no such parameters, or some are not floating point.
     """
     found = {name: p for name, p in named_parameters(module).items() if p.requires_grad or name in also}
     if not found:
@@ -99,7 +99,7 @@ def named_values(
     Returns:
         New tensors by name, in the dtype of the parameter.
     """
-    tensors = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in params.items()}  # empty_like: not from XLA
+    tensors = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in params.items()}  # p may be on XLA
     for fragment in range(plan.num_fragments):
         scatter(plan.layout(fragment, block_size), values(fragment), tensors)
     return tensors
@@ -120,7 +120,7 @@ def plain_name(name: str) -> str:
 
 def _digest(tensor: Tensor) -> str:
     if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()  # by all ranks together, one after another
+        tensor = tensor.full_tensor()  # a collective: all ranks call it in the same order
     tensor = tensor.detach().cpu().contiguous()
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.sha256(head + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,16 +1,16 @@
-"""A learner's own paths: two learners never write to the same one.
+"""A learner's own paths: two learners never write to the same path.
 
 The learner's directory is `<root>/learners/<id>`: root is DILOCO_RUN_DIR if set, else the Trainer's default_root_dir.
 
 1. Paths are changed before Lightning looks for checkpoints to resume from, sets up callbacks and opens loggers. The
    learner's id must be known by then (strategy/identity.py). Without an id, nothing is changed: there is one learner.
-2. Explicit directories of file loggers and checkpoints get `learners/<id>` appended. In a run directory, those below
-   the working directory move below the learner's own, with the same relative path.
+2. Explicit directories of file loggers and checkpoints get `learners/<id>` appended. In a run directory, directories
+   below the working directory move below the learner's own directory, with the same relative path.
 3. Paths in the learner's directory stay as they are: a launcher may start the process with
    PL_TRAINER_DEFAULT_ROOT_DIR, which Lightning reads itself.
 4. A run that a learner begins by itself has a directory in `<root>/diloco`, on a local disk. If the root is not local
-   (a bucket), the directory is temporary, and removed when the run has finished; likewise if nothing is to be written,
-   because no root was given and there is neither a logger nor a checkpoint callback.
+   (a bucket), the directory is temporary, and removed when the run has finished. The directory is also temporary if
+   no root was given and there is neither a logger nor a checkpoint callback.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lightning_diloco.storage import local_runs
 
 
 class OwnPathsFirst(_Launcher):
-    """Runs a Trainer's function in this process, after separating its paths; no hook of a strategy is earlier.
+    """Separates a Trainer's paths, then runs its function in this process; no hook of a strategy runs earlier.
 
     Args:
         separate: separates a Trainer's paths.
-        sigterm_came: called by the handler of SIGTERM.
+        sigterm_came: the handler of SIGTERM calls this.
     """
 
     def __init__(self, separate: Callable[[pl.Trainer], None], sigterm_came: Callable[[], None]) -> None:
@@ -64,7 +64,7 @@ def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
     """Move everything that this Trainer writes into the learner's own directory; idempotent.
 
     Args:
-        trainer: about to fit, with loggers that are not open yet.
+        trainer: a Trainer that is about to fit; its loggers are not open yet.
         learner_id: a valid learner id.
     """
     own = os.path.join("learners", learner_id)
@@ -92,7 +92,7 @@ def separate_paths(trainer: pl.Trainer, learner_id: str) -> None:
 
 
 def mark_finished(learner_id: str) -> None:
-    """Write a file into the learner's folder that says that its training is done; only in a run directory.
+    """Write a file into the learner's folder to mark its training as done; only in a run directory.
 
     Args:
         learner_id: id of this learner.

@@ -1,10 +1,12 @@
 """Pre-emption: after SIGTERM a learner leaves the run, sends its last contributions, writes a checkpoint and ends.
 
-1. Lightning's handler notes the signal, calls our launcher, and raises `SIGTERMException` at the end of the present
-   batch. A guard thread ends the process when the grace period is over, whatever hangs. Before the first step there is
-   nothing to save: a process that waits for a syncer, or compiles the first batch, ends after UNTRAINED_S.
-2. Leaving, the last contributions and the checkpoint share the grace period, less RESERVE_S for the rest of the exit.
-3. The exit code is EXIT_CODE, 128 + SIGTERM as in shells: this is neither the end of the work nor a failure.
+1. Lightning's handler notes the signal and calls our launcher. Lightning raises `SIGTERMException` at the end of the
+   present batch. A guard thread ends the process when the grace period is over, even if another thread hangs. Before
+   the first step there is nothing to save. A process that still waits for a syncer, or compiles the first batch, ends
+   after UNTRAINED_S.
+2. Leaving the run, sending the last contributions and writing the checkpoint share the grace period, less RESERVE_S for
+   the rest of the exit.
+3. The exit code is EXIT_CODE, 128 + SIGTERM as in shells. It marks neither the end of the work nor a failure.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ class Preemption:
         self.has_trained = False
         self._noticed_s: float | None = None
         self._noticed, self._is_over = threading.Event(), threading.Event()
-        # Not from the handler: starting a thread takes locks that the interrupted thread may hold.
+        # The handler must not start the thread: this takes locks that the interrupted thread may hold.
         Crew(lambda error: log.error("the guard of the grace period stopped: %s", error)).start(
             "preemption", self._guard
         )
 
     def notice(self) -> None:
-        """Note the signal; called by its handler."""
+        """Note the signal; its handler calls this."""
         if self._noticed_s is None:
             self._noticed_s = time.monotonic()
             self._noticed.set()
@@ -80,7 +82,7 @@ class Preemption:
         log.warning("pre-empted; the run was left with%s a checkpoint", "" if is_stored else "out")
 
     def close(self) -> None:
-        """End the guard, unless the signal has come: then it stays until the process has ended."""
+        """End the guard; after the signal, the guard stays until the process has ended."""
         if self._noticed_s is None:
             self._is_over.set()
             self._noticed.set()

@@ -23,7 +23,7 @@ class RawSteps:
 
     Args:
         params: the parameters.
-        around: entered before such a step, exited after it.
+        around: makes a context that surrounds such a step.
 
     Attributes:
         is_known: whether a step that Lightning makes is in progress; such steps are ignored here.
@@ -44,7 +44,7 @@ class RawSteps:
         self._stepping, self.is_known = None, False
 
     def close(self) -> None:
-        """Watch no more; idempotent."""
+        """Stop watching; idempotent."""
         for hook in self._hooks:
             hook.remove()
 

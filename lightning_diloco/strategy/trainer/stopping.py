@@ -1,4 +1,4 @@
-"""Early stopping: when a learner, or the whole run, ends before all steps are made.
+"""Early stopping: decides whether a learner, or the whole run, ends before all steps are made.
 
 1. If `trainer.should_stop` is set while the anchor is validated, the whole run stops, because the anchor is the model
    of all learners. Lightning's EarlyStopping at the end of an epoch, its default, also stops the run if the anchor's
@@ -9,12 +9,12 @@
 4. All ranks of a learner stop at the same step. A rank that wants to stop says so when the step begins, so that no rank
    waits (`strategy/backends/ranks.py`).
 5. If `trainer.should_stop` is set on all ranks after the same batch, they stop there, as with Lightning's strategies.
-   If it is set on some ranks only (by a clock, for example), Lightning's strategies hang or fail; here, all ranks stop
-   after the next batch. In a validation or at the end of an epoch, where ranks wait for each other anyway, they agree
-   at once.
-6. A validation of an anchor that has not changed since the last one says nothing new. This happens if the syncer cannot
-   be reached, or if validation is more frequent than exchange. EarlyStopping does not count it as a validation without
-   improvement, and plateau schedules wait.
+   If it is set on some ranks only (by a clock, for example), Lightning's strategies hang or fail. Here, all ranks stop
+   after the next batch. In a validation and at the end of an epoch, ranks wait for each other anyway, and agree at
+   once.
+6. A validation of an anchor that has not changed since the last one gives no new result. This happens if the syncer
+   cannot be reached, or if validation is more frequent than exchange. EarlyStopping does not count it as a validation
+   without improvement, and plateau schedules wait.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Stopping:
         self._max_fleet_tokens = max_fleet_tokens
         self._evaluates_anchor = evaluates_anchor
         self._was_stopping = False
-        self._names: frozenset[str] = frozenset()  # of the metrics that the anchor's validation has logged
-        self._looked_at: dict[int, int] = {}  # by callback or schedule: landings when it looked at the anchor last
-        self._frequencies: dict[int, int] = {}  # of schedules on a plateau
+        self._names: frozenset[str] = frozenset()  # metrics that the anchor's validation has logged
+        self._looked_at: dict[int, int] = {}  # landings at the last look, by callback or schedule
+        self._frequencies: dict[int, int] = {}  # frequencies of plateau schedules
         self.reason: str | None = None
 
     def heed(self, link: Link) -> None:
-        """After a step, stop if the run is over or its tokens are used up; several ranks agree first (rule 4)."""
+        """Stop after a step if the run is over or its tokens are used up; several ranks agree first (rule 4)."""
         if self._trainer.world_size == 1 and (why := self.verdict(link)) is not None:
             self.stop(why)
 
@@ -88,16 +88,16 @@ class Stopping:
         return self.reason
 
     def validation_starts(self, link: Link) -> None:
-        """Note whether training stops already; see that an unchanged anchor stops nothing (rule 6)."""
+        """Note whether training stops already, and keep an unchanged anchor from stopping it (rule 6)."""
         self._was_stopping = self._trainer.should_stop
         if not self._evaluates_anchor:
             return
         for callback in self._early_stopping():
             if (self._is_epoch_end or not callback._check_on_train_epoch_end) and not self._is_news(callback, link):
-                callback.wait_count -= 1  # and the check to come adds it again
+                callback.wait_count -= 1  # the check that follows adds 1 again
 
     def anchor_was_validated(self, link: Link) -> None:
-        """See whether a callback stops training because of the anchor's validation."""
+        """Note whether a callback stops training because of the anchor's validation."""
         self._names = frozenset(validated_metrics(self._trainer))
         if self._trainer.should_stop and not self._was_stopping:
             said = next((text for text in self._said() if text), "a callback stopped at the anchor's validation")
@@ -136,15 +136,15 @@ class Stopping:
 class StoppingTogether:
     """One rank's part in rule 5, in one fit.
 
-    Lightning has no hook between the last of the user's and where its loops read `should_stop`, before they validate:
-    what they call there is wrapped, until `close`.
+    Lightning's loops read `should_stop` after the last hook of the user and before they validate. Lightning has no hook
+    in between, so the methods that its loops call there are wrapped until `close`.
 
     Args:
-        trainer: that fits.
-        ranks: of this learner.
+        trainer: the Trainer of the fit.
+        ranks: the ranks of this learner.
 
     Attributes:
-        is_put_off: whether this rank wants to stop, and all do after the next step, when they know.
+        is_put_off: whether this rank wants to stop and waits until all ranks know; they stop after the next step.
         is_agreed: whether all ranks stop.
     """
 
@@ -158,12 +158,12 @@ class StoppingTogether:
             loop.on_advance_end = ours  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Leave the loops as they were; idempotent."""
+        """Restore the loops; idempotent."""
         for loop in self._loops:
             loop.__dict__.pop("on_advance_end", None)
 
     def agree_now(self) -> None:
-        """Where all ranks are at the same place; waits for them."""
+        """Agree with all ranks whether to stop; all ranks call this at the same place, and it waits for them."""
         if not self.is_agreed:
             self.is_agreed = self._ranks.count(self.is_put_off or self._trainer.should_stop) > 0
             self._trainer.should_stop |= self.is_agreed
@@ -174,7 +174,7 @@ class StoppingTogether:
         self._of_batch(*args)
 
     def _ask(self) -> None:
-        """Wait a moment for the other ranks, which may not want to stop; only a rank that wants to stop waits."""
+        """Wait up to COME_S for the other ranks to stop as well; only a rank that wants to stop waits."""
         self.is_agreed = not self.is_put_off and self._ranks.all_come(COME_S)
         self.is_put_off = not self.is_agreed
         self._trainer.should_stop = self.is_agreed

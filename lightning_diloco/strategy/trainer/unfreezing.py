@@ -30,7 +30,7 @@ def may_be_unfrozen(trainer: pl.Trainer) -> frozenset[str]:
     """Return the names of frozen parameters that are exchanged.
 
     Args:
-        trainer: about to fit, with optimizers.
+        trainer: a Trainer that is about to fit and has optimizers.
     """
     module = trainer.lightning_module
     frozen = {
@@ -53,10 +53,10 @@ def may_be_unfrozen(trainer: pl.Trainer) -> frozenset[str]:
 
 
 def check_frozen(trainer: pl.Trainer, frozen: Mapping[str, nn.Parameter]) -> None:
-    """Look for parameters that are trained but not exchanged.
+    """Check that no parameter is trained without being exchanged.
 
     Args:
-        trainer: has just made an inner step.
+        trainer: a Trainer that has just made an inner step.
         frozen: parameters that were frozen at the join and are not exchanged, by name.
 
     Raises:

@@ -1,7 +1,7 @@
 """Statistics of the run before this syncer process, read from the tape: join and leave times, rates, bytes and norms.
 
-The log is authoritative; the tape only describes. Values missing on the tape stay unknown, and figures that need them
-are null. Bytes transferred between the last note and a kill are not counted.
+The log is authoritative, the tape is not. Values missing on the tape stay unknown, and figures that need them are null.
+Bytes transferred between the last progress note and a kill are not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class History:
     Args:
         began_s: time of the first line of the tape, on the clock of this process; None: the tape is empty.
         pauses: (start, end) of the times when the run was stopped; the time after a kill is not a pause.
-        was_closed: the run was stopped, not killed, before this process started.
+        was_closed: whether the run was stopped, not killed, before this process started.
         bytes_up, bytes_down: payload bytes received and sent.
         usual: norms of committed contributions, which this process continues.
     """

@@ -1,7 +1,7 @@
 """Progress notes on the tape, from which pictures of a run are drawn.
 
-The pause between two notes grows with the age of the run, from MIN_PAUSE_S to MAX_PAUSE_S. So a short run has enough
-notes for a picture, and a long run writes a few megabytes per month and learner.
+The pause between two notes grows with the age of the run, from MIN_PAUSE_S to MAX_PAUSE_S. A short run therefore has
+enough notes for a picture, and a long run writes a few megabytes per month and learner.
 """
 
 from __future__ import annotations

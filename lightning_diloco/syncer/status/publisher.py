@@ -1,7 +1,7 @@
 """The syncer's status for users, and the short news that learners get with each answer.
 
-1. Transport threads call this. They read the state machine only under `looking`. The loop thread replaces the news as a
-   whole.
+1. Transport threads call this module. They read the state machine only under the lock `looking`. The loop thread
+   replaces the news as a whole.
 2. `recent` holds the last events of interest to users, with their times and increasing numbers.
 """
 
@@ -58,7 +58,7 @@ class StatusPublisher:
     # --------------------------------------------------------------------------------------------------------- input
 
     def refresh(self) -> None:
-        """Update the news. Loop thread, at each tick."""
+        """Update the news. The loop thread calls this at each tick."""
         self._news = News(len(self._state.roster.live()), float(self._state.ledger.seen))
 
     def noted(self, event: str, fields: Mapping[str, object]) -> None:
@@ -72,14 +72,14 @@ class StatusPublisher:
             self._cosines[session] = cosine if math.isfinite(cosine) else None  # JSON has no NaN
 
     def disk_failed(self, error: str) -> None:
-        """Note that a write to disk failed."""
+        """Record that a write to disk failed."""
         if self._disk is None:
             log.error("commits wait until the disk can be written again, learners train on: %s", error)
             self.noted("suspended", {"reason": error})
         self._disk = (error, time.monotonic() if self._disk is None else self._disk[1])
 
     def disk_works(self) -> None:
-        """Note that a write to disk succeeded."""
+        """Record that a write to disk succeeded."""
         if self._disk is not None:
             log.warning("the disk can be written again")
             self.noted("resumed", {})

@@ -77,7 +77,7 @@ def status(
     bytes_down: int,
     pauses: Pauses = (),
 ) -> Json:
-    """Return the current status; `disk` is (error, since when) if commits wait for the disk, else None."""
+    """Return the current status; `disk` is (error, time since when) if commits wait for the disk, else None."""
     totals = state.ledger.totals()
     rounds = [_round(state, p, now_s) for p, f in enumerate(state.rounds.fragments) if f.round is not None]
     return {
@@ -109,7 +109,7 @@ def status(
 
 
 def goodput(state: SyncerState, now_s: float, pauses: Pauses = ()) -> float | None:
-    """Return merged tokens divided by the tokens that the planned learners would have trained undisturbed.
+    """Return merged tokens divided by the tokens that the planned learners would have trained without disturbance.
 
     A learner's planned time runs from its first start to its announced leave, including downtime, without `pauses`. Its
     undisturbed rate is the median that it measured itself; its incarnations are weighted by their tokens. None before
@@ -139,7 +139,7 @@ def goodput(state: SyncerState, now_s: float, pauses: Pauses = ()) -> float | No
 
 
 def _token_unit(state: SyncerState) -> str | None:
-    """Return what the learners count; None before their first step."""
+    """Return the unit that the learners count in; None before their first step."""
     told = [m.metrics[COUNTS_TOKENS] for m in _took_part(state) if COUNTS_TOKENS in m.metrics]
     return ("tokens" if max(told) else "samples") if told else None
 
@@ -149,10 +149,10 @@ def _took_part(state: SyncerState) -> list[Member]:
 
 
 def _present(state: SyncerState, now_s: float, *, since_s: float) -> list[Member]:
-    """Return, by learner id, the newest session that took part, and a newer one that is joining.
+    """Return, sorted by learner id, the newest session that took part, and a newer session that is joining.
 
-    A silent joining session is shown for `lease_s`; one that left or lapsed, for GONE_S. Learners that left before this
-    syncer started (`since_s`) are not shown.
+    A silent joining session is shown for `lease_s`. A session that left or lapsed is shown for GONE_S. Learners that
+    left before this syncer started (`since_s`) are not shown.
     """
     newest: dict[tuple[str, bool], Member] = {}
     for member in sorted(state.roster.members.values(), key=lambda m: m.incarnation):
@@ -173,7 +173,7 @@ def _is_seen(state: SyncerState, m: Member, now_s: float, since_s: float) -> boo
 
 
 def _stage(state: SyncerState, *, since_s: float) -> str:
-    """Return the state of the run; "idle" if it finished before this syncer started, to be continued."""
+    """Return the state of the run; "idle" if it finished before this syncer started and may be continued."""
     if state.manifest is None:
         return "seeding" if state.roster.members else "waiting"
     if state.is_finished and state.ended_by_finishing:

@@ -1,10 +1,9 @@
-"""What a run waits for.
+"""The waits of a run, for the status.
 
-1. A wait has a subject (`what`), the learners or things it waits for (`for`), its start and end in seconds from now
-   (`since_s`, `until_s`), and what happens `then`. A wait without a time limit has no `until_s`; then `then` says what
-   follows its end.
-2. The list is ordered: the disk, the start, the rounds, the end. An earlier wait delays the later ones.
-3. These are waits of the run; learners keep training.
+1. A wait has a subject (`what`), the learners or things that it waits for (`for`), its start and end in seconds from
+   now (`since_s`, `until_s`), and a consequence of its end (`then`). A wait without a time limit has no `until_s`.
+2. The list is ordered: the disk, the start, the rounds, the end. An earlier wait delays the later waits.
+3. Learners keep training during these waits of the run.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def waits(state: SyncerState, rounds: list[Json], *, disk: tuple[str, float] | N
     Args:
         state: the state machine.
         rounds: open rounds, as in the status.
-        disk: (error, since when) if the disk fails; None: it works.
+        disk: (error, time since when) if the disk fails; None: it works.
         now_s: current time on the clock of the state machine.
     """
     found = (
@@ -47,7 +46,7 @@ def waits(state: SyncerState, rounds: list[Json], *, disk: tuple[str, float] | N
 
 
 def end_of_stage(state: SyncerState, p: int, now_s: float) -> tuple[list[str], float | None, str]:
-    """Return what an open round waits for, the seconds until its stage ends by itself, and what happens then."""
+    """Return the subjects that an open round waits for, the seconds until its stage ends, and the consequence."""
     f = state.rounds.fragments[p]
     r = f.round
     assert r is not None
@@ -71,7 +70,7 @@ def _wait(what: str, whom: list[str], since_s: float | None, until_s: float | No
 
 
 def _start(state: SyncerState, now_s: float) -> Iterator[Json]:
-    """An empty run waits for its start values, then for the expected learners."""
+    """Yield the wait of an empty run: for its start values, then for the expected learners."""
     seeder = state.seeder
     if state.manifest is None and seeder is None:
         yield _wait("the start", ["a first learner"], None, None, "its parameters become the anchors")
@@ -115,7 +114,7 @@ def _quarantined(state: SyncerState) -> Iterator[Json]:
 
 
 def _end(state: SyncerState, now_s: float) -> Iterator[Json]:
-    """The last leaver evaluates the final anchor."""
+    """Yield the wait for the last learner to leave, which evaluates the final anchor."""
     if not (state.is_finished and state.ended_by_finishing) or state.has_verdict:
         return
     left = state.roster.in_state("left")
