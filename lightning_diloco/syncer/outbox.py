@@ -84,7 +84,8 @@ class Outbox:
         queue = self._queues.setdefault(session, _Queue(self._start))
         self._queues.move_to_end(session)
         if len(self._queues) > MAX_SESSIONS:
-            oldest = next((each for each in self._queues if not self._is_member(each)), next(iter(self._queues)))
+            strangers = (each for each in self._queues if each != session and not self._is_member(each))
+            oldest = next(strangers, next(iter(self._queues)))
             forgotten = self._queues.pop(oldest)
             self._start = max(self._start, forgotten.head + 1)  # a cursor of this queue must not fit a later queue
         return queue

@@ -102,3 +102,12 @@ def test_a_session_that_polls_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) 
         assert box.poll("s", cursor, 0.0).messages == ()
     box.put("s", {"n": 1})
     assert box.poll("s", cursor, 0.0).messages == ({"n": 1},)
+
+
+def test_a_new_session_gets_a_queue_although_all_others_are_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "MAX_SESSIONS", 2)
+    box = Outbox(lambda session: session != "new")
+    for session in ("a", "b", "new"):
+        box.put(session, {"text": session})
+    cursor = box.poll("new", 0, 0.0).cursor
+    assert box.poll("new", cursor, 0.0).messages == ({"text": "new"},)
