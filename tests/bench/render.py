@@ -25,7 +25,7 @@ def _checks(found: Results) -> str:
 
 
 def _losses(found: Results) -> str:
-    return quality.summary(found["results"])
+    return quality.summary(found)
 
 
 def _loss_by_participation(found: Results) -> str:
@@ -56,9 +56,9 @@ def _broken_learner(found: Results) -> str:
 
 
 BENCH, PROJECT = HERE / "README.md", report.ROOT / "README.md"
-OF_THE_RECIPE = ("quality", "sweep", "forecast", "memory", "chaos")
+OF_THE_RECIPE = ("quality", "quality_by_learners", "forecast", "memory", "chaos")
 TABLES: dict[str, Callable[[Results], str]] = {
-    **dict.fromkeys(("quality", "sweep"), _losses),
+    **dict.fromkeys(("quality", "quality_by_learners"), _losses),
     "loss_by_participation": _loss_by_participation,
     "broken_learner": _broken_learner,
     "recoveries": _checks,
@@ -91,7 +91,8 @@ def _sentence(found: Results, begins: str) -> str:
 
 
 def _gaps(found: Results) -> str:
-    gaps = [result["gap"] for result in found["results"]]
+    (row,) = quality.compared(found)
+    gaps = row["gaps"]
     return f"loss {sum(gaps) / len(gaps):+.2%}, at worst {max(gaps):+.2%}"
 
 

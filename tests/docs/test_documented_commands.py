@@ -330,6 +330,12 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             says="overwrite",
         ),
         Step(
+            line="python -m tests.bench.quality --seed 1 --learners 1 2 --steps 3 4 --out quality.json",
+            of=("python -m tests.bench.quality --seed 1 --learners 1 2 4 8 --steps 600 1440 --out FILE",),
+            leaves=("quality.json",),
+            says="learners",
+        ),
+        Step(
             line="python tests/bench/run.py quality --seed 1 --steps 3",
             of=("python tests/bench/run.py quality",),
             says="missed a bound: none",
