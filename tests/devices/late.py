@@ -7,7 +7,8 @@
 3. `waits` lists the threads in which the host has waited.
 4. Copies from host memory read it when they run, as copies from pinned memory do, unless they block.
 
-PyTorch knows one such back end per process, so tests run it in a process of its own.
+PyTorch knows one such back end per process, so tests run it in a process of its own. The interface for Python back ends
+is not in torch 2.9; it is in 2.13.
 """
 
 from __future__ import annotations
