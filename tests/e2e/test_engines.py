@@ -31,10 +31,16 @@ import os
 import time
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_diloco  # noqa: F401
+
+
+class Model(BoringModel):
+    def configure_optimizers(self):  # at a constant rate: BoringModel's own one falls by ten in each epoch of a learner
+        return torch.optim.SGD(self.parameters(), lr=0.001)
 
 
 class UntilTold(Callback):
@@ -45,7 +51,7 @@ class UntilTold(Callback):
 
 trainer = L.Trainer(strategy="decoupled_diloco", accelerator="cpu", devices=1, max_epochs=-1, logger=False,
                     limit_val_batches=0, enable_progress_bar=False, callbacks=[UntilTold()])
-trainer.fit(BoringModel())
+trainer.fit(Model())
 """
 SYSTEMD_RUN = """
 while [ "${1#-}" != "$1" ]; do
