@@ -47,9 +47,10 @@ class RunConfig:
         guard: how broken learners are detected, whose contributions are then not merged: by "direction" and norm, or by
             "norm" alone. Choose "norm" if learners have data of different kinds, because their contributions may point
             in different directions although no learner is broken.
-        outer_lr: outer learning rate, > 0. Our choice, from sweeps of the tiny recipe; the paper publishes none. With
-            "rda", which makes longer steps, 0.6 was as good.
-        outer_momentum: Nesterov coefficient, 0 <= mu < 1. Our choice, from the same sweeps.
+        outer_lr: outer learning rate, > 0. The paper publishes none. 0.7 with periods of 24 steps and more, larger with
+            shorter ones; see `with_defaults`. With "rda", which makes longer steps, 0.6 was as good.
+        outer_momentum: Nesterov coefficient, 0 <= mu < 1. 0.6 with periods of 24 steps and more, smaller with shorter
+            ones.
         wire: precision of values on the wire, in both directions.
         block_size: elements that share one quantization scale, a power of two, 16..4096.
         max_staleness_versions: contributions with a higher staleness are superseded, >= 1.
@@ -127,12 +128,29 @@ class RunConfig:
 
     @classmethod
     def with_defaults(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Build a config from these options and matching defaults for the others, without validation."""
+        """Build a config from these options and matching defaults for the others, without validation.
+
+        Unless they are given,
+
+            overlap = at most num_fragments
+            outer_momentum = 0.6 * min(1, sync_every / 24)
+            outer_lr = 1 - outer_momentum / 2
+
+        A steady pseudo-gradient moves the anchor by outer_lr / (1 - mu * rho) times itself per round, where rho is the
+        correlation of successive merged pseudo-gradients. The shorter the period, the higher rho: about 0.4 with H = 24
+        and 0.7 with H = 6. A fixed momentum then only makes the outer step too long. With this rule the factor stays
+        near 1, and the anchor moves as far as the learners do. Source: our choice, see tests/bench/quality.py.
+        """
         config = cls(**values)
-        is_sound = _is_int(config.sync_every) and (config.num_fragments is None or _is_int(config.num_fragments))
-        if "overlap" in values or not is_sound or config.fragments_wanted < 1:
+        if not (_is_int(config.sync_every) and (config.num_fragments is None or _is_int(config.num_fragments))):
             return config
-        return dataclasses.replace(config, overlap=min(config.overlap, config.fragments_wanted))
+        if "overlap" not in values and config.fragments_wanted >= 1:
+            config = dataclasses.replace(config, overlap=min(config.overlap, config.fragments_wanted))
+        if "outer_momentum" not in values and config.sync_every >= 1:
+            config = dataclasses.replace(config, outer_momentum=0.6 * min(1.0, config.sync_every / 24))
+        if "outer_lr" not in values and not config.problems():
+            config = dataclasses.replace(config, outer_lr=1 - config.outer_momentum / 2)
+        return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,26 @@ def test_unset_overlap_fits_the_number_of_fragments(given: dict[str, int], overl
     assert RunConfig.from_dict(given).overlap == overlap
 
 
+@pytest.mark.parametrize(
+    ("given", "lr", "momentum"),
+    [
+        ({}, 0.7, 0.6),
+        ({"sync_every": 100}, 0.7, 0.6),
+        ({"sync_every": 12}, 0.85, 0.3),
+        ({"sync_every": 6}, 0.925, 0.15),
+        ({"sync_every": 6, "outer_momentum": 0.6}, 0.7, 0.6),
+        ({"outer_momentum": 0.0}, 1.0, 0.0),
+        ({"sync_every": 6, "outer_lr": 0.5}, 0.5, 0.15),
+    ],
+)
+def test_the_outer_step_stays_as_long_as_the_learners_steps_with_shorter_periods(
+    given: dict[str, float], lr: float, momentum: float
+) -> None:
+    config = RunConfig.from_dict(given)
+    assert (config.outer_lr, config.outer_momentum) == (pytest.approx(lr), pytest.approx(momentum))
+    assert RunConfig.from_dict(config.to_dict()) == config
+
+
 def test_explicit_overlap_is_never_changed() -> None:
     with pytest.raises(ConfigError, match="overlap=2: must be at most the number of fragments, 1"):
         RunConfig.from_dict({"sync_every": 1, "overlap": 2})
