@@ -159,9 +159,8 @@ def _groups(results: Sequence[Trial], keys: Sequence[str]) -> dict[tuple[Any, ..
     return groups
 
 
-def summary(found: Trial) -> str:
+def summary(rows: Sequence[Trial]) -> str:
     """Return a table with a row for each setting: losses of each seed, mean and worst gap."""
-    rows = compared(found)
     varied = [key for key in KEYS if len({row[key] for row in rows}) > 1]
     return report.table([{**{key: row[key] for key in varied}, **_shown(row)} for row in rows])
 
@@ -207,9 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and store; return 1 if the gap of the defaults exceeds the bound."""
     args = parser().parse_args(argv)
     Tiny(args.recipe).data  # noqa: B018  prepares the data once, before other processes start
-    found = run(args)
-    print(summary(found))
-    rows = compared(found)
+    rows = compared(run(args))
+    print(summary(rows))
     return int(len(rows) == 1 and any(gap > BOUND for gap in rows[0]["gaps"]))
 
 

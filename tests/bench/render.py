@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import goodput_table, quality, report, wide_area
-from tests.bench.tiny import RECIPE
+from tests.bench.tiny import RECIPE, Tiny
 
 Results = dict[str, Any]
 HERE = Path(__file__).parent
@@ -25,7 +25,19 @@ def _checks(found: Results) -> str:
 
 
 def _losses(found: Results) -> str:
-    return quality.summary(found)
+    """Return a table of the runs with default options, and one of all others."""
+    rows = quality.compared(found)
+    by_options = [[row for row in rows if _is_usual(row) == is_usual] for is_usual in (True, False)]
+    return "\n\n".join(quality.summary(sorted(some, key=_by_task)) for some in by_options if some)
+
+
+def _is_usual(row: dict[str, Any]) -> bool:
+    usual = Tiny().strategy | {"merge": "mean", "outer_lr": 0.7, "outer_momentum": 0.6, "batch_size": Tiny().batch_size}
+    return all(row[name] == value for name, value in usual.items())
+
+
+def _by_task(row: dict[str, Any]) -> tuple[Any, ...]:
+    return (-row["batch_size"], row["steps"], row["learners"], -row["sync_every"], sum(row["anchor"]))
 
 
 def _loss_by_participation(found: Results) -> str:
