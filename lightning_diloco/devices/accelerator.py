@@ -69,10 +69,10 @@ class AcceleratorFragments(DenseFragments):
             self._streams.wait(self._progress)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        return self._streams.host_buffer(tensor).copy_(tensor, non_blocking=True)
+        return self._streams.to_host(tensor)
 
     def _from_host(self, tensor: Tensor) -> Tensor:
-        return self._streams.pinned(tensor).to(self._device, non_blocking=True)
+        return self._streams.from_host(tensor)
 
 
 def _check_arithmetic(device: torch.device, config: RunConfig) -> None:

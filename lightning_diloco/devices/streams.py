@@ -3,7 +3,7 @@
 1. Types in `WITH_SIDE_STREAMS` run work of different streams at the same time, and their events order it.
 2. All other types are treated as having one queue, because some of their modules offer streams that do nothing. Work is
    then in order by itself, and waiting for a result means waiting for all work before it.
-3. If memory cannot be pinned, host transfers use ordinary memory.
+3. If memory cannot be pinned, host transfers block the calling thread.
 
 A new type needs no code here unless it has side streams.
 """
@@ -63,13 +63,17 @@ class Streams:
         """Make the current stream wait for an event; the host does not wait."""
         self._module.current_stream(self._device).wait_event(event)
 
-    def host_buffer(self, tensor: Tensor) -> Tensor:
-        """Return uninitialized host memory for a copy of this tensor, pinned if possible."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._can_pin)
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the host. A copy to pinned memory is complete when the current stream is synchronized."""
+        if not self._can_pin:
+            return tensor.cpu()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
-    def pinned(self, tensor: Tensor) -> Tensor:
-        """Return a host tensor in pinned memory if possible, otherwise unchanged."""
-        return tensor.pin_memory() if self._can_pin else tensor
+    def from_host(self, tensor: Tensor) -> Tensor:
+        """Copy a host tensor to the device. A copy from pinned memory is part of the current stream."""
+        if not self._can_pin:
+            return tensor.to(self._device)
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 def to_be_read(number: Tensor) -> Callable[[], float]:
@@ -85,7 +89,7 @@ def to_be_read(number: Tensor) -> Callable[[], float]:
         return lambda: float(number.cpu())
     # The copy runs on the training stream; the reading thread has a different current stream.
     streams = Streams(number.device)
-    host = streams.host_buffer(number).copy_(number, non_blocking=True)
+    host = streams.to_host(number)
     is_there = streams.recorded()
 
     def read() -> float:
@@ -100,6 +104,6 @@ def _can_pin(kind: str) -> bool:
     try:
         torch.empty(1, pin_memory=True)
     except (RuntimeError, NotImplementedError) as error:
-        log.info("host memory cannot be pinned for %s (%s); transfers use ordinary memory", kind, error)
+        log.info("host memory cannot be pinned for %s (%s); transfers block", kind, error)
         return False
     return True

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 from unittest import mock
@@ -58,9 +59,14 @@ def equals_the_cpu(**patched: Any) -> dict[str, str]:
 
 
 def one_queue() -> dict[str, str]:
-    """As on a device whose streams do nothing: there is one."""
-    nothing = mock.Mock(side_effect=AssertionError("no stream may be used"))
-    with mock.patch.object(streams, "WITH_SIDE_STREAMS", frozenset()), mock.patch.object(torch.late, "Stream", nothing):
+    """As on a device without side streams and pinned memory."""
+    nothing = mock.Mock(side_effect=AssertionError("neither streams nor pinned memory may be used"))
+    with (
+        mock.patch.object(streams, "WITH_SIDE_STREAMS", frozenset()),
+        mock.patch.object(streams, "_can_pin", return_value=False),
+        mock.patch.object(torch.late, "Stream", nothing),
+        mock.patch.object(torch.Tensor, "pin_memory", nothing),
+    ):
         return equals_the_cpu()
 
 
@@ -199,7 +205,17 @@ def main() -> None:
     logging.disable(logging.WARNING)
     late.register()
     streams.WITH_SIDE_STREAMS = streams.WITH_SIDE_STREAMS | {late.NAME}  # type: ignore[misc]
-    print(json.dumps({name: CASES[name]() for name in sys.argv[1:] or CASES}))
+    assert not streams._can_pin(late.NAME), "the stand-in cannot pin memory"
+    with (  # ordinary memory stands for pinned memory
+        mock.patch.object(streams, "_can_pin", return_value=True),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),
+        mock.patch.object(torch, "empty", partial(_empty, torch.empty)),
+    ):
+        print(json.dumps({name: CASES[name]() for name in sys.argv[1:] or CASES}))
+
+
+def _empty(empty: Any, *size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    return empty(*size, **options)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":
