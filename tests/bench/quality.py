@@ -25,8 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.simulate.fleet import Pace
 from tests.bench import report
@@ -84,10 +82,12 @@ def decoupled(
 
 
 def trials(args: argparse.Namespace) -> Iterator[Trial]:
-    """Yield every combination of the given options."""
+    """Yield every combination of the given options, with the package's defaults for the missing ones."""
     swept = {name: getattr(args, name) for name in (*KEYS, "seed")}
     for values in itertools.product(*swept.values()):
-        yield dict(zip(swept, values, strict=True))
+        trial = dict(zip(swept, values, strict=True))
+        config = RunConfig.with_defaults({name: trial[name] for name in RUN_OPTIONS if trial[name] is not None})
+        yield trial | {name: getattr(config, name) for name in RUN_OPTIONS}
 
 
 def baselines(args: argparse.Namespace) -> Iterator[Trial]:
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> Trial:
 
 
 def _tiny(recipe: Path, trial: Trial) -> Tiny:
-    config = yaml.safe_load(recipe.read_text())["model"]["init_args"]["config"]
+    config = Tiny(recipe).recipe["model"]["init_args"]["config"]
     model = {"lr": trial["lr"], "config": config | MODELS[trial["model"]]}
     return Tiny(recipe, model=model, data={"batch_size": trial["batch_size"]})
 
@@ -185,9 +185,10 @@ def parser() -> argparse.ArgumentParser:
     options = report.options(__doc__)
     options.add_argument("--recipe", type=Path, default=tiny.path)
     for name in RUN_OPTIONS:
-        default = tiny.strategy.get(name, getattr(defaults, name))
-        kind = type(default)
-        options.add_argument(f"--{name.replace('_', '-')}", type=kind, nargs="+", default=[default])
+        usual = tiny.strategy.get(name, getattr(defaults, name))
+        follows = name.startswith("outer_") and name not in tiny.strategy  # follows from sync_every
+        default = [None if follows else usual]
+        options.add_argument(f"--{name.replace('_', '-')}", type=type(usual), nargs="+", default=default)
     options.add_argument("--align", nargs="+", default=[tiny.strategy.get("align", LearnerConfig().align)])
     options.add_argument("--lr", type=float, nargs="+", default=[tiny.lr])
     options.add_argument("--baseline-lr", type=float, nargs="+", help="of data parallel; default: the same")

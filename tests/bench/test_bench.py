@@ -142,6 +142,12 @@ def test_quality_is_the_same_each_time(toy: Tiny) -> None:
     assert -1 < first["rho"] < 1
 
 
+def test_missing_options_of_a_sweep_are_those_of_a_run() -> None:
+    args = quality.parser().parse_args(["--sync-every", "24", "6", "--num-fragments", "6", "--seed", "1"])
+    found = [(trial["sync_every"], trial["outer_lr"], trial["outer_momentum"]) for trial in quality.trials(args)]
+    assert found == [(24, 0.7, 0.6), (6, 0.925, 0.15)]
+
+
 @pytest.mark.slow
 def test_a_sweep_goes_on_after_the_trials_that_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--steps", "2", "--batch-size", "1", "--learners", "1", "--outer-lr", "0.5", "--out", str(tmp_path / "it")]

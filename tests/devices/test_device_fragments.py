@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.devices import device_for
+from lightning_diloco.devices.accelerator import AcceleratorFragments
 from lightning_diloco.devices.base import Update
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.devices.streams import to_be_read
@@ -369,6 +371,12 @@ def test_every_spare_buffer_is_used_by_one_only():
 def test_device_without_a_class_is_refused():
     with pytest.raises(ConfigError, match="device meta: must be of type cpu, xla, or an accelerator"):
         device_for(torch.device("meta"))
+
+
+def test_anchors_in_host_memory_are_refused_on_accelerators():
+    rig = Rig()
+    with pytest.raises(ConfigError, match="anchor_device='host' on cpu: must be 'device' there"):
+        AcceleratorFragments(rig.plan, rig.params, RunConfig(), LearnerConfig(anchor_device="host"))
 
 
 @pytest.mark.gpu
