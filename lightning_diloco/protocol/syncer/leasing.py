@@ -51,8 +51,9 @@ class Leasing(DurableState):
     def _other_data(self, member: Member, asked: msg.AskRanges) -> list[SyncerAction]:
         text = (
             f"learner {member.learner!r} reads other data than the run: {asked.catalogue}, the run has "
-            f"{self.leases.catalogue}; all learners must lease ranges of the same text, tokenizer and options of "
-            "TextData; use the same here, or TextData(leases=False)"
+            f"{self.leases.catalogue}; all learners must lease the same data: the same text, tokenizer and options of "
+            "TextData, or a data set of equal length with the same sampler; use the same here, or lease nothing, with "
+            "TextData(leases=False) or Trainer(use_distributed_sampler=False)"
         )
         rejected = do.Send(member.session, msg.Rejected("config", text))
         return [rejected, do.Note("rejected", {"learner": member.learner, "text": text})]

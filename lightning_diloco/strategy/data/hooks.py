@@ -1,4 +1,4 @@
-"""The strategy's hooks for training data: they give this learner its part of the data (see split.py).
+"""The strategy's hooks for training data: they give this learner its part of the data (split.py, leased_part.py).
 
 1. Rank 0 asks for the number of parts before `configure_optimizers` and before a training loader is made. So values
    that depend on the length of an epoch (`estimated_stepping_batches`, intervals of validation) fit a part. The number
@@ -7,15 +7,19 @@
    otherwise it reads everything in order s. So a learner that joins when every part is taken has its own order. The
    seeds of the orders belong to the run.
 3. If other learners read the same samples, this learner logs it once.
-4. If a part has fewer batches than `val_check_interval`, and the whole has at least as many, validation batches are
+4. If the Trainer makes its loaders again during the fit, their data may change, so they are not leased.
+5. If a part has fewer batches than `val_check_interval`, and the whole has at least as many, validation batches are
    counted across the ends of epochs.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -24,12 +28,13 @@ from typing_extensions import override
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.errors import DiLoCoError, JoinError, RunOverError
+from lightning_diloco.strategy.data.leased_part import MIN_SAMPLES, ShuffledRanges, can_be_leased, lease_instead
 from lightning_diloco.strategy.data.leasing import LeasesData
 from lightning_diloco.strategy.data.split import in_own_order, is_at, order_number, order_seed, split
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    import torch
+    from torch.utils.data import DataLoader
 
 log = logging.getLogger(__name__)
 
@@ -122,14 +127,38 @@ class SplitsData(LeasesData):
             found = split(loader, part, parts, begins, seed=seed)
         else:
             found = in_own_order(loader, begins, seed=seed, readers=self._num_readers)
-        if not self._is_share_said:
-            self._is_share_said = True
-            _say_share(link.slot, link.config.data_parts or 1)
         fit.checkpointer.data_is_ready(is_at_position=is_at(found, begins))
+        is_made_again = self._trainer.reload_dataloaders_every_n_epochs > 0
+        if parts > 1 and not is_made_again and can_be_leased(found):
+            return lease_instead(found, partial(self._lease_only, order_seed(link.data_seed, 0, number))), whole
+        self._say_share()
         return found, whole
 
+    def _lease_only(self, seed: int, loader: DataLoader[object]) -> Iterable[list[int]] | None:
+        """Return leased batches of the samples of a loader, if it is the only one; None: it keeps its part.
+
+        Args:
+            seed: seed of the order of all samples.
+            loader: the loader, split.
+        """
+        loaders = self._trainer.fit_loop._combined_loader
+        if loaders is not None and len(loaders.flattened) == 1:
+            ranges = ShuffledRanges(loader.sampler.whole, seed)
+            leased = self._lease(ranges, loader.batch_sampler.batch_size, torch.Tensor.tolist, len(loader))
+            if leased is not None:
+                return leased
+        self._say_share()
+        return None
+
+    def _say_share(self) -> None:
+        """Log once whether other learners read the same data."""
+        if not self._is_share_said:
+            self._is_share_said = True
+            link = self._present.link
+            _say_share(link.slot, link.config.data_parts or 1)
+
     def _keep_val_interval(self, length: int | None, whole: int | None) -> None:
-        """Apply rule 4, because Lightning refuses an interval that is longer than an epoch."""
+        """Apply rule 5, because Lightning refuses an interval that is longer than an epoch."""
         trainer = self._trainer
         interval, every = getattr(trainer, "val_check_interval", None), trainer.check_val_every_n_epoch
         if length is None or whole is None or not isinstance(interval, int) or every is None:
@@ -161,8 +190,8 @@ def _say_share(slot: int, parts: int) -> None:
     if parts > 1 and slot < parts:
         rank_zero_info(
             f"The training data are split in {parts} fixed parts; this learner reads part {slot}. A part whose learner "
-            "leaves is not read until another learner joins; lightning_diloco.hf.TextData leases its data instead, to "
-            "the learners that are there."
+            "leaves is not read until another learner joins. lightning_diloco.hf.TextData, and one shuffled DataLoader "
+            f"of {MIN_SAMPLES} samples or more, are leased instead, to the learners that are there."
         )
     elif parts > 1:
         rank_zero_warn(

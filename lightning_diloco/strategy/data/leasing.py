@@ -5,7 +5,7 @@
 2. A batch counts when it is moved to the device for a step that is exchanged; a batch of a tuner's trial does not.
 3. A second request for the same data returns the same loader, so that no range stays half read.
 4. With several ranks, rank 0 leases for all ranks (rank_batches.py).
-5. Users' own loaders are split into fixed parts instead (split.py).
+5. Of users' own loaders, shuffled ones are leased by their indices (leased_part.py); others are split (split.py).
 """
 
 from __future__ import annotations
@@ -45,19 +45,26 @@ class LeasesData(HoldsFit):
         """
         if (fit := self._joined) is None or not self._may_change_data:
             return None
+        _, parts = fit.link.data_part or (0, 1)
+        share = None if num_batches is None else max(1, num_batches // (parts * self._num_readers))
+        self._leased_whole = num_batches
+        return self._lease(ranges, batch_size, collate, share)
+
+    def _lease(
+        self, ranges: Ranges, batch_size: int, collate: Callable[[torch.Tensor], Any], num_batches: int | None
+    ) -> RangeLoader | None:
+        """Return a loader of leased data, with `num_batches` per epoch; None if the link leases nothing."""
         wanted = (ranges.catalogue, batch_size, num_batches)
         if self._leased is not None and self._leased_as == wanted:
             return self._leased
         self._close_leased()
         if (batches := self._leased_batches(ranges, batch_size)) is None:
             return None
-        _, parts = fit.link.data_part or (0, 1)
         if num_batches is None:
             self._leased = RangeLoader(batches, collate=collate)
         else:
-            share = max(1, num_batches // (parts * self._num_readers))
-            self._leased = SizedRangeLoader(batches, num_batches=share, collate=collate)
-        self._leased_as, self._leased_whole = wanted, num_batches
+            self._leased = SizedRangeLoader(batches, num_batches=num_batches, collate=collate)
+        self._leased_as = wanted
         rank_zero_info("The training data are leased from the run, range by range, by the learners that are there.")
         return self._leased
 

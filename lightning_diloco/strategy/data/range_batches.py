@@ -7,6 +7,8 @@
 4. If there is no lease because the syncer cannot be reached, this learner chooses ranges itself (unleased.py) and logs
    a warning: training does not wait. The syncer counts these tokens as repeated. Only before the first trained batch,
    it waits up to START_S for a lease.
+5. It asks for enough leases for two batches of FIRST ranges at the start, if that is a small part of an epoch: its pace
+   is not known yet.
 
 Source: our choice.
 """
@@ -30,6 +32,7 @@ from lightning_diloco.strategy.data.unleased import Unleased
 log = logging.getLogger(__name__)
 
 AHEAD = 2
+FIRST = 8
 TELL_AGAIN_S = 60.0
 START_S = 5.0
 
@@ -110,6 +113,7 @@ class RangeBatches:
         self._waits_until_s: float | None = None
         self._is_starting = True
         self._tell_again_s = 0.0
+        desk.need(min(FIRST, (ranges.catalogue.num_ranges or 0) // (4 * FIRST)))
 
     def next(self) -> Batch:
         """Return the next batch."""

@@ -107,7 +107,7 @@ def split(loader: object, part: int, parts: int, begins: Position = START, *, se
     if len(sampler) < parts:
         unit = "samples" if _draws_samples(loader) else "batches"
         return _unsplit(loader, f"{len(sampler)} {unit} are fewer than the {parts} parts")
-    return _with_sampler(loader, PartSampler(sampler, part, parts, seed, **_beginning(loader, begins)))
+    return with_sampler(loader, PartSampler(sampler, part, parts, seed, **_beginning(loader, begins)))
 
 
 def in_own_order(loader: object, begins: Position = START, *, seed: int = 0, readers: int = 1) -> object:
@@ -127,12 +127,12 @@ def in_own_order(loader: object, begins: Position = START, *, seed: int = 0, rea
     if type(sampler) is DistributedSampler and 1 < readers == sampler.num_replicas:
         sampler = copy.copy(sampler)
         sampler.seed = seed
-        loader = _with_sampler(loader, sampler)
+        loader = with_sampler(loader, sampler)
     if _is_distributed(sampler):
         return _going_on(loader, begins)
     if type(sampler) not in _OF_TORCH:
         return loader
-    return _with_sampler(loader, PartSampler(sampler, 0, 1, seed, **_beginning(loader, begins)))
+    return with_sampler(loader, PartSampler(sampler, 0, 1, seed, **_beginning(loader, begins)))
 
 
 def is_at(loader: object, begins: Position) -> bool:
@@ -185,7 +185,7 @@ def _going_on(loader: DataLoader[object], begins: Position) -> DataLoader[object
     """Return a loader that was split already, from where reading begins."""
     if begins == START or not _draws_samples(loader):
         return loader
-    return _with_sampler(loader, PartSampler(_order_of(loader), 0, 1, 0, **_beginning(loader, begins)))
+    return with_sampler(loader, PartSampler(_order_of(loader), 0, 1, 0, **_beginning(loader, begins)))
 
 
 def _seed_of(*words: str) -> int:
@@ -230,7 +230,7 @@ def _batch_size(loader: DataLoader[object]) -> int:
     return batches.batch_size if type(batches) is BatchSampler else 1
 
 
-def _with_sampler(loader: DataLoader[object], sampler: Sampler[Any]) -> DataLoader[object]:
+def with_sampler(loader: DataLoader[object], sampler: Sampler[Any]) -> DataLoader[object]:
     """Return a copy of the loader with this sampler; the constructor is not called, so all other attributes stay."""
     batches = loader.batch_sampler
     if type(batches) is BatchSampler:

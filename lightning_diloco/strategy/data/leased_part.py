@@ -1,0 +1,108 @@
+"""Leases the samples of a user's loader, instead of splitting them into fixed parts.
+
+1. A loader can be leased if torch shuffles its data set and makes its batches, and if the data set is large enough for
+   leases to arrive in time. In each epoch of the data, all learners draw the same order. Ranges of it are leased.
+2. An epoch of the loader is as long as a fixed part. A fast learner reads more ranges than a slow one. Others read the
+   ranges of a learner that leaves.
+3. It is decided at the first iteration whether a loader is leased, because Lightning processes several loaders one
+   after another. If there are several, samples that have the same place in each may belong together, so all of them are
+   split.
+
+Source: our choice.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_diloco.protocol.data_ranges import Catalogue, Lease
+from lightning_diloco.strategy.data.split import PartSampler, with_sampler
+
+NUM_RANGES, MAX_RANGE = 256, 1024
+MIN_SAMPLES = 4096
+_SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+class LeasedPart(PartSampler):
+    """A sampler for one learner that reads leased samples, or its fixed part.
+
+    Args:
+        part: the fixed part.
+        lease: called at the first iteration; returns batches of indices, or None for the fixed part.
+    """
+
+    def __init__(self, part: PartSampler, lease: Callable[[], Iterable[list[int]] | None]) -> None:
+        vars(self).update(vars(part))
+        self._lease: Callable[[], Iterable[list[int]] | None] | None = lease
+        self._batches: Iterable[list[int]] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._lease is not None:
+            self._batches, self._lease = self._lease(), None
+        return super().__iter__() if self._batches is None else itertools.chain.from_iterable(self._batches)
+
+
+class ShuffledRanges:
+    """Ranges of the order in which one of torch's samplers draws samples.
+
+    Args:
+        sampler: draws at random, and takes a `generator`.
+        seed: equal on all learners.
+    """
+
+    def __init__(self, sampler: Sampler[int], seed: int) -> None:
+        self._sampler, self._seed = sampler, seed
+        length = len(sampler)  # type: ignore[arg-type]
+        self._size = min(MAX_RANGE, max(1, length // NUM_RANGES))
+        self._order = lru_cache(maxsize=2)(self._draw)
+        digest = f"{type(sampler).__name__} of {length} samples in order {seed}, ranges of {self._size}"
+        self.catalogue = Catalogue(digest, 1, -(-length // self._size))
+
+    def read(self, lease: Lease) -> tuple[Tensor, bool]:
+        """Return the indices of a lease, int64 (n,), and False because the number of ranges is known."""
+        first = lease.index * self._size
+        return self._order(lease.epoch)[first + lease.skip : first + self._size], False
+
+    def _draw(self, epoch: int) -> Tensor:
+        """Draw without the global generators, because another thread than the training thread calls this."""
+        sampler: Any = copy.copy(self._sampler)
+        sampler.generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
+        return torch.tensor(list(sampler), dtype=torch.int64)
+
+
+def can_be_leased(loader: object) -> bool:
+    """Return whether rule 1 holds for a loader that is split into parts."""
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    part = loader.sampler
+    keeps_order = getattr(loader, "in_order", True) and not hasattr(loader, "load_state_dict")
+    return (
+        keeps_order
+        and isinstance(part, PartSampler)
+        and type(part.whole) in _SHUFFLING
+        and len(part.whole) >= MIN_SAMPLES  # type: ignore[arg-type]
+    )
+
+
+def lease_instead(
+    loader: DataLoader[object], lease: Callable[[DataLoader[object]], Iterable[list[int]] | None]
+) -> DataLoader[object]:
+    """Return a copy of a split loader that reads leased samples if `lease` returns batches of them for this loader."""
+    part = loader.sampler
+    assert isinstance(part, PartSampler)
+    return with_sampler(loader, LeasedPart(part, lambda: lease(loader)))
