@@ -115,9 +115,12 @@ SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
         "loss_by_participation",
         lambda found: f"loss {_row(found, 'a quarter')['against all']:+.1%}",
     ),
-    "one of four learners is ten times slower": (
+    "one of four learners is ten times slower; leased data, or in fixed parts": (
         "loss_by_participation",
-        lambda found: f"loss {_row(found, 'one is 10x slower')['against all']:+.1%}",
+        lambda found: (
+            f"loss {_row(found, 'one is 10x slower, leased data')['against all']:+.1%}, or "
+            f"{_row(found, 'one is 10x slower')['against all']:+.1%}"
+        ),
     ),
     "training stands still for an exchange, 95 of 100": (
         "exchange",
