@@ -84,7 +84,12 @@ def add_parser(verbs: Any) -> None:
     add("--duration", type=seconds, metavar="TIME", help="simulated time (60,000 steps of all learners together)")
     add("--seed", type=int, metavar="N", help="seed of all randomness (1)")
     add("--baseline", nargs="+", choices=list(_BASELINES), default=None, help="data parallel training, too")
-    add("--plot", type=Path, metavar="FILE", help="draw goodput over chips, or training over time, as PNG or SVG")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw a PNG or SVG: over chips, over the option with most values, or over time",
+    )
     add("--json", action="store_true", help="print JSON")
     search = parser.add_argument_group("search for histories that break an invariant of the protocol")
     search.add_argument("--explore", action="store_true", help="search, from --seed on, instead of a forecast")

@@ -1,4 +1,4 @@
-"""Plots of `diloco simulate`: goodput over chips, and training over time."""
+"""Plots of `diloco simulate`: goodput over chips or over another option, and training over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from lightning_diloco.plots.style import SETTINGS, color_of, label_end, quantity
+from lightning_diloco.plots.style import SETTINGS, color_of, label_end, label_ends, quantity
 
 Points = Sequence[tuple[float, float]]
 
@@ -38,6 +38,31 @@ def draw_goodput(lines: Mapping[str, Points], path: Path, *, dots: Mapping[str, 
         axes.xaxis.set_major_formatter(quantity)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.set(xlabel="chips", title="Goodput, simulated" + (" (lines) and published (dots)" if dots else ""))
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def draw_sweep(panels: Mapping[str, Mapping[str, Points]], path: Path, *, option: str) -> None:
+    """Draw shares over an option, in a panel per measure.
+
+    Args:
+        panels: by title, (value of the option, share) by label.
+        path: PNG or SVG.
+        option: name of the option, with its unit.
+    """
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=(7.5, 2.3 * len(panels)), layout="constrained")
+        column = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        colors = color_of(dict.fromkeys(label for lines in panels.values() for label in lines))
+        values = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
+        for axes, (title, lines) in zip(column, panels.items(), strict=True):
+            axes.set(xscale="log" if values[0] > 0 else "linear", ylim=(0, 1.05), title=title)
+            axes.set_xticks(values, [quantity(value) for value in values])
+            axes.minorticks_off()
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+            for label, points in lines.items():
+                axes.plot(*zip(*points, strict=True), "o-", markersize=3.5, color=colors[label])
+            label_ends(axes, [(*points[-1], label, colors[label]) for label, points in lines.items()])
+        column[-1].set(xlabel=option)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 from lightning_diloco.plots.story import Lane, Points, Story, at
-from lightning_diloco.plots.style import ANCHOR, FAINT, INK, PHASES, color_of, label_end, quantity
+from lightning_diloco.plots.style import ANCHOR, FAINT, INK, PHASES, color_of, label_ends, quantity
 
 LINE = "#0072B2"
 
 _LANE = 0.28
 _NUM_BINS = 60
-_LABEL_GAP = 11.0
 _FAR = 8.0  # a cap line above this multiple of the traffic would flatten the curves
 # In points: the gap next to a mark, the width of a character, and the margin right of the axes.
 _MARK_GAP, _CHARACTER, _MARGIN = 12.0, 4.0, 36.0
@@ -86,7 +85,7 @@ def loss(axes: Any, story: Story, *, over: str, names: bool = True) -> None:
         ends.append((xs[-1], ys[-1], "anchor, validation", ANCHOR))
     axes.margins(y=0.12)
     if names:
-        _label_ends(axes, ends)
+        label_ends(axes, ends)
     axes.set(xlabel={"tokens": "tokens of the fleet", "seconds": "seconds", "bytes": "bytes up and down"}[over])
     axes.xaxis.set_major_formatter(lambda value, _: quantity(value) + ("B" if over == "bytes" and value else ""))
     axes.set_xlim(left=0)
@@ -100,17 +99,6 @@ def _across(story: Story, over: str) -> Callable[[float], float]:
     return lambda t_s: at(story.bytes_up, t_s) + at(story.bytes_down, t_s)
 
 
-def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Label the ends of lines, in the order of the lines and without overlap."""
-    right = max((x for x, *_ in ends), default=0.0)
-    low, high = axes.get_ylim()
-    points = axes.get_window_extent().height * 72 / axes.figure.dpi / (high - low)  # per unit of y
-    below = float("-inf")
-    for _, y, text, color in sorted(ends, key=lambda end: end[1]):
-        below = max((y - low) * points, below + _LABEL_GAP)
-        label_end(axes, right, y, text, color, offset=below - (y - low) * points)
-
-
 def goodput(axes: Any, story: Story) -> None:
     """Draw the goodput so far, and the participation: each commit's contributors per stepping learner."""
     shares = [(c.t_s, len(c.learners) / max(1, c.num_stepping)) for c in story.commits]
@@ -121,7 +109,7 @@ def goodput(axes: Any, story: Story) -> None:
     ends += [(story.goodput[-1], "goodput so far", LINE)] if story.goodput else []
     axes.set(ylim=(0, 1.05), xlim=(0, story.end_s * 1.01), xlabel="seconds")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    _label_ends(axes, [(x, y, text, color) for (x, y), text, color in ends])
+    label_ends(axes, [(x, y, text, color) for (x, y), text, color in ends])
     axes.set_title("Goodput and participation")
 
 
@@ -170,7 +158,7 @@ def bandwidth(axes: Any, story: Story, *, cap_bps: float | None = None) -> None:
     axes.set(xlim=(0, story.end_s * 1.01), xlabel="seconds", ylabel="bit/s")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(quantity)
-    _label_ends(axes, ends)
+    label_ends(axes, ends)
     axes.set_title("Traffic at the syncer, each way")
 
 

@@ -5,12 +5,13 @@ The colours are those of Okabe and Ito, which are suitable for colour-blind read
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 LEARNERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C6D31")
 INK, FAINT, GRID = "#222222", "#777777", "#E3E3E3"
 ANCHOR = "#111111"
+LABEL_GAP = 11.0
 PHASES = {"evaluating": 0.45, "draining": 0.7, "joining": 0.25, "stalled": 0.25, "stepping": 1.0}
 
 SETTINGS: dict[Any, Any] = {
@@ -47,6 +48,17 @@ def label_end(axes: Any, x: float, y: float, text: str, color: str, *, offset: f
     axes.annotate(
         text, (x, y), xytext=(5, offset), textcoords="offset points", va="center", color=color, annotation_clip=False
     )
+
+
+def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Label the ends of lines, in the order of the lines and without overlap."""
+    right = max((x for x, *_ in ends), default=0.0)
+    low, high = axes.get_ylim()
+    points = axes.get_window_extent().height * 72 / axes.figure.dpi / (high - low)  # per unit of y
+    below = float("-inf")
+    for _, y, text, color in sorted(ends, key=lambda end: end[1]):
+        below = max((y - low) * points, below + LABEL_GAP)
+        label_end(axes, right, y, text, color, offset=below - (y - low) * points)
 
 
 def quantity(value: float, _: object = None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_diloco.cli.main import main
+from lightning_diloco.plots import forecast
 
 SHORT = ["--duration", "2min", "--learners", "2"]
 
@@ -97,3 +98,28 @@ def test_plots_are_drawn(tmp_path: Path, chips: list[str]) -> None:
         path = tmp_path / f"goodput.{kind}"
         assert main(["simulate", *SHORT, "--chips", *chips, "--baseline", "dp", "--plot", str(path)]) == 0
         assert path.stat().st_size > 5000
+
+
+def test_a_sweep_is_drawn_over_the_option_with_most_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    real = forecast.draw_sweep
+    monkeypatch.setattr(forecast, "draw_sweep", lambda *given, **options: drawn.update(panels=given[0], **options))
+    words = ["simulate", *SHORT, "--sync-every", "12", "24", "--link", "1Gbit", "5Gbit", "0.2Gbit"]
+    path = tmp_path / "sweep.svg"
+    assert main([*words, "--plot", str(path)]) == 0
+    assert drawn["option"] == "link [bit/s]"
+    for lines in drawn["panels"].values():
+        assert list(lines) == ["2 learners, sync-every 12", "2 learners, sync-every 24"]
+        assert all([x for x, _ in line] == [0.2e9, 1e9, 5e9] for line in lines.values())
+    often = drawn["panels"]["Learners that take part in a round"]["2 learners, sync-every 12"]
+    assert often[0][1] < often[-1][1], "over a slow link, fewer learners take part"
+    real(drawn["panels"], path, option=drawn["option"])
+    assert path.read_text().count("<svg") == 1
+
+
+def test_a_baseline_has_a_line_only_if_the_option_changes_it(tmp_path: Path) -> None:
+    words = ["simulate", *SHORT, "--mtbi", "30d", "1y", "--grace", "adaptive", "0", "--baseline", "dp"]
+    assert main([*words, "--plot", str(tmp_path / "mtbi.svg")]) == 0
+    text = (tmp_path / "mtbi.svg").read_text()
+    assert text.count("data parallel") == 1
+    assert text.count("2 learners, grace adaptive") == 2

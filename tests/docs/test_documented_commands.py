@@ -306,6 +306,13 @@ CHAINS: dict[str, tuple[Step, ...]] = {
                 "quorum 8",
                 (),
             ),
+            (
+                "diloco simulate --chips 1k --parameters 12B --step 2s --jitter 1% --sync-every 24 96 "
+                "--link 0.25Gbit 0.5Gbit 1Gbit 2Gbit 5Gbit --plot links.png",
+                "--duration 1min",
+                "link 250M",
+                ("links.png",),
+            ),
             ("diloco simulate --explore --for 2min", "--seeds 3", "no invariant was broken", ()),
         )
     ),
@@ -372,6 +379,7 @@ NOT_HERE = {
     ".ci/run": "downloads two environments; this test is a part of it",
     "python tests/bench/run.py loss_by_participation exchange straggler ranks_step attacks": "an hour; see tests/bench",
     "PJRT_DEVICE=CPU python -m tests.bench.xla_step": "ten minutes, with torch_xla; tests/xla run it with less of all",
+    "python -m tests.bench.gpu --out gpu.json": "needs a GPU; tests/bench run it on the CPU with less of all",
     "python tests/bench/run.py goodput_table": "eight minutes; its command runs here with shorter cells",
     "python tests/bench/run.py wide_area": "eleven minutes on an idle machine",
     "python tests/bench/run.py at_size": "takes 24 GB; tests/bench run it with a small fragment",
@@ -416,6 +424,8 @@ def test_what_cannot_run_here_is_right_as_far_as_one_can_see(command: str) -> No
             declared = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
             assert not [extra for extra in extras if not re.search(rf"^{extra} = ", declared, re.MULTILINE)]
             assert not [word for word in words if word.startswith(".ci/") and not (ROOT / word).is_file()]
+        case "python" if words[1] == "-m":
+            assert callable(importlib.import_module(words[2]).main)
         case "python":
             assert (ROOT / words[1]).is_file()
             assert all(callable(importlib.import_module(f"tests.bench.{name}").main) for name in words[2:])

@@ -16,6 +16,9 @@ from lightning_diloco.errors import ConfigError
 from lightning_diloco.plots.style import quantity
 from lightning_diloco.simulate.goodput import LEARNER_STEPS, Outcome, Scenario
 
+_MEASURES = {"Goodput, simulated": "goodput", "Learners that take part in a round": "participation"}
+_UNITS = {"grace": "[s]", "sync-every": "[steps]", "link": "[bit/s]", "mtbi": "[s]"}
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -142,7 +145,10 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def painter(path: Path) -> Callable[[Sequence[Row]], None]:
-    """Return a function that draws goodput over chips, or training over time for a single number of chips.
+    """Return a function that draws a plot.
+
+    It draws goodput over chips if there are several numbers of chips. If another option has several numbers, it draws
+    goodput and participation over this option. Otherwise it draws training over time.
 
     Raises:
         ConfigError: the format is unknown, or matplotlib is missing; raised before anything is simulated.
@@ -160,6 +166,9 @@ def painter(path: Path) -> Callable[[Sequence[Row]], None]:
             forecast.draw_goodput(
                 {label: sorted((row.chips, row.found.goodput) for row in of) for label, of in cells}, path
             )
+        elif (swept := _swept(rows)) is not None:
+            panels = {title: _lines(rows, swept, measure) for title, measure in _MEASURES.items()}
+            forecast.draw_sweep(panels, path, option=f"{swept} {_UNITS.get(swept, '')}".strip())
         else:
             lanes = {
                 row.label: [(at_s, num / row.found.training[0][1]) for at_s, num in row.found.training] for row in rows
@@ -167,6 +176,28 @@ def painter(path: Path) -> Callable[[Sequence[Row]], None]:
             forecast.draw_training(lanes, path, until_s=min(row.scenario.length_s for row in rows))
 
     return draw
+
+
+def _swept(rows: Sequence[Row]) -> str | None:
+    """Return the option with the most different numbers; None if no option has several."""
+    values: dict[str, set[float]] = {}
+    for row in rows:
+        for name, value in row.varied.items():
+            if not isinstance(value, str):
+                values.setdefault(name, set()).add(value)
+    several = {name: len(found) for name, found in values.items() if len(found) > 1}
+    return max(several, key=several.__getitem__, default=None)
+
+
+def _lines(rows: Sequence[Row], swept: str, measure: str) -> dict[str, list[tuple[float, float]]]:
+    """Return (value of the swept option, measure) by the label of the rest, for the rows that have both."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        x, y = row.varied.get(swept), getattr(row.found, measure)
+        if x is not None and not isinstance(x, str) and y is not None:
+            rest = {name: value for name, value in row.varied.items() if name != swept}
+            lines.setdefault(dataclasses.replace(row, varied=rest).label, []).append((x, y))
+    return {label: sorted(points) for label, points in lines.items()}
 
 
 def _by_label(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -1,0 +1,135 @@
+"""A learner of the gpu bench: a Trainer on an accelerator or the CPU, with or without the strategy.
+
+It trains until a file `end` appears in its folder. It writes there the ends of its steps (StepClock), the time of the
+strategy's hooks (HookClock), its peak of device memory (NOTES), and a trace of some steps (TRACE) if it is asked to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.cli.faults.step_log import StepClock
+from tests.bench.idle_learner import EndWith
+from tests.bench.landing_clock import LandingClock
+from tests.bench.timed_recipe import HookClock
+from tests.quiet import QUIET
+
+MODES = WITHOUT, WITH, CONTROL = "without", "with", "control"
+NOTES, END, TRACE = "notes.json", "end", "trace.json"
+NUM_AHEAD, TRACED = 2, 6  # steps
+
+
+class Stack(L.LightningModule):
+    """Square layers with residual connections."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def training_step(self, batch: Sequence[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        (x,) = batch
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Ahead(Callback):
+    """Keeps the host at most NUM_AHEAD steps ahead of the device, so that the device sets the pace of steps.
+
+    Args:
+        waits: whether the host is not ahead at all.
+    """
+
+    def __init__(self, *, waits: bool) -> None:
+        self._num_ahead = 0 if waits else NUM_AHEAD
+        self._losses: deque[torch.Tensor] = deque()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self._losses.append(outputs["loss"])
+        if len(self._losses) > self._num_ahead:
+            self._losses.popleft().item()
+
+
+class Notes(Callback):
+    """Records the peak of device memory, and traces TRACED steps after warm-up.
+
+    Args:
+        warm_up: number of steps that are not traced.
+        folder: where the files go.
+        traces: whether to trace.
+    """
+
+    def __init__(self, warm_up: int, folder: Path, *, traces: bool) -> None:
+        self._first = warm_up if traces else -1
+        self._folder = folder
+        self._traced = contextlib.ExitStack()
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._first:
+            profile = torch.profiler.profile()
+            self._traced.callback(profile.export_chrome_trace, str(self._folder / TRACE))  # called after its exit
+            self._traced.enter_context(profile)
+        if trainer.global_step == self._first + TRACED:
+            self._traced.close()
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._traced.close()
+        peak = torch.cuda.max_memory_allocated() if module.device.type == "cuda" else None
+        numel = sum(param.numel() for param in module.parameters())
+        self._folder.joinpath(NOTES).write_text(json.dumps({"peak": peak, "numel": numel}))
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--accelerator", required=True)
+    parser.add_argument("--width", type=int, required=True)
+    parser.add_argument("--depth", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--warm-up", type=int, required=True)
+    parser.add_argument("--traces", action="store_true")
+    parser.add_argument("root", type=Path)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    HookClock(given.root).attach()
+    torch.manual_seed(0)
+    samples = torch.randn(given.batch * 8, given.width)
+    trainer = L.Trainer(
+        accelerator=given.accelerator,
+        devices=1,
+        precision="bf16-mixed",
+        strategy="auto" if given.mode == WITHOUT else DecoupledDiLoCoStrategy(checkpoint_every=0),
+        max_epochs=-1,
+        callbacks=[
+            Ahead(waits=given.mode == CONTROL),
+            EndWith(given.root / END),
+            Notes(given.warm_up, given.root, traces=given.traces),
+            LandingClock(given.root),
+            StepClock(),
+        ],
+        default_root_dir=given.root,
+        **QUIET,
+    )
+    trainer.fit(Stack(given.width, given.depth), DataLoader(TensorDataset(samples), batch_size=given.batch))
+
+
+if __name__ == "__main__":
+    main()
