@@ -56,6 +56,11 @@ _LEFT_WITH_WORK = (
     "string begins a new run with them"
 )
 
+_PREEMPTED_AT_THE_END = (
+    "pre-empted at the end of training, at step %d, %s all of this learner's work was merged. Its next process goes on "
+    "from its last checkpoint and trains the steps since then again"
+)
+
 # One of Lightning's checkpoints: state of the loops, whether it holds weights only, storage options.
 SavedAs = tuple[Any, bool, Any]
 
@@ -229,6 +234,9 @@ class DiLoCoFit:
 
         Send the last contributions and wait until they are merged. The anchor then stays in the module. If they are not
         merged in time, the local parameters stay.
+
+        Raises:
+            SIGTERMException: SIGTERM came meanwhile; the run is left.
         """
         strategy = self._strategy
         if not strategy._exchanging:
@@ -237,19 +245,33 @@ class DiLoCoFit:
         if (reason := self.stopping.why_all_end()) is not None and strategy.is_global_zero:
             link.stop_run(reason)
         note_last_step(strategy._learner)
-        is_last, is_drained = link.finish(), link.is_drained
+        is_last, is_drained = link.finish(asked=self._asked_to_leave), link.is_drained
         if is_drained:
             self.device.show_anchor()  # for good
-            if strategy.is_global_zero:
-                mark_finished(link.learner_id)
-        elif strategy.is_global_zero:
-            log.warning(_LEFT_WITH_WORK, self._trainer.global_step)
+        if strategy.is_global_zero:
+            self._tell_end(is_drained)
         self._leave_run()
         if is_last:  # the syncer waits for the loss of the final anchor
             self.validation.anchor_is_final(is_drained=is_drained)
         else:
             self._linked.close()
         strategy._save_again(self.saved)
+        if link.is_preempted:
+            raise SIGTERMException
+
+    def _asked_to_leave(self) -> float | None:
+        """Return the seconds that remain after SIGTERM; None if no rank has received it."""
+        if self.link.agreed.num_asked:
+            self.preemption.notice()
+        return self.preemption.asked()
+
+    def _tell_end(self, is_drained: bool) -> None:
+        if self.link.is_preempted:
+            log.warning(_PREEMPTED_AT_THE_END, self._trainer.global_step, "after" if is_drained else "before")
+        elif is_drained:
+            mark_finished(self.link.learner_id)
+        else:
+            log.warning(_LEFT_WITH_WORK, self._trainer.global_step)
 
     def end(self) -> None:
         """End the fit when training ends; do nothing if only a tuner's trial ends."""

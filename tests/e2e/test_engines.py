@@ -154,6 +154,32 @@ def test_the_contract_is_enough_for_an_engine(engine: Engine, folder: Path) -> N
     assert engine.codes == {"l0": [-9, 0], "l1": [143, 0], "syncer": [0]}
 
 
+def test_a_learner_that_is_preempted_at_the_end_without_a_syncer_is_started_again_and_finishes(
+    engine: Engine, folder: Path
+) -> None:
+    def serve(port: int) -> None:
+        words = f"diloco syncer --run-dir run --listen 127.0.0.1:{port} --expect 1"
+        engine.start("syncer", shlex.split(words), base(folder))
+
+    serve(0)
+    until((folder / "run" / "join").exists, "the join file")
+    address = read_join_file(folder / "run" / "join")
+    told = {"DILOCO_JOIN": address.join_string(), "DILOCO_LEARNER": "l0", "DILOCO_RUN_DIR": str(folder / "run")}
+    engine.start("l0", ["diloco", "fit", "train.py"], {**base(folder), **told})
+    until_all_train(engine, folder, {"l0"})
+    engine.kill("syncer")
+    (folder / "stop").touch()
+    log = folder / "l0.log"
+    until(lambda: "the last contributions wait for the syncer" in log.read_text(), "the end of training")
+    engine.preempt("l0")
+    until(lambda: engine.has_ended("l0"), "its end")  # without a look, which would start the syncer again
+    assert "before all of this learner's work was merged. Its next process goes on" in log.read_text()
+    assert "has not ended; it ends now" not in log.read_text()
+    serve(address.port)
+    end(engine, folder)
+    assert engine.codes == {"l0": [143, 0], "syncer": [0]}
+
+
 def test_what_a_restart_does_not_help_is_not_restarted(engine: Engine, folder: Path) -> None:
     engine.start("none", ["diloco", "fit", "train.py"], base(folder))
     engine.start("wrong", ["diloco", "fit", "train.py"], {**base(folder), "DILOCO_JOIN": "nonsense"})

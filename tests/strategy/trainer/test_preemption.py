@@ -85,6 +85,21 @@ def test_sigterm_in_validation_leaves_too(scenario, fit, model, tmp_path):
     assert [entry.step for entry in CheckpointStore(str(tmp_path / "store" / "run")).entries("l0")] == [3]
 
 
+@pytest.mark.parametrize("lands", [True, False], ids=["merged", "unmerged"])
+def test_sigterm_while_the_last_contributions_are_awaited_leaves_the_last_steps_to_the_next_process(
+    scenario, fit, tmp_path, caplog, lands
+):
+    scenario.lands = scenario.is_last = lands
+    scenario.while_draining = partial(os.kill, os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        fit(First(), every=5)
+    assert ended.value.code == EXIT_CODE
+    assert scenario.link.events[-2:] == ["finish", "close"], "the final anchor is not evaluated"
+    assert [entry.step for entry in CheckpointStore(str(tmp_path / "store" / "run")).entries("l0")] == [5]
+    when = "after" if lands else "before"
+    assert f"at step 9, {when} all of this learner's work was merged. Its next process goes on" in caplog.text
+
+
 def test_without_checkpoints_it_leaves_all_the_same(scenario, fit, tmp_path):
     with pytest.raises(SystemExit):
         fit(Terminate(), every=0)
