@@ -352,7 +352,10 @@ class LearnerState:
             text = (
                 f"{self.num_refusals} contributions in a row were refused, the last one of fragment {p}: "
                 f"{message.reason or 'no reason given'}. "
-                "Pseudo-gradients must be finite and within the norm guard; lower the learning rate, or look for NaN."
+                "Pseudo-gradients must be finite and within the norm guard. Look for NaN, and compare the learning "
+                "rate with the other learners': a schedule by epochs begins anew in a learner that finds no "
+                "checkpoint. Use a schedule by steps with max_steps, or FleetTokenLR, which begin where the run is, or "
+                "give all learners a checkpoint_store that they can read."
             )
             return [do.Fail("RefusedError", text)]
         return todo
