@@ -86,6 +86,11 @@ class Preemption:
             log.warning("the run was left without a farewell: %s", error)
         is_stored = checkpointer.wait(self.left_s)
         log.warning("pre-empted; the run was left with%s a checkpoint", "" if is_stored else "out")
+        if not link.is_drained:
+            log.warning(
+                "pre-empted before all of this learner's work was merged; the run has lost the rest: checkpoints "
+                "hold no parameters"
+            )
 
     def close(self) -> None:
         """End the guard; after the signal, the guard stays until the process has ended."""

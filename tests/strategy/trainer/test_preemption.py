@@ -70,6 +70,14 @@ def test_sigterm_leaves_with_a_checkpoint_of_the_last_step(scenario, fit, model,
     assert model.seen[: len(read)] == read
 
 
+@pytest.mark.parametrize("lands", [True, False], ids=["merged", "unmerged"])
+def test_work_that_is_lost_by_a_preemption_is_told(scenario, fit, caplog, lands):
+    scenario.lands = lands
+    with pytest.raises(SystemExit):
+        fit(Terminate())
+    assert ("pre-empted before all of this learner's work was merged" in caplog.text) != lands
+
+
 def test_sigterm_in_validation_leaves_too(scenario, fit, model, tmp_path):
     validate = model.validation_step
 
