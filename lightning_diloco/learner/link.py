@@ -242,8 +242,8 @@ class Link(LearnerMetrics):
         Args:
             reason: why the learner leaves; only a learner that has finished evaluates the final anchor.
             within_s: time limit of the drain, instead of `drain_s`.
-            asked: returns the seconds that remain after SIGTERM, None before. From then on the drain has this limit,
-                and the learner leaves as pre-empted.
+            asked: returns the seconds that remain after SIGTERM, None before. From then on the drain has this limit
+                as well, and the learner leaves as pre-empted.
 
         Returns:
             Whether this was the last learner, and has finished. Its anchors are then the run's final ones, and the

@@ -164,7 +164,8 @@ class Member(Driver):
         failed_before, was_online = self._error, True
         while self._left is None and self._error is failed_before:
             if not self.is_preempted and (left_s := asked()) is not None:
-                self.is_preempted, grace_s, within_s = True, GOODBYE_S, max(0.0, left_s - GOODBYE_S)
+                within_s = max(0.0, min(left_s - GOODBYE_S, self._machine.drain_until_s - time.monotonic()))
+                self.is_preempted, grace_s = True, GOODBYE_S
                 log.warning("SIGTERM: the last contributions have %.0f s to be merged", within_s)
                 self._handle(events.Finish("preempted", within_s=within_s))
             wait_s = self._machine.drain_until_s + grace_s - time.monotonic()
