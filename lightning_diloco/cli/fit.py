@@ -3,8 +3,8 @@
 1. DILOCO_JOIN names the run, and DILOCO_LEARNER names the learner. The command replaces itself with the learner's
    process (exec), so signals reach the learner, and the exit code is the learner's.
 2. Exit codes: 0 the learner has finished, or the run is over; 2 a restart would not help, because the configuration,
-   the model or the secret is wrong, or the id is taken; 143 the learner left cleanly after SIGTERM. After 143 and all
-   other codes, the command can be started again.
+   the model or the secret is wrong, or the id is taken; 143 the learner left cleanly after SIGTERM; 1 it failed, or
+   left before all of its work was merged. After 143 and all other codes, the command can be started again.
 3. A recipe's process is `python -m lightning_diloco.cli.fit [--local N] RECIPE.yaml [overrides]`; N is the number of
    learners on this machine. `diloco run` starts this process, too.
 """

@@ -38,6 +38,12 @@ log = logging.getLogger(__name__)
 
 THREADS_S = 3.0
 
+AskedToLeave = Callable[[], float | None]
+
+
+def never() -> None:
+    """Return that there was no SIGTERM."""
+
 
 class Link(LearnerMetrics):
     """The link of one rank of a learner. Only the training thread calls its public methods.
@@ -54,6 +60,7 @@ class Link(LearnerMetrics):
         differing: frozen parameters that differ from those of the run's first learner; only on rank 0.
         agreed: what all ranks agreed on when the last step ended.
         num_landings: number of updates that have landed since this learner joined.
+        is_preempted: whether SIGTERM came while this learner waited for its last contributions; all ranks know it.
     """
 
     plan: FragmentPlan
@@ -76,6 +83,7 @@ class Link(LearnerMetrics):
         self._tokens = self._skipped_tokens = 0
         self.agreed = Agreement()
         self.num_landings = 0
+        self.is_preempted = False
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:
         """Join the run. Blocks until this learner has seeded the run or adopted its anchors, and may step.
@@ -226,12 +234,16 @@ class Link(LearnerMetrics):
 
     # --------------------------------------------------------------------------------------------------------- the end
 
-    def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
+    def finish(
+        self, reason: messages.Reason = "finished", within_s: float | None = None, asked: AskedToLeave = never
+    ) -> bool:
         """Drain and leave the run; see `LearnerConfig.drain_s` for how long.
 
         Args:
             reason: why the learner leaves; only a learner that has finished evaluates the final anchor.
             within_s: time limit of the drain, instead of `drain_s`.
+            asked: returns the seconds that remain after SIGTERM, None before. From then on the drain has this limit
+                as well, and the learner leaves as pre-empted.
 
         Returns:
             Whether this was the last learner, and has finished. Its anchors are then the run's final ones, and the

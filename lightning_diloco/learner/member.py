@@ -21,6 +21,7 @@ from lightning_diloco.learner.control_channel import TICK_S
 from lightning_diloco.learner.driver import Driver
 from lightning_diloco.learner.join import Joining, MakeDevice
 from lightning_diloco.learner.lease_client import LeaseClient
+from lightning_diloco.learner.link import AskedToLeave, never
 from lightning_diloco.learner.name import own_name
 from lightning_diloco.learner.retry import retry
 from lightning_diloco.learner.rotation import Followed
@@ -135,30 +136,38 @@ class Member(Driver):
 
     # --------------------------------------------------------------------------------------------------------- the end
 
-    def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
+    def finish(
+        self, reason: messages.Reason = "finished", within_s: float | None = None, asked: AskedToLeave = never
+    ) -> bool:
         """See `Link.finish`."""
         self._raise_error()
         self._watch.interrupted()
         with self._changed:
             self._machine.metrics = self._reported()
         self._handle(events.Finish(reason, within_s=within_s))
-        self._wait_for_leave(LEAVE_S if within_s is None else GOODBYE_S)
+        self._wait_for_leave(LEAVE_S if within_s is None else GOODBYE_S, asked)
         self._raise_error()
         if self._left is None:
             log.info("the syncer did not take note of this leave in time; what was not merged counts as lapsed")
-        is_last = reason == "finished" and self._left is not None and self._left.is_last
+        has_finished = reason == "finished" and not self.is_preempted
+        is_last = has_finished and self._left is not None and self._left.is_last
         if is_last and self.is_drained:
             self._take_final()
             self._raise_error()
         return is_last
 
-    def _wait_for_leave(self, grace_s: float) -> None:
+    def _wait_for_leave(self, grace_s: float, asked: AskedToLeave = never) -> None:
         """Make boundaries without steps until the learner has left, or until the drain time and `grace_s` are over.
 
         The training thread does this itself, because updates land and snapshots are taken only on this thread.
         """
         failed_before, was_online = self._error, True
         while self._left is None and self._error is failed_before:
+            if not self.is_preempted and (left_s := asked()) is not None:
+                within_s = max(0.0, min(left_s - GOODBYE_S, self._machine.drain_until_s - time.monotonic()))
+                self.is_preempted, grace_s = True, GOODBYE_S
+                log.warning("SIGTERM: the last contributions have %.0f s to be merged", within_s)
+                self._handle(events.Finish("preempted", within_s=within_s))
             wait_s = self._machine.drain_until_s + grace_s - time.monotonic()
             if wait_s <= 0.0:
                 break

@@ -1,4 +1,4 @@
-"""The end of a process whose threads still wait for other ranks.
+"""The end of a process whose threads still wait for other ranks, or whose work was lost.
 
 1. Such a thread wakes up when a peer ends. If this happens during the shutdown of the interpreter, Python ends the
    thread inside C++ code, and the process aborts instead of returning its exit code.
@@ -9,21 +9,27 @@
 5. gloo's threads release tensors a moment after the waiting thread continues, which may abort the process in the same
    way. They end with their process group, but a sharded model keeps its group, so the process waits until they are
    idle.
+6. A process may raise nothing although its work was lost, so that its script can still save what there is. It ends with
+   exit code 1, and logs the reason at its end.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import sys
 import threading
 import time
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 IDLE_S = 0.01
 _TASKS = Path("/proc/self/task")  # without it, the wait is twice IDLE_S
 _codes: list[int] = []  # exit code of this process, if it is known
+_reasons: list[str] = []  # of the exit code, if this process must log it
 
 
 def arm_hard_exit() -> None:
@@ -38,6 +44,21 @@ def hard_exit(code: int) -> None:
     arm_hard_exit()
 
 
+def fail_at_exit(reason: str) -> None:
+    """End with exit code 1 although nothing is raised, and log the reason then (rule 6)."""
+    _reasons[:] = [reason]
+    hard_exit(1)
+
+
+def take_back_failure() -> str | None:
+    """Undo `fail_at_exit`; returns its reason, None if it was not called."""
+    if not _reasons:
+        return None
+    _codes.clear()
+    disarm_hard_exit()
+    return _reasons.pop()
+
+
 def disarm_hard_exit() -> None:
     """End the process normally again."""
     atexit.unregister(_end)
@@ -48,6 +69,8 @@ def _end() -> None:
     if not (_codes or is_dying):
         return
     atexit.unregister(_end)
+    for reason in _reasons:
+        log.error("exit code 1: %s", reason)
     try:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

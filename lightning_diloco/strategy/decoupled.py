@@ -47,8 +47,9 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
 
     The run is left after the last step, before Lightning validates and saves for the last time. The last validation,
     the `last` and `best` checkpoints of that step, and the module after `fit` all have the run's anchor. If the syncer
-    cannot be reached then, they have this learner's own parameters, and a warning says so. A run is one fit: a process
-    cannot fit a second time in a run that others have started.
+    cannot be reached then, they have this learner's own parameters, and a warning says so. In a run that others have
+    started, the process then ends with exit code 1 in place of its own, so that an engine starts it again. A run is one
+    fit: a process cannot fit a second time in a run that others have started.
 
     In addition to the user's metrics, loggers get `diloco/*`, `perf/*` and metrics of the fleet, at the Trainer's
     `log_every_n_steps`. A run that this learner begins has a directory in `<default_root_dir>/diloco`. The directory is

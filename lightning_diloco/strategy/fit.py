@@ -23,9 +23,10 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import RunOverError
 from lightning_diloco.manifest import ModelDescription
+from lightning_diloco.process.exit import fail_at_exit
 from lightning_diloco.strategy.data.split import fork_random_state
 from lightning_diloco.strategy.data.token_counter import TokenCounter, TokenCountFn, check_training_step
-from lightning_diloco.strategy.identity import note_last_step
+from lightning_diloco.strategy.identity import given_join, note_last_step
 from lightning_diloco.strategy.inner_steps import InnerSteps, StepStrategy
 from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer, Owner
 from lightning_diloco.strategy.recovery.own_state import OwnState, follow
@@ -54,6 +55,15 @@ _LEFT_WITH_WORK = (
     "not done in time. The module, and checkpoints of this step, keep this learner's own parameters, with all that it "
     "trained, instead of the run's anchor. Save them (trainer.save_checkpoint); fit(ckpt_path=...) without a join "
     "string begins a new run with them"
+)
+_STARTED_AGAIN = (
+    "the run was left at step {step} before all of this learner's work was merged, so the run has lost some of it. "
+    "Start this learner again: it goes on from its last checkpoint and trains the steps since then again"
+)
+
+_PREEMPTED_AT_THE_END = (
+    "pre-empted at the end of training, at step %d, %s all of this learner's work was merged. Its next process goes on "
+    "from its last checkpoint and trains the steps since then again"
 )
 
 # One of Lightning's checkpoints: state of the loops, whether it holds weights only, storage options.
@@ -131,6 +141,7 @@ class DiLoCoFit:
         self.is_member = False
         self.tuner_checkpoint: str | None = None
         self.saved: dict[str, SavedAs] = {}
+        self._lost: str | None = None
         self._in_run, self._in_fit, self._linked = ExitStack(), ExitStack(), ExitStack()
         self.preemption = Preemption(strategy._learner.preemption_s)
         self._in_fit.callback(self.preemption.close)
@@ -229,6 +240,9 @@ class DiLoCoFit:
 
         Send the last contributions and wait until they are merged. The anchor then stays in the module. If they are not
         merged in time, the local parameters stay.
+
+        Raises:
+            SIGTERMException: SIGTERM came meanwhile; the run is left.
         """
         strategy = self._strategy
         if not strategy._exchanging:
@@ -237,19 +251,35 @@ class DiLoCoFit:
         if (reason := self.stopping.why_all_end()) is not None and strategy.is_global_zero:
             link.stop_run(reason)
         note_last_step(strategy._learner)
-        is_last, is_drained = link.finish(), link.is_drained
+        is_last, is_drained = link.finish(asked=self._asked_to_leave), link.is_drained
         if is_drained:
             self.device.show_anchor()  # for good
-            if strategy.is_global_zero:
-                mark_finished(link.learner_id)
-        elif strategy.is_global_zero:
-            log.warning(_LEFT_WITH_WORK, self._trainer.global_step)
+        if strategy.is_global_zero:
+            self._tell_end(is_drained)
         self._leave_run()
         if is_last:  # the syncer waits for the loss of the final anchor
             self.validation.anchor_is_final(is_drained=is_drained)
         else:
             self._linked.close()
         strategy._save_again(self.saved)
+        if link.is_preempted:
+            raise SIGTERMException
+
+    def _asked_to_leave(self) -> float | None:
+        """Return the seconds that remain after SIGTERM; None if no rank has received it."""
+        if self.link.agreed.num_asked:
+            self.preemption.notice()
+        return self.preemption.asked()
+
+    def _tell_end(self, is_drained: bool) -> None:
+        if self.link.is_preempted:
+            log.warning(_PREEMPTED_AT_THE_END, self._trainer.global_step, "after" if is_drained else "before")
+        elif is_drained:
+            mark_finished(self.link.learner_id)
+        else:
+            log.warning(_LEFT_WITH_WORK, self._trainer.global_step)
+            if given_join(self._strategy._learner):
+                self._lost = _STARTED_AGAIN.format(step=self._trainer.global_step)
 
     def end(self) -> None:
         """End the fit when training ends; do nothing if only a tuner's trial ends."""
@@ -276,11 +306,17 @@ class DiLoCoFit:
                 self.preemption.leave_run(self.link, self.checkpointer)
 
     def close(self) -> None:
-        """Close everything that this fit holds; idempotent."""
+        """Close everything that this fit holds; idempotent.
+
+        If work was lost to a run that others have started, this process ends with exit code 1. In a run of its own, the
+        module has everything.
+        """
         try:
             self._leave_run()
         finally:
             self._in_fit.close()
+            if self._lost is not None:
+                fail_at_exit(self._lost)
 
     def _leave_run(self) -> None:
         """Close what belongs to the run; from here on the module is an ordinary one."""

@@ -95,7 +95,8 @@ def _oddity(norm: float, limit: Limit, *, is_repeated: bool) -> tuple[str | None
     """Return the reason why a contribution is odd, or None, and whether it is refused for this reason."""
     usual = f"the others' norm is usually {limit.usual:.3g} for as much work"
     if norm > limit.refused:
-        return f"its norm is {norm:.3g}; {usual}; at most {limit.refused:.3g} is accepted", True
+        what = f"its norm is {norm:.3g}; {usual}; at most {limit.refused:.3g} is accepted"
+        return f"{what}; its learning rate may be too high, because its schedule began anew", True
     if is_repeated:
         return "it equals the previous one to the last bit", True
     if limit.num_others >= 2 and norm < NOTHING * limit.usual:

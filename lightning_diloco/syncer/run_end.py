@@ -71,6 +71,12 @@ class RunEnd:
         is_waited_for = last is not None and self._may_speak(last.session, now_s)
         return state.has_verdict or not is_waited_for or now_s - self._quiet_since_s > self._wait_s
 
+    def waits_until_s(self, state: SyncerState, now_s: float) -> float | None:
+        """Return when the wait for the last validation ends (rule 3); None if the run does not end after it."""
+        if not self._is_deserted(state, now_s):
+            return None
+        return (now_s if self._quiet_since_s is None else self._quiet_since_s) + self._wait_s
+
     def _watch_validations(self, state: SyncerState, now_s: float) -> None:
         validating = {m.session for m in state.roster.in_state("active") if m.is_live and m.phase == "evaluating"}
         self._validating_since_s = {s: self._validating_since_s.get(s, now_s) for s in validating}

@@ -103,7 +103,7 @@ class SyncerService:
             self._ending.reopened()
         self._desk = Payloads()
         self._desk.remember_merged(self.state.roster)
-        self._board = StatusPublisher(self.state, self._desk, self._durable.past)
+        self._board = StatusPublisher(self.state, self._desk, self._durable.past, self._ending)
         self._merger = MergeWorker(self._durable, self._recorder, self._board.disk_failed)
         self._outbox = Outbox(is_member=self._is_member)
         self._inbox: Inbox[events.SyncerEvent | Placed | DurableCommit] = Inbox()

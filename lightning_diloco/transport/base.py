@@ -38,7 +38,8 @@ class Bulk:
 
     Args:
         header: a JSON object.
-        payload: uint8, one contiguous read-only buffer; may be empty.
+        payload: uint8, one contiguous buffer; may be empty. It is read-only, unless it was downloaded in portions.
+            Then only the caller holds it, and a tensor can use its memory without a copy.
     """
 
     header: Json

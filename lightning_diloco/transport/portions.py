@@ -11,7 +11,8 @@
 4. All portions of a download have the same `mark`, so that they belong to the same update. Each request asks for a part
    of the update, for example the second of four quarters (`span`), from byte `at` on. If the syncer has lost the update
    and now has a newer version, the download fails, and the caller starts it again.
-5. Portions are slices of the payload, and the receiver writes them into one buffer. There is no second copy.
+5. Portions are slices of the payload, and the receiver writes them into one buffer. There is no second copy: a tensor
+   of this payload uses the same buffer, which takes gigabytes for a fragment of a large model.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Portioned:
         return answer
 
     def get(self, header: Json, *, deadline_s: float) -> Bulk:
-        """See `Connection.get`. A payload that arrived in portions is writable."""
+        """See `Connection.get`. A payload that arrived in portions is writable, because only the caller holds it."""
         began_s = time.monotonic()
         num = self._down.number_for(self._num_downloaded)
         whole = _Download(header, partial(self._get, deadline_s=deadline_s)).run(num)

@@ -42,6 +42,10 @@ class Engine:
                     self.start(name, *self._commands[name])
         return all(self.codes.get(name, [None])[-1] in FOR_EVER_BUT for name in self._commands)
 
+    def has_ended(self, name: str) -> bool:
+        """Return whether a process has ended, without starting anything again."""
+        return self._processes[name].poll() is not None
+
     def preempt(self, name: str) -> None:
         """Ask for a good end."""
         self._processes[name].terminate()

@@ -53,6 +53,7 @@ trainer = L.Trainer(strategy="decoupled_diloco", accelerator="cpu", devices=1, m
                     limit_val_batches=0, enable_progress_bar=False, callbacks=[UntilTold()])
 trainer.fit(Model())
 """
+STRATEGY = '"decoupled_diloco"'
 SYSTEMD_RUN = """
 while [ "${1#-}" != "$1" ]; do
     case $1 in -E) export "$2" && shift ;; -p) shift ;; esac
@@ -152,6 +153,38 @@ def test_the_contract_is_enough_for_an_engine(engine: Engine, folder: Path) -> N
     assert summary["tokens_merged"] + sum(summary["tokens_discarded"].values()) == summary["tokens_seen"]
     assert "before all of this learner's work was merged" not in (folder / "l0.log").read_text()
     assert engine.codes == {"l0": [-9, 0], "l1": [143, 0], "syncer": [0]}
+
+
+@pytest.mark.parametrize("code", [143, 1], ids=["preempted", "has waited long enough"])
+def test_a_learner_that_ends_without_a_syncer_is_started_again_and_finishes(
+    engine: Engine, folder: Path, code: int
+) -> None:
+    if code == 1:
+        (folder / "train.py").write_text(TRAIN.replace(STRATEGY, "lightning_diloco.DecoupledDiLoCoStrategy(drain_s=1)"))
+
+    def serve(port: int) -> None:
+        words = f"diloco syncer --run-dir run --listen 127.0.0.1:{port} --expect 1"
+        engine.start("syncer", shlex.split(words), base(folder))
+
+    serve(0)
+    until((folder / "run" / "join").exists, "the join file")
+    address = read_join_file(folder / "run" / "join")
+    told = {"DILOCO_JOIN": address.join_string(), "DILOCO_LEARNER": "l0", "DILOCO_RUN_DIR": str(folder / "run")}
+    engine.start("l0", ["diloco", "fit", "train.py"], {**base(folder), **told})
+    until_all_train(engine, folder, {"l0"})
+    engine.kill("syncer")
+    (folder / "stop").touch()
+    log = folder / "l0.log"
+    until(lambda: "the last contributions wait for the syncer" in log.read_text(), "the end of training")
+    if code == 143:
+        engine.preempt("l0")
+    until(lambda: engine.has_ended("l0"), "its end")  # without a look, which would start the syncer again
+    said = {143: "before all of this learner's work was merged. Its next", 1: "exit code 1: the run was left at step"}
+    assert said[code] in log.read_text()
+    assert "has not ended; it ends now" not in log.read_text()
+    serve(address.port)
+    end(engine, folder)
+    assert engine.codes == {"l0": [code, 0], "syncer": [0]}
 
 
 def test_what_a_restart_does_not_help_is_not_restarted(engine: Engine, folder: Path) -> None:

@@ -26,13 +26,13 @@ def log_of(processes: Processes, name: str) -> str:
     return (processes.root / f"{name}.log").read_text()
 
 
-def end(processes: Processes, name: str, learner: subprocess.Popen[bytes]) -> str:
+def end(processes: Processes, name: str, learner: subprocess.Popen[bytes], expected: int = 1) -> str:
     """Wait for the end of all its processes; returns what they said."""
     code = processes.end(learner)
     pids = rank_pids(processes, name).values()
     until(lambda: not any(map(is_running, pids)), "the end of all ranks", processes)
     said = log_of(processes, name)
-    assert (code, ABORTED.findall(said)) == (1, []), said
+    assert (code, ABORTED.findall(said)) == (expected, []), said
     return said
 
 
@@ -60,6 +60,38 @@ def test_each_rank_that_others_started_ends_with_code_1(processes: Processes, ra
     assert [text.count("ValueError: bad input on one rank") for text in said] == [int(k == rank) for k in range(2)]
     assert [len(OTHER.findall(text)) for text in said] == [int(k != rank) for k in range(2)]
     assert not [found for text in said for found in ABORTED.findall(text)]
+
+
+@pytest.mark.parametrize("layout", STARTED)
+def test_a_learner_whose_work_is_not_merged_goes_on_after_its_fit_and_ends_with_code_1(
+    processes: Processes, layout: tuple[Any, ...]
+) -> None:
+    processes.syncer()
+    found = {"DILOCO_JOIN": processes.address.join_string(), "DILOCO_LEARNER": "brief"}
+    options = ("--steps", 5, "--options", json.dumps({**UNSET, "drain_s": 0.0}))
+    said = end(processes, "brief", processes.trainer("brief", *layout, *options, **found))
+    assert said.count("exit code 1: the run was left at step 5 before all of this learner's work was merged") == 1
+    assert len(processes.ranks_held("brief")) == (1 if layout is SPAWNED else 2), "what follows the fit was carried out"
+
+
+@pytest.mark.parametrize("layout", STARTED)
+def test_ranks_that_wait_for_their_syncer_at_the_end_leave_when_they_are_asked(
+    processes: Processes, layout: tuple[Any, ...]
+) -> None:
+    syncer = processes.syncer()
+    stop = processes.root / "stop"
+    found = {"DILOCO_JOIN": processes.address.join_string(), "DILOCO_LEARNER": "asked"}
+    options = ("--steps", 10**6, "--options", OF_THE_RUN, "--stop-file", stop, "--pause-s", 0.02)
+    learner = processes.trainer("asked", *layout, *options, **found)
+    until(lambda: processes.status()["num_commits"] > 0, "a commit", processes)
+    syncer.kill()
+    stop.touch()
+    waits = "the last contributions wait for the syncer"
+    until(lambda: waits in log_of(processes, "asked"), "the end of training", processes)
+    learner.terminate()
+    said = end(processes, "asked", learner, expected=143)
+    assert said.count("before all of this learner's work was merged. Its next process goes on") == 1
+    assert "has not ended; it ends now" not in said
 
 
 @pytest.mark.parametrize("layout", STARTED)

@@ -243,6 +243,32 @@ def test_the_last_learner_takes_the_final_anchor_and_gives_its_verdict_although_
         assert fleet.stop()["eval_loss"] == 1.25
 
 
+@pytest.mark.parametrize("is_away", [True, False], ids=["without a syncer", "with one"])
+def test_a_learner_that_is_asked_to_leave_does_not_wait_longer_for_its_last_contributions(
+    tmp_path: Path, is_away: bool
+) -> None:
+    def lose() -> None:
+        raise TransportError("put: lost")
+
+    with Fleet(tmp_path) as fleet:
+        asked, stays = fleet.learner("asked", drain_s=1e6), fleet.learner("stays").go()
+        asked.join()
+        until(lambda: asked.step() or fleet.num_commits >= 3, "commits")
+        asked.wire.is_cut = is_away
+        if not is_away:  # what it sends does not arrive, but its leave does
+            asked.wire.before["put"] = lose
+        assert not asked.link.finish(asked=lambda: 0.2)
+        assert asked.link.is_preempted
+        assert not asked.link.is_drained
+        asked.link.close()
+        finish(stays)
+        summary = fleet.stop()
+    endings = {m.learner: m.ending for m in fleet.service.state.roster.members.values()}
+    assert endings == {"asked": None if is_away else "preempted", "stays": "finished"}
+    assert summary["tokens_discarded"].keys() == {"lapsed" if is_away else "undrained"}
+    assert_exact(summary)
+
+
 def test_not_a_number_is_refused_and_the_anchor_adopted(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         sick, sound = fleet.learner("sick"), fleet.learner("sound").go()

@@ -23,7 +23,7 @@ DYING = """
 import atexit, os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
-from lightning_diloco.process.exit import disarm_hard_exit, arm_hard_exit, hard_exit
+from lightning_diloco.process.exit import arm_hard_exit, disarm_hard_exit, fail_at_exit, hard_exit, take_back_failure
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=1, world_size=2)
 thread = threading.Thread(target=dist.broadcast, args=(torch.zeros(1), 0), daemon=True)
@@ -70,6 +70,21 @@ def test_a_process_whose_error_another_one_takes_ends_with_its_code(tmp_path: Pa
     code, output = code_and_output(tmp_path, "hard_exit(3)", "sys.exit(3)")
     assert code == 3, output
     assert output.count("what was registered has run") == 1
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(0)"])
+def test_a_process_whose_work_was_lost_ends_with_code_1_and_says_so(tmp_path: Path, end: str) -> None:
+    code, output = code_and_output(tmp_path, "fail_at_exit('work was lost')", end)
+    assert code == 1, output
+    assert "exit code 1: work was lost" in output
+    assert output.count("what was registered has run") == 1
+
+
+def test_a_failure_that_is_taken_back_is_none(tmp_path: Path) -> None:
+    end = "assert (take_back_failure(), take_back_failure()) == ('lost', None); del sys.modules['last']; sys.exit(7)"
+    code, output = code_and_output(tmp_path, "fail_at_exit('lost')", end)
+    assert code == 7, output
+    assert "exit code 1" not in output
 
 
 @pytest.mark.parametrize("end", ["raise ValueError('boom')", "sys.exit(3)"])

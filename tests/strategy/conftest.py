@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_diloco.config import LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice, Update
+from lightning_diloco.learner.ranks.agreement import Agreement
 from lightning_diloco.learner.status import LearnerStatus
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.strategy import identity
@@ -69,6 +70,7 @@ class Scenario:
     others_tokens: int = 0
     differing: tuple[str, ...] = ()  # frozen parameters that are not those of the run
     lands: bool = True  # each step changes an anchor; else none is merged, to the end
+    while_draining: Callable[[], None] | None = None  # happens while the last contributions are waited for
     stopped_after: int | None = None  # the run is over when this learner has made so many steps
     made: list[RecordingLink] = field(default_factory=list)
 
@@ -90,6 +92,7 @@ class RecordingLink:
         self.run_steps = self.scenario.run_steps
         self.differing = self.scenario.differing
         self.own_run_dir: Path | None = None
+        self.agreed, self.is_preempted = Agreement(), False
         self.lock = threading.Lock()  # cannot be copied, as nothing can that belongs to a run
         self.events: list[str] = []
         self.boundary: list[torch.Tensor] = []  # parameters where the last step ended
@@ -180,8 +183,13 @@ class RecordingLink:
     def held_up(self, for_s: float) -> None:
         self.events.append("held up")
 
-    def finish(self, reason: str = "finished", within_s: float | None = None) -> bool:
+    def finish(
+        self, reason: str = "finished", within_s: float | None = None, asked: Callable[[], float | None] = lambda: None
+    ) -> bool:
         self.events.append("finish" if reason == "finished" else reason)
+        if self.scenario.while_draining is not None:
+            self.scenario.while_draining()
+        self.is_preempted = asked() is not None
         self.drained = self._parameters()
         for p in range(self.plan.num_fragments) if self.scenario.lands else ():
             full = Update(full=self.device.anchor(p) + 1, chain=(), sent=None)

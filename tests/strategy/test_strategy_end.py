@@ -8,6 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
+from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.strategy import fit as fits
 from lightning_diloco.strategy.trainer.lightning_checkpoints import CHECKPOINT_KEY
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
@@ -115,6 +117,18 @@ def test_without_a_syncer_at_the_end_the_module_keeps_what_was_trained(scenario,
     (warning,) = [record.getMessage() for record in caplog.records if "was left at step" in record.getMessage()]
     assert f"at step {trainer.global_step} before all of this learner's work was merged" in warning
     assert "begins a new run with them" in warning
+
+
+@pytest.mark.parametrize("lands", [True, False], ids=["merged", "unmerged"])
+@pytest.mark.parametrize("join", [None, "diloco://127.0.0.1:1/run#token"], ids=["own run", "run of others"])
+def test_the_process_fails_at_its_end_if_a_run_of_others_has_lost_work(scenario, fit, monkeypatch, join, lands):
+    reasons = []
+    monkeypatch.setattr(fits, "fail_at_exit", reasons.append)
+    scenario.lands = scenario.is_last = lands
+    fit(strategy=DecoupledDiLoCoStrategy(join=join))
+    (reason,) = reasons or [None]
+    assert (reason is None) == (lands or join is None)
+    assert reason is None or "at step 4 before all of this learner's work was merged" in reason
 
 
 def test_a_checkpoint_of_an_outage_brings_its_parameters_back(scenario, model, fit, trainer_for, tmp_path):

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_diloco.errors import RefusedError
 from lightning_diloco.syncer.norm_guard import MIN_SAMPLES, NORM_GUARD, SCALE_DOWN, Limit, NormGuard
-from tests.learner.fleet import OPTIONS, Fleet, Learner, assert_exact, until
+from tests.learner.fleet import OPTIONS, Fleet, Learner, assert_exact, finish, until
 
 ALONE = {**OPTIONS, "outer_lr": 1.0, "outer_momentum": 0.0}
 
@@ -101,6 +102,23 @@ def test_weights_that_move_after_a_long_rest_are_merged_whole(tmp_path: Path) ->
         (member,) = fleet.service.state.roster.members.values()
         assert member.num_clipped == 0
         assert_exact(fleet.stop())
+
+
+def test_a_newcomer_with_too_high_a_rate_is_told_why_it_is_refused(tmp_path: Path) -> None:
+    """Two are not enough to put it in quarantine."""
+    with Fleet(tmp_path) as fleet:
+        stays, leaves = (fleet.learner(name).go() for name in ("l0", "l1"))
+        known = fleet.service._durable.past.usual._recent
+        until(lambda: all({"l0", "l1"} <= known.get(p, {}).keys() for p in range(3)), "norms of both in all fragments")
+        finish(leaves)
+        late = fleet.learner("late").join()
+        late.target = {name: 1e4 * value for name, value in late.target.items()}
+        with pytest.raises(RefusedError) as refused:
+            until(late.step, "the error")
+        late.link.close()
+        finish(stays)
+    assert "is accepted; its learning rate may be too high, because its schedule began anew" in str(refused.value)
+    assert "a schedule by epochs begins anew in a learner that finds no checkpoint" in str(refused.value)
 
 
 def taught(**norms: float) -> NormGuard:

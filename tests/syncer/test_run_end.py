@@ -12,7 +12,9 @@ from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.roster import Member
 from lightning_diloco.storage.local_runs import is_over
 from lightning_diloco.syncer import run_end
+from lightning_diloco.syncer.payloads import Payloads
 from lightning_diloco.syncer.run_end import BACK_S, EVALUATE_WAIT_S, LISTENING_S, RunEnd
+from lightning_diloco.syncer.status.publisher import StatusPublisher
 
 LEASE_S = SyncerState(run="r").config.lease_s
 
@@ -88,7 +90,10 @@ def test_a_validation_that_usually_takes_long_is_waited_for_longer(clock: list[f
         assert not watch.has_come(run_of(validates), now_s)
     clock[0] += EVALUATE_WAIT_S
     watch.polled("a")
-    assert not watch.has_come(run_of(left("a")), clock[0])
+    board = StatusPublisher(run_of(left("a")), Payloads(), ending=watch)
+    for _ in range(2):
+        assert board.status()["waits"][-1]["until_s"] == 3 * EVALUATE_WAIT_S
+        assert not watch.has_come(run_of(left("a")), clock[0])
     for waits, has_come in ((2.9, False), (3.1, True)):
         clock[0] = 1000.0 + EVALUATE_WAIT_S * (1 + waits)
         watch.polled("a")

@@ -6,12 +6,13 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.config import Wire as Wires
-from lightning_diloco.core.buffers import bytes_of
+from lightning_diloco.core.buffers import bytes_of, tensor_of
 from lightning_diloco.core.parts import part_of
 from lightning_diloco.core.quantize import encode
 from lightning_diloco.errors import AuthError, CorruptMessageError, JoinError, TransportError
@@ -145,6 +146,8 @@ def test_portions_of_several_streams_make_the_same_payload(
     line = Giving(bytes(k % 251 for k in range(length)))
     found = Portioned(line).get({"fragment": 0}, deadline_s=1.0)  # type: ignore[arg-type]
     assert (bytes(found.payload), found.header) == (bytes(line.payload), {"version": 1})
+    if length > SIZE:
+        assert np.shares_memory(tensor_of(found.payload, torch.uint8).numpy(), found.payload), "a second copy"
     assert len({asked["mark"] for asked in line.asked}) == 1
     assert {tuple(asked["span"]) for asked in line.asked} == {(k, num) for k in range(num)}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.errors import DiLoCoError, JoinError, RunOverError
 from lightning_diloco.learner.join import MakeDevice
+from lightning_diloco.learner.link import AskedToLeave, never
 from lightning_diloco.learner.ranks.agreement import Agreement
 from lightning_diloco.learner.ranks.one_of_several import OneOfSeveral
 from lightning_diloco.learner.ranks.partial_uploads import PartSender
@@ -82,13 +83,16 @@ class Follower(OneOfSeveral):
         self.num_landings += len(self.agreed.land)
         return 0
 
-    def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
+    def finish(
+        self, reason: messages.Reason = "finished", within_s: float | None = None, asked: AskedToLeave = never
+    ) -> bool:
         """See `Link.finish`. Makes boundaries, at which updates land, until rank 0 has left."""
         while not self._is_over:
-            self._begin()
+            self._begin(num_asked=int(asked() is not None))
             self._agree()
             self._end_step(0)
             self._is_over = self.agreed.is_over
+        self.is_preempted = self.agreed.num_asked > 0
         return self.agreed.is_last
 
     def _stop(self) -> None:

@@ -21,6 +21,7 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.errors import RunOverError
 from lightning_diloco.learner.control_channel import TICK_S
 from lightning_diloco.learner.join import MakeDevice
+from lightning_diloco.learner.link import AskedToLeave, never
 from lightning_diloco.learner.member import Member
 from lightning_diloco.learner.ranks.agreement import Agreement
 from lightning_diloco.learner.ranks.one_of_several import OneOfSeveral
@@ -142,11 +143,13 @@ class Leader(OneOfSeveral, Member):
 
     # --- the end -------------------------------------------------------------------------------------------------
 
-    def finish(self, reason: messages.Reason = "finished", within_s: float | None = None) -> bool:
+    def finish(
+        self, reason: messages.Reason = "finished", within_s: float | None = None, asked: AskedToLeave = never
+    ) -> bool:
         """See `Link.finish`. All ranks make boundaries until the learner has left."""
         self._ends_together = True
         try:
-            is_last = super().finish(reason, within_s)
+            is_last = super().finish(reason, within_s, asked)
         except BaseException:
             self._begin(is_over=True, num_failed=1)
             self._ranks.end()  # the other ranks know of the failure now
@@ -154,8 +157,9 @@ class Leader(OneOfSeveral, Member):
         finally:
             self._ends_together = False
         landed = tuple(self.device.landed) if is_last else ()
-        self._begin(is_over=True, land=landed, snapshot=(), is_last=is_last, is_drained=self.is_drained)
-        self._agree()
+        ends = {"is_last": is_last, "is_drained": self.is_drained, "num_asked": int(self.is_preempted)}
+        self._begin(is_over=True, land=landed, snapshot=(), **ends)
+        self.is_preempted = self._agree().num_asked > 0
         self._ranks.tell({"do": "end"})
         self._parted.end()
         self._is_over = True

@@ -46,13 +46,13 @@ class Promises:
         return not self._are_needed or p in self._promise.snapshot
 
     def postpone(self, message: msg.FromSyncer) -> bool:
-        """Keep a message that could break a promise until after the boundary (rule 2); returns whether it was kept."""
+        """Postpone a message that could break a promise until after the boundary (rule 2); returns whether it did."""
         if not self._promise.land or not isinstance(message, msg.FateIs | msg.Welcome):
             return False
         self._postponed.append(message)
         return True
 
-    def kept(self) -> list[msg.FromSyncer]:
-        """End the boundary; returns the postponed messages."""
+    def end_boundary(self) -> list[msg.FromSyncer]:
+        """Forget the promise, which is kept by now; returns the postponed messages."""
         postponed, self._postponed, self._promise = self._postponed, [], _NOTHING
         return postponed

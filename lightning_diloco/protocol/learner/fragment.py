@@ -83,7 +83,7 @@ class Fragment:
         announced: round that waits for this learner's snapshot.
         last_round: newest round announced.
         outlived: version of this learner's anchor, if its generation is over and the new one is not adopted yet.
-        answered: round that was answered with the outstanding contribution when it was announced.
+        answered_with_old: newest round that was answered with a contribution from before its announcement.
     """
 
     generation: int
@@ -103,7 +103,7 @@ class Fragment:
     announced: int | None = None
     last_round: int = -1
     outlived: int | None = None
-    answered: int | None = None
+    answered_with_old: int | None = None
     proof: str = ""
 
     @property

@@ -195,7 +195,7 @@ class LearnerState:
                 todo += self._land(p, f, f.staged, now_s)
             if f.announced is not None:
                 todo += self._answer(p, f, f.announced, now_s)
-        return todo + [action for message in self._promises.kept() for action in self._hear(message, now_s)]
+        return todo + [action for message in self._promises.end_boundary() for action in self._hear(message, now_s)]
 
     def _land(self, p: int, f: Fragment, staged: on.Staged, now_s: float) -> list[LearnerAction]:
         todo: list[LearnerAction] = [do.Land(p)]
@@ -278,7 +278,7 @@ class LearnerState:
         is_repeated = message.round == f.last_round
         f.is_due, f.last_round = f.is_due and is_repeated, message.round
         if f.outstanding and f.outstanding.merged_at is None:
-            f.answered = message.round
+            f.answered_with_old = message.round
             return [do.Say(f.outstanding.ready), *f.outstanding.ask_fate(now_s, at_once=True)]
         if is_repeated or self.phase == "evaluating":
             return [do.Say(msg.Decline(p, message.round))]
@@ -320,8 +320,8 @@ class LearnerState:
                     f.take_back()
                 else:
                     self._book("superseded", f.drop_outstanding())
-                if f.answered == f.last_round and self.phase != "evaluating":
-                    f.announced = f.answered  # it was answered with what has just been superseded
+                if f.answered_with_old == f.last_round and self.phase != "evaluating":
+                    f.announced = f.last_round  # answer it again, with a new contribution
                 return [do.Forget(p, message.seq)]
             case "refused":
                 return self._warn(p, "refused", message.reason) + self._refused(p, f, message)
@@ -352,7 +352,10 @@ class LearnerState:
             text = (
                 f"{self.num_refusals} contributions in a row were refused, the last one of fragment {p}: "
                 f"{message.reason or 'no reason given'}. "
-                "Pseudo-gradients must be finite and within the norm guard; lower the learning rate, or look for NaN."
+                "Pseudo-gradients must be finite and within the norm guard. Look for NaN, and compare the learning "
+                "rate with the other learners': a schedule by epochs begins anew in a learner that finds no "
+                "checkpoint. Use a schedule by steps with max_steps, or FleetTokenLR, which begin where the run is, or "
+                "give all learners a checkpoint_store that they can read."
             )
             return [do.Fail("RefusedError", text)]
         return todo

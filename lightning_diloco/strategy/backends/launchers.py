@@ -6,6 +6,7 @@
 3. The process that started the others also ends with code 1 if one of them has failed and this process cannot notice
    it, because it waits for something else.
 4. If there is nothing to do because the run is over, all processes end with code 0.
+5. If the run was left before all work was merged, rank 0, or the process that started all ranks, ends with code 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from torch.multiprocessing import ProcessExitedException
 
 from lightning_diloco.errors import DiLoCoError
-from lightning_diloco.process.exit import hard_exit
+from lightning_diloco.process.exit import fail_at_exit, hard_exit, take_back_failure
 from lightning_diloco.strategy.data.hooks import wants_link
 from lightning_diloco.strategy.identity import note_last_step
 from lightning_diloco.strategy.trainer.preemption import EXIT_CODE
@@ -40,6 +41,7 @@ WATCH_S = 0.5
 PATIENCE_S = 20.0
 _GLOO = "gloo/"  # gloo's error messages contain a path of its sources
 _NOTHING_TO_DO = "nothing to do"
+_WORK_WAS_LOST = "work was lost: "
 
 
 class Scripts(_SubprocessScriptLauncher):
@@ -87,6 +89,9 @@ class Processes(_MultiProcessingLauncher):
             _SignalConnector._register_signal(signal.SIGTERM, before)
         if found == _NOTHING_TO_DO:
             raise SystemExit(0)
+        if isinstance(found, str) and found.startswith(_WORK_WAS_LOST):
+            fail_at_exit(found.removeprefix(_WORK_WAS_LOST))
+            found = None
         if trainer is not None and wants_link(trainer):
             note_last_step(self._strategy._learner)  # type: ignore[attr-defined]
         return found
@@ -95,7 +100,9 @@ class Processes(_MultiProcessingLauncher):
 def _handled(function: Callable[..., Any], trainer: pl.Trainer | None, *args: Any, **kwargs: Any) -> Any:
     """Call the function and handle its exception in this rank; Lightning handles it in the launching process only."""
     try:
-        return _explained(function, *args, **kwargs)
+        found = _explained(function, *args, **kwargs)
+        # The launching process fails then. With another exit code than 0, this one would make it raise.
+        return found if (reason := take_back_failure()) is None else _WORK_WAS_LOST + reason
     except BaseException as error:
         if trainer is not None:
             _interrupt(trainer, error)

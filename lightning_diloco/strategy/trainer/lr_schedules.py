@@ -14,7 +14,9 @@ By steps (any scheduler with "interval": "step"):
    too small.
 5. `max_steps` counts a learner's own steps, late or not. Schedules are expected to end there, and keep their last rate
    from there on. Without `max_steps`, their end is unknown, and they begin at their start.
-6. Schedules by epochs, plateau schedules and schedules under manual optimization are left to the user.
+6. Schedules by epochs, plateau schedules and schedules under manual optimization are left to the user. In a learner
+   that joins late without a checkpoint, they begin at their start. If its rate is then more than ten times the others',
+   its contributions are refused (`syncer/norm_guard.py`).
 """
 
 from __future__ import annotations
@@ -97,8 +99,15 @@ def advance_schedules(trainer: pl.Trainer, run_steps: int) -> str:
         run_steps: inner steps that one learner of the run has made.
 
     Returns:
-        The end of a sentence that says what was done; "" if there is no such schedule.
+        The end of a sentence that says what was done, also with schedules by epochs; "" if there are no schedules.
     """
+    by_epochs = any(config.interval == "epoch" and not config.reduce_on_plateau for config in _automatic(trainer))
+    return _advance_by_steps(trainer, run_steps) + (
+        "; schedules by epochs begin at their start, so that its rate may be too high for the run" if by_epochs else ""
+    )
+
+
+def _advance_by_steps(trainer: pl.Trainer, run_steps: int) -> str:
     if not (configs := list(_by_steps(trainer))):
         return ""
     if trainer.max_steps < 0:
@@ -125,10 +134,15 @@ def _num_updates(scheduler: object) -> int:
 
 
 def _by_steps(trainer: pl.Trainer) -> Iterator[LRSchedulerConfig]:
-    for config in trainer.lr_scheduler_configs if trainer.lightning_module.automatic_optimization else ():
+    for config in _automatic(trainer):
         by_tokens = isinstance(config.scheduler, FleetTokenLR)
         if config.interval == "step" and not config.reduce_on_plateau and not by_tokens:
             yield config
+
+
+def _automatic(trainer: pl.Trainer) -> list[LRSchedulerConfig]:
+    """Return the schedules that Lightning updates."""
+    return trainer.lr_scheduler_configs if trainer.lightning_module.automatic_optimization else []
 
 
 def _steps_per_update(trainer: pl.Trainer, config: LRSchedulerConfig) -> int:

@@ -5,7 +5,9 @@
    the first step there is nothing to save. A process that still waits for a syncer, or compiles the first batch, ends
    after UNTRAINED_S.
 2. Leaving the run, sending the last contributions and writing the checkpoint share the grace period, less RESERVE_S for
-   the rest of the exit.
+   the rest of the exit. If the signal comes at the end of training, while a learner waits for its last contributions,
+   it waits no longer than this. It writes no checkpoint then: one of the last step would leave nothing to train, and
+   work that was not merged would be lost. The next process continues from the checkpoint before, and trains it again.
 3. The exit code is EXIT_CODE, 128 + SIGTERM as in shells. It marks neither the end of the work nor a failure.
 """
 
@@ -71,6 +73,10 @@ class Preemption:
         since_s = time.monotonic() - (time.monotonic() if self._noticed_s is None else self._noticed_s)
         return max(0.0, self._grace_s - RESERVE_S - since_s)
 
+    def asked(self) -> float | None:
+        """Return `left_s`; None if the signal has not come."""
+        return self.left_s if self.is_noticed else None
+
     def leave_run(self, link: Link, checkpointer: LearnerCheckpointer) -> None:
         """Write a checkpoint while the last contributions are merged."""
         checkpointer.take()
@@ -80,6 +86,11 @@ class Preemption:
             log.warning("the run was left without a farewell: %s", error)
         is_stored = checkpointer.wait(self.left_s)
         log.warning("pre-empted; the run was left with%s a checkpoint", "" if is_stored else "out")
+        if not link.is_drained:
+            log.warning(
+                "pre-empted before all of this learner's work was merged; the run has lost the rest: checkpoints "
+                "hold no parameters"
+            )
 
     def close(self) -> None:
         """End the guard; after the signal, the guard stays until the process has ended."""

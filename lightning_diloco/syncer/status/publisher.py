@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from lightning_diloco.protocol.messages import News
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.syncer.payloads import Payloads
+from lightning_diloco.syncer.run_end import RunEnd
 from lightning_diloco.syncer.status import report
 from lightning_diloco.syncer.status.history import History
 from lightning_diloco.transport.base import Json
@@ -40,11 +41,15 @@ class StatusPublisher:
         state: the state machine.
         desk: payloads, which count bytes.
         past: history of the run before this process.
+        ending: decides when the run ends; None: it does not end by itself.
     """
 
-    def __init__(self, state: SyncerState, desk: Payloads, past: History | None = None) -> None:
+    def __init__(
+        self, state: SyncerState, desk: Payloads, past: History | None = None, ending: RunEnd | None = None
+    ) -> None:
         self._state = state
         self._past = past or History()
+        self._ending = ending or RunEnd(expect=None, embedded_by=None)
         self._desk = desk
         self._started_s = time.monotonic()
         self._began_s = self._started_s if self._past.began_s is None else self._past.began_s
@@ -98,8 +103,10 @@ class StatusPublisher:
     def status(self) -> Json:
         """Return the status of the run."""
         with self.looking:
-            uptime_s = time.monotonic() - self._started_s
-            status = report.status(self._state, disk=self._disk, uptime_s=uptime_s, **self._figures())
+            figures = self._figures()
+            uptime_s = figures["now_s"] - self._started_s
+            end_s = self._ending.waits_until_s(self._state, figures["now_s"])
+            status = report.status(self._state, disk=self._disk, end_s=end_s, uptime_s=uptime_s, **figures)
         return {**status, "recent": list(self._recent)}
 
     def summary(self, status: str) -> Json:

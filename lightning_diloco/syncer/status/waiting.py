@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from lightning_diloco.protocol.syncer.joins import START_HOLD_S
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.roster import SILENT_HEARTBEATS, Member
-from lightning_diloco.syncer.run_end import EVALUATE_WAIT_S
 from lightning_diloco.transport.base import Json
 
 _THEN = {
@@ -24,13 +23,16 @@ _THEN = {
 }
 
 
-def waits(state: SyncerState, rounds: list[Json], *, disk: tuple[str, float] | None, now_s: float) -> list[Json]:
+def waits(
+    state: SyncerState, rounds: list[Json], *, disk: tuple[str, float] | None, end_s: float | None, now_s: float
+) -> list[Json]:
     """Return all current waits.
 
     Args:
         state: the state machine.
         rounds: open rounds, as in the status.
         disk: (error, time since when) if the disk fails; None: it works.
+        end_s: when the run ends without the loss of the final anchor; None: it does not end then.
         now_s: current time on the clock of the state machine.
     """
     found = (
@@ -42,7 +44,7 @@ def waits(state: SyncerState, rounds: list[Json], *, disk: tuple[str, float] | N
               r["closes_in_s"], r["then"])
         for r in rounds
     ]  # fmt: skip
-    return [*found, *_silent(state, now_s), *_quarantined(state), *_end(state, now_s)]
+    return [*found, *_silent(state, now_s), *_quarantined(state), *_end(state, end_s, now_s)]
 
 
 def end_of_stage(state: SyncerState, p: int, now_s: float) -> tuple[list[str], float | None, str]:
@@ -113,13 +115,13 @@ def _quarantined(state: SyncerState) -> Iterator[Json]:
         yield _wait(what, [name], None, None, then)
 
 
-def _end(state: SyncerState, now_s: float) -> Iterator[Json]:
+def _end(state: SyncerState, end_s: float | None, now_s: float) -> Iterator[Json]:
     """Yield the wait for the last learner to leave, which evaluates the final anchor."""
     if not (state.is_finished and state.ended_by_finishing) or state.has_verdict:
         return
     left = state.roster.in_state("left")
     last: Member | None = max(left, key=lambda m: m.ended_s or 0.0, default=None)
     if last is not None and last.ended_s is not None:
-        since_s = now_s - last.ended_s
-        left_s = max(0.0, EVALUATE_WAIT_S - since_s)
-        yield _wait("the loss of the final anchor", [last.learner], since_s, left_s, "the run ends without it")
+        left_s = None if end_s is None else max(0.0, end_s - now_s)
+        then = "it is in the summary" if end_s is None else "the run ends without it"
+        yield _wait("the loss of the final anchor", [last.learner], now_s - last.ended_s, left_s, then)

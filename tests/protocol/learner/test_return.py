@@ -218,6 +218,19 @@ def test_a_drain_with_a_limit_does_not_wait_for_a_syncer_that_is_away(options: d
     assert learner.state.drain_until_s == ends_s, "nobody waits longer for an answer, either"
 
 
+def test_a_learner_that_is_preempted_while_it_drains_has_another_limit_and_leaves_as_that() -> None:
+    learner = Learner(num_fragments=1, sync_every=4)
+    learner.step()
+    learner.handle(on.Finish("finished"))
+    learner.handle(on.Pause(is_online=False), after_s=1.0)
+    learner.handle(on.Finish("preempted", within_s=4.0))
+    learner.handle(on.Pause(is_online=False), after_s=3.9)
+    assert not left(learner)
+    learner.handle(on.Pause(is_online=False), after_s=0.2)
+    (leave,) = (message for message in learner.says if isinstance(message, msg.Leave))
+    assert leave.reason == "preempted"
+
+
 def test_a_learner_with_nothing_to_send_does_not_wait_for_a_syncer_that_is_away() -> None:
     learner = Learner(num_fragments=1, sync_every=4)
     learner.handle(on.Finish("finished"))

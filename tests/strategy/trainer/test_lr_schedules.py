@@ -118,7 +118,10 @@ def test_a_schedule_of_another_library_trains(trainer_for: Callable[..., L.Train
 
 @pytest.mark.parametrize(
     ("config", "trainer", "sentence"),
-    [({"interval": "epoch"}, {}, ""), ({}, {"max_steps": -1, "max_epochs": 2}, "because Trainer has no max_steps")],
+    [
+        ({"interval": "epoch"}, {}, "schedules by epochs begin at their start"),
+        ({}, {"max_steps": -1, "max_epochs": 2}, "because Trainer has no max_steps"),
+    ],
 )
 def test_a_schedule_whose_end_is_not_known_in_steps_begins_at_its_start(
     late: Fit, caplog: Any, config: dict[str, Any], trainer: dict[str, Any], sentence: str

@@ -70,6 +70,14 @@ def test_sigterm_leaves_with_a_checkpoint_of_the_last_step(scenario, fit, model,
     assert model.seen[: len(read)] == read
 
 
+@pytest.mark.parametrize("lands", [True, False], ids=["merged", "unmerged"])
+def test_work_that_is_lost_by_a_preemption_is_told(scenario, fit, caplog, lands):
+    scenario.lands = lands
+    with pytest.raises(SystemExit):
+        fit(Terminate())
+    assert ("pre-empted before all of this learner's work was merged" in caplog.text) != lands
+
+
 def test_sigterm_in_validation_leaves_too(scenario, fit, model, tmp_path):
     validate = model.validation_step
 
@@ -83,6 +91,21 @@ def test_sigterm_in_validation_leaves_too(scenario, fit, model, tmp_path):
     assert ended.value.code == EXIT_CODE
     assert "preempted" in scenario.link.events
     assert [entry.step for entry in CheckpointStore(str(tmp_path / "store" / "run")).entries("l0")] == [3]
+
+
+@pytest.mark.parametrize("lands", [True, False], ids=["merged", "unmerged"])
+def test_sigterm_while_the_last_contributions_are_awaited_leaves_the_last_steps_to_the_next_process(
+    scenario, fit, tmp_path, caplog, lands
+):
+    scenario.lands = scenario.is_last = lands
+    scenario.while_draining = partial(os.kill, os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        fit(First(), every=5)
+    assert ended.value.code == EXIT_CODE
+    assert scenario.link.events[-2:] == ["finish", "close"], "the final anchor is not evaluated"
+    assert [entry.step for entry in CheckpointStore(str(tmp_path / "store" / "run")).entries("l0")] == [5]
+    when = "after" if lands else "before"
+    assert f"at step 9, {when} all of this learner's work was merged. Its next process goes on" in caplog.text
 
 
 def test_without_checkpoints_it_leaves_all_the_same(scenario, fit, tmp_path):

@@ -11,6 +11,7 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.messages import News
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.syncer import run_end
 from lightning_diloco.syncer.payloads import Payloads
 from lightning_diloco.syncer.status.publisher import NUM_RECENT, StatusPublisher
 from tests.learner.fleet import Fleet, finish, until
@@ -49,6 +50,19 @@ def test_a_lonely_contribution_points_where_the_outer_gradient_does(tmp_path: Pa
         until(lambda: learner.link.metrics().get("diloco/cosine"), "news of a merge")
         assert learner.link.metrics()["diloco/cosine"] == pytest.approx(1.0, abs=1e-4)
         learner.enough().done()
+
+
+@pytest.mark.parametrize(("expect", "then"), [(1, "the run ends without it"), (None, "it is in the summary")])
+def test_the_wait_for_the_last_validation_is_that_of_the_syncer(
+    tmp_path: Path, expect: int | None, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_end, "EVALUATE_WAIT_S", 7000.0)
+    with Fleet(tmp_path, expect=expect) as fleet:
+        learner = fleet.learner("l0").join()
+        assert learner.link.finish(), "it is the last one, and validates now"
+        (wait,) = fleet.status()["waits"]
+    assert wait["then"] == then
+    assert wait["until_s"] is None if expect is None else 6900.0 < wait["until_s"] <= 7000.0
 
 
 def test_only_the_latest_events_are_kept_and_numbers_go_on() -> None:

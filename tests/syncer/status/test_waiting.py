@@ -12,9 +12,9 @@ from lightning_diloco.syncer.status import report
 from tests.protocol.harness import Syncer, confirm, ready
 
 
-def waits(syncer: Syncer, disk: tuple[str, float] | None = None) -> list[tuple[Any, ...]]:
+def waits(syncer: Syncer, disk: tuple[str, float] | None = None, end_s: float | None = None) -> list[tuple[Any, ...]]:
     figures = {"uptime_s": 0.0, "now_s": syncer.now_s, "bytes_up": 0, "bytes_down": 0}
-    status = report.status(syncer.state, disk=disk, **figures)
+    status = report.status(syncer.state, disk=disk, end_s=end_s, **figures)
     return [(wait["what"], wait["for"], wait["since_s"], wait["until_s"], wait["then"]) for wait in status["waits"]]
 
 
@@ -98,7 +98,10 @@ def test_the_end_waits_for_the_loss_of_the_final_anchor() -> None:
     syncer = Syncer("l0")
     progress = messages.Progress(4, 100, (0, 0), (((0, 100),),) * 2)
     syncer.tell("l0", messages.Leave("finished", progress, 25.0))
+    end_s = syncer.now_s + 3600.0
     syncer.now_s += 20.0
-    assert waits(syncer) == [("the loss of the final anchor", ["l0"], 20.0, 3580.0, "the run ends without it")]
+    what = "the loss of the final anchor"
+    assert waits(syncer, end_s=end_s) == [(what, ["l0"], 20.0, 3580.0, "the run ends without it")]
+    assert waits(syncer) == [(what, ["l0"], 20.0, None, "it is in the summary")]
     syncer.tell("l0", messages.Evaluated(2.5))
     assert waits(syncer) == []
