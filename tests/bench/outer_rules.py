@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -186,32 +187,31 @@ def run(recipe: Path, trial: dict[str, Any]) -> dict[str, Any]:
     return {**found, "options": asdict(rule)}
 
 
-def rows(found: dict[str, Any], usual: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each rule and setting.
+def rows(found: dict[str, Any], usual: dict[str, Any]) -> list[dict[str, str]]:
+    """Return a row for each rule, with the mean gap over the seeds to data parallel training in each setting.
 
     Args:
         found: stored results of this benchmark.
         usual: stored results of `quality.py`.
     """
-    settings = sorted({_task(trial) for trial in found["trials"]})
-    by_rule: dict[str, dict[str, Any]] = {}
-    for task in settings:
-        column = f"M={task[1]}, {task[0]} sequences" + (f", H={task[2]}" if task[2] != 24 else "")
-        column += f", {task[3]} steps" if task[3] != 600 else ""
-        alone = [one["loss"] for one in usual["data_parallel"] if _task(one) == (*task[:2], None, *task[3:])]
-        lr_mu = RunConfig.with_defaults({"sync_every": task[2]})
-        plain = [
-            {**one, "rule": "the defaults"}
-            for one in usual["anchors"]
-            if _task(one) == task
-            and (one["outer_lr"], one["outer_momentum"]) == (lr_mu.outer_lr, lr_mu.outer_momentum)
-            and (one["merge"], one["lr"], one["together"]) == ("mean", 4e-3, None)
-        ]
-        for trial in (*plain, *(one for one in found["trials"] if _task(one) == task)):
-            row = by_rule.setdefault(trial["rule"], {"rule": trial["rule"]})
-            row[column] = f"{trial['loss'] / min(alone) - 1:+.2%}" if alone else f"{trial['loss']:.4f}"
+    gaps: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for task in sorted({_task(trial) for trial in found["trials"]}):
+        size, learners, period, steps, _ = task
+        column = (
+            f"M={learners}, {size} sequences" + f", H={period}" * (period != 24) + f", {steps} steps" * (steps != 600)
+        )
+        alone = [one["loss"] for one in usual["data_parallel"] if _task(one) == (size, learners, None, *task[3:])]
+        stock = {**asdict(RunConfig.with_defaults({"sync_every": period})), "lr": Tiny().lr, "together": None}
+        names = ("outer_lr", "outer_momentum", "merge", "lr", "together")
+        plain = [one for one in usual["anchors"] if all(one[name] == stock[name] for name in names)]
+        for trial in (*({**one, "rule": "the defaults"} for one in plain), *found["trials"]):
+            if _task(trial) == task:
+                gaps[trial["rule"]][column] += [trial["loss"] / min(alone) - 1] if alone else []
     order = ["the defaults", *RULES]
-    return sorted(by_rule.values(), key=lambda row: order.index(row["rule"]))
+    shown = {
+        rule: {name: f"{statistics.mean(some):+.2%}" for name, some in of.items() if some} for rule, of in gaps.items()
+    }
+    return [{"rule": rule, **shown[rule]} for rule in sorted(shown, key=order.index)]
 
 
 def _task(trial: dict[str, Any]) -> tuple[Any, ...]:
