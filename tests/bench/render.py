@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import goodput_table, quality, report, wide_area
+from tests.bench import goodput_table, outer_rules, quality, report, wide_area
 from tests.bench.tiny import RECIPE, Tiny
 
 Results = dict[str, Any]
@@ -68,9 +68,10 @@ def _broken_learner(found: Results) -> str:
 
 
 BENCH, PROJECT = HERE / "README.md", report.ROOT / "README.md"
-OF_THE_RECIPE = ("quality", "quality_by_learners", "forecast", "memory", "chaos")
+OF_THE_RECIPE = ("quality", "quality_by_learners", "outer_rules", "forecast", "memory", "chaos")
 TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("quality", "quality_by_learners"), _losses),
+    "outer_rules": outer_rules.summary,
     "loss_by_participation": _loss_by_participation,
     "broken_learner": _broken_learner,
     "recoveries": _checks,

@@ -30,6 +30,7 @@ from tests.bench import (
     loop,
     loss_by_participation,
     memory,
+    outer_rules,
     participation,
     quality,
     ranks_step,
@@ -140,6 +141,18 @@ def test_quality_is_the_same_each_time(toy: Tiny) -> None:
     first, second = (quality.decoupled(toy, RunConfig(**SMALL), LearnerConfig(), **size) for _ in range(2))
     assert first == second
     assert -1 < first["rho"] < 1
+
+
+def test_a_rule_that_changes_nothing_gives_the_loss_of_the_package(toy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"batch_size": 2, "learners": 2, "sync_every": 6, "steps": 13, "seed": 1}
+    options = RunConfig(sync_every=6, num_fragments=6, outer_lr=0.5, outer_momentum=0.9)
+    plain = quality.decoupled(toy, options, LearnerConfig(), learners=2, steps=13, seed=1)
+    monkeypatch.setattr(outer_rules, "Tiny", lambda *_, **__: toy)
+    rules = {"same": outer_rules.Rule(lr=0.5, mu=0.9), "other": outer_rules.Rule(lr=0.5, mu=0.9, skip=True)}
+    monkeypatch.setattr(outer_rules, "RULES", rules)
+    same, other = (outer_rules.run(RECIPE, {"rule": name, **task}) for name in rules)
+    assert (same["loss"], same["rho"]) == (plain["loss"], plain["rho"])
+    assert other["loss"] != plain["loss"]
 
 
 def test_missing_options_of_a_sweep_are_those_of_a_run() -> None:

@@ -343,6 +343,13 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             says="learners",
         ),
         Step(
+            line="python -m tests.bench.outer_rules --rules 'lr by rho, mu 0.6' skip --learners 1 2 --batch-size 4 "
+            "--steps 3 --out rules.json",
+            of=("python -m tests.bench.outer_rules --learners 1 4 --batch-size 4 --out FILE",),
+            leaves=("rules.json",),
+            says="skip",
+        ),
+        Step(
             line="python tests/bench/run.py quality --seed 1 --steps 3",
             of=("python tests/bench/run.py quality",),
             says="missed a bound: none",
