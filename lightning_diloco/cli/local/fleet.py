@@ -45,13 +45,14 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")  # follows the indented frames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """The command of one child, the same at every start.
+    """The command of one child.
 
     Args:
         name: the child's name, unique in its fleet.
         argv: program and arguments.
         log_path: file to which stdout and stderr are appended; its folder is created.
         env: variables added to this process's environment.
+        fresh: returns more variables; called at each start.
         until: name of a child; after it has finished, this one is not restarted.
         done_path: file that the child writes when its work is done; removed when it is started. None for no such file.
         standby: program and arguments of a process that becomes this child when it reads a line; empty for none.
@@ -61,6 +62,7 @@ class Command:
     argv: tuple[str, ...]
     log_path: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    fresh: Callable[[], Mapping[str, str]] = dict
     until: str | None = None
     done_path: Path | None = None
     standby: tuple[str, ...] = ()
@@ -287,7 +289,7 @@ def _spawn(command: Command, argv: Sequence[str], *, stdin: int = subprocess.DEV
             stdin=stdin,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **command.env},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **command.env, **command.fresh()},
             start_new_session=True,
         )
 

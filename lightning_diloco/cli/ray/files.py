@@ -7,8 +7,8 @@
 3. `wanted` holds the number of learners that the run should have, and what is needed to check a new number.
    `diloco scale` writes it, `diloco run` follows it. It exists only while `diloco run` runs.
 
-The files replace calls between actors, so the run can be watched and ended after the loss of the Ray head. An order has
-the secret of the run, so only its owner may read the folder. Source: our choice.
+The files replace calls between actors, so the run can be watched and ended after the loss of the Ray head. Source: our
+choice.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lightning_diloco.cli.local.fleet import Command
 
 Wish = Literal["run", "leave", "kill"]
 FOLDER = "ray"
+_JOIN = "DILOCO_JOIN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Order:
     Args:
         words: arguments of Python; each machine uses its own interpreter.
         env: variables added to the environment of the machine.
+        is_joining: whether it also gets DILOCO_JOIN, as RUN_DIR/join is at each start, because the syncer may move.
         log_path: see `Command`.
         done_path: see `Command`.
         cwd: working directory.
@@ -44,6 +46,7 @@ class Order:
 
     words: tuple[str, ...]
     env: Mapping[str, str]
+    is_joining: bool
     log_path: str
     done_path: str | None
     cwd: str
@@ -58,20 +61,26 @@ class Order:
         assert python == sys.executable, command.argv
         return cls(
             words=tuple(words),
-            env=dict(command.env),
+            env={name: value for name, value in command.env.items() if name != _JOIN},
+            is_joining=_JOIN in command.env,
             log_path=str(command.log_path),
             done_path=None if command.done_path is None else str(command.done_path),
             cwd=str(Path.cwd()),
             max_restarts=max_restarts,
         )
 
-    def command(self, name: str, host: str) -> Command:
+    def command(self, name: str, run_dir: Path, host: str) -> Command:
         """Return the command on this machine, which others reach under the name or address `host`."""
+
+        def joins() -> dict[str, str]:
+            return {_JOIN: (run_dir / "join").read_text(encoding="utf-8").strip()} if self.is_joining else {}
+
         return Command(
             name=name,
             argv=(sys.executable, *self.words),
             log_path=Path(self.log_path),
             env={**self.env, "DILOCO_HOST": host},
+            fresh=joins,
             done_path=None if self.done_path is None else Path(self.done_path),
         )
 

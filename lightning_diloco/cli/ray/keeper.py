@@ -66,7 +66,7 @@ class Keeper:
             if order.wish != "run":
                 self._tell("ended", "stopped")
                 return
-            fleet.start(order.command(self._name, self._host))
+            fleet.start(order.command(self._name, self._run_dir, self._host))
             while fleet.outcome(self._name) == "running":
                 time.sleep(_TICK_S)
                 fleet.watch()
@@ -83,7 +83,7 @@ class Keeper:
             fleet.stop([self._name], within_s=order.within_s, is_urgent=lambda: self._wish == "kill")
         elif replace(order, within_s=before.within_s) != before:
             os.killpg(fleet.pid(self._name), signal.SIGKILL)
-            fleet.start(order.command(self._name, self._host))
+            fleet.start(order.command(self._name, self._run_dir, self._host))
         return order
 
     def _order(self) -> Order:
