@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_diloco.cli.local.fleet import Command
+from lightning_diloco.transport.address import read_join_file
 
 Wish = Literal["run", "leave", "kill"]
 FOLDER = "ray"
@@ -77,7 +79,7 @@ class Order:
 
         return Command(
             name=name,
-            argv=(sys.executable, *self.words),
+            argv=(sys.executable, *_with_port(self.words, run_dir, host)),
             log_path=Path(self.log_path),
             env={**self.env, "DILOCO_HOST": host},
             fresh=joins,
@@ -188,6 +190,24 @@ class Wanted:
     def close(self) -> None:
         """Remove the file."""
         self._path.unlink(missing_ok=True)
+
+
+def _with_port(words: tuple[str, ...], run_dir: Path, host: str) -> list[str]:
+    """Give `--listen` ADDRESS:0 a port that stays the same while the syncer is on this machine.
+
+    A learner that starts while the syncer is away would otherwise dial an address that does not come back.
+    """
+    found = list(words)
+    if "--listen" in found and found[at := found.index("--listen") + 1].endswith(":0"):
+        join = run_dir / "join"
+        before = read_join_file(join) if join.exists() else None
+        if before is not None and before.host in (host, "127.0.0.1"):
+            port = before.port
+        else:
+            with socket.create_server(("", 0)) as free:
+                port = free.getsockname()[1]
+        found[at] = f"{found[at].removesuffix(':0')}:{port}"
+    return found
 
 
 def make_folder(run_dir: Path) -> None:

@@ -17,7 +17,7 @@ from lightning_diloco.cli.ray.files import Desk, Wanted
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
 
-_EXAMPLE = "example:\n  diloco scale runs/mine 6"
+_EXAMPLE = "example:\n  diloco scale /shared/mine 6"
 _WITHIN_S, _POLL_S = 60.0, 0.1
 
 

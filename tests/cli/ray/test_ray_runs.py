@@ -36,6 +36,7 @@ QUICK = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_worker_niceness": "0",  # others use the machine, too
     "PYTHONPATH": str(command.ROOT),
 }
 
@@ -65,7 +66,7 @@ class Site:
     def start(self, num_learners: int) -> None:
         self.cluster.wait_for_nodes()
         words = ("--engine", "ray", "--learners", num_learners, "--address", self.cluster.address)
-        where = ("--run-dir", self.run_dir, "--no-table", "--no-page")
+        where = ("--run-dir", self.run_dir, "--no-table", "--no-page", "--stop-grace", 60)
         self.driver = command.start(self.folder, "run", "train.py", *words, *where)
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
@@ -209,10 +210,10 @@ def test_the_machine_of_the_syncer_is_lost_and_rounds_go_on_when_it_is_back(site
     site.start(2)
     site.until_train("l0", "l1")
     site.until_commits(4)
-    before, port = site.pids(), read_join_file(site.run_dir / "join").port
+    before = site.pids()
     site.add(1)
     site.lose(site.node_of("syncer"), "syncer")
-    site.until(lambda: read_join_file(site.run_dir / "join").port != port, "the new address")
+    site.until(lambda: site.began("syncer") == 2, "another keeper")
     site.until_commits(8)
     site.until_train("l0", "l1")
     after = site.pids()
@@ -256,7 +257,7 @@ def test_learners_are_added_and_removed_and_ctrl_c_ends_all_in_good_order(
     said, _ = site.driver.communicate(timeout=WITHIN_S)
     assert site.driver.returncode == 130, said
     assert "SIGINT: ending the run" in said
-    assert "killed" not in said
+    assert "; killed" not in said, said
     assert not any(site.keepers(name) for name in ("syncer", "l0", "l1"))
     assert site.leaves() == [("l1", "preempted"), ("l0", "preempted")]
     summary = json.loads((site.run_dir / "summary.json").read_text())
