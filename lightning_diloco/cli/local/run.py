@@ -274,6 +274,8 @@ class _Run:
     def _wait(self, done: Callable[[], bool], feed: StatusFeed | None = None) -> None:
         self._fleet.watch()
         while not self._interruption and not done():
+            for name in self.learners:
+                self._echo.follow(name, self._plan.log_of(name))
             self._echo.look()
             if feed is not None:
                 self._screen.show(feed.latest, feed.problem if self._is_served() else None)

@@ -105,10 +105,10 @@ class Desk:
         return [path.stem for path in (run_dir / FOLDER).glob("*.order")]
 
     def order(self) -> Order | None:
-        """Return the order; None if there is none, or it is half written."""
+        """Return the order; None if there is none, it is half written, or the disk does not answer."""
         try:
             told = json.loads(self._order.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return None
         return Order(**{**told, "words": tuple(told["words"])})
 
@@ -131,12 +131,13 @@ class Desk:
         return self._events.stat().st_size if self._events.exists() else 0
 
     def events(self, start: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return the events from byte `start`, and the byte at which the next one begins."""
-        if not self._events.exists():
+        """Return the events from byte `start`, and the byte at which the next one begins; none if there is no file."""
+        try:
+            with self._events.open("rb") as file:
+                file.seek(start)
+                new = file.read()
+        except OSError:  # also while a network file system does not answer
             return [], start
-        with self._events.open("rb") as file:
-            file.seek(start)
-            new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         return [json.loads(line) for line in whole.splitlines()], start + len(whole)
 
@@ -184,7 +185,7 @@ class Wanted:
         """Return the content; None if there is none, or it is half written."""
         try:
             return Wants(**json.loads(self._path.read_text(encoding="utf-8")))
-        except (FileNotFoundError, ValueError):
+        except (OSError, ValueError):
             return None
 
     def close(self) -> None:

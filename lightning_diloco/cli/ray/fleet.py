@@ -24,7 +24,7 @@ from lightning_diloco.cli.ray.files import Desk, Order, Wanted, Wants, Wish
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.transport.address import read_join_file
 
-_POLL_S = 0.1
+_POLL_S, _PLACE_S = 0.1, 20.0
 _ANSWER_S = 10.0  # for what a keeper and the shared disk need beyond the time of its process
 
 
@@ -36,6 +36,8 @@ class _Process:
         self.read_bytes = desk.num_bytes  # an earlier keeper may have left events
         self.keeper: str | None = None
         self.outcome: Outcome = "running"
+        self.placed_s = time.monotonic()
+        self.is_said_to_wait = False
 
     def wish(self, wish: Wish, within_s: float = 0.0) -> None:
         """Tell its keeper."""
@@ -96,6 +98,7 @@ class RayFleet:
     def watch(self) -> None:
         """Read what the keepers have told, and follow `diloco scale`. Does not block."""
         self._read()
+        self._say_who_waits()
         wanted = self._wanted.read()
         if wanted is not None and wanted.num_learners != self._num_learners:
             try:
@@ -114,6 +117,13 @@ class RayFleet:
                     self._say(it["text"])
                 elif it["keeper"] == process.keeper:
                     process.outcome = it["text"]
+
+    def _say_who_waits(self) -> None:
+        for name, process in self._processes.items():
+            is_late = process.keeper is None and time.monotonic() > process.placed_s + _PLACE_S
+            if is_late and not process.is_said_to_wait:
+                process.is_said_to_wait = True
+                self._say(f"{name} waits for a node: Ray has none with enough free resources, or cannot start it yet")
 
     def _scale(self, num_learners: int) -> None:
         self._num_learners = num_learners
@@ -150,11 +160,14 @@ class RayFleet:
         stopped = [name for name in {*names, *self._removed()} if self.outcome(name) == "running"]
         for name in stopped:
             self._processes[name].wish("leave", within_s)
-        late = self._still_running(stopped, within_s + _ANSWER_S, is_urgent)
+        placed = [name for name in stopped if self._processes[name].keeper is not None]
+        if unplaced := [name for name in stopped if name not in placed]:
+            self._forget(unplaced, "was not placed yet")
+        late = self._still_running(placed, within_s + _ANSWER_S, is_urgent)
         for name in late:
             self._processes[name].wish("kill")
         if lost := self._still_running(late, _ANSWER_S):
-            self._forget(lost)
+            self._forget(lost, "no answer from its machine, where it ends when it sees the run directory again")
 
     def _still_running(
         self, names: list[str], after_s: float, is_urgent: Callable[[], bool] = lambda: False
@@ -167,11 +180,11 @@ class RayFleet:
             names = [name for name in names if self.outcome(name) == "running"]
         return names
 
-    def _forget(self, names: list[str]) -> None:
-        self._say(
-            f"{', '.join(names)}: no answer from its machine; it ends when it sees the run directory again, and Ray "
-            "does not start it any more"
-        )
+    def _forget(self, names: list[str], why: str) -> None:
+        """Let Ray start these processes no more."""
+        self._say(f"{', '.join(names)}: {why}; Ray does not start it any more")
+        for name in names:
+            self._processes[name].outcome = "stopped"
         try:
             with cluster.connected(self._address):
                 cluster.release([self._processes[name].known_as for name in names])

@@ -6,7 +6,8 @@
    good order and end. On the same machine, the new one waits for that, with a lock. On a lost machine there is nothing
    to wait for.
 3. If the command in the order changes, the process is killed and the new command is started.
-4. SIGTERM ends a keeper and its process in good order. Its actor then starts another one, as after any other death.
+4. While the disk does not answer, the process runs on. The keeper tells its events later.
+5. SIGTERM ends a keeper and its process in good order. Its actor then starts another one, as after any other death.
 
 Source: our choice.
 """
@@ -27,7 +28,7 @@ from lightning_diloco.cli.local.fleet import Fleet
 from lightning_diloco.cli.local.interruption import GRACE_S
 from lightning_diloco.cli.ray.files import Desk, Order
 
-_TICK_S = 0.2
+_TICK_S, _AGAIN_S = 0.2, 2.0
 
 
 class Keeper:
@@ -118,7 +119,12 @@ class Keeper:
                 time.sleep(_TICK_S)
 
     def _tell(self, event: str, text: str) -> None:
-        self._desk.tell(self._mark, event, text)
+        while True:
+            try:
+                return self._desk.tell(self._mark, event, text)
+            except OSError as error:  # the process runs on
+                print(f"{event} is told later: {error}", flush=True)
+                time.sleep(_AGAIN_S)
 
     def _end(self, *_: object) -> None:
         self._is_asked_to_end = True

@@ -16,8 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray.cluster_utils import Cluster
 
 from lightning_diloco.cli.main import main
+from lightning_diloco.cli.ray.cluster import connected
+from lightning_diloco.cli.ray.files import Desk
 from lightning_diloco.errors import ConfigError, TransportError
 from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.transport.address import read_join_file
@@ -45,8 +49,6 @@ class Site:
     """A cluster whose head runs no processes, and one run on it."""
 
     def __init__(self, folder: Path) -> None:
-        from ray.cluster_utils import Cluster
-
         self.folder, self.run_dir = folder, folder / "run"
         (folder / "train.py").write_text(TRAIN)
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
@@ -118,7 +120,7 @@ class Site:
         return {name: [child.pid for keeper in self.keepers(name) for child in keeper.children()] for name in names}
 
     def began(self, name: str) -> int:
-        return (self.run_dir / "ray" / f"{name}.events").read_text().count('"began"')
+        return sum(it["event"] == "began" for it in Desk(self.run_dir, name).events()[0])
 
     def lose(self, node: Any, *names: str) -> None:
         """Lose the machine of these processes."""
@@ -234,8 +236,11 @@ def test_the_head_is_lost_and_training_goes_on_to_the_end(site: Site) -> None:
     site.until(lambda: not any(map(is_running, raylets)), "the end of all nodes")
     site.until_commits(8)
     assert site.pids() == before
+    psutil.Process(*before["l1"]).kill()
+    site.until(lambda: site.pids()["l1"] not in ([], before["l1"]), "its keeper starts it again")
+    site.until_train("l0", "l1")
     summary = site.end()
-    assert (summary["joins"], summary["lapses"]) == (2, 0)
+    assert summary["joins"] == 3
 
 
 def test_learners_are_added_and_removed_and_ctrl_c_ends_all_in_good_order(
@@ -278,6 +283,28 @@ def test_what_a_cluster_lacks_is_said_before_anything_starts(site: Site) -> None
         ended = command.run(site.folder, *words, f"127.0.0.1:{deaf.getsockname()[1]}")
     assert ended.returncode == 2
     assert "no Ray head answers there" in ended.stderr
+
+
+def test_a_run_that_finds_no_room_says_so_and_leaves_nothing_when_it_is_ended(site: Site) -> None:
+    site.add(1), site.add(1)
+    site.cluster.wait_for_nodes()
+    with connected(site.cluster.address):
+        ray.remote(Taken).options(name="taken", lifetime="detached", num_cpus=1).remote()
+    site.start(1)
+    site.until(lambda: site.began("syncer"), "the syncer")
+    site.until((site.run_dir / "ray" / "l0.order").exists, "an order")
+    assert site.driver is not None
+    site.driver.send_signal(signal.SIGINT)
+    said, _ = site.driver.communicate(timeout=WITHIN_S)
+    assert site.driver.returncode == 130, said
+    assert "l0: was not placed yet; Ray does not start it any more" in said
+    with connected(site.cluster.address):
+        groups = ray.util.placement_group_table().values()
+        assert {group["state"] for group in groups} == {"REMOVED"}
+
+
+class Taken:
+    """Holds a CPU."""
 
 
 def test_without_an_address_a_cluster_of_this_machine_is_started_and_ended(tmp_path: Path) -> None:
