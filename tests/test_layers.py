@@ -43,6 +43,8 @@ NARROWER = {
 LIBRARIES = {
     "cli": "lightning rich yaml packaging torch",
     "cli/faults/picture.py": "matplotlib",
+    "cli/ray/cluster.py": "ray",
+    "cli/ray/host.py": "ray",
     "protocol": "msgspec",
     "simulate": "msgspec",
     "runs": "pyarrow torch",

@@ -32,6 +32,7 @@ from lightning_diloco.cli import (
     status,
     syncer,
 )
+from lightning_diloco.cli.ray import scale
 from lightning_diloco.cli.sites import doctor, launch
 from lightning_diloco.cli.text.printable import printable
 from lightning_diloco.cli.text.spelling import did_you_mean
@@ -40,7 +41,7 @@ from lightning_diloco.errors import DiLoCoError, StorageError
 _EXAMPLE = "example:\n  diloco run recipes/tiny/gpt.yaml --local 2"
 SPLITTING = {"run": run.split, "fit": partial(run.split, valued=(), flags=("-h", "--help")), "chaos": chaos.split}
 _VERBS = (
-    *(run, fit, syncer, status, launch, doctor, plan, simulate),
+    *(run, fit, syncer, status, scale, launch, doctor, plan, simulate),
     *(chaos, replay, snapshot, plot, export, rotate, ls, cp),
 )
 

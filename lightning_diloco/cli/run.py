@@ -1,4 +1,4 @@
-"""`diloco run`: runs a recipe or a script with a syncer and N learners on this machine.
+"""`diloco run`: runs a recipe or a script with a syncer and N learners, on this machine or on a Ray cluster.
 
 Options belong to `diloco run` up to `--`, or up to the first unknown option after the target. The rest is passed
 unchanged to the recipe or the script. Options that no recipe takes, and misspelt options of `diloco run`, are refused
@@ -21,21 +21,25 @@ from typing import TYPE_CHECKING, Any
 from lightning_diloco.cli import page, recipes
 from lightning_diloco.cli.local.claim import claimed
 from lightning_diloco.cli.local.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
+from lightning_diloco.cli.ray import options
 from lightning_diloco.cli.syncer import NO_WANDB
 from lightning_diloco.cli.text.spelling import of_recipe, of_script
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_diloco.cli.local.run import Tell
+    from lightning_diloco.cli.local.display import Screen
+    from lightning_diloco.cli.local.run import Ended, Plan, Tell
 
 _EXAMPLE = """examples:
   diloco run recipes/tiny/gpt.yaml --local 2 --trainer.max_steps 60
   diloco run recipes/tiny/gpt.yaml --local 2 --wandb my-project --page 127.0.0.1:8080
-  diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3"""
+  diloco run train.py --local 4 --run-dir runs/mine -- --epochs 3
+  diloco run gpt2/124m --engine ray --learners 4 --resources-per-learner '{"GPU": 1}' --run-dir /shared/mine"""
 VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")
-_VALUED, _FLAGS = (*VALUED, "--stop-grace", "--page", "--wandb"), (*FLAGS, "--no-page")
+_VALUED, _FLAGS = (*VALUED, *options.VALUED, "--stop-grace", "--page", "--wandb"), (*FLAGS, "--no-page")
+_MAX_RESTARTS = 3
 _WANDB = "lightning_diloco.tracking.Wandb"
 _WANDB_HELP = "log learners and syncer to Weights & Biases as one group; a script logs its learners with a WandbLogger"
 _SCRIPT_S_OWN = (
@@ -46,19 +50,21 @@ _SCRIPT_S_OWN = (
 
 def add_parser(verbs: Any) -> None:
     """Add this verb."""
-    about = "run a recipe or a script as N learners on this machine"
+    about = "run a recipe or a script as N learners, on this machine or on a cluster"
     parser = add_verb(
         verbs,
         "run",
         about,
         _EXAMPLE,
-        usage="diloco run RECIPE.yaml|SCRIPT.py --local N [options] [--] [overrides or script arguments]",
+        usage="diloco run RECIPE.yaml|SCRIPT.py --local N | --engine ray --learners N [options] [--] "
+        "[overrides or script arguments]",
     )
     parser.add_argument("target", metavar="RECIPE|SCRIPT", help="a YAML recipe (see `diloco ls`) or a Python script")
-    parser.add_argument("--local", type=int, metavar="N", help="number of learners")
+    parser.add_argument("--local", type=int, metavar="N", help="number of learners on this machine")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<name>-<UTC time>")
     parser.add_argument("--from", type=Path, dest="origin", metavar="DIR", help="continue from a `diloco snapshot`")
-    parser.add_argument("--max-restarts", type=int, default=3, metavar="R", help="per process (default: 3)")
+    restarts = f"per process (default: {_MAX_RESTARTS}; on a cluster: no limit)"
+    parser.add_argument("--max-restarts", type=int, metavar="R", help=restarts)
     parser.add_argument("--threads", type=int, metavar="T", help="threads per learner (default: cores / N)")
     parser.add_argument(
         "--stop-grace",
@@ -70,6 +76,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--page", default=page.LISTEN, metavar="HOST:PORT", help=page.HELP)
     parser.add_argument("--wandb", metavar="PROJECT", help=_WANDB_HELP)
     parser.add_argument("--no-page", action="store_true", help="do not serve the live page")
+    options.add_options(parser)
     parser.set_defaults(call=call)
 
 
@@ -99,7 +106,7 @@ def split(
 
 def call(arguments: argparse.Namespace) -> int:
     """Run to the end and print the summary; returns the exit code."""
-    found = problems(arguments)
+    found = problems(arguments) + options.problems(arguments)
     if arguments.stop_grace is not None and not arguments.stop_grace > 0.0:
         found.append(f"--stop-grace {arguments.stop_grace:g}: must be above 0")
     if found:
@@ -115,21 +122,26 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path) -> int:
     from rich.console import Console
 
     from lightning_diloco.cli.local.display import Screen, summary_view
-    from lightning_diloco.cli.local.run import Plan, execute
+    from lightning_diloco.cli.local.run import Plan
 
     tracking, tell = _tracking(arguments.wandb, target)
-    num_learners = arguments.local
     if arguments.origin is not None:
         from lightning_diloco.syncer.run_snapshot import begin_from
 
         begin_from(arguments.origin, run_dir)
+    num_learners = arguments.local or arguments.learners
+    needs = options.needs(arguments.resources_per_learner)
+    is_elsewhere = arguments.engine is not None
+    listen = ["--listen", "0.0.0.0:0" if arguments.address else "127.0.0.1:0"] if is_elsewhere else []
+    wandb = ["--wandb", arguments.wandb] if arguments.wandb else []
+    num_here = 1 if arguments.address else num_learners
     plan = Plan(
         run_dir=run_dir,
-        syncer_argv=(*syncer_argv(run_dir, num_learners), *(["--wandb", arguments.wandb] if arguments.wandb else [])),
-        learner_argv=learner_argv(target, [*tracking, *arguments.passed_on], num_learners),
+        syncer_argv=(*syncer_argv(run_dir, num_learners), *listen, *wandb),
+        learner_argv=learner_argv(target, [*tracking, *arguments.passed_on], num_here),
         num_learners=num_learners,
-        threads=arguments.threads,
-        max_restarts=arguments.max_restarts,
+        threads=arguments.threads or (max(1, int(needs["CPU"])) if is_elsewhere else None),
+        max_restarts=_MAX_RESTARTS if arguments.max_restarts is None and not is_elsewhere else arguments.max_restarts,
         grace_s=arguments.stop_grace,
         tell=tell,
     )
@@ -143,11 +155,24 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path) -> int:
                 screen.say(f"run directory: {run_dir}  (each process logs to log.txt in its folder there)")
                 if tell is not None:
                     screen.say(_SCRIPT_S_OWN % arguments.wandb)
-                ended = execute(plan, screen, interruption)
+                ended = _ended(arguments, plan, target, screen, interruption)
             if watch is not None and ended.summary is not None:
                 watch.ended(ended.summary)
         console.print(summary_view(ended.summary, run_dir) if ended.summary else f"no summary; files: {run_dir}")
     return ended.exit_code
+
+
+def _ended(
+    arguments: argparse.Namespace, plan: Plan, target: Path, screen: Screen, interruption: Interruption
+) -> Ended:
+    if arguments.engine is None:
+        from lightning_diloco.cli.local.run import execute
+
+        return execute(plan, screen, interruption)
+    from lightning_diloco.cli.ray.run import execute_on_ray
+
+    needs = options.needs(arguments.resources_per_learner)
+    return execute_on_ray(plan, target.resolve(), screen, interruption, address=arguments.address, needs=needs)
 
 
 def _tracking(project: str | None, target: Path) -> tuple[list[str], Tell | None]:
@@ -166,7 +191,7 @@ def _tracking(project: str | None, target: Path) -> tuple[list[str], Tell | None
 def problems(arguments: argparse.Namespace) -> list[str]:
     """Return problems with the options that all local runs share."""
     found = []
-    if arguments.local is None:
+    if arguments.local is None and getattr(arguments, "engine", None) is None:
         swallowed = any(word.partition("=")[0] == "--local" for word in arguments.passed_on)
         hint = "put it before the options that are passed on" if swallowed else "for example --local 2"
         found.append(f"--local N is missing: pass the number of learners; {hint}")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_diloco.cli.main import main
+from lightning_diloco.cli.main import build_parser, main
 from tests.bench import run as bench
 from tests.docs.commands import ROOT, documented
 from tests.docs.shell import Clone, Step
@@ -248,6 +248,24 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             leaves=("runs/gpt2/summary.json",),
         ),
     ),
+    "ray": (
+        Step(
+            line="diloco run recipes/tiny/gpt.yaml --engine ray --learners 1 --resources-per-learner '{\"CPU\": 1}' "
+            f"--run-dir runs/ray {ENDLESS}",
+            of=(
+                "diloco run RECIPE.yaml --engine ray --learners 4",
+                "diloco run gpt2/124m --engine ray --learners 4 --resources-per-learner '{\"GPU\": 1}' "
+                "--run-dir /shared/mine",
+            ),
+            says="l0 stepping",
+            **CTRL_C,
+        ),
+        Step(
+            line="diloco scale runs/ray 2",
+            of=("diloco scale /shared/mine 6",),
+            says="2 learner",
+        ),
+    ),
     "plans": tuple(
         Step(line=line.replace("RECIPE", "tiny/gpt"), of=(line,), says=says)
         for line, says in {
@@ -381,6 +399,9 @@ NOT_HERE = {
     "pip install -e '.[tpu]'": "is for TPU hosts, and brings another torch",
     "pip install 'lightning-diloco[peft]'": "needs a package index that has a release of ours",
     "pip install 'lightning-diloco[syncer]'": "the same",
+    "pip install 'lightning-diloco[ray]'": "the same",
+    "diloco run gpt2/124m --engine ray --learners 4 --resources-per-learner '{\"GPU\": 1}' --address 10.0.0.1:6379 "
+    "--run-dir /shared/mine": "needs a Ray head elsewhere; tests/cli/ray run it on clusters of this machine",
     "PJRT_DEVICE=TPU python train.py": "needs a TPU; tests/xla run such scripts on PJRT's CPU devices",
     "hf auth login": "needs an account, and asks for its token",
     ".ci/run": "downloads two environments; this test is a part of it",
@@ -439,6 +460,8 @@ def test_what_cannot_run_here_is_right_as_far_as_one_can_see(command: str) -> No
             assert set(words[2:]) <= set(bench.NAMES)
         case ".ci/run":
             subprocess.run(["bash", "-n", command], cwd=ROOT, check=True)
+        case "diloco":
+            assert build_parser().parse_args(words[1:]).engine == "ray"
         case "hf":
             assert shutil.which("hf")
         case "PJRT_DEVICE=CPU":

@@ -42,6 +42,14 @@ def claimed(run_dir: Path) -> Iterator[None]:
             os.close(claim)
 
 
+def is_claimed(run_dir: Path) -> bool:
+    """Return whether a `diloco run` uses this run directory."""
+    claim = _locked(run_dir)
+    if claim is not None:
+        os.close(claim)
+    return claim is None
+
+
 def _locked(folder: Path) -> int | None:
     """Open and lock the folder; returns None if another process holds the lock."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

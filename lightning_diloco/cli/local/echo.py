@@ -23,10 +23,15 @@ class Echo:
     """
 
     def __init__(self, logs: Mapping[str, Path], say: Callable[[str], None]) -> None:
-        self._logs = logs
+        self._logs = dict(logs)
         self._say = say
         self._read_bytes = {name: log.stat().st_size if log.exists() else 0 for name, log in logs.items()}
         self._said: set[str] = set()
+
+    def follow(self, name: str, log: Path) -> None:
+        """Read this log of a learner, too, from its beginning."""
+        if name not in self._logs:
+            self._logs[name], self._read_bytes[name] = log, 0
 
     def look(self) -> None:
         """Report new warnings, without blocking."""

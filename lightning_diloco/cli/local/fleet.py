@@ -45,13 +45,14 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")  # follows the indented frames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """The command of one child, the same at every start.
+    """The command of one child.
 
     Args:
         name: the child's name, unique in its fleet.
         argv: program and arguments.
         log_path: file to which stdout and stderr are appended; its folder is created.
         env: variables added to this process's environment.
+        fresh: returns more variables; called at each start.
         until: name of a child; after it has finished, this one is not restarted.
         done_path: file that the child writes when its work is done; removed when it is started. None for no such file.
         standby: program and arguments of a process that becomes this child when it reads a line; empty for none.
@@ -61,6 +62,7 @@ class Command:
     argv: tuple[str, ...]
     log_path: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    fresh: Callable[[], Mapping[str, str]] = dict
     until: str | None = None
     done_path: Path | None = None
     standby: tuple[str, ...] = ()
@@ -91,11 +93,11 @@ class Fleet:
     """The children of one run. Use it from the main thread only (see leash.py).
 
     Args:
-        max_restarts: maximum number of restarts per child.
+        max_restarts: maximum number of restarts per child; None for no limit.
         say: called with messages, in whole lines.
     """
 
-    def __init__(self, *, max_restarts: int, say: Callable[[str], None]) -> None:
+    def __init__(self, *, max_restarts: int | None, say: Callable[[str], None]) -> None:
         self._max_restarts = max_restarts
         self._say = say
         self._children: dict[str, _Child] = {}
@@ -105,6 +107,11 @@ class Fleet:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop(list(self._children), within_s=2.0)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the children."""
+        return list(self._children)
 
     def start(self, command: Command) -> None:
         """Start one child."""
@@ -187,13 +194,14 @@ class Fleet:
         elif code == _PREEMPTED_EXIT_CODE:
             self._say(f"{name} was preempted (SIGTERM) and left; it is restarted")
             _start_again(child)
-        elif child.num_restarts >= self._max_restarts:
+        elif child.num_restarts == self._max_restarts:
             self._give_up(child, f"{name} died ({how}); restarts used up: {child.num_restarts} of {self._max_restarts}")
         else:
             child.num_restarts += 1
             # After a signal, the last line of the log is not the cause.
             why = f": {reason}" if code > 0 and (reason := last_words(child.command.log_path, child.log_bytes)) else ""
-            self._say(f"{name} died ({how}{why}); restart {child.num_restarts} of {self._max_restarts}")
+            of = "" if self._max_restarts is None else f" of {self._max_restarts}"
+            self._say(f"{name} died ({how}{why}); restart {child.num_restarts}{of}")
             _start_again(child)
 
     def _bury_late(self, child: _Child, code: int, what: str) -> None:
@@ -281,7 +289,7 @@ def _spawn(command: Command, argv: Sequence[str], *, stdin: int = subprocess.DEV
             stdin=stdin,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **command.env},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **command.env, **command.fresh()},
             start_new_session=True,
         )
 

@@ -15,32 +15,62 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_diloco.cli.local import standby
 from lightning_diloco.cli.local.display import Screen
 from lightning_diloco.cli.local.echo import Echo
 from lightning_diloco.cli.local.feed import Fetch, Status, StatusFeed, asking
-from lightning_diloco.cli.local.fleet import Command, Fleet
+from lightning_diloco.cli.local.fleet import Command, Fleet, Outcome
 from lightning_diloco.cli.local.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.learner.name import FINISHED
 from lightning_diloco.process.machine import cores_here
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 
 Ask = Callable[[JoinAddress, Path], AbstractContextManager[Fetch]]
-Meddle = Callable[[Fleet, Status | None], None]
+Meddle = Callable[[Any, Status | None], None]
 Via = Callable[[str, JoinAddress], JoinAddress]
 Tell = Callable[[str, str], Mapping[str, str]]
 
-_SYNCER = "syncer"
+SYNCER = "syncer"
 _GONE = ("left", "lapsed")
 _TICK_S = 0.1
 _STOP_SYNCER_S, _SNAPSHOT_BPS = 10.0, 100e6
+
+
+class Processes(Protocol):
+    """What a run needs of the processes of its learners and its syncer. `Fleet` explains the methods."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the processes that the run should have."""
+
+    def start(self, command: Command) -> None:
+        """Start one process."""
+
+    def watch(self) -> None:
+        """Check every process once."""
+
+    def outcome(self, name: str) -> Outcome:
+        """Return the state of a process as of the last `watch` or `stop`."""
+
+    def is_done(self, name: str) -> bool:
+        """Return whether a process has written its `done_path`."""
+
+    def stop(
+        self,
+        names: Iterable[str],
+        *,
+        within_s: float,
+        is_urgent: Callable[[], bool] = ...,
+        is_done: Callable[[str], bool] = ...,
+    ) -> None:
+        """Stop processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +83,7 @@ class Plan:
         learner_argv: command of every learner.
         num_learners: N.
         threads: OMP_NUM_THREADS of a learner; None: the value of the environment, else the cores divided by N.
-        max_restarts: maximum number of restarts per process.
+        max_restarts: maximum number of restarts per process; None for no limit.
         open_s: time that the syncer may take to write its join file.
         linger_s: time that the syncer may take to end after the last learner.
         grace_s: time that learners may take to leave an interrupted run; None: CTRL_C_GRACE_S after Ctrl-C, else
@@ -67,7 +97,7 @@ class Plan:
     learner_argv: tuple[str, ...]
     num_learners: int
     threads: int | None = None
-    max_restarts: int = 3
+    max_restarts: int | None = 3
     open_s: float = 180.0
     linger_s: float = 30.0
     grace_s: float | None = None
@@ -82,7 +112,7 @@ class Plan:
     def syncer(self) -> Command:
         """Return the syncer's command."""
         log_path = self.run_dir / "syncer" / "log.txt"
-        return Command(name=_SYNCER, argv=self.syncer_argv, log_path=log_path, standby=standby.argv(self.syncer_argv))
+        return Command(name=SYNCER, argv=self.syncer_argv, log_path=log_path, standby=standby.argv(self.syncer_argv))
 
     def learner(self, name: str, address: JoinAddress) -> Command:
         """Return a learner's command; the secret is in its environment, which other users cannot read."""
@@ -102,7 +132,7 @@ class Plan:
             argv=self.learner_argv,
             log_path=self.log_of(name),
             env=env,
-            until=_SYNCER,
+            until=SYNCER,
             done_path=folder / FINISHED,
         )
 
@@ -125,7 +155,13 @@ class Ended:
 
 
 def execute(
-    plan: Plan, screen: Screen, interruption: Interruption, ask: Ask = asking, meddle: Meddle | None = None
+    plan: Plan,
+    screen: Screen,
+    interruption: Interruption,
+    ask: Ask = asking,
+    meddle: Meddle | None = None,
+    *,
+    fleet: AbstractContextManager[Processes] | None = None,
 ) -> Ended:
     """Run a plan to its end. Call it from the main thread only.
 
@@ -135,14 +171,15 @@ def execute(
         interruption: ends the run when this process gets a signal.
         ask: opens a connection for state requests.
         meddle: called ten times a second while learners train, with the processes and the latest state.
+        fleet: runs the processes; None: they run on this machine.
     """
     summary_path = plan.run_dir / "summary.json"
     before = _stamp(summary_path)
-    with Fleet(max_restarts=plan.max_restarts, say=screen.say) as fleet:
-        run = _Run(plan, fleet, screen, interruption, meddle)
+    with fleet or Fleet(max_restarts=plan.max_restarts, say=screen.say) as processes:
+        run = _Run(plan, processes, screen, interruption, meddle)
         if address := run.open():
             for name in plan.learners:
-                fleet.start(plan.learner(name, address))
+                processes.start(plan.learner(name, address))
             with ask(address, plan.run_dir / "join") as fetch, StatusFeed(fetch) as feed:
                 run.train(feed)
                 run.drain(feed)
@@ -150,7 +187,7 @@ def execute(
     summary = json.loads(summary_path.read_text(encoding="utf-8")) if _stamp(summary_path) != before else None
     if interruption:
         return Ended(exit_code=interruption.exit_code, summary=summary)
-    all_finished = address is not None and all(fleet.outcome(name) == "finished" for name in plan.learners)
+    all_finished = address is not None and all(processes.outcome(name) == "finished" for name in run.learners)
     is_done = all_finished and summary is not None and summary["status"] == "finished"
     return Ended(exit_code=0 if is_done else 1, summary=summary)
 
@@ -159,7 +196,7 @@ class _Run:
     """The stages of one run."""
 
     def __init__(
-        self, plan: Plan, fleet: Fleet, screen: Screen, interruption: Interruption, meddle: Meddle | None
+        self, plan: Plan, fleet: Processes, screen: Screen, interruption: Interruption, meddle: Meddle | None
     ) -> None:
         self._plan = plan
         self._fleet = fleet
@@ -167,6 +204,11 @@ class _Run:
         self._interruption = interruption
         self._meddle = meddle
         self._echo = Echo({name: plan.log_of(name) for name in plan.learners}, screen.say)
+
+    @property
+    def learners(self) -> list[str]:
+        """The learners that the run should have at the moment."""
+        return [name for name in self._fleet.names if name != SYNCER]
 
     def open(self) -> JoinAddress | None:
         """Start the syncer and return its address, or None if it did not start."""
@@ -185,14 +227,14 @@ class _Run:
 
     def train(self, feed: StatusFeed) -> None:
         """Wait until the learners have finished or the syncer has given up."""
-        self._wait(lambda: not self._are_training() or self._fleet.outcome(_SYNCER) == "gave up", feed)
+        self._wait(lambda: not self._are_training() or self._fleet.outcome(SYNCER) == "gave up", feed)
 
     def drain(self, feed: StatusFeed) -> None:
         """Wait for the syncer to end by itself, if learners have finished or learners from elsewhere still use it."""
         if self._are_training() or self._interruption:
             return
-        finished = [name for name in self._plan.learners if self._fleet.outcome(name) == "finished"]
-        if len(finished) == self._plan.num_learners and self._is_unused(feed):
+        finished = [name for name in self.learners if self._fleet.outcome(name) == "finished"]
+        if len(finished) == len(self.learners) and self._is_unused(feed):
             self._screen.say(
                 "no learner took part in the run, so it cannot finish; "
                 'a script must `import lightning_diloco` and use Trainer(strategy="decoupled_diloco")'
@@ -209,7 +251,7 @@ class _Run:
                 f"{self._interruption.signal.name}: ending the run; learners have {grace_s:g} s to send their last "
                 "contributions and to write a checkpoint; a second signal ends it at once"
             )
-        for names, within_s in ((self._plan.learners, grace_s), ([_SYNCER], self._stop_syncer_s)):
+        for names, within_s in ((self.learners, grace_s), ([SYNCER], self._stop_syncer_s)):
             self._fleet.stop(
                 names,
                 within_s=within_s,
@@ -232,6 +274,8 @@ class _Run:
     def _wait(self, done: Callable[[], bool], feed: StatusFeed | None = None) -> None:
         self._fleet.watch()
         while not self._interruption and not done():
+            for name in self.learners:
+                self._echo.follow(name, self._plan.log_of(name))
             self._echo.look()
             if feed is not None:
                 self._screen.show(feed.latest, feed.problem if self._is_served() else None)
@@ -241,21 +285,21 @@ class _Run:
             self._fleet.watch()
 
     def _is_served(self) -> bool:
-        return self._fleet.outcome(_SYNCER) == "running"
+        return self._fleet.outcome(SYNCER) == "running"
 
     def _are_training(self) -> bool:
-        return any(self._fleet.outcome(name) == "running" for name in self._plan.learners)
+        return any(self._fleet.outcome(name) == "running" for name in self.learners)
 
     def _is_unused(self, feed: StatusFeed) -> bool:
         """Return whether no learner ever took part. In a short run, learners may join and leave between two polls."""
-        if any(self._fleet.is_done(name) for name in self._plan.learners):
+        if any(self._fleet.is_done(name) for name in self.learners):
             return False
         return feed.latest is not None and not (feed.latest["learners"] or feed.latest.get("versions"))
 
     def _is_used(self, feed: StatusFeed) -> bool:
         """Return whether learners from elsewhere take part."""
         present = [] if feed.latest is None else feed.latest["learners"]
-        return any(it["phase"] not in _GONE and it["id"] not in self._plan.learners for it in present)
+        return any(it["phase"] not in _GONE and it["id"] not in self.learners for it in present)
 
 
 def _has_left(feed: StatusFeed, learner: str) -> bool:

@@ -1,0 +1,1 @@
+"""`diloco run --engine ray`: Ray places the processes of a run; the run itself does not need Ray."""

@@ -1,0 +1,227 @@
+"""The files in RUN_DIR/ray, by which `diloco run` and the keepers on other machines talk to each other.
+
+1. NAME.order is the order for a process. `diloco run` writes it, the keeper of the process follows it. It is written in
+   place, because a network file system may show a replaced file late. A reader ignores an order that is half written.
+2. NAME.events has one JSON object per line. Only keepers append to it. The keeper that was the last to write "began" is
+   the newest one; older ones must leave.
+3. `wanted` holds the number of learners that the run should have, and what is needed to check a new number.
+   `diloco scale` writes it, `diloco run` follows it. It exists only while `diloco run` runs.
+
+The files replace calls between actors, so the run can be watched and ended after the loss of the Ray head. Source: our
+choice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_diloco.cli.local.fleet import Command
+from lightning_diloco.transport.address import read_join_file
+
+Wish = Literal["run", "leave", "kill"]
+FOLDER = "ray"
+_JOIN = "DILOCO_JOIN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a keeper has to do.
+
+    Args:
+        words: arguments of Python; each machine uses its own interpreter.
+        env: variables added to the environment of the machine.
+        is_joining: whether it also gets DILOCO_JOIN, as RUN_DIR/join is at each start, because the syncer may move.
+        log_path: see `Command`.
+        done_path: see `Command`.
+        cwd: working directory.
+        max_restarts: maximum number of restarts; None for no limit.
+        wish: run; leave in good order within `within_s`; or kill at once.
+        within_s: time to leave.
+    """
+
+    words: tuple[str, ...]
+    env: Mapping[str, str]
+    is_joining: bool
+    log_path: str
+    done_path: str | None
+    cwd: str
+    max_restarts: int | None
+    wish: Wish = "run"
+    within_s: float = 0.0
+
+    @classmethod
+    def of(cls, command: Command, max_restarts: int | None) -> Order:
+        """Return the order to run this command in the current directory."""
+        python, *words = command.argv
+        assert python == sys.executable, command.argv
+        return cls(
+            words=tuple(words),
+            env={name: value for name, value in command.env.items() if name != _JOIN},
+            is_joining=_JOIN in command.env,
+            log_path=str(command.log_path),
+            done_path=None if command.done_path is None else str(command.done_path),
+            cwd=str(Path.cwd()),
+            max_restarts=max_restarts,
+        )
+
+    def command(self, name: str, run_dir: Path, host: str) -> Command:
+        """Return the command on this machine, which others reach under the name or address `host`."""
+
+        def joins() -> dict[str, str]:
+            return {_JOIN: (run_dir / "join").read_text(encoding="utf-8").strip()} if self.is_joining else {}
+
+        return Command(
+            name=name,
+            argv=(sys.executable, *_with_port(self.words, run_dir, host)),
+            log_path=Path(self.log_path),
+            env={**self.env, "DILOCO_HOST": host},
+            fresh=joins,
+            done_path=None if self.done_path is None else Path(self.done_path),
+        )
+
+
+class Desk:
+    """The files of one process.
+
+    Args:
+        run_dir: RUN_DIR.
+        name: name of the process.
+    """
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self._order, self._events = (run_dir / FOLDER / f"{name}.{suffix}" for suffix in ("order", "events"))
+        self.log_path = run_dir / FOLDER / f"{name}.txt"
+
+    @staticmethod
+    def names(run_dir: Path) -> list[str]:
+        """Return the names of all processes that have got an order."""
+        return [path.stem for path in (run_dir / FOLDER).glob("*.order")]
+
+    def order(self) -> Order | None:
+        """Return the order; None if there is none, it is half written, or the disk does not answer."""
+        try:
+            told = json.loads(self._order.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return Order(**{**told, "words": tuple(told["words"])})
+
+    def write_order(self, order: Order) -> None:
+        """Write the order."""
+        write_in_place(self._order, json.dumps(asdict(order)))
+
+    def tell(self, keeper: str, event: str, text: str) -> None:
+        """Append an event of a keeper."""
+        line = json.dumps({"keeper": keeper, "event": event, "text": text}) + "\n"
+        opened = os.open(self._events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(opened, line.encode())
+        finally:
+            os.close(opened)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all events so far."""
+        return self._events.stat().st_size if self._events.exists() else 0
+
+    def events(self, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """Return the events from byte `start`, and the byte at which the next one begins; none if there is no file."""
+        try:
+            with self._events.open("rb") as file:
+                file.seek(start)
+                new = file.read()
+        except OSError:  # also while a network file system does not answer
+            return [], start
+        whole = new[: new.rfind(b"\n") + 1]
+        return [json.loads(line) for line in whole.splitlines()], start + len(whole)
+
+    def newest(self) -> str | None:
+        """Return the mark of the newest keeper; None if there was none."""
+        told, _ = self.events()
+        return next((it["keeper"] for it in reversed(told) if it["event"] == "began"), None)
+
+    def ended(self, keeper: str) -> str | None:
+        """Return the outcome that this keeper has reported; None if it has reported none."""
+        told, _ = self.events()
+        return next((it["text"] for it in told if it["keeper"] == keeper and it["event"] == "ended"), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """The content of `wanted`.
+
+    Args:
+        num_learners: number of learners that the run should have.
+        address: address of the Ray cluster.
+        needs: resources of a learner.
+    """
+
+    num_learners: int
+    address: str
+    needs: Mapping[str, float]
+
+
+class Wanted:
+    """The file with the wanted number of learners.
+
+    Args:
+        run_dir: RUN_DIR.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / FOLDER / "wanted"
+
+    def write(self, wants: Wants) -> None:
+        """Write the file."""
+        write_in_place(self._path, json.dumps(asdict(wants)))
+
+    def read(self) -> Wants | None:
+        """Return the content; None if there is none, or it is half written."""
+        try:
+            return Wants(**json.loads(self._path.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return None
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._path.unlink(missing_ok=True)
+
+
+def _with_port(words: tuple[str, ...], run_dir: Path, host: str) -> list[str]:
+    """Give `--listen` ADDRESS:0 a port that stays the same while the syncer is on this machine.
+
+    A learner that starts while the syncer is away would otherwise dial an address that does not come back.
+    """
+    found = list(words)
+    if "--listen" in found and found[at := found.index("--listen") + 1].endswith(":0"):
+        join = run_dir / "join"
+        before = read_join_file(join) if join.exists() else None
+        if before is not None and before.host in (host, "127.0.0.1"):
+            port = before.port
+        else:
+            with socket.create_server(("", 0)) as free:
+                port = free.getsockname()[1]
+        found[at] = f"{found[at].removesuffix(':0')}:{port}"
+    return found
+
+
+def make_folder(run_dir: Path) -> None:
+    """Create RUN_DIR/ray."""
+    (run_dir / FOLDER).mkdir(mode=0o700, exist_ok=True)
+
+
+def write_in_place(path: Path, text: str) -> None:
+    """Write a short text into a file that may exist."""
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        content = text.encode()
+        os.pwrite(opened, content, 0)
+        os.ftruncate(opened, len(content))
+    finally:
+        os.close(opened)

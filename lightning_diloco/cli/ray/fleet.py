@@ -1,0 +1,196 @@
+"""The processes of a run on a Ray cluster, with the interface of a fleet on one machine (cli/local/fleet.py).
+
+1. A process is started by an order and an actor (files.py, host.py). From then on it is watched and ended by its files
+   alone, so the end of the Ray head does not matter.
+2. The number of learners may change during the run (`diloco scale`). Those with the highest numbers are removed first,
+   and added last. The syncer is started again, because it must expect another number of them to finish.
+3. A process whose machine does not answer is reported, and Ray is told not to start it any more.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from lightning_diloco.cli.local.fleet import Command, Outcome
+from lightning_diloco.cli.local.interruption import GRACE_S
+from lightning_diloco.cli.local.run import SYNCER, Plan
+from lightning_diloco.cli.ray import cluster
+from lightning_diloco.cli.ray.files import Desk, Order, Wanted, Wants, Wish
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.transport.address import read_join_file
+
+_POLL_S, _PLACE_S = 0.1, 20.0
+_ANSWER_S = 10.0  # for what a keeper and the shared disk need beyond the time of its process
+
+
+class _Process:
+    """What is known of one process."""
+
+    def __init__(self, desk: Desk, order: Order, known_as: str) -> None:
+        self.desk, self.order, self.known_as = desk, order, known_as
+        self.read_bytes = desk.num_bytes  # an earlier keeper may have left events
+        self.keeper: str | None = None
+        self.outcome: Outcome = "running"
+        self.placed_s = time.monotonic()
+        self.is_said_to_wait = False
+
+    def wish(self, wish: Wish, within_s: float = 0.0) -> None:
+        """Tell its keeper."""
+        self.order = replace(self.order, wish=wish, within_s=within_s)
+        self.desk.write_order(self.order)
+
+    def expect(self, num_learners: int) -> None:
+        """Change the number of learners that a syncer waits for."""
+        words = list(self.order.words)
+        words[words.index("--expect") + 1] = str(num_learners)
+        self.order = replace(self.order, words=tuple(words))
+        self.desk.write_order(self.order)
+
+
+class RayFleet:
+    """The processes of one run.
+
+    Args:
+        plan: the run.
+        address: of the Ray cluster.
+        needs: resources of a learner.
+        say: called with messages, in whole lines.
+    """
+
+    def __init__(self, plan: Plan, *, address: str, needs: cluster.Resources, say: Callable[[str], None]) -> None:
+        self._plan, self._address, self._needs, self._say = plan, address, needs, say
+        self._processes: dict[str, _Process] = {}
+        self._num_learners = plan.num_learners
+        self._wanted = Wanted(plan.run_dir)
+
+    def __enter__(self) -> RayFleet:
+        self._wanted.write(Wants(self._num_learners, self._address, self._needs))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._wanted.close()
+        self.stop(list(self._processes), within_s=2.0)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the processes that the run should have."""
+        removed = self._removed()
+        return [name for name in self._processes if name not in removed]
+
+    def start(self, command: Command) -> None:
+        """Have one process placed and started."""
+        if command.done_path is not None:
+            command.done_path.unlink(missing_ok=True)
+        run_dir, is_syncer = self._plan.run_dir, command.name == SYNCER
+        known_as = f"{run_dir.name}-{command.name}-{secrets.token_hex(3)}"
+        process = _Process(Desk(run_dir, command.name), Order.of(command, self._plan.max_restarts), known_as)
+        process.wish("run")
+        self._processes[command.name] = process
+        needs = cluster.SYNCER_NEEDS if is_syncer else self._needs
+        with cluster.connected(self._address):
+            cluster.place(known_as, command.name, run_dir, needs, in_group=not is_syncer)
+
+    def watch(self) -> None:
+        """Read what the keepers have told, and follow `diloco scale`. Does not block."""
+        self._read()
+        self._say_who_waits()
+        wanted = self._wanted.read()
+        if wanted is not None and wanted.num_learners != self._num_learners:
+            try:
+                self._scale(wanted.num_learners)
+            except ConfigError as error:
+                self._say(f"the number of learners could not be changed: {error}")
+
+    def _read(self) -> None:
+        for name, process in self._processes.items():
+            told, process.read_bytes = process.desk.events(process.read_bytes)
+            for it in told:
+                if it["event"] == "began":
+                    process.keeper, process.outcome = it["keeper"], "running"
+                    self._say(f"{name} is on {it['text']}")
+                elif it["event"] == "said":
+                    self._say(it["text"])
+                elif it["keeper"] == process.keeper:
+                    process.outcome = it["text"]
+
+    def _say_who_waits(self) -> None:
+        for name, process in self._processes.items():
+            is_late = process.keeper is None and time.monotonic() > process.placed_s + _PLACE_S
+            if is_late and not process.is_said_to_wait:
+                process.is_said_to_wait = True
+                self._say(f"{name} waits for a node: Ray has none with enough free resources, or cannot start it yet")
+
+    def _scale(self, num_learners: int) -> None:
+        self._num_learners = num_learners
+        self._processes[SYNCER].expect(num_learners)
+        for name in self._removed():
+            self._processes[name].wish("leave", GRACE_S)
+        address = read_join_file(self._plan.run_dir / "join")
+        for name in (f"l{k}" for k in range(num_learners)):
+            if name not in self._processes or self._processes[name].order.wish != "run":
+                self.start(self._plan.learner(name, address))
+        self._say(f"the run has {num_learners} learner(s) from now on")
+
+    def outcome(self, name: str) -> Outcome:
+        """Return the state of a process as of the last `watch` or `stop`."""
+        return self._processes[name].outcome
+
+    def is_done(self, name: str) -> bool:
+        """Return whether a process has written its `done_path`."""
+        done = self._processes[name].order.done_path
+        return done is not None and Path(done).exists()
+
+    def stop(
+        self,
+        names: Iterable[str],
+        *,
+        within_s: float,
+        is_urgent: Callable[[], bool] = lambda: False,
+        is_done: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """Stop processes in good order, and kill those that still run after `within_s`; see `Fleet.stop`.
+
+        Learners that `diloco scale` has removed are waited for, too.
+        """
+        stopped = [name for name in {*names, *self._removed()} if self.outcome(name) == "running"]
+        for name in stopped:
+            self._processes[name].wish("leave", within_s)
+        placed = [name for name in stopped if self._processes[name].keeper is not None]
+        if unplaced := [name for name in stopped if name not in placed]:
+            self._forget(unplaced, "was not placed yet")
+        late = self._still_running(placed, within_s + _ANSWER_S, is_urgent)
+        for name in late:
+            self._processes[name].wish("kill")
+        if lost := self._still_running(late, _ANSWER_S):
+            self._forget(lost, "no answer from its machine, where it ends when it sees the run directory again")
+
+    def _still_running(
+        self, names: list[str], after_s: float, is_urgent: Callable[[], bool] = lambda: False
+    ) -> list[str]:
+        """Wait until these processes have ended; returns those that have not, after this time at the latest."""
+        deadline_s = time.monotonic() + after_s
+        while names and time.monotonic() < deadline_s and not is_urgent():
+            time.sleep(_POLL_S)
+            self._read()
+            names = [name for name in names if self.outcome(name) == "running"]
+        return names
+
+    def _forget(self, names: list[str], why: str) -> None:
+        """Let Ray start these processes no more."""
+        self._say(f"{', '.join(names)}: {why}; Ray does not start it any more")
+        for name in names:
+            self._processes[name].outcome = "stopped"
+        try:
+            with cluster.connected(self._address):
+                cluster.release([self._processes[name].known_as for name in names])
+        except ConfigError as error:
+            self._say(f"Ray could not be told: {error}")
+
+    def _removed(self) -> set[str]:
+        """Return the learners that `diloco scale` has removed."""
+        return set(self._processes) - {SYNCER} - {f"l{k}" for k in range(self._num_learners)}

@@ -1,0 +1,76 @@
+"""The actor that Ray places for each process of a run. It starts the keeper of the process on its node.
+
+1. The keeper outlives the actor (keeper.py). Ray starts the actor again elsewhere when its node is lost; the new actor
+   starts a new keeper, and an older one leaves.
+2. The actor holds a pipe whose other end only the keeper has. Its end tells of the keeper's death, however it died.
+3. When the process has ended for good, the actor gives back its resources: it removes its placement group and itself.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import ray
+from ray.util import get_current_placement_group, remove_placement_group
+
+from lightning_diloco.cli.ray.files import Desk
+
+_PAUSE_S = 1.0
+
+
+class Host:
+    """Starts the keeper of a process, again after each death, until the process has ended for good.
+
+    Args:
+        run_dir: RUN_DIR.
+        name: name of the process.
+    """
+
+    def __init__(self, run_dir: str, name: str) -> None:
+        self._run_dir, self._name = run_dir, name
+        self._desk = Desk(Path(run_dir), name)
+        self._address = ray.util.get_node_ip_address()
+        threading.Thread(target=self._keep, name="diloco-keeper", daemon=True).start()
+
+    def _keep(self) -> None:
+        while True:
+            mark = secrets.token_hex(4)
+            self._run_keeper(mark)
+            if self._desk.newest() != mark:  # another actor has the process now
+                return
+            if self._desk.ended(mark) is not None:
+                break
+            time.sleep(_PAUSE_S)
+        if (group := get_current_placement_group()) is not None:
+            remove_placement_group(group)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def _run_keeper(self, mark: str) -> None:
+        """Start a keeper, and wait for its end."""
+        reader, writer = os.pipe()
+        with self._desk.log_path.open("ab") as log:
+            subprocess.run(
+                (
+                    sys.executable,
+                    "-m",
+                    "lightning_diloco.cli.ray.keeper",
+                    self._run_dir,
+                    self._name,
+                    mark,
+                    self._address,
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(writer,),
+                check=False,  # then the pipe is closed, too
+            )
+        os.close(writer)
+        os.read(reader, 1)
+        os.close(reader)

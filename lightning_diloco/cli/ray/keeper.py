@@ -1,0 +1,143 @@
+"""Runs one process of a run on the machine where Ray has placed it, and restarts it: `python -m ...cli.ray.keeper`.
+
+1. A keeper does not belong to Ray. It has a session of its own and its starter ends at once, so the loss of its actor,
+   of the node's raylet or of the Ray head does not end it. It follows the order of its process (files.py).
+2. The newest keeper of a process runs it. Older ones, on any machine that sees the run directory, stop their process in
+   good order and end. On the same machine, the new one waits for that, with a lock. On a lost machine there is nothing
+   to wait for.
+3. If the command in the order changes, the process is killed and the new command is started.
+4. While the disk does not answer, the process runs on. The keeper tells its events later.
+5. SIGTERM ends a keeper and its process in good order. Its actor then starts another one, as after any other death.
+
+Source: our choice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_diloco.cli.local.fleet import Fleet
+from lightning_diloco.cli.local.interruption import GRACE_S
+from lightning_diloco.cli.ray.files import Desk, Order
+
+_TICK_S, _AGAIN_S = 0.2, 2.0
+
+
+class Keeper:
+    """The keeper of one process.
+
+    Args:
+        run_dir: RUN_DIR.
+        name: name of the process.
+        mark: unique mark of this keeper.
+        host: name or address of this machine for other machines.
+    """
+
+    def __init__(self, run_dir: Path, name: str, mark: str, host: str) -> None:
+        self._run_dir, self._name, self._mark, self._host = run_dir, name, mark, host
+        self._desk = Desk(run_dir, name)
+        self._read_bytes = self._desk.num_bytes
+        self._is_newest = True
+        self._is_asked_to_end = False
+
+    def keep(self) -> None:
+        """Run the process until it has ended for good, or a newer keeper has begun."""
+        signal.signal(signal.SIGTERM, self._end)
+        self._tell("began", self._host)
+        try:
+            self._wait_for_older_ones()
+            if not self._must_go:
+                self._run()
+        except Exception as error:
+            self._tell("said", f"{self._name}: its keeper on {self._host} failed: {error!r}; it is started again")
+            raise
+
+    def _run(self) -> None:
+        order = self._order()
+        os.chdir(order.cwd)
+        with Fleet(max_restarts=order.max_restarts, say=lambda text: self._tell("said", text)) as fleet:
+            if order.wish != "run":
+                self._tell("ended", "stopped")
+                return
+            fleet.start(order.command(self._name, self._run_dir, self._host))
+            while fleet.outcome(self._name) == "running":
+                time.sleep(_TICK_S)
+                fleet.watch()
+                order = self._follow(fleet, order)
+            if not self._must_go:
+                self._tell("ended", fleet.outcome(self._name))
+
+    def _follow(self, fleet: Fleet, before: Order) -> Order:
+        """Make the process follow its order; returns the order."""
+        order = self._desk.order() or before
+        if self._must_go:
+            fleet.stop([self._name], within_s=GRACE_S, is_urgent=lambda: self._wish == "kill")
+        elif order.wish != "run":
+            fleet.stop([self._name], within_s=order.within_s, is_urgent=lambda: self._wish == "kill")
+        elif replace(order, within_s=before.within_s) != before:
+            os.killpg(fleet.pid(self._name), signal.SIGKILL)
+            fleet.start(order.command(self._name, self._run_dir, self._host))
+        return order
+
+    def _order(self) -> Order:
+        while (order := self._desk.order()) is None:  # half written
+            time.sleep(_TICK_S)
+        return order
+
+    @property
+    def _wish(self) -> str | None:
+        order = self._desk.order()
+        return None if order is None else order.wish
+
+    @property
+    def _must_go(self) -> bool:
+        """Whether this keeper must leave the process to another one."""
+        told, self._read_bytes = self._desk.events(self._read_bytes)
+        for it in told:
+            if it["event"] == "began":
+                self._is_newest = it["keeper"] == self._mark
+        return self._is_asked_to_end or not self._is_newest
+
+    def _wait_for_older_ones(self) -> None:
+        folder = Path(tempfile.gettempdir()) / f"lightning_diloco-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        known_as = hashlib.sha256(f"{self._run_dir}\n{self._name}".encode()).hexdigest()[:24]
+        lock = os.open(folder / f"{known_as}.keeper", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        while not self._must_go:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the end of this process
+                return
+            except BlockingIOError:
+                time.sleep(_TICK_S)
+
+    def _tell(self, event: str, text: str) -> None:
+        while True:
+            try:
+                return self._desk.tell(self._mark, event, text)
+            except OSError as error:  # the process runs on
+                print(f"{event} is told later: {error}", flush=True)
+                time.sleep(_AGAIN_S)
+
+    def _end(self, *_: object) -> None:
+        self._is_asked_to_end = True
+
+
+def main() -> None:
+    """Leave the starter's process, then keep the process."""
+    run_dir, name, mark, host = sys.argv[1:]
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    Keeper(Path(run_dir), name, mark, host).keep()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What a node lacks is found on the node, and what a cluster lacks by counting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_diloco import __version__
+from lightning_diloco.cli.ray import cluster
+from lightning_diloco.cli.ray.files import FOLDER, make_folder, write_in_place
+from lightning_diloco.errors import ConfigError
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    make_folder(tmp_path)
+    write_in_place(tmp_path / FOLDER / "token", "abcd")
+    return tmp_path
+
+
+def problems(run_dir: Path, **changed: str) -> list[str]:
+    told = {"token": "abcd", "target": __file__, "cwd": str(run_dir), "version": __version__, **changed}
+    return cluster._problems_here(str(run_dir), **told)
+
+
+def test_a_node_that_sees_all_lacks_nothing_and_keeps_nothing(run_dir: Path) -> None:
+    assert problems(run_dir) == []
+    assert [path.name for path in (run_dir / FOLDER).iterdir()] == ["token"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"token": "other"}, "is not shared with it"),
+        ({"token": "efgh"}, "is not shared with it (another folder)"),
+        ({"target": "/nowhere/train.py"}, "/nowhere/train.py does not exist there"),
+        ({"version": "9.9"}, f"has lightning_diloco {__version__}, not 9.9"),
+    ],
+)
+def test_what_a_node_lacks_is_said(run_dir: Path, changed: dict[str, str], said: str) -> None:
+    (found,) = problems(run_dir, **changed)
+    assert said in found
+
+
+def test_a_run_directory_that_is_only_here_is_found(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path)
+    assert "is not shared with it (No such file or directory)" in found
+
+
+def with_nodes(monkeypatch: pytest.MonkeyPatch, *have: dict[str, float]) -> None:
+    nodes: list[dict[str, Any]] = [
+        {"NodeManagerAddress": f"10.0.0.{k}", "Alive": True, "Resources": each} for k, each in enumerate(have, 1)
+    ]
+    monkeypatch.setattr(cluster, "_nodes", lambda: nodes)
+
+
+@pytest.mark.parametrize(
+    ("have", "num_learners", "fits"),
+    [
+        ([{"CPU": 3}], 2, True),
+        ([{"CPU": 2}], 2, False),  # the syncer needs one
+        ([{"CPU": 8, "GPU": 8}, {"CPU": 1}], 8, False),
+        ([{"CPU": 1}, {"CPU": 1}, {"CPU": 1}], 2, True),
+        ([{"CPU": 0.5}], 1, False),
+    ],
+)
+def test_a_syncer_and_all_learners_must_fit(
+    monkeypatch: pytest.MonkeyPatch, have: list[dict[str, float]], num_learners: int, fits: bool
+) -> None:
+    with_nodes(monkeypatch, *have)
+    if fits:
+        cluster.check_room({"CPU": 1}, num_learners)
+    else:
+        with pytest.raises(ConfigError, match="the cluster has room for"):
+            cluster.check_room({"CPU": 1, **({"GPU": 2} if "GPU" in have[0] else {})}, num_learners)
+
+
+def test_the_message_says_what_is_missing_and_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_nodes(monkeypatch, {"CPU": 16, "GPU": 8}, {"CPU": 4})
+    with pytest.raises(ConfigError) as found:
+        cluster.check_room({"CPU": 1, "GPU": 8}, 2)
+    assert "2 learner(s) need 1 CPU, 8 GPU each" in str(found.value)
+    assert "room for 1 learner(s): 10.0.0.1 has 16 CPU, 8 GPU; 10.0.0.2 has 4 CPU, 0 GPU" in str(found.value)

@@ -1,0 +1,74 @@
+"""What is wrong on the command line is said before Ray is asked, all at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.cli.main import main
+from lightning_diloco.cli.ray.options import needs
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--engine ray --learners 2 --local 2", "--local 2 together with --engine ray"),
+        ("--engine ray", "--learners N is missing"),
+        ("--engine ray --learners 0", "--learners 0: must be at least 1"),
+        ("--engine ray --learners 1 --resources-per-learner GPU", "must be a JSON object of names and amounts"),
+        ('--engine ray --learners 1 --resources-per-learner {"GPU":0}', "must be a JSON object of names and amounts"),
+        ("--engine ray --learners 1 --address ray://10.0.0.1:10001", "must be HOST:PORT of a Ray head"),
+        ("--engine ray --learners 1 --run-dir s3://bucket/run", "must be a path that all nodes mount"),
+        ("--local 1 --learners 2 --address here:1", "--learners, --address: only with --engine ray"),
+        ("--engine ray --learners 1 --threads 0", "--threads 0: must be at least 1"),
+    ],
+)
+def test_a_wrong_line_is_refused_before_anything_is_made(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "train.py", *line.split()]) == 2
+    assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    assert main(["run", "train.py", "--engine", "ray", "--learners", "1"]) == 2
+    assert "pip install 'lightning-diloco[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [(None, {"CPU": 1}), ('{"GPU": 8}', {"CPU": 1, "GPU": 8}), ('{"CPU": 4.5}', {"CPU": 4.5})],
+)
+def test_a_learner_needs_a_core_at_least(text: str | None, found: dict[str, float]) -> None:
+    assert needs(text) == found
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("scale run 0", "0 learners: a run needs at least 1"),
+        ("scale run 2", "no `diloco run --engine ray` runs in run"),
+    ],
+)
+def test_only_a_running_run_is_scaled(line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    assert main(line.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_ray_is_imported_only_for_its_engine() -> None:
+    code = "import sys, lightning_diloco.cli.main as m; m.build_parser(); assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

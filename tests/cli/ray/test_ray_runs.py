@@ -1,0 +1,317 @@
+"""Runs on Ray clusters of several nodes: nodes and the head are lost, learners are added and removed, Ctrl-C.
+
+Nodes are raylets of this machine. A lost machine is a raylet that is killed together with the processes that it hosted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from lightning_diloco.cli.main import main
+from lightning_diloco.cli.ray.cluster import connected
+from lightning_diloco.cli.ray.files import Desk
+from lightning_diloco.errors import ConfigError, TransportError
+from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.transport.address import read_join_file
+from lightning_diloco.transport.flight import FlightConnection
+from tests import command
+from tests.alive import is_running
+from tests.e2e.recorded import assert_recorded_exactly
+from tests.e2e.test_engines import TRAIN
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+WITHIN_S = 120.0
+QUICK = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3",
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_worker_niceness": "0",  # others use the machine, too
+    "PYTHONPATH": str(command.ROOT),
+}
+
+
+class Site:
+    """A cluster whose head runs no processes, and one run on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_dir = folder, folder / "run"
+        (folder / "train.py").write_text(TRAIN)
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        self.driver: subprocess.Popen[str] | None = None
+        self.orphans: list[psutil.Process] = []  # what raylets that end by themselves leave running
+
+    def add(self, num_cpus: int) -> Any:
+        """Add a node."""
+        return self.cluster.add_node(num_cpus=num_cpus)
+
+    def node_of(self, name: str) -> Any:
+        """The node of a process."""
+        (keeper,) = self.keepers(name)
+        raylet = int(keeper.environ()["RAY_RAYLET_PID"])
+        return next(node for node in self.cluster.worker_nodes if raylet == raylet_of(node))
+
+    def start(self, num_learners: int) -> None:
+        self.cluster.wait_for_nodes()
+        words = ("--engine", "ray", "--learners", num_learners, "--address", self.cluster.address)
+        where = ("--run-dir", self.run_dir, "--no-table", "--no-page", "--stop-grace", 60)
+        self.driver = command.start(self.folder, "run", "train.py", *words, *where)
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        assert self.driver is not None
+        deadline_s = time.monotonic() + WITHIN_S
+        while True:
+            try:
+                if found := condition():
+                    return found
+            except (TransportError, ConfigError):
+                pass
+            if self.driver.poll() is not None or time.monotonic() > deadline_s:
+                raise AssertionError(f"{what}: {self._story()}")
+            time.sleep(0.05)
+
+    def _story(self) -> str:
+        assert self.driver is not None
+        self.driver.kill()
+        logs = [f"== {log}\n{log.read_text()[-1500:]}" for log in sorted(self.run_dir.rglob("*.txt"))]
+        return "\n".join([self.driver.communicate()[0], *logs])
+
+    def status(self) -> dict[str, Any]:
+        connection = FlightConnection(read_join_file(self.run_dir / "join"))
+        try:
+            return connection.status()
+        finally:
+            connection.close()
+
+    def until_train(self, *names: str) -> None:
+        def train() -> bool:
+            return {it["id"] for it in self.status()["learners"] if it["phase"] == "stepping"} == set(names)
+
+        self.until(train, f"{names} train")
+
+    def until_commits(self, more: int) -> None:
+        wanted = self.until(self.status, "a syncer")["num_commits"] + more
+        self.until(lambda: self.status()["num_commits"] >= wanted, f"{wanted} commits")
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Those with these words on their command line or in their environment."""
+        return [p for p in psutil.process_iter(["cmdline"]) if {*words} <= {*(p.info["cmdline"] or ())}]
+
+    def keepers(self, name: str) -> list[psutil.Process]:
+        return self.processes("lightning_diloco.cli.ray.keeper", str(self.run_dir), name)
+
+    def pids(self) -> dict[str, list[int]]:
+        """The processes that keepers have started, by name."""
+        names = ("syncer", "l0", "l1")
+        return {name: [child.pid for keeper in self.keepers(name) for child in keeper.children()] for name in names}
+
+    def began(self, name: str) -> int:
+        return sum(it["event"] == "began" for it in Desk(self.run_dir, name).events()[0])
+
+    def lose(self, node: Any, *names: str) -> None:
+        """Lose the machine of these processes."""
+        self.cluster.remove_node(node, allow_graceful=False)
+        for name in names:
+            for keeper in self.keepers(name):
+                keeper.kill()
+
+    def end(self) -> dict[str, Any]:
+        """Let the learners finish; returns the summary of an exact run."""
+        assert self.driver is not None
+        (self.folder / "stop").touch()
+        said, _ = self.driver.communicate(timeout=WITHIN_S)
+        assert self.driver.returncode == 0, said
+        summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        assert summary["status"] == "finished"
+        assert summary["ledger_exact"]
+        discarded = sum(summary["tokens_discarded"].values())
+        assert summary["tokens_seen"] == summary["tokens_merged"] + discarded + summary["tokens_pending"] > 0
+        assert_recorded_exactly(self.run_dir)
+        assert "summary" in said
+        return summary
+
+    def leaves(self) -> list[tuple[str, str]]:
+        """Who left, and why."""
+        told = read_tape(self.run_dir / "tape" / "events.jsonl")
+        return [(it["learner"], it["reason"]) for it in told if it["event"] == "leave"]
+
+    def close(self) -> None:
+        if self.driver is not None and self.driver.poll() is None:
+            self.driver.kill()
+            self.driver.communicate()
+        for name in ("syncer", "l0", "l1"):
+            for keeper in self.keepers(name):
+                keeper.kill()
+        self.cluster.shutdown()
+        for orphan in self.orphans:
+            if orphan.is_running():
+                orphan.kill()
+
+
+def raylet_of(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    for name, value in QUICK.items():
+        monkeypatch.setenv(name, value)
+    site = Site(tmp_path)
+    try:
+        yield site
+    finally:
+        site.close()
+
+
+def test_the_machine_of_a_learner_is_lost_and_it_goes_on_elsewhere(site: Site) -> None:
+    site.add(1), site.add(1)
+    site.start(1)
+    site.until_train("l0")
+    first = site.node_of("l0")
+    site.add(1)
+    site.lose(first, "l0")
+    site.until(lambda: site.began("l0") == 2 and site.keepers("l0"), "another keeper")
+    site.until_train("l0")
+    site.until_commits(8)
+    summary = site.end()
+    assert summary["joins"] == 2
+
+
+def test_a_learner_whose_node_is_lost_but_whose_machine_is_not_leaves_before_it_goes_on_elsewhere(site: Site) -> None:
+    site.add(1), site.add(1)
+    site.start(1)
+    site.until_train("l0")
+    (before,) = site.pids()["l0"]
+    site.add(1)
+    site.lose(site.node_of("l0"))
+    assert is_running(before)
+    site.until(lambda: site.began("l0") == 2, "another keeper")
+    site.until(lambda: not is_running(before), "the old process leaves")
+    site.until_train("l0")
+    summary = site.end()
+    assert site.leaves() == [("l0", "preempted"), ("l0", "finished")]
+    assert summary["joins"] == 2
+
+
+def test_the_machine_of_the_syncer_is_lost_and_rounds_go_on_when_it_is_back(site: Site) -> None:
+    site.add(1), site.add(1), site.add(1)
+    site.start(2)
+    site.until_train("l0", "l1")
+    site.until_commits(4)
+    before = site.pids()
+    site.add(1)
+    site.lose(site.node_of("syncer"), "syncer")
+    site.until(lambda: site.began("syncer") == 2, "another keeper")
+    site.until_commits(8)
+    site.until_train("l0", "l1")
+    after = site.pids()
+    assert (after["l0"], after["l1"]) == (before["l0"], before["l1"]), "learners never stopped"
+    assert after["syncer"] != before["syncer"]
+    summary = site.end()
+    assert summary["joins"] == 2
+
+
+def test_the_head_is_lost_and_training_goes_on_to_the_end(site: Site) -> None:
+    nodes = [site.add(2), site.add(1)]
+    site.start(2)
+    site.until_train("l0", "l1")
+    before = site.pids()
+    raylets = [raylet_of(node) for node in nodes]
+    site.orphans = [child for raylet in raylets for child in psutil.Process(raylet).children(recursive=True)]
+    site.cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+    site.until(lambda: not any(map(is_running, raylets)), "the end of all nodes")
+    site.until_commits(8)
+    assert site.pids() == before
+    psutil.Process(*before["l1"]).kill()
+    site.until(lambda: site.pids()["l1"] not in ([], before["l1"]), "its keeper starts it again")
+    site.until_train("l0", "l1")
+    summary = site.end()
+    assert summary["joins"] == 3
+
+
+def test_learners_are_added_and_removed_and_ctrl_c_ends_all_in_good_order(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.add(3)
+    site.start(1)
+    site.until_train("l0")
+    assert main(["scale", str(site.run_dir), "3"]) == 2
+    assert "room for 2 learner(s)" in capsys.readouterr().err
+    assert main(["scale", str(site.run_dir), "2"]) == 0
+    site.until_train("l0", "l1")
+    assert main(["scale", str(site.run_dir), "1"]) == 0
+    site.until_train("l0")
+    site.until(lambda: not site.keepers("l1"), "its end")
+    site.until_commits(4)
+    assert site.driver is not None
+    site.driver.send_signal(signal.SIGINT)
+    said, _ = site.driver.communicate(timeout=WITHIN_S)
+    assert site.driver.returncode == 130, said
+    assert "SIGINT: ending the run" in said
+    assert "; killed" not in said, said
+    assert not any(site.keepers(name) for name in ("syncer", "l0", "l1"))
+    assert site.leaves() == [("l1", "preempted"), ("l0", "preempted")]
+    summary = json.loads((site.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["ledger_exact"]) == ("interrupted", True)
+    assert_recorded_exactly(site.run_dir)
+
+
+def test_what_a_cluster_lacks_is_said_before_anything_starts(site: Site) -> None:
+    site.add(3)
+    site.cluster.wait_for_nodes()
+    words = ("run", "train.py", "--engine", "ray", "--run-dir", "run", "--learners", 2, "--no-page", "--address")
+    ended = command.run(site.folder, *words, site.cluster.address, "--resources-per-learner", '{"GPU": 8}')
+    assert ended.returncode == 2
+    assert "2 learner(s) need 1 CPU, 8 GPU each" in ended.stderr
+    assert "0 GPU" in ended.stderr
+    assert not (site.run_dir / "ray" / "syncer.order").exists()
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        ended = command.run(site.folder, *words, f"127.0.0.1:{deaf.getsockname()[1]}")
+    assert ended.returncode == 2
+    assert "no Ray head answers there" in ended.stderr
+
+
+def test_a_run_that_finds_no_room_says_so_and_leaves_nothing_when_it_is_ended(site: Site) -> None:
+    site.add(1), site.add(1)
+    site.cluster.wait_for_nodes()
+    with connected(site.cluster.address):
+        ray.remote(Taken).options(name="taken", lifetime="detached", num_cpus=1).remote()
+    site.start(1)
+    site.until(lambda: site.began("syncer"), "the syncer")
+    site.until((site.run_dir / "ray" / "l0.order").exists, "an order")
+    assert site.driver is not None
+    site.driver.send_signal(signal.SIGINT)
+    said, _ = site.driver.communicate(timeout=WITHIN_S)
+    assert site.driver.returncode == 130, said
+    assert "l0: was not placed yet; Ray does not start it any more" in said
+    with connected(site.cluster.address):
+        groups = ray.util.placement_group_table().values()
+        assert {group["state"] for group in groups} == {"REMOVED"}
+
+
+class Taken:
+    """Holds a CPU."""
+
+
+def test_without_an_address_a_cluster_of_this_machine_is_started_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "stop").touch()
+    words = ("run", "train.py", "--engine", "ray", "--learners", 2, "--run-dir", "run", "--no-table", "--no-page")
+    said = command.succeed(tmp_path, *words)
+    assert "l1 finished" in said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+    assert not [p for p in psutil.process_iter(["environ"]) if str(tmp_path) in str(p.info["environ"])]
