@@ -42,7 +42,8 @@ class Note(L.Callback):
     + MODEL
     + """
 L.seed_everything(1)
-data = torch.utils.data.DataLoader(torch.randn(65536, 8), batch_size=4, shuffle=True)
+# A larger loader would be leased, and then the syncer's lease table determines the position.
+data = torch.utils.data.DataLoader(torch.randn(4000, 8), batch_size=4, shuffle=True)
 trainer = L.Trainer(
     strategy=lightning_diloco.DecoupledDiLoCoStrategy(sync_every=8, num_fragments=2, checkpoint_every=1000),
     accelerator="cpu", devices=1, max_steps=5000, enable_progress_bar=False, enable_model_summary=False,
