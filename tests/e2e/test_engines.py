@@ -97,18 +97,19 @@ def base(folder: Path) -> dict[str, str]:
     return {"PATH": path, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
 
 
-def phases(folder: Path) -> dict[str, str]:
+def training(folder: Path) -> set[str]:
+    """Learners that have made a step. One that may step, but has not heard of it yet, still waits for the syncer."""
     connection = FlightConnection(read_join_file(folder / "run" / "join"))
     try:
-        return {member["id"]: member["phase"] for member in connection.status()["learners"]}
+        learners = connection.status()["learners"]
     finally:
         connection.close()
+    return {member["id"] for member in learners if member["phase"] == "stepping" and member["step"] > 0}
 
 
 def until_all_train(engine: Engine, folder: Path, names: set[str]) -> None:
     until((folder / "run" / "join").exists, "the join file")
-    trains = lambda: engine.look() or {n for n, p in phases(folder).items() if p == "stepping"} >= names  # noqa: E731
-    until(trains, f"{names} train")
+    until(lambda: engine.look() or training(folder) >= names, f"{names} train")
 
 
 def end(engine: Engine, folder: Path) -> dict:
