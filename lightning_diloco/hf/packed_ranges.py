@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease
+from lightning_diloco.strategy.data.shuffled_order import ShuffledOrder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,19 +28,15 @@ class PackedRanges:
 
     def __init__(self, sequences: Dataset, *, digest: str, seed: int, range_size: int = RANGE_SIZE) -> None:
         self._sequences = sequences
-        self._seed = seed
-        self._range_size = range_size
-        self._order = lru_cache(maxsize=2)(self._draw)
-        self.catalogue = Catalogue(f"{digest}/{range_size}/{seed}", 1, -(-len(sequences) // range_size))
+        self._order = ShuffledOrder(self._draw, len(sequences), range_size=range_size, seed=seed)
+        self.catalogue = Catalogue(f"{digest}/{range_size}/{seed}", 1, self._order.num_ranges)
 
     def read(self, lease: Lease) -> tuple[Tensor, bool]:
         """Return the sequences of a lease, int64 (n, seq_len), and False because the number of ranges is known."""
-        first = lease.index * self._range_size
-        rows = self._order(lease.epoch)[first + lease.skip : first + self._range_size]
+        rows = self._order.indices(lease)
         if not len(rows):
             return torch.empty((0, len(self._sequences[0]["input_ids"])), dtype=torch.int64), False
         return self._sequences[rows.tolist()]["input_ids"], False
 
-    def _draw(self, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
+    def _draw(self, generator: torch.Generator) -> Tensor:
         return torch.randperm(len(self._sequences), generator=generator)

@@ -36,7 +36,8 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import Decoder, encode_unchecked
 from lightning_diloco.planner.memory import FragmentSizes, Training, device_bytes
 from tests.bench import report, timed_recipe, turns
-from tests.bench.gpu_learner import CONTROL, END, NOTES, TRACE, WITH, WITHOUT, Stack
+from tests.bench.gpu_learner import TRACE, wait_for_gpu
+from tests.bench.stack import CONTROL, END, NOTES, WITH, WITHOUT, Stack
 
 SHARE, STALL_S, SPEED, LANDINGS, GAP = 0.7, 0.005, 0.99, 0.9, 0.05
 WARM_UP = 30  # steps, more than a period
@@ -105,16 +106,11 @@ def _median_s(job: Callable[[], object]) -> float:
 
 
 def _timed_s(job: Callable[[], object]) -> float:
-    _wait()
+    wait_for_gpu()
     began_s = time.perf_counter()
     job()
-    _wait()
+    wait_for_gpu()
     return time.perf_counter() - began_s
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 # ------------------------------------------------------------------------------------------------------------ steps
@@ -158,15 +154,13 @@ def _beside(ours: str, args: argparse.Namespace) -> list[report.Row]:
             (folder / END).touch()
             player.end()
             notes = json.loads((folder / NOTES).read_text())
-            hooks_s = [
-                took_s for path in folder.glob(timed_recipe.PATTERN) for _, took_s in timed_recipe.read_hooks(path)
-            ]
+            hooks_s = timed_recipe.hooks_within(folder, player.turns)
             pairs = zip(times_s[WITHOUT], times_s[mode], strict=True)
             rows.append(
                 {
                     "run": mode,
                     "step [ms]": 1e3 * statistics.median(times_s[mode]),
-                    "hooks p95 [s]": report.quantile(hooks_s[2 * WARM_UP :], 0.95) if hooks_s else 0.0,
+                    "hooks p95 [s]": report.quantile(hooks_s, 0.95) if hooks_s else 0.0,
                     "landings per step": player.landings_per_step,
                     "speed": statistics.median(plain / with_it for plain, with_it in pairs),
                     "bytes / parameter": notes["peak"] and notes["peak"] / notes["numel"],

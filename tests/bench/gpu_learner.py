@@ -6,65 +6,32 @@ strategy's hooks (HookClock), its peak of device memory (NOTES), and a trace of 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import warnings
-from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.cli.faults.step_log import StepClock
 from tests.bench.idle_learner import EndWith
 from tests.bench.landing_clock import LandingClock
+from tests.bench.stack import CONTROL, END, NOTES, WITHOUT, Ahead, Stack, options
 from tests.bench.timed_recipe import HookClock
 from tests.quiet import QUIET
 
-MODES = WITHOUT, WITH, CONTROL = "without", "with", "control"
-NOTES, END, TRACE = "notes.json", "end", "trace.json"
-NUM_AHEAD, TRACED = 2, 6  # steps
+TRACE, TRACED = "trace.json", 6  # file, and steps in it
 
 
-class Stack(L.LightningModule):
-    """Square layers with residual connections."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-
-    def training_step(self, batch: Sequence[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        (x,) = batch
-        for layer in self.layers:
-            x = x + torch.relu(layer(x))
-        return x.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-class Ahead(Callback):
-    """Keeps the host at most NUM_AHEAD steps ahead of the device, so that the device sets the pace of steps.
-
-    Args:
-        waits: whether the host is not ahead at all.
-    """
-
-    def __init__(self, *, waits: bool) -> None:
-        self._num_ahead = 0 if waits else NUM_AHEAD
-        self._losses: deque[torch.Tensor] = deque()
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self._losses.append(outputs["loss"])
-        if len(self._losses) > self._num_ahead:
-            self._losses.popleft().item()
+def wait_for_gpu() -> None:
+    """Wait until the GPU is idle, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 class Notes(Callback):
@@ -98,15 +65,9 @@ class Notes(Callback):
 
 def main() -> None:
     """Train."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mode", choices=MODES, required=True)
+    parser = options(__doc__)
     parser.add_argument("--accelerator", required=True)
-    parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--depth", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--warm-up", type=int, required=True)
     parser.add_argument("--traces", action="store_true")
-    parser.add_argument("root", type=Path)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     HookClock(given.root).attach()
@@ -119,7 +80,7 @@ def main() -> None:
         strategy="auto" if given.mode == WITHOUT else DecoupledDiLoCoStrategy(checkpoint_every=0),
         max_epochs=-1,
         callbacks=[
-            Ahead(waits=given.mode == CONTROL),
+            Ahead(wait_for_gpu if given.mode == CONTROL else None),
             EndWith(given.root / END),
             Notes(given.warm_up, given.root, traces=given.traces),
             LandingClock(given.root),

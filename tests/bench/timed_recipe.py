@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,13 @@ def read_hooks(path: Path) -> list[tuple[float, float]]:
     """Read each step's end and the time of its calls; an incomplete last pair is left out."""
     values = read_steps(path)
     return list(zip(values[::2], values[1::2], strict=False))
+
+
+def hooks_within(folder: Path, turns: Iterable[tuple[float, float]]) -> list[float]:
+    """Return the time of the calls in each step that ended in one of these turns, sorted, from a folder's files."""
+    spans = list(turns)
+    pairs = [pair for path in folder.glob(PATTERN) for pair in read_hooks(path)]
+    return sorted(took_s for at_s, took_s in pairs if any(began_s <= at_s <= ended_s for began_s, ended_s in spans))
 
 
 def wait_for_peers(unless: Path) -> None:

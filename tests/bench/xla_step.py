@@ -29,14 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import report, timed_recipe, turns
+from tests.bench.stack import CONTROL, END, NOTES, WITH, WITHOUT
 
 SPEED = 0.97
 LANDINGS = 0.9  # per step
 FIRST_S = 3.0  # start of a turn, when little lands: an exchange takes some steps, two of them on the device
 CONTROL_ROUNDS = 6
-MODES = WITHOUT, WITH, CONTROL = "without", "with", "control"
 AHEAD = {"XLA_ENABLE_PARAM_ALIASING": "0", "NPROC": "4"}  # what PJRT's CPU reads, see 5
-NOTES, END = "notes.json", "end"  # a program's files
 
 
 def measure(ours: str, rounds: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -76,8 +75,7 @@ def figures(run: str, plain_s: Sequence[float], steps_s: Sequence[float], found:
 
 def _hooks(folder: Path, player: turns.Player) -> dict[str, float]:
     """Return the time of the strategy's hooks in steps that ended in a turn."""
-    pairs = [pair for path in folder.glob(timed_recipe.PATTERN) for pair in timed_recipe.read_hooks(path)]
-    hooks_s = sorted(took_s for at_s, took_s in pairs if any(began <= at_s <= ended for began, ended in player.turns))
+    hooks_s = timed_recipe.hooks_within(folder, player.turns)
     return {
         f"hooks p{round(100 * share)} [ms]": 1e3 * report.quantile(hooks_s, share) if hooks_s else 0.0
         for share in (0.5, 0.95)

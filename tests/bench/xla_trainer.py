@@ -6,11 +6,8 @@ strategy's hooks (HookClock), and NOTES: CPU times of its threads and the number
 
 from __future__ import annotations
 
-import argparse
 import json
 import warnings
-from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ import torch
 import torch_xla.core.xla_model as xm
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_diloco import DecoupledDiLoCoStrategy
@@ -28,47 +24,9 @@ from lightning_diloco.devices.xla import ops as xla
 from tests.bench.cores import Cores
 from tests.bench.idle_learner import EndWith
 from tests.bench.landing_clock import LandingClock
+from tests.bench.stack import CONTROL, END, NOTES, WITHOUT, Ahead, Stack, options
 from tests.bench.timed_recipe import HookClock
-from tests.bench.xla_step import CONTROL, END, MODES, NOTES, WITHOUT
 from tests.quiet import QUIET
-
-NUM_AHEAD = 2
-
-
-class Stack(L.LightningModule):
-    """Square layers with residual connections."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
-
-    def training_step(self, batch: Sequence[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        (x,) = batch
-        for layer in self.layers:
-            x = x + torch.relu(layer(x))
-        return x.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-class Ahead(Callback):
-    """Keeps the host at most NUM_AHEAD steps ahead of the device, so that the device sets the pace of steps.
-
-    Args:
-        waits: whether the host is not ahead at all.
-    """
-
-    def __init__(self, *, waits: bool) -> None:
-        self._waits = waits
-        self._losses: deque[torch.Tensor] = deque()
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        if self._waits:
-            xm.wait_device_ops()
-        self._losses.append(outputs["loss"])
-        if len(self._losses) > NUM_AHEAD:
-            self._losses.popleft().cpu()
 
 
 class Notes(Callback):
@@ -104,15 +62,9 @@ class Notes(Callback):
 
 def main() -> None:
     """Train."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mode", choices=MODES, required=True)
-    parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--depth", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--warm-up", type=int, required=True)
+    parser = options(__doc__)
     parser.add_argument("--anchor-device", choices=("device", "host"), required=True)
     parser.add_argument("--shared", action="store_true")
-    parser.add_argument("root", type=Path)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     cores = Cores(shared=given.shared)
@@ -126,7 +78,7 @@ def main() -> None:
         strategy=SingleDeviceXLAStrategy(device=0) if given.mode == WITHOUT else ours,
         max_epochs=-1,
         callbacks=[
-            Ahead(waits=given.mode == CONTROL),
+            Ahead(xm.wait_device_ops if given.mode == CONTROL else None),
             EndWith(given.root / END),
             Notes(cores, given.warm_up, given.root / NOTES),
             LandingClock(given.root),

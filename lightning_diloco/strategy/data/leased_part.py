@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from torch.utils.data import (
 )
 
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease
+from lightning_diloco.strategy.data.shuffled_order import ShuffledOrder
 from lightning_diloco.strategy.data.split import PartSampler, with_sampler
 
 NUM_RANGES, MAX_RANGE = 256, 1024
@@ -66,22 +66,20 @@ class ShuffledRanges:
     """
 
     def __init__(self, sampler: Sampler[int], seed: int) -> None:
-        self._sampler, self._seed = sampler, seed
+        self._sampler = sampler
         length = len(sampler)  # type: ignore[arg-type]
-        self._size = min(MAX_RANGE, max(1, length // NUM_RANGES))
-        self._order = lru_cache(maxsize=2)(self._draw)
-        digest = f"{type(sampler).__name__} of {length} samples in order {seed}, ranges of {self._size}"
-        self.catalogue = Catalogue(digest, 1, -(-length // self._size))
+        size = min(MAX_RANGE, max(1, length // NUM_RANGES))
+        self._order = ShuffledOrder(self._draw, length, range_size=size, seed=seed)
+        digest = f"{type(sampler).__name__} of {length} samples in order {seed}, ranges of {size}"
+        self.catalogue = Catalogue(digest, 1, self._order.num_ranges)
 
     def read(self, lease: Lease) -> tuple[Tensor, bool]:
         """Return the indices of a lease, int64 (n,), and False because the number of ranges is known."""
-        first = lease.index * self._size
-        return self._order(lease.epoch)[first + lease.skip : first + self._size], False
+        return self._order.indices(lease), False
 
-    def _draw(self, epoch: int) -> Tensor:
-        """Draw without the global generators, because another thread than the training thread calls this."""
+    def _draw(self, generator: torch.Generator) -> Tensor:
         sampler: Any = copy.copy(self._sampler)
-        sampler.generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
+        sampler.generator = generator
         return torch.tensor(list(sampler), dtype=torch.int64)
 
 

@@ -51,6 +51,12 @@ class Place:
         words = ("-m", "lightning_diloco.cli.ray.keeper", self.run_dir, "l0", mark, "host-a")
         subprocess.run([sys.executable, *map(str, words)], check=True, timeout=DEADLINE_S)
 
+    def run(self, code: str) -> None:
+        """Wait until the process of this order has begun."""
+        self.order(code)
+        self.start("a")
+        until(lambda: self.log)
+
     @property
     def log(self) -> str:
         path = self.run_dir / "log.txt"
@@ -112,18 +118,14 @@ def test_a_wrong_command_line_is_not_tried_again(place: Place) -> None:
 
 
 def test_an_order_to_leave_is_followed_in_good_order(place: Place) -> None:
-    place.order(OBEDIENT)
-    place.start("a")
-    until(lambda: place.log)
+    place.run(OBEDIENT)
     place.order(OBEDIENT, wish="leave", within_s=DEADLINE_S)
     until(lambda: place.desk.ended("a") == "stopped")
     assert [line.split()[0] for line in place.log.splitlines()] == ["began", "left"]
 
 
 def test_an_order_to_kill_is_followed_at_once(place: Place) -> None:
-    place.order(STUBBORN)
-    place.start("a")
-    until(lambda: place.log)
+    place.run(STUBBORN)
     place.order(STUBBORN, wish="leave", within_s=600.0)
     place.order(STUBBORN, wish="kill", within_s=600.0)
     until(lambda: place.desk.ended("a") == "stopped")
@@ -137,9 +139,7 @@ def test_a_process_that_was_told_to_leave_before_it_began_is_not_started(place: 
 
 
 def test_the_newest_keeper_has_the_process_and_the_older_one_leaves_first(place: Place) -> None:
-    place.order(OBEDIENT)
-    place.start("a")
-    until(lambda: place.log)
+    place.run(OBEDIENT)
     place.start("b")
     until(lambda: place.log.count("began") == 2)
     (began, old), (left, also_old), (again, new) = (line.split() for line in place.log.splitlines())
@@ -151,26 +151,20 @@ def test_the_newest_keeper_has_the_process_and_the_older_one_leaves_first(place:
 
 
 def test_another_command_replaces_the_process(place: Place) -> None:
-    place.order(STUBBORN)
-    place.start("a")
-    until(lambda: place.log)
+    place.run(STUBBORN)
     place.order("print('another')")
     until(lambda: place.desk.ended("a") == "finished")
     assert place.log == "began\nanother\n"
 
 
 def test_killing_a_keeper_leaves_no_process(place: Place) -> None:
-    place.order(OBEDIENT)
-    place.start("a")
-    until(lambda: place.log)
+    place.run(OBEDIENT)
     place.keepers[0].kill()
     until(lambda: not is_running(int(place.log.split()[1])))
 
 
 def test_a_keeper_that_is_asked_to_end_leaves_and_reports_no_end(place: Place) -> None:
-    place.order(OBEDIENT)
-    place.start("a")
-    until(lambda: place.log)
+    place.run(OBEDIENT)
     place.keepers[0].send_signal(signal.SIGTERM)
     until(lambda: not place.keepers)
     assert "left" in place.log
