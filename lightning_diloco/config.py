@@ -47,8 +47,8 @@ class RunConfig:
         guard: how broken learners are detected, whose contributions are then not merged: by "direction" and norm, or by
             "norm" alone. Choose "norm" if learners have data of different kinds, because their contributions may point
             in different directions although no learner is broken.
-        outer_lr: outer learning rate, > 0. The paper publishes none. 0.7 with periods of 24 steps and more, larger with
-            shorter ones; see `with_defaults`. With "rda", which makes longer steps, 0.6 was as good.
+        outer_lr: outer learning rate, > 0, or "auto": it follows the correlation of successive outer gradients, between
+            1 - mu and 1 - 0.3 mu; see `core/outer_lr.py`. The paper publishes none.
         outer_momentum: Nesterov coefficient, 0 <= mu < 1. 0.6 with periods of 24 steps and more, smaller with shorter
             ones.
         wire: precision of values on the wire, in both directions.
@@ -66,7 +66,7 @@ class RunConfig:
     grace: Grace = "adaptive"
     merge: Merge = "mean"
     guard: Guard = "direction"
-    outer_lr: float = 0.7
+    outer_lr: Literal["auto"] | float = "auto"
     outer_momentum: float = 0.6
     wire: Wire = "int8"
     block_size: int = 256
@@ -90,7 +90,8 @@ class RunConfig:
         found.integer("num_fragments", 1, optional=True)
         found.integer("data_parts", 1, optional=True)
         found.integer("overlap", 1)
-        found.number("outer_lr", above=0.0)
+        if self.outer_lr != "auto":
+            found.number("outer_lr", above=0.0, or_else='"auto"')
         found.number("outer_momentum", at_least=0.0, below=1.0)
         found.number("lease_s", above=0.0)
         found.choice("merge", Merge)
@@ -134,12 +135,10 @@ class RunConfig:
 
             overlap = at most num_fragments
             outer_momentum = 0.6 * min(1, sync_every / 24)
-            outer_lr = 1 - outer_momentum / 2
 
-        A steady pseudo-gradient moves the anchor by outer_lr / (1 - mu * rho) times itself per round, where rho is the
-        correlation of successive merged pseudo-gradients. The shorter the period, the higher rho: about 0.4 with H = 24
-        and 0.7 with H = 6. A fixed momentum then only makes the outer step too long. With this rule the factor stays
-        near 1, and the anchor moves as far as the learners do. Source: our choice, see tests/bench/quality.py.
+        The shorter the period, the more successive outer gradients are alike: their correlation is about 0.4 with H =
+        24 and 0.7 with H = 6. Momentum then only makes the outer step longer. Source: our choice, see
+        tests/bench/quality.py.
         """
         config = cls(**values)
         if not (_is_int(config.sync_every) and (config.num_fragments is None or _is_int(config.num_fragments))):
@@ -148,8 +147,6 @@ class RunConfig:
             config = dataclasses.replace(config, overlap=min(config.overlap, config.fragments_wanted))
         if "outer_momentum" not in values and config.sync_every >= 1:
             config = dataclasses.replace(config, outer_momentum=0.6 * min(1.0, config.sync_every / 24))
-        if "outer_lr" not in values and not config.problems():
-            config = dataclasses.replace(config, outer_lr=1 - config.outer_momentum / 2)
         return config
 
 

@@ -46,6 +46,12 @@ def chunk_numel(x: Tensor, block_size: int) -> int:
     return max(1, whole // block_size) * block_size
 
 
+def sum_in_order(x: Tensor) -> Tensor:
+    """Sum over the first dimension, one after the other: a prefix sum has only one order."""
+    sums: Tensor = x.cumsum(0)
+    return sums[-1]
+
+
 def all_finite(x: Tensor) -> bool:
     """Return whether all values are finite; checks minimum and maximum (NaN propagates), without a temporary."""
     return x.numel() == 0 or bool(torch.stack(torch.aminmax(x)).isfinite().all())

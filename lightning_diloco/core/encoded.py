@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_diloco.config import Wire
 from lightning_diloco.core import native
-from lightning_diloco.core.blocks import num_blocks
+from lightning_diloco.core.blocks import num_blocks, sum_in_order
 from lightning_diloco.core.layout import Entry, FragmentLayout
 from lightning_diloco.core.quantize import Decoder, scaled
 
@@ -145,11 +145,11 @@ class Encoded:
         values_MC[:, stop - start :] = 0
         scales = [scales_B for scales_B in read if scales_B is not None]
         if not scales:
-            return _symmetric(lambda m, n: float(_in_order(values_MC[m] * values_MC[n])), len(decoders))
+            return _symmetric(lambda m, n: float(sum_in_order(values_MC[m] * values_MC[n])), len(decoders))
         scales_BM = torch.stack(scales, dim=1).double()
         values_BMS = values_MC.view(len(decoders), -1, size).transpose(0, 1)
         dots_BMM = torch.bmm(values_BMS, values_BMS.transpose(1, 2)).mul_(scales_BM[:, :, None] * scales_BM[:, None, :])
-        return _in_order(dots_BMM)
+        return sum_in_order(dots_BMM)
 
     def _addresses(self) -> native.Array:
         """Return the addresses of the integers and of the scales of each contribution, for `kernels.py`."""
@@ -168,9 +168,3 @@ class Encoded:
 def _symmetric(element: Callable[[int, int], float], num: int) -> Tensor:
     half = [[element(m, n) for n in range(m + 1)] for m in range(num)]
     return torch.tensor([[half[max(m, n)][min(m, n)] for n in range(num)] for m in range(num)], dtype=torch.float64)
-
-
-def _in_order(x: Tensor) -> Tensor:
-    """Sum over the first dimension, one after the other: a prefix sum has only one order."""
-    sums: Tensor = x.cumsum(0)
-    return sums[-1]

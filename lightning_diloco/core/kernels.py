@@ -161,6 +161,22 @@ def dots(payloads: Addresses, start: int, stop: int, block_size: int) -> Doubles
 
 
 @_compiled
+def momentum_dots(gradient: Halves, momentum: Floats, block_size: int) -> tuple[float, float]:
+    """Return the dot products of the momentum with the gradient and with itself (`outer_lr.py`)."""
+    along, square = np.zeros(block_size, np.float64), np.zeros(block_size, np.float64)
+    for at in range(0, len(gradient), block_size):
+        for i in range(block_size):
+            buffer = np.float64(momentum[at + i])
+            along[i] += np.float64(_widened(gradient[at + i])) * buffer
+            square[i] += buffer * buffer
+    totals = np.zeros(2, np.float64)
+    for i in range(block_size):
+        totals[0] += along[i]
+        totals[1] += square[i]
+    return totals[0], totals[1]
+
+
+@_compiled
 def outer_step(  # noqa: PLR0917
     gradient: Halves,
     before: tuple[Floats, Floats, Floats],

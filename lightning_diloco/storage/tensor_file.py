@@ -18,7 +18,13 @@ from torch import Tensor
 
 from lightning_diloco.storage.files import Buffer
 
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.uint8: "U8",
+    torch.int64: "I64",
+}
 _PIECE_BYTES = 1 << 20
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -27,7 +33,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> Iterator[Buffer]:
     """Yield the content of a file in pieces.
 
     Args:
-        tensors: tensors by name; contiguous, on the host, float32, bfloat16, uint8 or int64.
+        tensors: tensors by name; contiguous, on the host, of one of the dtypes above.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():

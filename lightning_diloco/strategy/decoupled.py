@@ -72,7 +72,8 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         align: steps trained while a round was in flight: "carry" keeps them (default), "overwrite" drops them, "blend"
             mixes.
         blend_alpha: weight of the local value under "blend", 0..1. Default 0.5.
-        outer_lr: outer learning rate, > 0. Default: see `RunConfig`.
+        outer_lr: outer learning rate, > 0, or "auto", which follows the correlation of successive outer gradients.
+            Default: "auto".
         outer_momentum: Nesterov coefficient, 0 <= mu < 1. Default: see `RunConfig`.
         wire: precision on the wire, "int8" (default), "int4", "bf16" or "fp32".
         block_size: elements that share a quantization scale, a power of two, 16..4096. Default 256.
@@ -109,7 +110,7 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         guard: Guard | None = None,
         align: Align | None = None,
         blend_alpha: float | None = None,
-        outer_lr: float | None = None,
+        outer_lr: Literal["auto"] | float | None = None,
         outer_momentum: float | None = None,
         wire: Wire | None = None,
         block_size: int | None = None,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -37,6 +37,7 @@ from lightning_diloco.core.encoded import Encoded, Measured
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.merge import MergeReport, merge_fragment
 from lightning_diloco.core.outer import CHAIN_LENGTH, OuterState, momentum_by_work, outer_step
+from lightning_diloco.core.outer_lr import Correlation
 from lightning_diloco.core.quantize import wire_nbytes
 from lightning_diloco.errors import CorruptLogError, NonFiniteError, PlanMismatchError
 from lightning_diloco.storage.files import Buffer
@@ -55,6 +56,7 @@ class Anchor:
         published: (P,) float32, the anchor that every learner has.
         momentum: (P,) float32.
         chain: the last published updates, uint8 [wire_nbytes] each, the newest last.
+        correlation: correlation of the outer gradients, which sets `outer_lr="auto"`.
     """
 
     generation: int
@@ -63,6 +65,7 @@ class Anchor:
     published: Tensor = field(repr=False)
     momentum: Tensor = field(repr=False)
     chain: tuple[Tensor, ...] = field(repr=False)
+    correlation: Correlation
 
     @cached_property
     def digest(self) -> str:
@@ -71,7 +74,9 @@ class Anchor:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, for a snapshot; they share memory with this anchor."""
-        return {**{name: getattr(self, name) for name in _TENSORS}, "chain": _joined(self.chain)}
+        correlation = torch.tensor(astuple(self.correlation), dtype=torch.float64)
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        return {**tensors, "correlation": correlation, "chain": _joined(self.chain)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,7 @@ class AnchorStore:
                 f"torch.float32 [{wanted}]; send them as core.layout.gather gives them"
             )
         _check_finite(values, f"the start values of fragment {p}", "start from a sound checkpoint")
-        self._anchors[p] = Anchor(generation, 0, values, values.clone(), torch.zeros_like(values), ())
+        self._anchors[p] = Anchor(generation, 0, values, values.clone(), torch.zeros_like(values), (), Correlation())
 
     def measure(self, p: int, contributions: Sequence[Tensor]) -> Measured:
         """Compute norms and cosines of encoded contributions; changes nothing."""
@@ -197,17 +202,32 @@ class AnchorStore:
         now, config = self.anchor(p), self._config
         assert outer_gradient.dtype == torch.bfloat16, f"outer gradient is {outer_gradient.dtype}"
         assert outer_gradient.shape == now.master.shape, f"{outer_gradient.shape} for {now.master.shape}"
+        coefs, correlation = momentum_by_work(config.outer_momentum, work), now.correlation
+        if config.outer_lr == "auto":
+            correlation = correlation.after(
+                outer_gradient,
+                now.momentum,
+                mu=config.outer_momentum,
+                coefs=coefs,
+                work=work,
+                block_size=config.block_size,
+            )
         state, update = outer_step(
             OuterState(now.master, now.momentum, now.published),
             outer_gradient,
-            lr=config.outer_lr,
-            momentum_coef=momentum_by_work(config.outer_momentum, work),
+            lr=self._outer_lr(correlation),
+            momentum_coef=coefs,
             wire=config.wire,
             block_size=config.block_size,
             in_place=in_place,
         )
         chain = (*now.chain, update)[-CHAIN_LENGTH:]
-        return Anchor(now.generation, now.version + 1, state.master, state.published, state.momentum, chain)
+        tensors = (state.master, state.published, state.momentum, chain)
+        return Anchor(now.generation, now.version + 1, *tensors, correlation)
+
+    def outer_lr(self, state: Anchor) -> float:
+        """Return the learning rate of the outer step that led to this state."""
+        return self._outer_lr(state.correlation)
 
     def install(self, p: int, state: Anchor) -> None:
         """Make the result of `next_state` the current state, after its log record is durable."""
@@ -317,7 +337,7 @@ class AnchorStore:
             do(p, lambda p, fragment: self.load_tensors(p, tensors[_stem(p)], **fragment), p, fragment)
 
     def state_tensors(self, p: int) -> dict[str, Tensor]:
-        """Return master, published, momentum and chain of one fragment; the caller must not change them."""
+        """Return all tensors of one fragment, see `Anchor`; the caller must not change them."""
         return self.anchor(p).tensors()
 
     def load_tensors(self, p: int, tensors: Mapping[str, Tensor], *, generation: int, version: int) -> None:
@@ -328,14 +348,20 @@ class AnchorStore:
         """
         numel = self.layouts[p].padded_numel
         found = {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items() if name != "chain"}
-        if found != (wanted := dict.fromkeys(_TENSORS, ("torch.float32", (numel,)))):
+        wanted = {**dict.fromkeys(_TENSORS, ("torch.float32", (numel,))), "correlation": ("torch.float64", (2,))}
+        if found != wanted:
             raise _not_ours(f"fragment {p} as {found}", f"{wanted}")
         size, chain = wire_nbytes(numel, self._config.wire, self._config.block_size), tensors["chain"]
         if chain.numel() % size or chain.numel() > size * CHAIN_LENGTH:
             raise _not_ours(f"a chain of {chain.numel()} bytes for fragment {p}", f"up to {CHAIN_LENGTH} times {size}")
         values = {name: tensors[name] for name in _TENSORS}
         updates = torch.split(chain, size) if chain.numel() else ()
-        self._anchors[p] = Anchor(generation, version, **values, chain=updates)
+        correlation = Correlation(*tensors["correlation"].tolist())
+        self._anchors[p] = Anchor(generation, version, **values, chain=updates, correlation=correlation)
+
+    def _outer_lr(self, correlation: Correlation) -> float:
+        config = self._config
+        return correlation.lr(config.outer_momentum) if config.outer_lr == "auto" else config.outer_lr
 
 
 def _joined(chain: Sequence[Tensor]) -> Tensor:

@@ -368,7 +368,7 @@ class SyncerService:
         self._durable.past.usual.learn(p, learners, found.norms, steps, found.kept)
         self._board.merged(tuple(c.session for c in made.contributions), found.cosines)
         lengths = {"merged_norm": found.merged_norm, "norms": found.norms, "kept": found.kept, "cosines": found.cosines}
-        whose = {"learners": learners, "steps": steps}
+        whose = {"learners": learners, "steps": steps, "lr": self._store.outer_lr(made.anchor)}
         self._durable.note("outer", fragment=p, version=record.version, **whose, **lengths)
         self._num_applying -= 1
         self._board.disk_works()

@@ -111,6 +111,7 @@ def _commit(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def _outer(line: Mapping[str, Any]) -> dict[str, Any]:
     return {
+        "outer/lr": line.get("lr"),  # versions before did not write it
         "outer/gradient_norm": line["merged_norm"],
         "outer/contribution_norm": fmean(line["norms"]),
         "outer/cosine": fmean(line["cosines"]),

@@ -39,6 +39,7 @@ from tests.bench.trials import outcomes
 
 Range = tuple[float, float]
 TASK = ("batch_size", "learners", "sync_every", "steps", "seed")
+STOCK, FIXED = "the defaults", "lr 0.7, mu 0.6"
 START_RHO = 0.7  # before a correlation was measured
 
 
@@ -50,11 +51,13 @@ class Rule:
         lr: outer learning rate, or its first and last value; between them it changes linearly over the planned rounds.
         mu: momentum, in the same form.
         lr_by_rho: lr = 1 - mu * rho; rho is the smoothed cosine of successive outer gradients.
+        lr_by_buffer: the same with the rho of the package (`core/outer_lr.py`).
         lr_by_norm: lr while g is as long as it ever was, and lr for g = 0; linear between them.
         land: planned last rounds with lr 1 and mu 0.
         skip: a coordinate is not pushed by momentum that has another sign than g there.
         forget: the buffer of such a coordinate is set to 0.
         gain: g is multiplied by u**-gain, u = sqrt((1 + (M - 1) c) / M); with 1 this is the usual length of RDA.
+        least: smallest rho of the package's that sets a learning rate.
         keep: weight of the past in the smoothed c and rho.
         by_signal: each coordinate of g is multiplied by this times g^2 / (g^2 + its variance between contributions).
     """
@@ -62,11 +65,13 @@ class Rule:
     lr: float | Range = 0.7
     mu: float | Range = 0.6
     lr_by_rho: bool = False
+    lr_by_buffer: bool = False
     lr_by_norm: Range | None = None
     land: int = 0
     skip: bool = False
     forget: bool = False
     gain: float = 0.0
+    least: float = 0.0
     keep: float = 0.8
     by_signal: float = 0.0
 
@@ -77,6 +82,8 @@ RULES = {
     "lr rises": Rule(lr=(0.5, 1.1)),
     "lr by rho, mu 0.6": Rule(lr_by_rho=True, keep=0.5),
     "lr by rho, mu 0.8": Rule(lr_by_rho=True, mu=0.8),
+    "lr by buffer, at most 1": Rule(lr_by_buffer=True),
+    "lr by buffer, at most 0.7": Rule(lr_by_buffer=True, least=0.5),
     "usual RDA": Rule(gain=1.0),
     "by signal": Rule(by_signal=1.5),
     "forget": Rule(forget=True),
@@ -143,7 +150,12 @@ class RuleStore(AnchorStore):
         """Make an outer step by the rule."""
         now, rule, gradient = self.anchor(p), self._rule, outer_gradient.float()
         lr, coefs = self._coefs(p, now.version, gradient, work)
-        buffer, push = now.momentum, coefs.push
+        buffer, push, correlation = now.momentum, coefs.push, now.correlation
+        if rule.lr_by_buffer:
+            assert isinstance(rule.mu, float)
+            how = {"mu": rule.mu, "coefs": coefs, "work": work, "block_size": self._run.block_size}
+            correlation = correlation.after(outer_gradient, buffer, **how)
+            lr = 1 - rule.mu * max(rule.least, correlation.rho)
         if rule.skip or rule.forget:
             agrees = (buffer * gradient) > 0
             buffer = buffer * agrees if rule.forget else buffer
@@ -152,7 +164,7 @@ class RuleStore(AnchorStore):
         master, published = now.master - (buffer * push + gradient) * lr, now.published.clone()
         update = publish(master, published, wire=self._run.wire, block_size=self._run.block_size)
         chain = (*now.chain, update)[-CHAIN_LENGTH:]
-        return Anchor(now.generation, now.version + 1, master, published, buffer, chain)
+        return Anchor(now.generation, now.version + 1, master, published, buffer, chain, correlation)
 
     def _coefs(self, p: int, version: int, gradient: Tensor, work: float) -> tuple[float, Momentum]:
         rule, done = self._rule, min(1.0, version / self._num_rounds)
@@ -203,11 +215,17 @@ def rows(found: dict[str, Any], usual: dict[str, Any]) -> list[dict[str, str]]:
         alone = [one["loss"] for one in usual["data_parallel"] if _task(one) == (size, learners, None, *task[3:])]
         stock = {**asdict(RunConfig.with_defaults({"sync_every": period})), "lr": Tiny().lr, "together": None}
         names = ("outer_lr", "outer_momentum", "merge", "lr", "together")
-        plain = [one for one in usual["anchors"] if all(one[name] == stock[name] for name in names)]
-        for trial in (*({**one, "rule": "the defaults"} for one in plain), *found["trials"]):
+        fixed = {**stock, "outer_lr": 0.7, "outer_momentum": 0.6}
+        plain = [
+            {**one, "rule": rule}
+            for rule, wanted in ((STOCK, stock), (FIXED, fixed))
+            for one in usual["anchors"]
+            if all(one[name] == wanted[name] for name in names)
+        ]
+        for trial in (*plain, *found["trials"]):
             if _task(trial) == task:
                 gaps[trial["rule"]][column] += [trial["loss"] / min(alone) - 1] if alone else []
-    order = ["the defaults", *RULES]
+    order = [STOCK, FIXED, *RULES]
     shown = {
         rule: {name: f"{statistics.mean(some):+.2%}" for name, some in of.items() if some} for rule, of in gaps.items()
     }

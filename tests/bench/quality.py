@@ -186,9 +186,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--recipe", type=Path, default=tiny.path)
     for name in RUN_OPTIONS:
         usual = tiny.strategy.get(name, getattr(defaults, name))
-        follows = name.startswith("outer_") and name not in tiny.strategy  # follows from sync_every
-        default = [None if follows else usual]
-        options.add_argument(f"--{name.replace('_', '-')}", type=type(usual), nargs="+", default=default)
+        follows = name == "outer_momentum" and name not in tiny.strategy  # follows from sync_every
+        default, kind = [None if follows else usual], _rate if name == "outer_lr" else type(usual)
+        options.add_argument(f"--{name.replace('_', '-')}", type=kind, nargs="+", default=default)
     options.add_argument("--align", nargs="+", default=[tiny.strategy.get("align", LearnerConfig().align)])
     options.add_argument("--lr", type=float, nargs="+", default=[tiny.lr])
     options.add_argument("--baseline-lr", type=float, nargs="+", help="of data parallel; default: the same")
@@ -201,6 +201,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--jobs", type=int, default=1, help="processes; each takes one core")
     options.add_argument("--no-data-parallel", action="store_true")
     return options
+
+
+def _rate(text: str) -> str | float:
+    return text if text == "auto" else float(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,7 +32,12 @@ def _losses(found: Results) -> str:
 
 
 def _is_usual(row: dict[str, Any]) -> bool:
-    usual = Tiny().strategy | {"merge": "mean", "outer_lr": 0.7, "outer_momentum": 0.6, "batch_size": Tiny().batch_size}
+    usual = Tiny().strategy | {
+        "merge": "mean",
+        "outer_lr": "auto",
+        "outer_momentum": 0.6,
+        "batch_size": Tiny().batch_size,
+    }
     return all(row[name] == value for name, value in usual.items())
 
 

@@ -15,6 +15,7 @@ from lightning_diloco.core import native
 from lightning_diloco.core.fragments import FragmentPlan, gather
 from lightning_diloco.core.merge import merge_fragment
 from lightning_diloco.core.outer import Momentum, OuterState, outer_step
+from lightning_diloco.core.outer_lr import momentum_dots
 from lightning_diloco.core.quantize import Decoder, encode
 from lightning_diloco.errors import NonFiniteError
 
@@ -114,6 +115,18 @@ def test_merging(values: Callable[..., Tensor], num: int, merge: str, monkeypatc
         limits = [scale * first] + [float("inf")] * (num - 1)
         assert same(merged(), by_torch(merged, monkeypatch))
         assert reports[0] == reports[1]
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("values", [normal, hard])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_momentum_dots(values: Callable[..., Tensor], block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient, momentum = values(160 * 256).bfloat16(), values(160 * 256, 1)
+
+    def dots() -> Tensor:
+        return torch.tensor(momentum_dots(gradient, momentum, block_size=block_size), dtype=torch.float64)
+
+    assert same(dots(), by_torch(dots, monkeypatch))
 
 
 @pytest.mark.usefixtures("compiled")

@@ -14,6 +14,7 @@ TENSORS = {
     "master": torch.linspace(-1.0, 1.0, 35).view(5, 7),
     "chain": torch.arange(13, dtype=torch.uint8),
     "none": torch.empty(0, dtype=torch.uint8),
+    "doubles": torch.tensor([0.1, 0.7], dtype=torch.float64),
     "halves": torch.linspace(-2.0, 2.0, 9).bfloat16(),
     "number": torch.tensor(5),
 }

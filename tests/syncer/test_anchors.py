@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from lightning_diloco.syncer.anchors import AnchorStore, Update
 PLAN = FragmentPlan.balanced({"a": (40, 8), "b": (100,), "c": (30, 7)}, num_fragments=2, max_slice_numel=1 << 20)
 
 
-def config(wire: Wire = "int8") -> RunConfig:
-    return RunConfig(sync_every=8, num_fragments=2, block_size=16, wire=wire)
+def config(wire: Wire = "int8", **options: Any) -> RunConfig:
+    return RunConfig(sync_every=8, num_fragments=2, block_size=16, wire=wire, **options)
 
 
 def values(store: AnchorStore, p: int, seed: int) -> Tensor:
@@ -33,8 +34,8 @@ def gradient(store: AnchorStore, p: int, seed: int) -> Tensor:
     return (0.1 * values(store, p, 1000 + seed)).to(torch.bfloat16)
 
 
-def seeded(wire: Wire = "int8") -> AnchorStore:
-    store = AnchorStore(PLAN, config(wire))
+def seeded(wire: Wire = "int8", **options: Any) -> AnchorStore:
+    store = AnchorStore(PLAN, config(wire, **options))
     for p in range(PLAN.num_fragments):
         assert not store.is_seeded
         store.seed(p, values(store, p, p))
@@ -104,7 +105,7 @@ def test_new_generation_keeps_values_and_drops_the_chain() -> None:
 
 
 def test_commit_is_a_nesterov_step_on_the_master() -> None:
-    store, options = seeded("fp32"), config()
+    store, options = seeded("fp32", outer_lr=0.7), config(outer_lr=0.7)
     master = store.anchor(0).master.double()
     momentum = torch.zeros_like(master)
     for k in range(4):
@@ -113,6 +114,22 @@ def test_commit_is_a_nesterov_step_on_the_master() -> None:
         master -= options.outer_lr * (g + options.outer_momentum * momentum)
         store.commit(0, gradient(store, 0, k), work=1.0)
         torch.testing.assert_close(store.anchor(0).master.double(), master, rtol=1e-6, atol=1e-6)
+        assert store.outer_lr(store.anchor(0)) == 0.7
+
+
+def test_automatic_lr_falls_while_gradients_are_alike_and_is_of_one_fragment() -> None:
+    store = seeded()
+    lrs = [store.outer_lr(store.anchor(0))]
+    for _ in range(6):
+        store.commit(0, gradient(store, 0, 0), work=1.0)
+        lrs.append(store.outer_lr(store.anchor(0)))
+    assert lrs[0] == lrs[1] == pytest.approx(1 - 0.7 * 0.6), "nothing to compare with"
+    assert lrs[1:] == sorted(lrs[1:], reverse=True)
+    assert lrs[-1] == pytest.approx(1 - 0.6, abs=0.02)
+    assert store.outer_lr(store.anchor(1)) == lrs[0]
+    for k in range(1, 9):
+        store.commit(0, gradient(store, 0, k), work=1.0)
+    assert store.outer_lr(store.anchor(0)) == pytest.approx(1 - 0.3 * 0.6), "gradients of noise"
 
 
 def test_momentum_acts_by_the_work_done() -> None:
@@ -130,7 +147,7 @@ def test_what_quantization_leaves_out_is_published_later() -> None:
     store.commit(0, gradient(store, 0, 0), work=1.0)
     first = (store.anchor(0).master - store.anchor(0).published).abs().max()
     nothing = torch.zeros_like(gradient(store, 0, 0))
-    for _ in range(12):
+    for _ in range(16):
         store.commit(0, nothing, work=1.0)
     assert (store.anchor(0).master - store.anchor(0).published).abs().max() < 1e-3 * first
 

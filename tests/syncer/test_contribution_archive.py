@@ -96,19 +96,25 @@ def test_anchors_are_the_seed_and_the_outer_steps_after_it(run: Fleet) -> None:
         layout = plan.layout(p, config.block_size)
         master = read_seed(folder / f"seed-{p:04d}.safetensors").double().numpy()
         momentum, update = np.zeros_like(master), np.zeros_like(master)
+        rho, filled = 0.7, 0.0
         for commit in commits_of(folder, p):
             gradient = outer_gradient(layout, commit)
             work = shares_of(commit) @ [ready["steps"] for ready in readies_of(commit)] / config.sync_every
             assert work == pytest.approx(commit.record["work"])
             decay = mu ** min(1.0, work)
+            if momentum.any():
+                part = np.clip(momentum @ gradient / (momentum @ momentum) * filled / (1 - decay), 0, 1)
+                rho += (1 - 0.5 ** min(1.0, work)) * (part / (1 + mu - mu * part) - rho)
+            filled = 1 - decay * (1 - filled)
             momentum = decay * momentum + gradient
-            update = config.outer_lr * (gradient + mu * (1 - decay) / (1 - mu) * momentum)
+            update = (1 - mu * max(rho, 0.3)) * (gradient + mu * (1 - decay) / (1 - mu) * momentum)
             master = master - update
         anchor = run.service._store.anchor(p)
         moved = np.abs(master - read_seed(folder / f"seed-{p:04d}.safetensors").numpy()).max()
         assert np.abs(anchor.master.numpy() - master).max() < 0.01 * moved
         assert np.abs(anchor.published.numpy() - master).max() < 0.02 * moved + np.abs(update).max() / 100
         assert anchor.version == len(commits_of(folder, p))
+        assert (anchor.correlation.rho, anchor.correlation.filled) == pytest.approx((rho, filled), abs=0.02)
 
 
 def test_ledger_is_the_sum_of_recorded_ranges(run: Fleet) -> None:

@@ -70,7 +70,7 @@ def test_a_replay_by_several_threads_has_the_same_bits(
         assert store is not None
         for p, tensors in enumerate(wanted):
             found = store.state_tensors(p)
-            assert [torch.equal(found[name], tensor) for name, tensor in tensors.items()] == [True] * 4
+            assert [torch.equal(found[name], tensor) for name, tensor in tensors.items()] == [True] * 5
         replayed = [text for text in told if "replaying the log" in text]
         assert len(replayed) > 12
         assert replayed[-1].split("record ")[1] == "{0} of {0}".format(replayed[-1].split(" of ")[1])
