@@ -6,6 +6,8 @@
    that cannot read it continue to train, but are refused until they are restarted with the new join string.
 3. If the host or port in the file has changed, the connection continues there. The address that a learner was given may
    differ from the one in the file (a proxy or a forwarded port). It is used as long as the one in the file stays.
+4. If nothing has answered yet, the two addresses are tried in turn: a learner that is started again may have been given
+   the address from before the syncer moved.
 
 Source: our choice.
 """
@@ -62,7 +64,8 @@ class Followed:
 
     def __init__(self, connect: Callable[[JoinAddress], Connection], address: JoinAddress, join: Path | None) -> None:
         self._connect, self._join = connect, join
-        self._address, self._written = address, _address_in(join, address.run)
+        self._given, self._address, self._written = address, address, _address_in(join, address.run)
+        self._has_answered = False
         if self._written is not None:
             self._address = replace(address, token=self._written.token, fingerprint=self._written.fingerprint)
         self._connection = connect(self._address)
@@ -88,20 +91,31 @@ class Followed:
 
     def _call(self, call: Callable[[Connection], T]) -> T:
         try:
-            return call(self._connection)
+            answer = call(self._connection)
         except RemoteError:
             self._follow()
             raise
+        self._has_answered = True
+        return answer
 
     def _follow(self) -> None:
-        """After a failed call, make a new connection if the join file has changed."""
+        """After a failed call, make a new connection if the join file has changed, or if nothing has answered yet."""
         with self._replacing:
             now, before = _address_in(self._join, self._address.run), self._written
-            if now is None or now == before:
+            if now is None:
                 return
-            has_moved = before is not None and (now.host, now.port) != (before.host, before.port)
-            dialled = now if has_moved else self._address
+            if now != before:
+                has_moved = before is not None and _place(now) != _place(before)
+                dialled = now if has_moved else self._address
+            elif not self._has_answered and _place(now) != _place(self._given):
+                dialled = now if _place(self._address) == _place(self._given) else self._given
+            else:
+                return
             self._written, old = now, self._connection
             self._address = replace(dialled, token=now.token, fingerprint=now.fingerprint)
             self._connection = self._connect(self._address)
             old.close()
+
+
+def _place(address: JoinAddress) -> tuple[str, int]:
+    return address.host, address.port

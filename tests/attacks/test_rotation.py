@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,13 +63,16 @@ def _answers(address: JoinAddress) -> bool:
 
 
 class Refused:
-    """A connection to an address where nobody answers; notes what was dialled."""
+    """A connection to an address where nobody answers, unless told otherwise; notes what was dialled."""
 
-    def __init__(self, dialled: list[JoinAddress], address: JoinAddress) -> None:
+    def __init__(self, dialled: list[JoinAddress], address: JoinAddress, *, answering: Collection[str] = ()) -> None:
         dialled.append(address)
+        self._host, self._answering = address.host, answering
 
     def status(self) -> dict:
-        raise TransportError("refused")
+        if self._host not in self._answering:
+            raise TransportError("refused")
+        return {}
 
     def close(self) -> None:
         pass
@@ -94,12 +98,33 @@ def test_a_join_file_of_another_run_or_a_broken_one_changes_nothing(tmp_path: Pa
 def test_a_syncer_that_moved_is_followed_but_a_proxy_before_it_is_not_left(tmp_path: Path) -> None:
     join, dialled, proxy = tmp_path / "join", [], replace(OLD, host="proxy", port=9)
     write_join_file(join, OLD)
-    followed = Followed(partial(Refused, dialled), proxy, join)
+    answering = ["proxy"]
+    followed = Followed(partial(Refused, dialled, answering=answering), proxy, join)
+    followed.status()
+    answering.clear()
     for told in (OLD, replace(OLD, token="new-token"), replace(OLD, host="elsewhere", port=2)):
         write_join_file(join, told)
         with pytest.raises(TransportError):
             followed.status()
     assert [(address.host, address.port) for address in dialled] == [("proxy", 9), ("proxy", 9), ("elsewhere", 2)]
+
+
+def test_a_learner_that_was_given_an_old_address_finds_the_one_in_the_file(tmp_path: Path) -> None:
+    join, dialled, moved = tmp_path / "join", [], replace(OLD, host="elsewhere", token="new-token")
+    write_join_file(join, moved)
+    answering: list[str] = []
+    followed = Followed(partial(Refused, dialled, answering=answering), OLD, join)
+    for _ in range(3):
+        with pytest.raises(TransportError):
+            followed.status()
+    assert [address.host for address in dialled] == ["127.0.0.1", "elsewhere", "127.0.0.1", "elsewhere"]
+    assert {address.token for address in dialled} == {"new-token"}
+    answering.append("elsewhere")
+    followed.status()
+    answering.clear()
+    with pytest.raises(TransportError):
+        followed.status()
+    assert len(dialled) == 4, "what has answered is not left"
 
 
 def test_a_directory_that_was_never_served_has_no_token_to_replace(tmp_path: Path) -> None:
