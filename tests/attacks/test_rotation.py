@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
@@ -166,3 +169,33 @@ def test_learners_that_share_the_directory_go_on_with_the_new_token(processes: P
     processes.stop_file.touch()
     assert processes.end(restarted) == 0
     assert before.token not in processes.logs()
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_a_learner_restarted_with_the_address_from_before_the_move_joins(processes: Processes) -> None:
+    syncer = processes.syncer()
+    before, shared = processes.address, {"DILOCO_RUN_DIR": str(processes.run_dir)}
+
+    def start(name: str) -> subprocess.Popen[bytes]:
+        arguments = ("--out", processes.root / f"{name}.json", "--until", processes.stop_file)
+        return processes.start(
+            name, HERE / "learner.py", *arguments, DILOCO_JOIN=before.join_string(), DILOCO_LEARNER=name, **shared
+        )
+
+    learners = [start("stays"), start("ends")]
+    eventually(lambda: len(processes.status()["learners"]) == 2, "two learners", processes)
+    processes.until_commits(4)
+    for process in (syncer, learners.pop()):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    write_join_file(processes.run_dir / "join", replace(before, host="127.0.0.2"))
+    processes.syncer()
+    assert processes.address.host == "127.0.0.2"
+    learners.append(start("ends"))
+    phases = lambda: {(m["id"], m["phase"]) for m in processes.status()["learners"]}  # noqa: E731
+    both = {("stays", "stepping"), ("ends", "stepping")}
+    eventually(lambda: both <= phases(), "both learners", processes)
+    processes.until_commits(4)
+    processes.stop_file.touch()
+    assert [processes.end(learner) for learner in learners] == [0, 0]
