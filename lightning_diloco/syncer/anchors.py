@@ -347,16 +347,16 @@ class AnchorStore:
             CorruptLogError: the tensors are of another plan or wire.
         """
         numel = self.layouts[p].padded_numel
-        found = {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items() if name != "chain"}
-        wanted = {**dict.fromkeys(_TENSORS, ("torch.float32", (numel,))), "correlation": ("torch.float64", (2,))}
-        if found != wanted:
+        found = {name: (str(x.dtype), tuple(x.shape)) for name, x in tensors.items() if name in _TENSORS}
+        if found != (wanted := dict.fromkeys(_TENSORS, ("torch.float32", (numel,)))):
             raise _not_ours(f"fragment {p} as {found}", f"{wanted}")
         size, chain = wire_nbytes(numel, self._config.wire, self._config.block_size), tensors["chain"]
         if chain.numel() % size or chain.numel() > size * CHAIN_LENGTH:
             raise _not_ours(f"a chain of {chain.numel()} bytes for fragment {p}", f"up to {CHAIN_LENGTH} times {size}")
         values = {name: tensors[name] for name in _TENSORS}
         updates = torch.split(chain, size) if chain.numel() else ()
-        correlation = Correlation(*tensors["correlation"].tolist())
+        saved = tensors.get("correlation")  # versions without it had a fixed learning rate
+        correlation = Correlation() if saved is None else Correlation(*saved.tolist())
         self._anchors[p] = Anchor(generation, version, **values, chain=updates, correlation=correlation)
 
     def _outer_lr(self, correlation: Correlation) -> float:

@@ -234,6 +234,17 @@ def test_frozen_state_restores_and_goes_on_with_the_same_bits() -> None:
     assert bytes(restored.update_for(0, 1).payload) == bytes(store.update_for(0, 1).payload)
 
 
+def test_snapshot_from_before_the_automatic_lr_goes_on_with_its_fixed_lr() -> None:
+    store, restored = (seeded(outer_lr=0.7) for _ in range(2))
+    for k in range(3):
+        store.commit(0, gradient(store, 0, k), work=1.0)
+    numbers, shards = store.freeze()
+    restored.restore(numbers, {stem: {k: x for k, x in each.items() if k != "correlation"} for stem, each in shards})
+    for each in (store, restored):
+        each.commit(0, gradient(each, 0, 3), work=1.0)
+    assert same_state(store, restored, 0)
+
+
 def test_snapshot_of_another_plan_or_wire_is_refused() -> None:
     store = seeded("int8")
     store.commit(0, gradient(store, 0, 0), work=1.0)
