@@ -30,7 +30,7 @@ PROGRESS = {
         {"phase": "lapsed", "tokens_per_s": 50.0, "staleness_versions": 9, "loss": 9.0, "eval_loss": None},
     ],
 }  # fmt: skip
-OUTER = {"merged_norm": 2.0, "norms": [1.0, 3.0], "cosines": [0.5, 0.75]}
+OUTER = {"lr": 0.58, "merged_norm": 2.0, "norms": [1.0, 3.0], "cosines": [0.5, 0.75]}
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_rows_of_rounds_split_the_wait_into_quorum_and_grace() -> None:
     )
     assert rows[0]["fleet/quorum_s"] == 0.1
     assert rows[0]["fleet/grace_s"] == pytest.approx(0.1)
-    assert (rows[1]["outer/cosine"], rows[1]["outer/smallest_cosine"]) == (0.625, 0.5)
+    assert [rows[1][f"outer/{name}"] for name in ("lr", "cosine", "smallest_cosine")] == [0.58, 0.625, 0.5]
     assert rows[2:] == [{"fleet/num_joins": 1}, {"fleet/num_joins": 2}]
 
 

@@ -40,6 +40,7 @@ def test_learners_hear_of_the_fleet_and_of_their_own_direction(tmp_path: Path) -
     assert {("join", "l0"), ("join", "l1"), ("leave", "l0"), ("leave", "l1")} < set(told)
     outer = [line for line in read_tape(tmp_path / "tape" / "events.jsonl") if line["event"] == "outer"]
     assert len(outer) == fleet.num_commits
+    assert all(0.4 <= line["lr"] < 1 for line in outer), "the automatic learning rate"
     assert all(line["merged_norm"] > 0 and len(line["norms"]) == len(line["cosines"]) for line in outer)
 
 
