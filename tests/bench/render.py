@@ -116,7 +116,10 @@ def _gaps(found: Results) -> str:
 
 # Rows of the README's table: description, name of the stored results, and function that formats the value.
 SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
-    "two learners against data parallel, the same tokens, three seeds": ("quality", _gaps),
+    "two learners against data parallel, the same tokens, the best learning rate for each, three seeds": (
+        "quality",
+        _gaps,
+    ),
     "four learners, a quarter of them in each round, against all in each": (
         "loss_by_participation",
         lambda found: f"loss {_row(found, 'a quarter')['against all']:+.1%}",

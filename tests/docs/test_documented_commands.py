@@ -368,9 +368,10 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             says="skip",
         ),
         Step(
-            line="python tests/bench/run.py quality --seed 1 --steps 3",
-            of=("python tests/bench/run.py quality",),
-            says="missed a bound: none",
+            line="python -m tests.bench.quality --lr 6e-3 --baseline-lr 4e-3 8e-3 --seed 1 --steps 3 --out best.json",
+            of=("python -m tests.bench.quality --lr 6e-3 --baseline-lr 4e-3 8e-3 --out FILE",),
+            leaves=("best.json",),
+            says="mean gap",
         ),
         Step(
             line="python tests/bench/run.py syncer_round --numel 1e6 --threads 1 --repeats 1 || [ $? -eq 1 ]",
