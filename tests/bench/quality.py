@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> Trial:
     def ended(index: int, result: Trial) -> None:
         kind, trial = missing[index]
         found[kind].append({**trial, **result})
-        report.store(args.out, {"circumstances": report.circumstances(), **found})
+        report.store(args.out, {**found, "circumstances": report.circumstances()})
 
     work = {"data_parallel": _baseline, "anchors": _anchor}
     outcomes([partial(work[kind], args.recipe, trial) for kind, trial in missing], args.jobs, ended)
