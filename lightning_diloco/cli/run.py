@@ -30,6 +30,7 @@ from lightning_diloco.errors import ConfigError
 if TYPE_CHECKING:
     from lightning_diloco.cli.local.display import Screen
     from lightning_diloco.cli.local.run import Ended, Plan, Tell
+    from lightning_diloco.cli.ray.files import Wants
 
 _EXAMPLE = """examples:
   diloco run recipes/tiny/gpt.yaml --local 2 --trainer.max_steps 60
@@ -114,11 +115,24 @@ def call(arguments: argparse.Namespace) -> int:
     target = recipes.resolve(arguments.target)
     _tracking(arguments.wandb, target)  # refuses a missing wandb before anything is created
     run_dir = make_run_dir(arguments.run_dir, target.stem)
-    with claimed(run_dir):
-        return _run(arguments, target, run_dir)
+    left_alone = None if arguments.engine is None else _left_alone(run_dir, arguments.learners)
+    with claimed(run_dir, is_served=left_alone is not None):
+        return _run(arguments, target, run_dir, left_alone)
 
 
-def _run(arguments: argparse.Namespace, target: Path, run_dir: Path) -> int:
+def _left_alone(run_dir: Path, num_learners: int) -> Wants | None:
+    from lightning_diloco.cli.ray.files import left_alone
+
+    wants = left_alone(run_dir)
+    if wants is not None and wants.num_learners != num_learners:
+        raise ConfigError(
+            f"--learners {num_learners}: the run in {run_dir} goes on with {wants.num_learners} learner(s) although "
+            f"its `diloco run` was killed; take it over with --learners {wants.num_learners}, then use `diloco scale`"
+        )
+    return wants
+
+
+def _run(arguments: argparse.Namespace, target: Path, run_dir: Path, left_alone: Wants | None) -> int:
     from rich.console import Console
 
     from lightning_diloco.cli.local.display import Screen, summary_view
@@ -144,6 +158,7 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path) -> int:
         max_restarts=_MAX_RESTARTS if arguments.max_restarts is None and not is_elsewhere else arguments.max_restarts,
         grace_s=arguments.stop_grace,
         tell=tell,
+        is_served=left_alone is not None,
     )
     console = Console()
     live = console.is_terminal and not arguments.no_table
@@ -155,7 +170,7 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path) -> int:
                 screen.say(f"run directory: {run_dir}  (each process logs to log.txt in its folder there)")
                 if tell is not None:
                     screen.say(_SCRIPT_S_OWN % arguments.wandb)
-                ended = _ended(arguments, plan, target, screen, interruption)
+                ended = _ended(arguments, plan, target, screen, interruption, left_alone=left_alone)
             if watch is not None and ended.summary is not None:
                 watch.ended(ended.summary)
         console.print(summary_view(ended.summary, run_dir) if ended.summary else f"no summary; files: {run_dir}")
@@ -163,7 +178,13 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path) -> int:
 
 
 def _ended(
-    arguments: argparse.Namespace, plan: Plan, target: Path, screen: Screen, interruption: Interruption
+    arguments: argparse.Namespace,
+    plan: Plan,
+    target: Path,
+    screen: Screen,
+    interruption: Interruption,
+    *,
+    left_alone: Wants | None,
 ) -> Ended:
     if arguments.engine is None:
         from lightning_diloco.cli.local.run import execute
@@ -172,7 +193,15 @@ def _ended(
     from lightning_diloco.cli.ray.run import execute_on_ray
 
     needs = options.needs(arguments.resources_per_learner)
-    return execute_on_ray(plan, target.resolve(), screen, interruption, address=arguments.address, needs=needs)
+    return execute_on_ray(
+        plan,
+        target.resolve(),
+        screen,
+        interruption,
+        address=arguments.address,
+        needs=needs,
+        left_alone=left_alone,
+    )
 
 
 def _tracking(project: str | None, target: Path) -> tuple[list[str], Tell | None]:

@@ -15,18 +15,19 @@ from lightning_diloco.errors import ConfigError
 
 
 @contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
+def claimed(run_dir: Path, *, is_served: bool = False) -> Iterator[None]:
     """Lock a run directory for the duration of the block.
 
     Args:
         run_dir: RUN_DIR, which must exist.
+        is_served: whether its syncer may run already.
 
     Raises:
         ConfigError: another `diloco run` or a syncer uses it.
     """
     claim = _locked(run_dir)
     log = run_dir / "syncer" / "log"
-    syncers = _locked(log) if claim is not None and log.is_dir() else claim
+    syncers = _locked(log) if claim is not None and log.is_dir() and not is_served else claim
     try:
         if claim is None or syncers is None:
             who = "`diloco run`" if claim is None else "syncer"

@@ -90,6 +90,7 @@ class Plan:
             GRACE_S.
         via: maps learner and syncer address to the address that the learner dials; None: the syncer's address.
         tell: returns additional environment variables of a learner, from run id and learner id; None for none.
+        is_served: whether the syncer runs already, because an earlier `diloco run` was killed.
     """
 
     run_dir: Path
@@ -103,6 +104,7 @@ class Plan:
     grace_s: float | None = None
     via: Via | None = None
     tell: Tell | None = None
+    is_served: bool = False
 
     @property
     def learners(self) -> list[str]:
@@ -213,7 +215,7 @@ class _Run:
     def open(self) -> JoinAddress | None:
         """Start the syncer and return its address, or None if it did not start."""
         join = self._plan.run_dir / "join"
-        before = _stamp(join)
+        before = None if self._plan.is_served else _stamp(join)
         self._fleet.start(self._plan.syncer())
         deadline_s = time.monotonic() + self._plan.open_s
         self._wait(lambda: _stamp(join) != before or not self._is_served() or time.monotonic() > deadline_s)

@@ -5,7 +5,8 @@
 2. NAME.events has one JSON object per line. Only keepers append to it. The keeper that was the last to write "began" is
    the newest one; older ones must leave.
 3. `wanted` holds the number of learners that the run should have, and what is needed to check a new number.
-   `diloco scale` writes it, `diloco run` follows it. It exists only while `diloco run` runs.
+   `diloco scale` writes it, `diloco run` follows it and removes it at its end. If it exists and no `diloco run` has
+   claimed the directory, `diloco run` was killed, and another one may take its place (`left_alone`).
 
 The files replace calls between actors, so the run can be watched and ended after the loss of the Ray head. Source: our
 choice.
@@ -22,12 +23,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_diloco.cli.local.claim import is_claimed
 from lightning_diloco.cli.local.fleet import Command
-from lightning_diloco.transport.address import read_join_file
+from lightning_diloco.errors import RemoteError, RestoringError
+from lightning_diloco.transport.address import JoinAddress, read_join_file
 
 Wish = Literal["run", "leave", "kill"]
 FOLDER = "ray"
 _JOIN = "DILOCO_JOIN"
+_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,7 @@ class Order:
         done_path: see `Command`.
         cwd: working directory.
         max_restarts: maximum number of restarts; None for no limit.
+        known_as: name of the actor in Ray.
         wish: run; leave in good order within `within_s`; or kill at once.
         within_s: time to leave.
     """
@@ -53,11 +58,12 @@ class Order:
     done_path: str | None
     cwd: str
     max_restarts: int | None
+    known_as: str
     wish: Wish = "run"
     within_s: float = 0.0
 
     @classmethod
-    def of(cls, command: Command, max_restarts: int | None) -> Order:
+    def of(cls, command: Command, max_restarts: int | None, known_as: str) -> Order:
         """Return the order to run this command in the current directory."""
         python, *words = command.argv
         assert python == sys.executable, command.argv
@@ -69,6 +75,7 @@ class Order:
             done_path=None if command.done_path is None else str(command.done_path),
             cwd=str(Path.cwd()),
             max_restarts=max_restarts,
+            known_as=known_as,
         )
 
     def command(self, name: str, run_dir: Path, host: str) -> Command:
@@ -191,6 +198,29 @@ class Wanted:
     def close(self) -> None:
         """Remove the file."""
         self._path.unlink(missing_ok=True)
+
+
+def left_alone(run_dir: Path) -> Wants | None:
+    """Return what a run wants whose `diloco run` was killed while its syncer runs on; None if there is no such run."""
+    wants, join = Wanted(run_dir).read(), run_dir / "join"
+    if wants is None or is_claimed(run_dir) or not join.exists():
+        return None
+    return wants if _answers(read_join_file(join)) else None
+
+
+def _answers(address: JoinAddress) -> bool:
+    from lightning_diloco.transport.flight import FlightConnection  # which keepers do not need
+
+    connection = FlightConnection(address, control_deadline_s=_ANSWER_S)
+    try:
+        connection.status()
+    except RestoringError:
+        return True
+    except RemoteError:
+        return False
+    finally:
+        connection.close()
+    return True
 
 
 def _with_port(words: tuple[str, ...], run_dir: Path, host: str) -> list[str]:

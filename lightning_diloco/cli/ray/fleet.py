@@ -5,6 +5,7 @@
 2. The number of learners may change during the run (`diloco scale`). Those with the highest numbers are removed first,
    and added last. The syncer is started again, because it must expect another number of them to finish.
 3. A process whose machine does not answer is reported, and Ray is told not to start it any more.
+4. If `diloco run` was killed, the next one takes over the processes that it had started, with their commands.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 from lightning_diloco.cli.local.fleet import Command, Outcome
 from lightning_diloco.cli.local.interruption import GRACE_S
@@ -31,13 +33,23 @@ _ANSWER_S = 10.0  # for what a keeper and the shared disk need beyond the time o
 class _Process:
     """What is known of one process."""
 
-    def __init__(self, desk: Desk, order: Order, known_as: str) -> None:
-        self.desk, self.order, self.known_as = desk, order, known_as
+    def __init__(self, desk: Desk, order: Order) -> None:
+        self.desk, self.order = desk, order
         self.read_bytes = desk.num_bytes  # an earlier keeper may have left events
         self.keeper: str | None = None
         self.outcome: Outcome = "running"
         self.placed_s = time.monotonic()
         self.is_said_to_wait = False
+
+    @classmethod
+    def found(cls, desk: Desk) -> _Process | None:
+        """Return the process that an earlier `diloco run` had started; None if it had started none."""
+        order, keeper = desk.order(), desk.newest()
+        if order is None or order.wish != "run" or keeper is None:
+            return None
+        process = cls(desk, order)
+        process.keeper, process.outcome = keeper, cast("Outcome", desk.ended(keeper) or "running")
+        return process
 
     def wish(self, wish: Wish, within_s: float = 0.0) -> None:
         """Tell its keeper."""
@@ -69,7 +81,10 @@ class RayFleet:
         self._wanted = Wanted(plan.run_dir)
 
     def __enter__(self) -> RayFleet:
-        self._wanted.write(Wants(self._num_learners, self._address, self._needs))
+        if self._plan.is_served:
+            self._take_over()
+        else:
+            self._wanted.write(Wants(self._num_learners, self._address, self._needs))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -83,17 +98,29 @@ class RayFleet:
         return [name for name in self._processes if name not in removed]
 
     def start(self, command: Command) -> None:
-        """Have one process placed and started."""
+        """Have one process placed and started, or take over the one that runs already."""
+        if self._runs(command.name):
+            return  # it was taken over
+        run_dir, is_syncer = self._plan.run_dir, command.name == SYNCER
         if command.done_path is not None:
             command.done_path.unlink(missing_ok=True)
-        run_dir, is_syncer = self._plan.run_dir, command.name == SYNCER
         known_as = f"{run_dir.name}-{command.name}-{secrets.token_hex(3)}"
-        process = _Process(Desk(run_dir, command.name), Order.of(command, self._plan.max_restarts), known_as)
+        process = _Process(Desk(run_dir, command.name), Order.of(command, self._plan.max_restarts, known_as))
         process.wish("run")
         self._processes[command.name] = process
         needs = cluster.SYNCER_NEEDS if is_syncer else self._needs
         with cluster.connected(self._address):
             cluster.place(known_as, command.name, run_dir, needs, in_group=not is_syncer)
+
+    def _take_over(self) -> None:
+        """Take over what an earlier `diloco run` had started. `watch` then makes it as many learners as are wanted."""
+        for name in Desk.names(self._plan.run_dir):
+            if found := _Process.found(Desk(self._plan.run_dir, name)):
+                self._processes[name] = found
+        self._num_learners = len(self._processes.keys() - {SYNCER})
+
+    def _runs(self, name: str) -> bool:
+        return name in self._processes and self._processes[name].order.wish == "run"
 
     def watch(self) -> None:
         """Read what the keepers have told, and follow `diloco scale`. Does not block."""
@@ -132,8 +159,7 @@ class RayFleet:
             self._processes[name].wish("leave", GRACE_S)
         address = read_join_file(self._plan.run_dir / "join")
         for name in (f"l{k}" for k in range(num_learners)):
-            if name not in self._processes or self._processes[name].order.wish != "run":
-                self.start(self._plan.learner(name, address))
+            self.start(self._plan.learner(name, address))
         self._say(f"the run has {num_learners} learner(s) from now on")
 
     def outcome(self, name: str) -> Outcome:
@@ -187,7 +213,7 @@ class RayFleet:
             self._processes[name].outcome = "stopped"
         try:
             with cluster.connected(self._address):
-                cluster.release([self._processes[name].known_as for name in names])
+                cluster.release([self._processes[name].order.known_as for name in names])
         except ConfigError as error:
             self._say(f"Ray could not be told: {error}")
 

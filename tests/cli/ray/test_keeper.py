@@ -44,7 +44,7 @@ class Place:
 
     def order(self, code: str, **changed: object) -> None:
         command = Command(name="l0", argv=(sys.executable, "-ISc", code), log_path=self.run_dir / "log.txt")
-        told = {**vars_of(Order.of(command, None)), **changed}
+        told = {**vars_of(Order.of(command, None, "known")), **changed}
         self.desk.write_order(Order(**told))
 
     def start(self, mark: str) -> None:

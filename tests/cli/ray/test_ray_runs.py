@@ -65,8 +65,9 @@ class Site:
         raylet = int(keeper.environ()["RAY_RAYLET_PID"])
         return next(node for node in self.cluster.worker_nodes if raylet == raylet_of(node))
 
-    def start(self, num_learners: int) -> None:
-        self.cluster.wait_for_nodes()
+    def start(self, num_learners: int, *, waits: bool = True) -> None:
+        if waits:
+            self.cluster.wait_for_nodes()
         words = ("--engine", "ray", "--learners", num_learners, "--address", self.cluster.address)
         where = ("--run-dir", self.run_dir, "--no-table", "--no-page", "--stop-grace", 60)
         self.driver = command.start(self.folder, "run", "train.py", *words, *where)
@@ -128,6 +129,14 @@ class Site:
         for name in names:
             for keeper in self.keepers(name):
                 keeper.kill()
+
+    def lose_head(self) -> None:
+        """Lose the head, and so the raylets of all nodes."""
+        raylets = [psutil.Process(raylet_of(node)) for node in self.cluster.worker_nodes]
+        self.orphans = [child for raylet in raylets for child in raylet.children(recursive=True)]
+        self.cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+        _, alive = psutil.wait_procs(raylets, timeout=WITHIN_S)
+        assert not alive
 
     def end(self) -> dict[str, Any]:
         """Let the learners finish; returns the summary of an exact run."""
@@ -226,14 +235,11 @@ def test_the_machine_of_the_syncer_is_lost_and_rounds_go_on_when_it_is_back(site
 
 
 def test_the_head_is_lost_and_training_goes_on_to_the_end(site: Site) -> None:
-    nodes = [site.add(2), site.add(1)]
+    site.add(2), site.add(1)
     site.start(2)
     site.until_train("l0", "l1")
     before = site.pids()
-    raylets = [raylet_of(node) for node in nodes]
-    site.orphans = [child for raylet in raylets for child in psutil.Process(raylet).children(recursive=True)]
-    site.cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
-    site.until(lambda: not any(map(is_running, raylets)), "the end of all nodes")
+    site.lose_head()
     site.until_commits(8)
     assert site.pids() == before
     psutil.Process(*before["l1"]).kill()
@@ -241,6 +247,30 @@ def test_the_head_is_lost_and_training_goes_on_to_the_end(site: Site) -> None:
     site.until_train("l0", "l1")
     summary = site.end()
     assert summary["joins"] == 3
+
+
+def test_a_run_whose_diloco_run_was_killed_is_taken_over(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.add(3)
+    site.start(2)
+    site.until_train("l0", "l1")
+    before, first = site.pids(), site.driver
+    assert first is not None
+    first.kill()
+    first.communicate()
+    again = ["run", str(site.folder / "train.py"), "--engine", "ray", "--run-dir", str(site.run_dir), "--learners"]
+    assert main([*again, "3"]) == 2
+    assert "goes on with 2 learner(s)" in capsys.readouterr().err
+    site.lose_head()  # the files suffice
+    site.start(2, waits=False)
+    site.until_commits(8)
+    assert site.pids() == before
+    assert main([*again, "2"]) == 2, "it has been taken over"
+    psutil.Process(*before["l1"]).kill()
+    site.until(lambda: site.pids()["l1"] not in ([], before["l1"]), "its keeper starts it again")
+    site.until_train("l0", "l1")
+    summary = site.end()
+    assert summary["joins"] == 3
+    assert not site.keepers("l0") + site.keepers("syncer")
 
 
 def test_learners_are_added_and_removed_and_ctrl_c_ends_all_in_good_order(
