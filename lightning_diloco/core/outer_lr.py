@@ -70,7 +70,7 @@ class Correlation:
         """
         along, square = momentum_dots(gradient_P, momentum_P, block_size=block_size)
         rho = self.rho
-        if square > 0:
+        if square > 0 and coefs.decay < 1:  # decay is rounded to 1 if hardly any work is in the round
             part = min(1.0, max(0.0, along / square * self.filled / (1 - coefs.decay)))
             kept = _KEPT ** min(work, 1.0)
             rho = kept * rho + (1 - kept) * part / (1 + mu - mu * part)

@@ -78,6 +78,7 @@ def test_nothing_is_measured_without_gradient_or_momentum() -> None:
     nothing = torch.zeros(NUMEL)
     assert [each.rho for each in measured([nothing] * 3)] == [Correlation().rho] * 3
     assert [each.rho for each in measured([normal(0)], mu=0.0)] == [Correlation().rho]
+    assert [each.rho for each in measured([normal(0)] * 3, work=1e-30)] == [Correlation().rho] * 3
 
 
 def test_dot_products_are_those_of_float64() -> None:
