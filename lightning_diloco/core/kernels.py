@@ -161,10 +161,10 @@ def dots(payloads: Addresses, start: int, stop: int, block_size: int) -> Doubles
 
 
 @_compiled
-def momentum_dots(gradient: Halves, momentum: Floats, block_size: int) -> tuple[float, float]:
-    """Return the dot products of the momentum with the gradient and with itself (`outer_lr.py`)."""
+def momentum_dots(gradient: Halves, momentum: Floats, block_size: int, every: int) -> tuple[float, float]:
+    """Return the dot products of the momentum with the gradient and with itself in one of `every` blocks."""
     along, square = np.zeros(block_size, np.float64), np.zeros(block_size, np.float64)
-    for at in range(0, len(gradient), block_size):
+    for at in range(0, len(gradient), every * block_size):
         for i in range(block_size):
             buffer = np.float64(momentum[at + i])
             along[i] += np.float64(_widened(gradient[at + i])) * buffer

@@ -146,5 +146,5 @@ def _compile(kernels: Any) -> None:
     payloads = np.array([[q.ctypes.data, scales.ctypes.data]])
     kernels.weighted_sum(payloads, np.ones(1), 0, np.zeros(16, np.uint16), 16)
     kernels.dots(payloads, 0, 16, 16)
-    kernels.momentum_dots(np.zeros(16, np.uint16), x, 16)
+    kernels.momentum_dots(np.zeros(16, np.uint16), x, 16, 1)
     kernels.outer_step(np.zeros(16, np.uint16), (x,) * 3, (x,) * 3, (q, scales), (f32(0),) * 3, 16, INT8_LEVELS)

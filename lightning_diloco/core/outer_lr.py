@@ -19,9 +19,11 @@
 4. rho is averaged, with half the weight on the last unit of work, and counts as at least SMALLEST_RHO: gradients that
    have nothing in common are noise, with which a larger rate does harm.
 
+5. Of a long fragment, one block in so many is measured that this takes a fraction of the time of the outer step.
+
 Sums are taken in one order, so that each machine gets the same bits.
 
-Shapes: _P flat fragment.
+Shapes: _P flat fragment, _BS (blocks, block size).
 Source: our choice, see tests/bench/outer_rules.py.
 """
 
@@ -36,6 +38,7 @@ from lightning_diloco.core.blocks import sum_in_order
 from lightning_diloco.core.outer import Momentum
 
 SMALLEST_RHO = 0.3
+MEASURED_NUMEL = 1 << 22
 _KEPT = 0.5
 
 
@@ -78,28 +81,33 @@ class Correlation:
 
 
 def momentum_dots(gradient_P: Tensor, momentum_P: Tensor, *, block_size: int) -> tuple[float, float]:
-    """Return the dot products of the momentum buffer with the outer gradient and with itself.
+    """Return the dot products of the momentum buffer with the outer gradient and with itself (rule 5).
 
     Args:
         gradient_P: bfloat16.
         momentum_P: float32.
         block_size: P is a multiple of it. Products are added up block by block, then within the block.
     """
-    units = native.ranges(gradient_P.numel(), block_size)
+    numel = gradient_P.numel()
+    units, every = native.ranges(numel, block_size), max(1, numel // MEASURED_NUMEL)
     if (kernels := native.kernels_for(gradient_P, 8)) is not None:
         gradient, momentum = native.array(gradient_P), native.array(momentum_P)
         found = native.in_parallel(
-            lambda start, stop: kernels.momentum_dots(gradient[start:stop], momentum[start:stop], block_size), units
+            lambda start, stop: kernels.momentum_dots(gradient[start:stop], momentum[start:stop], block_size, every),
+            units,
         )
     else:
-        found = [_dots(gradient_P[start:stop], momentum_P[start:stop], block_size) for start, stop in units]
+        found = [
+            _dots(*(x[start:stop].view(-1, block_size)[::every] for x in (gradient_P, momentum_P)))
+            for start, stop in units
+        ]
     along = square = 0.0
     for one, other in found:
         along, square = along + one, square + other
     return along, square
 
 
-def _dots(gradient: Tensor, momentum: Tensor, block_size: int) -> tuple[float, float]:
-    buffer = momentum.double()
-    along, square = ((x * buffer).view(-1, block_size) for x in (gradient.double(), buffer))
-    return float(sum_in_order(sum_in_order(along))), float(sum_in_order(sum_in_order(square)))
+def _dots(gradient_BS: Tensor, momentum_BS: Tensor) -> tuple[float, float]:
+    buffer = momentum_BS.double()
+    along, square = (sum_in_order(sum_in_order(x * buffer)) for x in (gradient_BS.double(), buffer))
+    return float(along), float(square)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_diloco.core import native
+from lightning_diloco.core import native, outer_lr
 from lightning_diloco.core.fragments import FragmentPlan, gather
 from lightning_diloco.core.merge import merge_fragment
 from lightning_diloco.core.outer import Momentum, OuterState, outer_step
@@ -119,8 +119,11 @@ def test_merging(values: Callable[..., Tensor], num: int, merge: str, monkeypatc
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("values", [normal, hard])
-@pytest.mark.parametrize("block_size", [16, 256])
-def test_momentum_dots(values: Callable[..., Tensor], block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("block_size", "every"), [(16, 1), (256, 1), (16, 3)])
+def test_momentum_dots(
+    values: Callable[..., Tensor], block_size: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outer_lr, "MEASURED_NUMEL", 160 * 256 // every)
     gradient, momentum = values(160 * 256).bfloat16(), values(160 * 256, 1)
 
     def dots() -> Tensor:

@@ -86,3 +86,10 @@ def test_dot_products_are_those_of_float64() -> None:
     along, square = momentum_dots(gradient, momentum, block_size=256)
     assert along == pytest.approx(float(gradient.double() @ momentum.double()), rel=1e-9)
     assert square == pytest.approx(float(momentum.double() @ momentum.double()), rel=1e-12)
+
+
+def test_one_block_in_so_many_tells_the_correlation_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = correlated(0.6, 20)
+    everything = measured(gradients)[-1].rho
+    monkeypatch.setattr("lightning_diloco.core.outer_lr.MEASURED_NUMEL", NUMEL // 4)
+    assert everything != measured(gradients)[-1].rho == pytest.approx(everything, abs=0.05)
