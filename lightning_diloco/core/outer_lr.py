@@ -18,8 +18,8 @@
    rounds, and so is rho. The cosine of two successive gradients is lower the fewer learners take part in a round.
 4. rho is averaged, with half the weight on the last unit of work, and counts as at least SMALLEST_RHO: gradients that
    have nothing in common are noise, with which a larger rate does harm.
-
-5. Of a long fragment, one block in so many is measured that this takes a fraction of the time of the outer step.
+5. In a fragment of more than MEASURED_NUMEL values, one block in so many is measured. This takes a tenth of the time of
+   an outer step.
 
 Sums are taken in one order, so that each machine gets the same bits.
 
