@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_diloco.cli.verbs import add_verb
-from lightning_diloco.errors import RemoteError, TransportError
-
-if TYPE_CHECKING:
-    from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.errors import TransportError
 
 _EXAMPLE = "example:\n  diloco rotate runs/mine"
 _WITHIN_S = 15.0
@@ -32,14 +29,15 @@ def add_parser(verbs: Any) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Replace the token, and wait until a running syncer accepts the new one."""
+    from lightning_diloco.cli.local.feed import answers
     from lightning_diloco.learner.rotation import rotate
     from lightning_diloco.transport.address import read_join_file
 
     join = arguments.run_dir / "join"
-    is_served = _answers(read_join_file(join))
+    is_served = answers(read_join_file(join))
     rotate(arguments.run_dir)
     until_s = time.monotonic() + _WITHIN_S
-    while is_served and not _answers(address := read_join_file(join)):
+    while is_served and not answers(address := read_join_file(join)):
         if time.monotonic() > until_s:
             raise TransportError(
                 f"the syncer at {address.host_port} has not taken the new token in {_WITHIN_S:.0f} s; it must see "
@@ -49,17 +47,3 @@ def call(arguments: argparse.Namespace) -> int:
     taken = "the syncer has taken it" if is_served else "no syncer is running; the next one takes it"
     print(f"{join} has a new token, and {taken}; others join with DILOCO_JOIN=$(cat {join})")
     return 0
-
-
-def _answers(address: JoinAddress) -> bool:
-    """Return whether a syncer at this address accepts its token."""
-    from lightning_diloco.transport.flight import FlightConnection
-
-    connection = FlightConnection(address, control_deadline_s=2.0)
-    try:
-        connection.status()
-    except RemoteError:
-        return False
-    finally:
-        connection.close()
-    return True

@@ -30,7 +30,6 @@ from lightning_diloco.errors import ConfigError
 if TYPE_CHECKING:
     from lightning_diloco.cli.local.display import Screen
     from lightning_diloco.cli.local.run import Ended, Plan, Tell
-    from lightning_diloco.cli.ray.files import Wants
 
 _EXAMPLE = """examples:
   diloco run recipes/tiny/gpt.yaml --local 2 --trainer.max_steps 60
@@ -115,12 +114,12 @@ def call(arguments: argparse.Namespace) -> int:
     target = recipes.resolve(arguments.target)
     _tracking(arguments.wandb, target)  # refuses a missing wandb before anything is created
     run_dir = make_run_dir(arguments.run_dir, target.stem)
-    left_alone = None if arguments.engine is None else _left_alone(run_dir, arguments.learners)
-    with claimed(run_dir, is_served=left_alone is not None):
-        return _run(arguments, target, run_dir, left_alone)
+    is_served = arguments.engine is not None and _is_left_alone(run_dir, arguments.learners)
+    with claimed(run_dir, is_served=is_served):
+        return _run(arguments, target, run_dir, is_served=is_served)
 
 
-def _left_alone(run_dir: Path, num_learners: int) -> Wants | None:
+def _is_left_alone(run_dir: Path, num_learners: int) -> bool:
     from lightning_diloco.cli.ray.files import left_alone
 
     wants = left_alone(run_dir)
@@ -129,10 +128,10 @@ def _left_alone(run_dir: Path, num_learners: int) -> Wants | None:
             f"--learners {num_learners}: the run in {run_dir} goes on with {wants.num_learners} learner(s) although "
             f"its `diloco run` was killed; take it over with --learners {wants.num_learners}, then use `diloco scale`"
         )
-    return wants
+    return wants is not None
 
 
-def _run(arguments: argparse.Namespace, target: Path, run_dir: Path, left_alone: Wants | None) -> int:
+def _run(arguments: argparse.Namespace, target: Path, run_dir: Path, *, is_served: bool) -> int:
     from rich.console import Console
 
     from lightning_diloco.cli.local.display import Screen, summary_view
@@ -158,7 +157,7 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path, left_alone:
         max_restarts=_MAX_RESTARTS if arguments.max_restarts is None and not is_elsewhere else arguments.max_restarts,
         grace_s=arguments.stop_grace,
         tell=tell,
-        is_served=left_alone is not None,
+        is_served=is_served,
     )
     console = Console()
     live = console.is_terminal and not arguments.no_table
@@ -170,7 +169,7 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path, left_alone:
                 screen.say(f"run directory: {run_dir}  (each process logs to log.txt in its folder there)")
                 if tell is not None:
                     screen.say(_SCRIPT_S_OWN % arguments.wandb)
-                ended = _ended(arguments, plan, target, screen, interruption, left_alone=left_alone)
+                ended = _ended(arguments, plan, target, screen, interruption)
             if watch is not None and ended.summary is not None:
                 watch.ended(ended.summary)
         console.print(summary_view(ended.summary, run_dir) if ended.summary else f"no summary; files: {run_dir}")
@@ -178,13 +177,7 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path, left_alone:
 
 
 def _ended(
-    arguments: argparse.Namespace,
-    plan: Plan,
-    target: Path,
-    screen: Screen,
-    interruption: Interruption,
-    *,
-    left_alone: Wants | None,
+    arguments: argparse.Namespace, plan: Plan, target: Path, screen: Screen, interruption: Interruption
 ) -> Ended:
     if arguments.engine is None:
         from lightning_diloco.cli.local.run import execute
@@ -193,15 +186,7 @@ def _ended(
     from lightning_diloco.cli.ray.run import execute_on_ray
 
     needs = options.needs(arguments.resources_per_learner)
-    return execute_on_ray(
-        plan,
-        target.resolve(),
-        screen,
-        interruption,
-        address=arguments.address,
-        needs=needs,
-        left_alone=left_alone,
-    )
+    return execute_on_ray(plan, target.resolve(), screen, interruption, address=arguments.address, needs=needs)
 
 
 def _tracking(project: str | None, target: Path) -> tuple[list[str], Tell | None]:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lightning_diloco.core import native
 from lightning_diloco.core.blocks import sum_in_order
-from lightning_diloco.core.outer import Momentum
+from lightning_diloco.core.outer import momentum_by_work
 
 SMALLEST_RHO = 0.3
 MEASURED_NUMEL = 1 << 22
@@ -58,26 +58,23 @@ class Correlation:
         """Return the outer learning rate for momentum `mu`."""
         return 1 - mu * max(self.rho, SMALLEST_RHO)
 
-    def after(
-        self, gradient_P: Tensor, momentum_P: Tensor, *, mu: float, coefs: Momentum, work: float, block_size: int
-    ) -> Correlation:
+    def after(self, gradient_P: Tensor, momentum_P: Tensor, *, mu: float, work: float, block_size: int) -> Correlation:
         """Return the correlation with one more round.
 
         Args:
             gradient_P: the round's outer gradient, bfloat16.
             momentum_P: momentum buffer before the round, float32.
             mu: momentum of a full round.
-            coefs: momentum coefficients of the round.
             work: work of the round, see `momentum_by_work`.
             block_size: P is a multiple of it.
         """
         along, square = momentum_dots(gradient_P, momentum_P, block_size=block_size)
-        rho = self.rho
-        if square > 0 and coefs.decay < 1:  # decay is rounded to 1 if hardly any work is in the round
-            part = min(1.0, max(0.0, along / square * self.filled / (1 - coefs.decay)))
+        decay, rho = momentum_by_work(mu, work).decay, self.rho
+        if square > 0 and decay < 1:  # decay is rounded to 1 if hardly any work is in the round
+            part = min(1.0, max(0.0, along / square * self.filled / (1 - decay)))
             kept = _KEPT ** min(work, 1.0)
             rho = kept * rho + (1 - kept) * part / (1 + mu - mu * part)
-        return Correlation(rho, 1 - coefs.decay * (1 - self.filled))
+        return Correlation(rho, 1 - decay * (1 - self.filled))
 
 
 def momentum_dots(gradient_P: Tensor, momentum_P: Tensor, *, block_size: int) -> tuple[float, float]:

@@ -202,21 +202,16 @@ class AnchorStore:
         now, config = self.anchor(p), self._config
         assert outer_gradient.dtype == torch.bfloat16, f"outer gradient is {outer_gradient.dtype}"
         assert outer_gradient.shape == now.master.shape, f"{outer_gradient.shape} for {now.master.shape}"
-        coefs, correlation = momentum_by_work(config.outer_momentum, work), now.correlation
+        mu, correlation = config.outer_momentum, now.correlation
         if config.outer_lr == "auto":
             correlation = correlation.after(
-                outer_gradient,
-                now.momentum,
-                mu=config.outer_momentum,
-                coefs=coefs,
-                work=work,
-                block_size=config.block_size,
+                outer_gradient, now.momentum, mu=mu, work=work, block_size=config.block_size
             )
         state, update = outer_step(
             OuterState(now.master, now.momentum, now.published),
             outer_gradient,
             lr=self._outer_lr(correlation),
-            momentum_coef=coefs,
+            momentum_coef=momentum_by_work(mu, work),
             wire=config.wire,
             block_size=config.block_size,
             in_place=in_place,

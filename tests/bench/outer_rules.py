@@ -155,8 +155,8 @@ class RuleStore(AnchorStore):
         buffer, push, correlation = now.momentum, coefs.push, now.correlation
         if rule.lr_by_buffer:
             assert isinstance(rule.mu, float)
-            how = {"mu": rule.mu, "coefs": coefs, "work": work, "block_size": self._run.block_size}
-            correlation = correlation.after(outer_gradient, buffer, **how)
+            how = {"work": work, "block_size": self._run.block_size}
+            correlation = correlation.after(outer_gradient, buffer, mu=rule.mu, **how)
             lr = 1 - rule.mu * max(rule.least, correlation.rho)
         if rule.skip or rule.forget:
             agrees = (buffer * gradient) > 0

@@ -24,7 +24,7 @@ def measured(gradients: list[Tensor], work: float = 1.0, mu: float = MU) -> list
     master, momentum = torch.zeros(NUMEL), torch.zeros(NUMEL)
     coefs, found = momentum_by_work(mu, work), [Correlation()]
     for gradient in (gradient.bfloat16() for gradient in gradients):
-        found.append(found[-1].after(gradient, momentum, mu=mu, coefs=coefs, work=work, block_size=16))
+        found.append(found[-1].after(gradient, momentum, mu=mu, work=work, block_size=16))
         nesterov_step(master, momentum, gradient, lr=0.7, momentum_coef=coefs)
     return found[1:]
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.errors import DiLoCoError, RemoteError, RestoringError
 from lightning_diloco.transport.address import JoinAddress
 
 Status = Mapping[str, Any]
 Fetch = Callable[[], Status]
+_ANSWER_S = 2.0
 
 
 class StatusFeed:
@@ -70,3 +71,24 @@ def asking(address: JoinAddress, join: Path | None = None) -> Iterator[Fetch]:
         yield connection.status
     finally:
         connection.close()
+
+
+def answers(address: JoinAddress, *, while_restoring: bool = False) -> bool:
+    """Return whether a syncer at this address accepts its token.
+
+    Args:
+        address: address and token.
+        while_restoring: what to return if the syncer is being restored.
+    """
+    from lightning_diloco.transport.flight import FlightConnection
+
+    connection = FlightConnection(address, control_deadline_s=_ANSWER_S)
+    try:
+        connection.status()
+    except RestoringError:
+        return while_restoring
+    except RemoteError:
+        return False
+    finally:
+        connection.close()
+    return True

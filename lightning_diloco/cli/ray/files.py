@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_diloco.cli.local.claim import is_claimed
+from lightning_diloco.cli.local.feed import answers
 from lightning_diloco.cli.local.fleet import Command
-from lightning_diloco.errors import RemoteError, RestoringError
-from lightning_diloco.transport.address import JoinAddress, read_join_file
+from lightning_diloco.transport.address import read_join_file
 
 Wish = Literal["run", "leave", "kill"]
 FOLDER = "ray"
 _JOIN = "DILOCO_JOIN"
-_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,22 +204,7 @@ def left_alone(run_dir: Path) -> Wants | None:
     wants, join = Wanted(run_dir).read(), run_dir / "join"
     if wants is None or is_claimed(run_dir) or not join.exists():
         return None
-    return wants if _answers(read_join_file(join)) else None
-
-
-def _answers(address: JoinAddress) -> bool:
-    from lightning_diloco.transport.flight import FlightConnection  # which keepers do not need
-
-    connection = FlightConnection(address, control_deadline_s=_ANSWER_S)
-    try:
-        connection.status()
-    except RestoringError:
-        return True
-    except RemoteError:
-        return False
-    finally:
-        connection.close()
-    return True
+    return wants if answers(read_join_file(join), while_restoring=True) else None
 
 
 def _with_port(words: tuple[str, ...], run_dir: Path, host: str) -> list[str]:

@@ -9,7 +9,7 @@ from lightning_diloco.cli.local.display import Screen
 from lightning_diloco.cli.local.interruption import Interruption
 from lightning_diloco.cli.local.run import Ended, Plan, execute
 from lightning_diloco.cli.ray.cluster import Resources, check_nodes, check_room, connected, embedded
-from lightning_diloco.cli.ray.files import Wants, make_folder
+from lightning_diloco.cli.ray.files import Wanted, make_folder
 from lightning_diloco.cli.ray.fleet import RayFleet
 
 
@@ -21,25 +21,24 @@ def execute_on_ray(
     *,
     address: str | None,
     needs: Resources,
-    left_alone: Wants | None = None,
 ) -> Ended:
     """Run a plan to its end. Call it from the main thread only.
 
     Args:
-        plan: the run; its run directory is on a disk that all nodes mount.
+        plan: the run; its run directory is on a disk that all nodes mount. If it is served, its processes are taken
+            over, without Ray.
         target: path of the recipe or script.
         screen: display of the run.
         interruption: ends the run when this process gets a signal.
         address: of the Ray head; None: a cluster of this machine is started, and ended after the run.
         needs: resources of a learner.
-        left_alone: what the run wants if it was left alone; its processes are then taken over, without Ray.
 
     Raises:
         ConfigError: the cluster cannot hold the run.
     """
-    if left_alone is not None:
+    if plan.is_served and (wants := Wanted(plan.run_dir).read()) is not None:
         screen.say("this run goes on without its `diloco run`: its processes are taken over, with their commands")
-        fleet = RayFleet(plan, address=left_alone.address, needs=left_alone.needs, say=screen.say)
+        fleet = RayFleet(plan, address=wants.address, needs=wants.needs, say=screen.say)
         return execute(plan, screen, interruption, fleet=fleet)
     make_folder(plan.run_dir)
     with embedded() if address is None else nullcontext(address) as given:
