@@ -133,18 +133,23 @@ class FragmentExchange:
 
     # ----------------------------------------------------------------------------------------------------------- after
 
-    def take_final(self, p: int, generation: int, have: int) -> None:
+    def take_final(self, p: int, generation: int, have: int) -> tuple[int, int, str]:
         """Fetch and land the newest version of a fragment's anchor, and wait for it. Call this after training.
+
+        Returns:
+            Generation and version of this anchor, and the proof of its publication.
 
         Raises:
             DiLoCoError: it could not be fetched.
         """
         bulk = self._get(p, have=have, generation=generation)
-        if (bulk.header["generation"], bulk.header["version"]) != (generation, have):
+        final = bulk.header["generation"], bulk.header["version"], bulk.header["proof"]
+        if final[:2] != (generation, have):
             staged: list[Any] = []
             self._work.do(lambda: staged.append(self._device.stage(p, self._update(p, bulk, None))))
             if staged:  # otherwise the worker has failed, and its error is raised
                 self._device.land(p, staged[0])
+        return final
 
     def stop(self) -> None:
         """Wake all threads, so that they end."""

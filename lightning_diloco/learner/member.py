@@ -37,7 +37,7 @@ from lightning_diloco.transport.portions import LargeConnection, Portioned
 log = logging.getLogger(__name__)
 
 LEAVE_S = 10.0
-FINAL_ANCHOR_S = 60.0  # enough for several attempts on a bad network; the final anchor is the run's result
+FINAL_ANCHOR_S = 60.0  # per fragment: several attempts on a bad network, because the final anchor is the run's result
 REPORT_S = 10.0
 GOODBYE_S = 2.0
 
@@ -192,11 +192,11 @@ class Member(Driver):
 
     def _take_final(self) -> None:
         """Fetch the newest anchors. They are final, because no other learner takes part."""
-        until_s = time.monotonic() + FINAL_ANCHOR_S
         try:
             for p, f in enumerate(self._machine.fragments):
-                take = partial(self._freight.take_final, p, f.generation, f.landed)
-                retry(take, within_s=until_s - time.monotonic())
+                final = retry(partial(self._freight.take_final, p, f.generation, f.landed), within_s=FINAL_ANCHOR_S)
+                with self._changed:
+                    f.ended_at(*final)
         except DiLoCoError as error:
             log.warning("the final anchor could not be fetched, the one before it is kept: %s", error)
 

@@ -2,12 +2,15 @@
 
 1. `load` accepts exactly the declared fields with exactly the declared types and bounds (`limits.py`).
 2. Messages, log records and snapshots all use `load`, so the same rules check all input from outside.
-3. `msgspec.structs.replace` returns a copy of a value with some fields changed.
+3. msgspec analyzes a class when it is first loaded. Two threads that do so at once crash the process, so `load` lets
+   one thread at a time analyze.
+4. `msgspec.structs.replace` returns a copy of a value with some fields changed.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 import typing
 from typing import TypeVar
 
@@ -19,6 +22,9 @@ Json = dict[str, object]
 T = TypeVar("T")
 _PLACE = re.compile(r"^(?:Expected )?(.*?)(?: - at (?:`key` in )?`\$(.*)`)?$", re.DOTALL)
 _STEPS = re.compile(r"\.(\w+)|\[(\d+)\]")
+
+_analyzing = threading.Lock()
+_analyzed: set[type] = set()
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,6 +52,10 @@ def load(kind: type[T], values: object, where: str = "") -> T:
         CorruptMessageError: missing or unknown fields, or a value of a wrong type or out of bounds. No value is
             converted to another type.
     """
+    if kind not in _analyzed:
+        with _analyzing:
+            msgspec.json.Decoder(kind)
+            _analyzed.add(kind)
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:

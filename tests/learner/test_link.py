@@ -243,6 +243,22 @@ def test_the_last_learner_takes_the_final_anchor_and_gives_its_verdict_although_
         assert fleet.stop()["eval_loss"] == 1.25
 
 
+def test_the_last_learner_knows_the_version_of_the_final_anchor_if_nothing_landed_before(tmp_path: Path) -> None:
+    def lose() -> None:
+        raise TransportError("get: lost")
+
+    with Fleet(tmp_path) as fleet:
+        other, last = fleet.learner("other").go(), fleet.learner("last", drain_s=0.2).join()
+        last.wire.before["get"] = lose
+        fleet.until_commits(3)
+        other.enough().done()
+        last.link._take_final = lambda take=last.link._take_final: last.wire.before.clear() or take()
+        last.finish()
+        assert last.is_last
+        assert last.landed == fleet.versions
+        assert last.digests() == list(fleet.service._store.digests())
+
+
 @pytest.mark.parametrize("is_away", [True, False], ids=["without a syncer", "with one"])
 def test_a_learner_that_is_asked_to_leave_does_not_wait_longer_for_its_last_contributions(
     tmp_path: Path, is_away: bool

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Literal
 
 import pytest
@@ -82,3 +84,31 @@ def test_a_refusal_says_what_is_allowed() -> None:
 def test_a_missing_field_is_refused() -> None:
     with pytest.raises(CorruptMessageError, match="missing required field `share`"):
         codec.load(Outer, {"number": 3})
+
+
+ANALYZED_AT_ONCE = """
+import sys, threading
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.limits import Finite, Int64
+
+def load(kind, start):
+    start.wait()
+    codec.load(kind, values)
+
+sys.setswitchinterval(1e-6)
+names = [f"field{k}" for k in range(40)]
+values = dict.fromkeys(names, [1, 2.5, 3])
+for _ in range(400):
+    fields = dict.fromkeys(names, tuple[Int64, Finite, Int64])
+    kind, start = type(codec.Value)("Fresh", (codec.Value,), {"__annotations__": fields}), threading.Barrier(4)
+    threads = [threading.Thread(target=load, args=(kind, start)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_load_a_class_for_the_first_time_at_once() -> None:
+    """In a process of its own, because msgspec crashes it if `load` does not prevent that."""
+    subprocess.run([sys.executable, "-c", ANALYZED_AT_ONCE], check=True)

@@ -210,6 +210,10 @@ class Fragment:
         self.fresh_from, self.fresh_step = tokens, step
         return dropped
 
+    def ended_at(self, generation: int, version: int, proof: str) -> None:
+        """Note the final anchor, which the last learner takes after it has left."""
+        self.generation, self.landed, self.offered, self.proof = generation, version, version, proof
+
     def welcomed_back(self, version: int) -> None:
         """Forget offers and merges that have not landed, because a restored syncer may have lost them.
 
