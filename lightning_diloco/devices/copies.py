@@ -2,7 +2,8 @@
 
 1. One thread schedules copies with `promise` and calls `settle` before it changes their sources.
 2. Any thread may call `settle`. It runs the copies that have not started and waits for the copies that another thread
-   has started, so no thread waits for work that has not begun.
+   has started, so no thread waits for work that has not begun. Copies that are scheduled meanwhile belong to these:
+   after the last ones, the scheduling thread may never call `settle` again.
 3. If a copy raises, every later `settle` raises the same error.
 
 Source: our choice.
@@ -30,23 +31,23 @@ class Copies:
         """Schedule copies; they start in this order."""
         with self._changed:
             self._num_unmade += len(copies)
-        self._left.extend(copies)
+            self._left.extend(copies)
+            self._changed.notify_all()  # whoever waits for earlier copies makes these, too
 
     def settle(self) -> None:
-        """Finish all copies scheduled before this call.
+        """Finish all copies.
 
         Raises:
             BaseException: the first error that any copy has raised, in any thread.
         """
-        while self._left:
+        while self._num_unmade:
             try:
                 copy = self._left.popleft()
-            except IndexError:  # another thread was faster
-                break
-            self._make(copy)
-        if self._num_unmade:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._num_unmade)
+            except IndexError:  # other threads have started all of them
+                with self._changed:
+                    self._changed.wait_for(lambda: self._left or not self._num_unmade)
+            else:
+                self._make(copy)
         if self._error is not None:
             raise self._error
 

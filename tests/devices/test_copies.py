@@ -71,6 +71,24 @@ def test_settling_does_not_end_while_a_copy_is_being_made(aside):
     maker.join(WAIT_S)
 
 
+def test_whoever_waits_for_a_copy_makes_those_that_are_scheduled_meanwhile(aside):
+    """Nobody else may settle again: after the last step, training does not."""
+    copies, held = Copies(), Held()
+    copies.promise([held])
+    maker = threading.Thread(target=copies.settle, daemon=True)
+    maker.start()
+    assert held.begun.wait(WAIT_S)
+    waiting = aside(copies.settle)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.05)
+    later = threading.Event()
+    copies.promise([later.set])
+    assert later.wait(WAIT_S)
+    held.may_end.set()
+    waiting.result(WAIT_S)
+    maker.join(WAIT_S)
+
+
 def test_an_error_comes_to_everybody_and_the_others_are_made(aside):
     copies, made = Copies(), []
 
