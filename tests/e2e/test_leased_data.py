@@ -62,7 +62,7 @@ def merged(log: list[records.LogRecord], trained: dict[str, list[Sample]]) -> li
     for record in log:
         if isinstance(record, records.CommitRecord):
             for merge in record.merges:
-                counts[record.fragment].update(trained[merge.session][merge.ready.start : merge.ready.stop])
+                counts[record.fragment].update(trained[merge.session][merge.ready.start : merge.stop])
     return counts
 
 

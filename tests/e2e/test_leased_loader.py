@@ -65,7 +65,7 @@ def test_ranks_read_more_than_a_slow_learner_and_what_it_leaves_when_it_is_kille
         if isinstance(record, records.CommitRecord):
             count = by_fragment.setdefault(record.fragment, Counter())
             for merge in record.merges:
-                count.update(trained[merge.session][merge.ready.start : merge.ready.stop])
+                count.update(trained[merge.session][merge.ready.start : merge.stop])
     assert sum(count.total() for count in by_fragment.values()) == summary["tokens_merged"]
     assert all(count.keys() == set(range(MIN_SAMPLES)) for count in by_fragment.values()), "merged in every fragment"
     first, second = (len(samples) for samples in trained.values())
