@@ -106,8 +106,11 @@ def test_optimizers(agree, name):
 
 
 def test_lbfgs(agree):
-    """With all data in each batch: its curvature amplifies whatever changes between two steps."""
-    agree(optimized_by(lambda params: torch.optim.LBFGS(params, lr=0.05, max_iter=3)), batch_size=24, max_epochs=16)
+    """With all data in each batch, and small steps: its curvature amplifies whatever changes between two steps.
+
+    With lr=0.05, rounding to bfloat16 at a step where a landing may happen moves even a plain loop by 7 % (here: 1 %).
+    """
+    agree(optimized_by(lambda params: torch.optim.LBFGS(params, lr=0.02, max_iter=3)), batch_size=24, max_epochs=16)
 
 
 def test_float64(agree):
