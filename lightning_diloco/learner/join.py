@@ -237,12 +237,14 @@ class Joining:
     # --------------------------------------------------------------------------------------------------- conversation
 
     def _ask(self, question: messages.FromLearner, wanted: Any) -> Any:
-        """Repeat a message until one of the wanted answers comes."""
+        """Repeat a message until one of the wanted answers comes; of several, the newest counts."""
         deadline_s = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline_s:
-            for message in self._insist(partial(self._converse, question)):
+            heard = self._insist(partial(self._converse, question))
+            for message in heard:
                 if isinstance(message, messages.Rejected):
                     _raise(message)
+            for message in reversed(heard):
                 if isinstance(message, wanted):
                     return message
         raise JoinError(

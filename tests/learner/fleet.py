@@ -137,6 +137,11 @@ class Learner:
         return [self.link.device.digest(p) for p in range(self.link.plan.num_fragments)]
 
     @property
+    def has_joined(self) -> bool:
+        """True as well if nobody called `go`, or if it has ended."""
+        return self.link._state is not None or self.result is None or self.result.done()
+
+    @property
     def landed(self) -> list[int]:
         return [f.landed for f in self.link._machine.fragments]
 
@@ -231,6 +236,8 @@ class Fleet:
         return self.service.state.rounds.counts.num_commits
 
     def until_commits(self, more: int) -> None:
+        """Wait until all learners that train have joined, and then for so many more commits."""
+        until(lambda: all(learner.has_joined for learner in self.learners), "joins")
         wanted = self.num_commits + more
         until(lambda: self.num_commits >= wanted, f"{wanted} commits")
 

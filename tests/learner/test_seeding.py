@@ -12,7 +12,7 @@ import torch
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.fragments import FragmentPlan
-from lightning_diloco.errors import JoinError
+from lightning_diloco.errors import JoinError, PlanMismatchError
 from lightning_diloco.learner import join as joining
 from lightning_diloco.manifest import make_manifest
 from lightning_diloco.protocol import messages
@@ -70,7 +70,8 @@ class Storing:
 
     heard_s = float("-inf")
 
-    def __init__(self) -> None:
+    def __init__(self, *answers: messages.FromSyncer) -> None:
+        self._answers = (GRANT, *answers)
         self.num_said = 0
 
     def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
@@ -82,7 +83,7 @@ class Storing:
         return {}
 
     def poll(self, session: str, cursor: int, wait_s: float) -> Polled:
-        return Polled(cursor, (messages.encode(GRANT),))
+        return Polled(cursor, tuple(map(messages.encode, self._answers)))
 
 
 GRANT = messages.SeedGrant(1, 1, "run", {})
@@ -98,12 +99,8 @@ class Values:
         return torch.zeros(self._plan.layout(p, 16).padded_numel)
 
 
-def test_a_seeder_asks_with_pauses_whether_its_values_are_stored_and_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(joining, "STORED_S", 0.3)
-    syncer = Storing()
-    attempt = joining.Joining(
+def seed(syncer: Storing) -> None:
+    joining.Joining(
         syncer,  # type: ignore[arg-type]
         JoinAddress("127.0.0.1", 1, "run", "token"),
         session="s",
@@ -111,7 +108,21 @@ def test_a_seeder_asks_with_pauses_whether_its_values_are_stored_and_not_for_eve
         options=OPTIONS,
         model=MODEL,
         make_device=Values,  # type: ignore[arg-type]
-    )
+    ).run()
+
+
+def test_a_seeder_asks_with_pauses_whether_its_values_are_stored_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "STORED_S", 0.3)
+    syncer = Storing()
     with pytest.raises(JoinError, match=r"has not stored the start values .* its disk must take"):
-        attempt.run()
+        seed(syncer)
     assert 4 < syncer.num_said < 20, "the pauses grow"
+
+
+def test_a_seeder_hears_a_refusal_that_comes_with_an_earlier_answer() -> None:
+    """Otherwise it asks again, and hears that nobody knows it."""
+    refusal = messages.Rejected("plan", "fragment 0 holds values that are not finite")
+    with pytest.raises(PlanMismatchError, match="not finite"):
+        seed(Storing(refusal))
