@@ -164,7 +164,8 @@ class FragmentExchange:
         self._work.put(partial(self._encode, ready, snapshot))
 
     def _encode(self, ready: messages.Ready, snapshot: Any) -> None:
-        if (ready.fragment, ready.seq) not in self._wanted:  # its fate was decided while the device was computing
+        key = ready.fragment, ready.seq
+        if key not in self._wanted:  # its fate was decided while the device was computing
             return
         try:
             encoded = self._device.encode(snapshot)
@@ -174,7 +175,10 @@ class FragmentExchange:
         else:
             kept = _Kept(encoded.payload)
             self.norm, self.relative_error = encoded.norm, encoded.relative_error
-        self._kept[ready.fragment, ready.seq] = kept
+        self._kept[key] = kept
+        if key not in self._wanted:  # its fate was decided meanwhile, so nobody will forget these bytes
+            self._kept.pop(key, None)
+            return
         self._handle(events.Encoded(ready.fragment, ready.seq))
 
     def _upload(self, ready: messages.Ready) -> None:

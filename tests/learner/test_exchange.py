@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,15 +17,20 @@ from tests.devices.rig import BLOCK, Rig
 from tests.protocol.harness import ready
 
 
-@pytest.mark.parametrize("forgets", [True, False])
-def test_what_is_decided_before_a_device_has_computed_it_is_not_encoded(
-    monkeypatch: pytest.MonkeyPatch, forgets: bool
-) -> None:
-    """Its fragment may land meanwhile: what is encoded then would be measured from another anchor."""
-    rig, crew, told = Rig(), Crew(pytest.fail), queue.SimpleQueue[Any]()
-    caught_up = threading.Event()
-    monkeypatch.setattr(rig.device, "collect", lambda _: caught_up.wait(20.0))
-    freight = FragmentExchange(
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+@pytest.fixture
+def told() -> queue.SimpleQueue[Any]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def exchange(rig: Rig, told: queue.SimpleQueue[Any]) -> Iterator[FragmentExchange]:
+    crew = Crew(pytest.fail)
+    made = FragmentExchange(
         None,  # type: ignore[arg-type]
         "session",
         rig.device,
@@ -34,16 +40,47 @@ def test_what_is_decided_before_a_device_has_computed_it_is_not_encoded(
         handle=told.put,
         is_online=lambda: False,
     )
+    yield made
+    crew.stopping.set()
+    made.stop()
+    assert crew.join(5.0) == []
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_what_is_decided_before_a_device_has_computed_it_is_not_encoded(
+    rig: Rig,
+    told: queue.SimpleQueue[Any],
+    exchange: FragmentExchange,
+    monkeypatch: pytest.MonkeyPatch,
+    forgets: bool,
+) -> None:
+    """Its fragment may land meanwhile: what is encoded then would be measured from another anchor."""
+    caught_up = threading.Event()
+    monkeypatch.setattr(rig.device, "collect", lambda _: caught_up.wait(20.0))
     first, second = ready(0, seq=1), ready(1, seq=1)
-    freight.encode(first)
-    freight.encode(second)
+    exchange.encode(first)
+    exchange.encode(second)
     if forgets:
-        freight.forget(first.fragment, first.seq)
+        exchange.forget(first.fragment, first.seq)
     caught_up.set()
     expected = [second] if forgets else [first, second]
     found = [told.get(timeout=20.0) for _ in expected]
     assert found == [events.Encoded(each.fragment, each.seq) for each in expected]
-    assert [*freight._kept] == [(each.fragment, each.seq) for each in expected]
-    crew.stopping.set()
-    freight.stop()
-    assert crew.join(5.0) == []
+    assert [*exchange._kept] == [(each.fragment, each.seq) for each in expected]
+
+
+def test_what_is_decided_while_it_is_encoded_is_not_kept(
+    rig: Rig, told: queue.SimpleQueue[Any], exchange: FragmentExchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would forget its bytes later: they would stay as long as the process."""
+    first, second, encode = ready(0, seq=1), ready(1, seq=1), rig.device.encode
+
+    def decided_meanwhile(snapshot: Any) -> Any:
+        exchange.forget(first.fragment, first.seq)
+        return encode(snapshot)
+
+    monkeypatch.setattr(rig.device, "encode", decided_meanwhile)
+    exchange.encode(first)
+    exchange.encode(second)
+    assert told.get(timeout=20.0) == events.Encoded(second.fragment, second.seq)
+    assert [*exchange._kept] == [(second.fragment, second.seq)]
