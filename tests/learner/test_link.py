@@ -268,11 +268,10 @@ def test_a_learner_that_is_asked_to_leave_does_not_wait_longer_for_its_last_cont
 
     with Fleet(tmp_path) as fleet:
         asked, stays = fleet.learner("asked", drain_s=1e6), fleet.learner("stays").go()
-        asked.join()
-        until(lambda: asked.step() or fleet.num_commits >= 3, "commits")
+        asked.join().wire.before["put"] = lose  # what it sends does not arrive, but what it says does
+        member = fleet.service.state.roster.active("asked")
+        until(lambda: asked.step() or (fleet.num_commits >= 3 and member.tokens), "commits, and news of its work")
         asked.wire.is_cut = is_away
-        if not is_away:  # what it sends does not arrive, but its leave does
-            asked.wire.before["put"] = lose
         assert not asked.link.finish(asked=lambda: 0.2)
         assert asked.link.is_preempted
         assert not asked.link.is_drained
