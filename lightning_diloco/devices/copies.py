@@ -2,8 +2,8 @@
 
 1. One thread schedules copies with `promise` and calls `settle` before it changes their sources.
 2. Any thread may call `settle`. It runs the copies that have not started and waits for the copies that another thread
-   has started, so no thread waits for work that has not begun. Copies that are scheduled meanwhile belong to these:
-   after the last ones, the scheduling thread may never call `settle` again.
+   has started, so no thread waits for work that has not begun. It also runs copies that are scheduled while it waits,
+   because after the last step the scheduling thread does not call `settle` again.
 3. If a copy raises, every later `settle` raises the same error.
 
 Source: our choice.

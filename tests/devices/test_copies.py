@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -57,7 +58,9 @@ def test_who_settles_waits_for_the_copy_that_another_thread_has_begun_and_makes_
     other.result(WAIT_S)
 
 
-def test_settling_does_not_end_while_a_copy_is_being_made(aside):
+@contextmanager
+def settling_while_one_is_made(aside):
+    """Yields copies, one of which another thread has begun, and a thread that waits for it; then the one may end."""
     copies, held = Copies(), Held()
     copies.promise([held])
     maker = threading.Thread(target=copies.settle, daemon=True)
@@ -66,27 +69,23 @@ def test_settling_does_not_end_while_a_copy_is_being_made(aside):
     waiting = aside(copies.settle)
     with pytest.raises(TimeoutError):
         waiting.result(0.05)
+    yield copies
     held.may_end.set()
     waiting.result(WAIT_S)
     maker.join(WAIT_S)
+
+
+def test_settling_does_not_end_while_a_copy_is_being_made(aside):
+    with settling_while_one_is_made(aside):
+        pass
 
 
 def test_whoever_waits_for_a_copy_makes_those_that_are_scheduled_meanwhile(aside):
     """Nobody else may settle again: after the last step, training does not."""
-    copies, held = Copies(), Held()
-    copies.promise([held])
-    maker = threading.Thread(target=copies.settle, daemon=True)
-    maker.start()
-    assert held.begun.wait(WAIT_S)
-    waiting = aside(copies.settle)
-    with pytest.raises(TimeoutError):
-        waiting.result(0.05)
     later = threading.Event()
-    copies.promise([later.set])
-    assert later.wait(WAIT_S)
-    held.may_end.set()
-    waiting.result(WAIT_S)
-    maker.join(WAIT_S)
+    with settling_while_one_is_made(aside) as copies:
+        copies.promise([later.set])
+        assert later.wait(WAIT_S)
 
 
 def test_an_error_comes_to_everybody_and_the_others_are_made(aside):

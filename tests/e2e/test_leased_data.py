@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.slow
 NUM_FRAGMENTS = 4
 LEAVING = tuple(f"leaves{k}" for k in range(6))
 Sample = tuple[int, ...]
+S = TypeVar("S")
 Range = tuple[int, int, int]
 
 
@@ -57,8 +59,9 @@ def history(run_dir: Path, to: Path) -> list[records.LogRecord]:
     return found
 
 
-def merged(log: list[records.LogRecord], trained: dict[str, list[Sample]]) -> list[Counter[Sample]]:
-    counts: list[Counter[Sample]] = [Counter() for _ in range(NUM_FRAGMENTS)]
+def merged(log: list[records.LogRecord], trained: dict[str, list[S]]) -> list[Counter[S]]:
+    """Per fragment, how often each sample was merged."""
+    counts: list[Counter[S]] = [Counter() for _ in range(NUM_FRAGMENTS)]
     for record in log:
         if isinstance(record, records.CommitRecord):
             for merge in record.merges:

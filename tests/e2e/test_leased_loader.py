@@ -6,14 +6,12 @@ import json
 import os
 import signal
 import subprocess
-from collections import Counter
 
 import pytest
 
-from lightning_diloco.protocol.syncer import records
 from lightning_diloco.strategy.data.leased_part import MIN_SAMPLES, NUM_RANGES
 from tests.e2e.conftest import HERE, Processes, until
-from tests.e2e.test_leased_data import contributors, done, history
+from tests.e2e.test_leased_data import contributors, done, history, merged
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
@@ -60,14 +58,9 @@ def test_ranks_read_more_than_a_slow_learner_and_what_it_leaves_when_it_is_kille
     log = history(processes.run_dir, processes.root / "copy")
     assert summary["ledger_exact"]
     assert max(done(log).values()) == 1, "no range is done twice"
-    by_fragment: dict[int, Counter[int]] = {}
-    for record in log:
-        if isinstance(record, records.CommitRecord):
-            count = by_fragment.setdefault(record.fragment, Counter())
-            for merge in record.merges:
-                count.update(trained[merge.session][merge.ready.start : merge.stop])
-    assert sum(count.total() for count in by_fragment.values()) == summary["tokens_merged"]
-    assert all(count.keys() == set(range(MIN_SAMPLES)) for count in by_fragment.values()), "merged in every fragment"
+    counts = merged(log, trained)
+    assert sum(count.total() for count in counts) == summary["tokens_merged"]
+    assert all(count.keys() == set(range(MIN_SAMPLES)) for count in counts), "merged in every fragment"
     first, second = (len(samples) for samples in trained.values())
     assert first > 3 * second > 0, "each reads what it has time for"
     assert "leased from the run" in (processes.root / "slow.log").read_text()

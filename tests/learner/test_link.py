@@ -34,6 +34,10 @@ from lightning_diloco.transport.identity import ServerIdentity
 from tests.learner.fleet import JOIN, OPTIONS, RUN, SHAPES, Fleet, assert_exact, finish, until
 
 
+def lose() -> None:
+    raise TransportError("the call is lost")
+
+
 def diloco_threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("diloco-")}
 
@@ -244,9 +248,6 @@ def test_the_last_learner_takes_the_final_anchor_and_gives_its_verdict_although_
 
 
 def test_the_last_learner_knows_the_version_of_the_final_anchor_if_nothing_landed_before(tmp_path: Path) -> None:
-    def lose() -> None:
-        raise TransportError("get: lost")
-
     with Fleet(tmp_path) as fleet:
         other, last = fleet.learner("other").go(), fleet.learner("last", drain_s=0.2).join()
         last.wire.before["get"] = lose
@@ -263,9 +264,6 @@ def test_the_last_learner_knows_the_version_of_the_final_anchor_if_nothing_lande
 def test_a_learner_that_is_asked_to_leave_does_not_wait_longer_for_its_last_contributions(
     tmp_path: Path, is_away: bool
 ) -> None:
-    def lose() -> None:
-        raise TransportError("put: lost")
-
     with Fleet(tmp_path) as fleet:
         asked, stays = fleet.learner("asked", drain_s=1e6), fleet.learner("stays").go()
         asked.join().wire.before["put"] = lose  # what it sends does not arrive, but what it says does
