@@ -13,6 +13,7 @@
     │   ├── RefusedError      contributions were refused three times in a row
     │   └── TransportError    a call failed or exceeded its deadline; it may be retried
     │       ├── RestoringError        the syncer is reading its disk and will be ready by itself
+    │       ├── StandbyError          the syncer is a standby, and does not serve the run
     │       └── CorruptMessageError   wrong length, checksum or fields; the message was dropped
     └── StorageError          a write to disk failed, or data on disk is missing or damaged
         └── CorruptLogError   a durable record cannot be read back
@@ -84,6 +85,10 @@ class TransportError(RemoteError):
 
 class RestoringError(TransportError):
     """The syncer has restarted and is reading its disk; the message states its progress."""
+
+
+class StandbyError(TransportError):
+    """The syncer is the standby of the run, and another syncer serves it."""
 
 
 class CorruptMessageError(TransportError):

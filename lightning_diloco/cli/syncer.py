@@ -38,6 +38,12 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--embedded-by", type=int, metavar="PID", help="learner that started this; end soon after the last learner"
     )
+    parser.add_argument(
+        "--standby-of", metavar="JOIN", help="follow the syncer of this RUN_DIR/standby (a file, or its content)"
+    )
+    parser.add_argument(
+        "--take-over", action="store_true", help="serve the run of a standby now; its primary must be lost"
+    )
     parser.add_argument("--reseed", action="store_true", help="open an empty directory although learners know the run")
     parser.add_argument("--record", choices=["contributions"], help="also store received contributions, for replay")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the run to Weights & Biases; see diloco run --wandb")
@@ -55,6 +61,7 @@ def call(arguments: argparse.Namespace) -> int:
     """Serve until the run is finished; returns the exit code."""
     with kept():
         from lightning_diloco.syncer.process import SyncerOptions, serve
+        from lightning_diloco.syncer.standby.invitation import Invitation
 
     given = vars(arguments)
     options = SyncerOptions(
@@ -65,6 +72,8 @@ def call(arguments: argparse.Namespace) -> int:
         run_options={name: given[name] for name in _RUN_OPTIONS if name in given},
         reseed=arguments.reseed,
         record_contributions=arguments.record == "contributions",
+        standby_of=None if arguments.standby_of is None else Invitation.parse(arguments.standby_of),
+        takes_over=arguments.take_over,
     )
     with _tracked(arguments):
         return serve(options)

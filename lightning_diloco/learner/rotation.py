@@ -1,4 +1,4 @@
-"""Changes of the join file: a run gets a new token, or its syncer moves to another machine.
+"""Changes of the syncer: a run gets a new token, its syncer moves to another machine, or its standby takes over.
 
 1. `rotate` replaces the token in RUN_DIR/join. A running syncer notices this and accepts only the new token from then
    on.
@@ -8,6 +8,9 @@
    differ from the one in the file (a proxy or a forwarded port). It is used as long as the one in the file stays.
 4. If nothing has answered yet, the two addresses are tried in turn: a learner that is started again may have been given
    the address from before the syncer moved.
+5. If the run has a standby, and nothing has answered for ASK_AFTER_S, the standby is asked for STAY_S, then the syncer
+   again, and so on (`protocol/syncer/succession.py`). A standby that refuses to serve does not count as an answer. A
+   syncer that is reading its disk does. The standby is named in the join string, or in the answers of the syncer.
 
 Source: our choice.
 """
@@ -15,16 +18,20 @@ Source: our choice.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_diloco.errors import ConfigError, RemoteError
+from lightning_diloco.errors import ConfigError, RemoteError, RestoringError
+from lightning_diloco.protocol.syncer.succession import ASK_AFTER_S
 from lightning_diloco.transport.address import JoinAddress, new_token, read_join_file, write_join_file
 from lightning_diloco.transport.base import Bulk, Connection, Json, Polled
 
 T = TypeVar("T")
+
+STAY_S = 10.0
 
 
 def rotate(run_dir: Path) -> JoinAddress:
@@ -66,13 +73,19 @@ class Followed:
         self._connect, self._join = connect, join
         self._given, self._address, self._written = address, address, _address_in(join, address.run)
         self._has_answered = False
+        self._answered_s = self._dialled_s = time.monotonic()
+        self._stay_s = 0.0
         if self._written is not None:
             self._address = replace(address, token=self._written.token, fingerprint=self._written.fingerprint)
         self._connection = connect(self._address)
         self._replacing = threading.Lock()
 
     def send(self, session: str, messages: Sequence[Json]) -> Json:
-        return self._call(lambda connection: connection.send(session, messages))
+        answer = self._call(lambda connection: connection.send(session, messages))
+        if (standby := answer.get("standby")) is not None and standby != self._address.standby:
+            with self._replacing:
+                self._address = replace(self._address, standby=standby)
+        return answer
 
     def poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         return self._call(lambda connection: connection.poll(session, cursor, wait_s))
@@ -92,11 +105,32 @@ class Followed:
     def _call(self, call: Callable[[Connection], T]) -> T:
         try:
             answer = call(self._connection)
-        except RemoteError:
+        except RestoringError:
+            self._answered_s = time.monotonic()
             self._follow()
             raise
-        self._has_answered = True
+        except RemoteError:
+            self._follow()
+            self._ask_other()
+            raise
+        self._has_answered, self._answered_s = True, time.monotonic()
+        self._stay_s = 0.0
         return answer
+
+    def _ask_other(self) -> None:
+        """After a failed call, dial the standby instead of the syncer, or the other way round, if it is time."""
+        with self._replacing:
+            now_s = time.monotonic()
+            is_silent = now_s - self._answered_s >= ASK_AFTER_S
+            if self._address.standby is None or not is_silent or now_s - self._dialled_s < self._stay_s:
+                return
+            self._dialled_s, self._stay_s = now_s, STAY_S
+            self._dial(self._address.swapped())
+
+    def _dial(self, address: JoinAddress) -> None:
+        old, self._address = self._connection, address
+        self._connection = self._connect(address)
+        old.close()
 
     def _follow(self) -> None:
         """After a failed call, make a new connection if the join file has changed, or if nothing has answered yet."""
@@ -111,10 +145,9 @@ class Followed:
                 dialled = now if _place(self._address) == _place(self._given) else self._given
             else:
                 return
-            self._written, old = now, self._connection
-            self._address = replace(dialled, token=now.token, fingerprint=now.fingerprint)
-            self._connection = self._connect(self._address)
-            old.close()
+            self._written = now
+            standby = now.standby or self._address.standby if _place(dialled) == _place(now) else dialled.standby
+            self._dial(replace(dialled, token=now.token, fingerprint=now.fingerprint, standby=standby))
 
 
 def _place(address: JoinAddress) -> tuple[str, int]:

@@ -408,8 +408,10 @@ class News(Value, frozen=True):
         num_learners: number of learners that take part now.
         fleet_tokens: tokens seen by all learners so far; the x-axis of every curve.
         cosine: cosine of this learner's last merged contribution and the outer gradient of its round.
+        standby: `host:port` of the syncer's standby; None: there is none.
     """
 
     num_learners: Count | None = None
     fleet_tokens: Finite | None = None
     cosine: Finite | None = None
+    standby: Text | None = None

@@ -69,13 +69,18 @@ def encode(lsn: int, durable_lsn: int, header: Mapping[str, object], payload: Bu
     return prefix + _CHECKSUM.pack(zlib.crc32(prefix)) + text, body
 
 
-def read_at(fd: int, offset: int, size: int) -> Placed | None:
-    """Read the record at an offset of a file of `size` bytes; return None if it is incomplete or damaged.
+def read_at(source: int | memoryview, offset: int, size: int) -> Placed | None:
+    """Read the record at an offset; return None if it is incomplete or damaged.
+
+    Args:
+        source: the descriptor of a file, or bytes.
+        offset: where the record begins.
+        size: size of the source, in bytes.
 
     Raises:
         StorageError: the record has a format that this version cannot read.
     """
-    line = _pread(fd, offset, _PREFIX_BYTES)
+    line = _pread(source, offset, _PREFIX_BYTES)
     if len(line) < _PREFIX_BYTES or line[_PREFIX.size :] != _CHECKSUM.pack(zlib.crc32(line[: _PREFIX.size])):
         return None
     magic, version, header_bytes, payload_bytes, lsn, durable_lsn, checksum = _PREFIX.unpack_from(line)
@@ -89,8 +94,8 @@ def read_at(fd: int, offset: int, size: int) -> Placed | None:
     end = header_at + header_bytes + payload_bytes
     if end > size:
         return None
-    text = _pread(fd, header_at, header_bytes)
-    payload = _pread(fd, header_at + header_bytes, payload_bytes)
+    text = _pread(source, header_at, header_bytes)
+    payload = _pread(source, header_at + header_bytes, payload_bytes)
     if zlib.crc32(payload, zlib.crc32(text)) != checksum:
         return None
     return Placed(Record(lsn, json.loads(text), payload), end, durable_lsn)
@@ -115,9 +120,11 @@ def _next_magic(fd: int, offset: int, size: int) -> int:
     return -1
 
 
-def _pread(fd: int, offset: int, num_bytes: int) -> bytes:
+def _pread(source: int | memoryview, offset: int, num_bytes: int) -> bytes:
+    if isinstance(source, memoryview):
+        return bytes(source[offset : offset + num_bytes])
     pieces = []
-    while num_bytes and (piece := os.pread(fd, num_bytes, offset)):
+    while num_bytes and (piece := os.pread(source, num_bytes, offset)):
         pieces.append(piece)
         offset += len(piece)
         num_bytes -= len(piece)

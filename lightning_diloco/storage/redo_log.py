@@ -147,14 +147,23 @@ class RedoLog:
         with self._mutex:
             last, segments = self.last_lsn, list(self._segments)
         if from_lsn < segments[0]:
-            raise CorruptLogError(
-                f"{self.directory}: asked for the records from lsn {from_lsn} on, the oldest kept is {segments[0]}; "
-                f"the log must reach back to its snapshot; restore the missing segments from a backup"
-            )
+            raise self._too_old(from_lsn)
         for first, beyond in zip(segments, [*segments[1:], last + 1], strict=True):
             if from_lsn < beyond:
                 records = (record for record, _ in self._walk(first, beyond))
                 yield from (record for record in records if record.lsn >= from_lsn)
+
+    def open_segment(self, lsn: int) -> tuple[int, int]:
+        """Open the segment that has this record, or will have it; return its first lsn and a descriptor.
+
+        Raises:
+            CorruptLogError: the record is no longer kept.
+        """
+        with self._mutex, storage("read", self.directory):
+            found = [first for first in self._segments if first <= lsn]
+            if not found:
+                raise self._too_old(lsn)
+            return found[-1], os.open(self._path(found[-1]), os.O_RDONLY | os.O_CLOEXEC)
 
     def rotate(self) -> None:
         """Sync, then start a new segment, so that `drop_before` can remove older segments. Raises `StorageError`."""
@@ -200,6 +209,12 @@ class RedoLog:
                 self._active.close()
                 os.close(self._lock_fd)
                 self._lock_fd = -1
+
+    def _too_old(self, lsn: int) -> CorruptLogError:
+        return CorruptLogError(
+            f"{self.directory}: asked for the records from lsn {lsn} on, the oldest kept is {self._segments[0]}; "
+            f"the log must reach back to its snapshot; restore the missing segments from a backup"
+        )
 
     def _path(self, first_lsn: int) -> Path:
         return self.directory / f"{first_lsn:020d}.log"

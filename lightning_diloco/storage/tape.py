@@ -81,6 +81,23 @@ class Tape:
             self._file.append([json.dumps(line, separators=(",", ":")).encode() + b"\n"])
             self.last_lsn = max(self.last_lsn, lsn or 0)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the tape, in bytes."""
+        return self._file.end
+
+    def copy(self, text: bytes) -> None:
+        """Append lines of another tape; an incomplete last line is left out.
+
+        Raises:
+            CorruptLogError: the text does not begin with a line; the tape is unchanged.
+        """
+        whole = text[: text.rfind(b"\n") + 1]
+        lsns = [_parse(self.path, number, line)["lsn"] or 0 for number, line in enumerate(whole.splitlines(), start=1)]
+        with self._mutex:
+            self._file.append([whole])
+            self.last_lsn = max([self.last_lsn, *lsns])
+
     def truncate_after(self, lsn: int) -> int:
         """Cut the tape before the first line with a later lsn.
 

@@ -58,10 +58,25 @@ class Front:
         """
         self._server.start()
         self._must_listen = False
-        self._address = self._server.join_address(self._address.run, self._host)
+        found = self._server.join_address(self._address.run, self._host)
+        self._address = replace(found, standby=self._address.standby)
+        self._write()
+        return self._address
+
+    @property
+    def listens_on(self) -> str:
+        """`host:port` that the server listens on."""
+        return self._server.address
+
+    def name_standby(self, standby: str | None) -> None:
+        """Write this standby (`host:port`) to RUN_DIR/join, if it is not there yet. Cheap enough to call often."""
+        if standby is not None and standby != self._address.standby:
+            self._address = replace(self._address, standby=standby)
+            self._write()
+
+    def _write(self) -> None:
         write_join_file(self._join, self._address)
         self._seen_ns = self._written_ns()
-        return self._address
 
     def follow_rotation(self) -> None:
         """Serve with the new token if the token was replaced. Cheap enough to call often."""

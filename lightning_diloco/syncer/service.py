@@ -35,6 +35,7 @@ from lightning_diloco.protocol import actions, codec, events, messages
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.files import write_whole
+from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.inbox import Inbox
 from lightning_diloco.syncer.merge_worker import DurableCommit, MergeJob, MergeWorker
@@ -42,6 +43,9 @@ from lightning_diloco.syncer.outbox import Outbox
 from lightning_diloco.syncer.payloads import Payloads, made_up
 from lightning_diloco.syncer.quota import Place, Placed, Quota
 from lightning_diloco.syncer.run_end import RunEnd
+from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.syncer.standby.replica import Replica
+from lightning_diloco.syncer.standby.requests import STANDBY
 from lightning_diloco.syncer.status.history import CLOSED
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.syncer.status.progress import pause_s, progress
@@ -68,6 +72,8 @@ class SyncerOptions:
         run_options: explicit `RunConfig` options.
         reseed: open an incomplete run directory although learners may know the run.
         record_contributions: also keep the received bytes, for replay.
+        standby_of: the primary that this syncer follows, until it takes over; None: it serves the run.
+        takes_over: serve the run now, although this directory is a standby's.
     """
 
     run_dir: Path
@@ -77,6 +83,8 @@ class SyncerOptions:
     run_options: dict[str, Any] = field(default_factory=dict)
     reseed: bool = False
     record_contributions: bool = False
+    standby_of: Invitation | None = None
+    takes_over: bool = False
 
 
 class SyncerService:
@@ -86,9 +94,22 @@ class SyncerService:
         options: options of the process.
         run: run id, used if the run directory is new.
         durable: the opened run directory; None opens it here.
+        followed: state machine and anchors of a standby that takes over; None restores them from disk.
+        standby_key: key that a standby must send; "" refuses standbys.
+
+    Attributes:
+        replica: what this syncer knows of its standby.
     """
 
-    def __init__(self, options: SyncerOptions, *, run: str, durable: SyncerStore | None = None) -> None:
+    def __init__(
+        self,
+        options: SyncerOptions,
+        *,
+        run: str,
+        durable: SyncerStore | None = None,
+        followed: tuple[SyncerState, AnchorStore] | None = None,
+        standby_key: str = "",
+    ) -> None:
         RunConfig.from_dict(options.run_options)
         self._options = options
         self._ending = RunEnd(expect=options.expect, embedded_by=options.embedded_by)
@@ -98,12 +119,17 @@ class SyncerService:
             self._recorder = Recorder(options.run_dir / "syncer" / "contributions")
         about = {"options": dict(options.run_options), "expect": options.expect, "secret": secrets.token_hex(16)}
         self.state = SyncerState(run=run, **about)
-        self._store = self._durable.restore(self.state, time.monotonic())
+        if followed is None:
+            self._store = self._durable.restore(self.state, time.monotonic())
+        else:
+            self._store = self._durable.take_over(self.state, *followed, time.monotonic())
+        self.replica = Replica(options.run_dir, self._durable.log, standby_key, self._learners)
+        self._durable.replicated = self.replica.wait
         if self._durable.past.was_closed:
             self._ending.reopened()
         self._desk = Payloads()
         self._desk.remember_merged(self.state.roster)
-        self._board = StatusPublisher(self.state, self._desk, self._durable.past, self._ending)
+        self._board = StatusPublisher(self.state, self._desk, self._durable.past, self._ending, self.replica)
         self._merger = MergeWorker(self._durable, self._recorder, self._board.disk_failed)
         self._outbox = Outbox(is_member=self._is_member)
         self._inbox: Inbox[events.SyncerEvent | Placed | DurableCommit] = Inbox()
@@ -144,13 +170,7 @@ class SyncerService:
         Returns:
             The run's summary, also written to RUN_DIR/summary.json.
         """
-        self._is_stopping = True
-        self._jobs.put(None)
-        _join(self._merge_thread)
-        self._inbox.close()  # after the last durable commit was queued
-        _join(self._loop_thread)
-        _join(self._clock_thread)
-        self._outbox.close()
+        self._end_threads()
         may_rest = self.error is None and not self._todo  # otherwise the state is ahead of the disk
         saved = codec.dump(self.state.saved()) if may_rest else {}
         is_finished = self.state.is_finished and self.state.ended_by_finishing and self.error is None
@@ -167,6 +187,21 @@ class SyncerService:
         except StorageError as error:
             log.error("the end of the run is not on disk: %s", error)
         return summary
+
+    def abandon(self) -> None:
+        """Stop without a trace: another syncer serves the run now."""
+        self._end_threads()
+        self._durable.close()
+
+    def _end_threads(self) -> None:
+        self._is_stopping = True
+        self.replica.end(is_over=self.state.is_finished and self.state.ended_by_finishing)
+        self._jobs.put(None)
+        _join(self._merge_thread)
+        self._inbox.close()  # after the last durable commit was queued
+        _join(self._loop_thread)
+        _join(self._clock_thread)
+        self._outbox.close()
 
     def _rest(self, saved: Json) -> None:
         is_own = self._options.embedded_by is not None  # a script's run needs no log for a replay
@@ -192,6 +227,7 @@ class SyncerService:
         for message, place in zip(decoded, places, strict=True):
             event = events.FromALearner(session, cast("messages.FromLearner", message))
             self._inbox.put(Placed(event, place))
+        self.heard(session)
         return codec.dump(self._board.news(session))
 
     def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
@@ -200,8 +236,9 @@ class SyncerService:
         if self._is_member(_checked(session)):  # ignore unknown session ids
             self._ending.polled(session)
         polled = self._outbox.poll(session, cursor, wait_s)
-        if not polled.messages and self._is_stopping:
+        if not self.replica.may_announce or (self._is_stopping and not polled.messages):
             raise _stopping()
+        self.heard(session)
         return polled
 
     def on_put(self, bulk: Bulk) -> Json:
@@ -223,9 +260,13 @@ class SyncerService:
 
     def on_get(self, header: Json) -> Bulk:
         """Return the update that a learner needs, a portion of it, or bytes that measure a link."""
+        if header.get("what") == STANDBY:
+            return self.replica.on_get(header)
         session = self._enter(header)
         if header.get("what") == "probe":
             return made_up(header)
+        if not self.replica.may_announce:
+            raise _stopping()
         is_known = self._is_member(session)
         return self._desk.give(session, header, self._store, is_known=is_known, proof=self.state.proof)
 
@@ -238,6 +279,16 @@ class SyncerService:
         session = _checked(header.get("session"))
         self._check_open(session)
         return session
+
+    def heard(self, session: str | None) -> None:
+        """Note that a learner is in contact with this syncer, for the rules about the standby."""
+        if session is not None and self._is_member(session):
+            self.replica.heard(session)
+
+    def _learners(self) -> list[str]:
+        """Return the sessions of all learners that take part."""
+        with self._board.looking:
+            return [member.session for member in self.state.roster.live()]
 
     def _is_member(self, session: str) -> bool:
         return self.state.roster.get(session) is not None

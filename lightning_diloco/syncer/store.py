@@ -26,7 +26,7 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.files import Buffer, Faults, no_faults
-from lightning_diloco.storage.redo_log import RedoLog
+from lightning_diloco.storage.redo_log import Record, RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.storage.tape import Tape, read_tape
 from lightning_diloco.syncer.anchors import AnchorStore
@@ -50,6 +50,7 @@ class SyncerStore:
 
     Attributes:
         past: history of the run before this process; set by `restore`.
+        replicated: called with the number of each durable record; returns when the standby has it, if there is one.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class SyncerStore:
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
         self.tape = Tape(run_dir / "tape" / "events.jsonl")
         self.past = History()
+        self.replicated: Callable[[int], None] = lambda lsn: None
         self._writing: threading.Thread | None = None
         self._snapshot_again_s = 0.0
         self._tape_failed = False
@@ -84,6 +86,10 @@ class SyncerStore:
         Raises:
             CorruptLogError: a durable file is damaged.
         """
+        return self._resumed(state, self.load(state, now_s), now_s)
+
+    def load(self, state: SyncerState, now_s: float) -> AnchorStore | None:
+        """Restore a machine that only follows. Start values without a log record are returned as well."""
         unix_s = time.time()  # the moment of now_s
         in_log: list[Json] = []
         snapshot = self.snapshots.latest()
@@ -115,13 +121,53 @@ class SyncerStore:
             self._tell("computing digests")
             for p in range(len(store.layouts) if store and store.is_seeded else 0):
                 threads.do(p, cast("AnchorStore", store).digest, p)
-        self.tape.truncate_after(self.log.last_lsn)
-        self.past = recall(state.roster, self._completed_tape(in_log), now_s=now_s, unix_s=unix_s)
+        self._remember(state, in_log, now_s, unix_s)
+        return store
+
+    def take_over(
+        self, state: SyncerState, followed: SyncerState, store: AnchorStore, now_s: float
+    ) -> AnchorStore | None:
+        """Do what `restore` does, with what `follow` has applied to another machine and to these anchors."""
+        state.restore(followed.saved(), now_s)
+        self._remember(state, (), now_s, time.time())
+        return self._resumed(state, store, now_s)
+
+    def _resumed(self, state: SyncerState, store: AnchorStore | None, now_s: float) -> AnchorStore | None:
         if state.manifest is None or store is None:
             return None  # start values without a log record are stored again
         state.set_digests(store.digests())
         state.resume(now_s)
         return store
+
+    def _remember(self, state: SyncerState, in_log: Sequence[Json], now_s: float, unix_s: float) -> None:
+        """Cut and complete the tape, and read the history of the run from it."""
+        self.tape.truncate_after(self.log.last_lsn)
+        self.past = recall(state.roster, self._completed_tape(in_log), now_s=now_s, unix_s=unix_s)
+
+    def follow(self, copied: Sequence[Record], state: SyncerState, store: AnchorStore) -> None:
+        """Make records of another syncer durable, and apply them. Used by a standby.
+
+        Args:
+            copied: the records after the last one, in order.
+            state, store: as restored; changed in place.
+
+        Raises:
+            StorageError: the disk failed; the log is unchanged, and nothing was applied.
+            CorruptLogError: a record does not follow the current state.
+        """
+        for record in copied:
+            if self.log.append(record.header, record.payload) != record.lsn:
+                raise CorruptLogError(
+                    f"log record {record.lsn} came after {self.log.last_lsn - 1}; it must be the next"
+                )
+        self.log.sync()
+        for record in copied:
+            change = records.decode(record.header)
+            state.apply(change)
+            if isinstance(change, records.CommitRecord):
+                store.commit(change.fragment, record.payload, work=change.work, version=change.version)
+            elif isinstance(change, records.Regenerated):
+                store.regenerate(change.generation)
 
     def _completed_tape(self, in_log: Sequence[Json]) -> Iterator[Json]:
         """Yield the lines of the tape, and append joins and leaves that are only in the log. Reads the tape once."""
@@ -136,10 +182,14 @@ class SyncerStore:
                 yield {**told, "t": time.time()}
 
     def write(self, record: Json, payload: Buffer = b"") -> None:
-        """Append a record and make it durable. If this raises `StorageError`, the log is unchanged."""
+        """Append a record, and make it durable here and at the standby.
+
+        If this raises `StorageError`, the log is unchanged.
+        """
         with self._one_record:
-            self.log.append(record, payload)
+            lsn = self.log.append(record, payload)
             self.log.sync()
+        self.replicated(lsn)
 
     def note(self, event: str, *, late_s: float = 0.0, **fields: object) -> None:
         """Write a line to the tape; if the disk is full, the line is lost and the run continues."""

@@ -1,10 +1,12 @@
 """The address of a run, with the token that is needed to join.
 
     diloco://host:port/run#token,sha256
+    diloco://host:port,standby:port/run#token,sha256      the run has a standby
 
 1. The join string is a secret, because it is sufficient to join. It is written to files of mode 0600 and never logged.
 2. `str`, `repr` and `redacted()` hide the token. Only `join_string()` shows it. No error message contains it.
 3. An address without the certificate's SHA-256 needs the user's own public key infrastructure.
+4. Syncer and standby have the same token and certificate.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import ipaddress
 import os
 import re
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -37,6 +39,7 @@ class JoinAddress:
         run: run id, 1 to 64 letters, digits, '.', '_' or '-'.
         token: letters, digits, '_' and '-'; see `new_token`.
         fingerprint: SHA-256 of the syncer's certificate (DER), 64 hex digits; None: not pinned.
+        standby: `host:port` of the syncer's standby; None: there is none, or it is not known.
 
     Raises:
         ConfigError: some fields are invalid; the message lists all problems.
@@ -47,6 +50,7 @@ class JoinAddress:
     run: str
     token: str = field(repr=False)
     fingerprint: str | None = None
+    standby: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -69,6 +73,11 @@ class JoinAddress:
                 f"certificate hash {self.fingerprint!r}: must be 64 lower-case hex digits (SHA-256); copy the whole "
                 "join string, in quotes"
             )
+        if self.standby is not None:
+            try:
+                split_host_port(self.standby)
+            except ConfigError as error:
+                problems.append(f"standby: {error}")
         if problems:
             raise ConfigError(problems)
 
@@ -83,28 +92,40 @@ class JoinAddress:
         shown = text.strip().partition("#")[0]
         try:
             parts = urlsplit(text.strip())
-            host, port = parts.hostname, parts.port
+            first, _, standby = parts.netloc.partition(",")
+            place = urlsplit(f"//{first}")
+            host, port = place.hostname, place.port
         except ValueError as error:
             raise ConfigError(f"join string {shown!r}: {error}; must be {_FORM}; copy it from RUN_DIR/join") from None
         if parts.scheme != SCHEME or not host or port is None or parts.query or not parts.fragment:
             raise ConfigError(f"join string {shown!r}: must be {_FORM}; copy all of it from RUN_DIR/join, in quotes")
         token, _, fingerprint = parts.fragment.partition(",")
-        return cls(host, port, parts.path.removeprefix("/"), token, fingerprint.lower() or None)
+        return cls(host, port, parts.path.removeprefix("/"), token, fingerprint.lower() or None, standby or None)
 
     @property
     def host_port(self) -> str:
         """`host:port`, with brackets around an IPv6 address."""
         return join_host_port(self.host, self.port)
 
+    @property
+    def _places(self) -> str:
+        return self.host_port if self.standby is None else f"{self.host_port},{self.standby}"
+
+    def swapped(self) -> JoinAddress:
+        """Return the address with syncer and standby exchanged; it must have a standby."""
+        assert self.standby is not None
+        host, port = split_host_port(self.standby)
+        return replace(self, host=host, port=port, standby=self.host_port)
+
     def join_string(self) -> str:
         """Return the join string, with the token."""
         secret = self.token if self.fingerprint is None else f"{self.token},{self.fingerprint}"
-        return f"{SCHEME}://{self.host_port}/{self.run}#{secret}"
+        return f"{SCHEME}://{self._places}/{self.run}#{secret}"
 
     def redacted(self) -> str:
         """Return the join string without the token."""
         pinned = "" if self.fingerprint is None else f",{self.fingerprint}"
-        return f"{SCHEME}://{self.host_port}/{self.run}#***{pinned}"
+        return f"{SCHEME}://{self._places}/{self.run}#***{pinned}"
 
     def __str__(self) -> str:
         return self.redacted()

@@ -311,6 +311,8 @@ def test_syncer_passes_on_what_was_given_and_nothing_else(tmp_path: Path, monkey
         "run_options": {"data_parts": 2, "grace": "adaptive", "outer_lr": 0.5},
         "reseed": False,
         "record_contributions": True,
+        "standby_of": None,
+        "takes_over": False,
     }
 
 

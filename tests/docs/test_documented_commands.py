@@ -214,6 +214,22 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             beside=signal.SIGTERM,
         ),
         Step(
+            line="DILOCO_HOST=127.0.0.1 diloco syncer --standby-of runs/gpt2-parts/standby --run-dir runs/copy "
+            "--listen 127.0.0.1:0 --expect 1",
+            of=(
+                "DILOCO_HOST=standby.example.com diloco syncer --standby-of primary.join --run-dir copy "
+                "--listen 0.0.0.0:7654 --expect 4",
+            ),
+            leaves=("runs/copy/join",),
+            beside=signal.SIGTERM,
+        ),
+        Step(
+            line="diloco syncer --run-dir runs/taken-over --take-over",
+            of=("diloco syncer --run-dir copy --take-over",),
+            leaves=("runs/taken-over/join",),
+            beside=signal.SIGTERM,
+        ),
+        Step(
             line="DILOCO_JOIN=$(cat join) diloco doctor llama/1b",
             of=("DILOCO_JOIN=$(cat join) diloco doctor llama/1b",),
             says=r"(?s)ok .*token.*round trip.*learner's link",

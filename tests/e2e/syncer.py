@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lightning_diloco.protocol.syncer import roster, rounds
 from lightning_diloco.syncer import process as syncer
+from lightning_diloco.syncer.standby.invitation import Invitation
 
 
 def main() -> int:
@@ -22,6 +23,8 @@ def main() -> int:
     if given.pop("waits_for_all", False):  # for learners that compile while they should be stepping or sending
         roster.SILENT_HEARTBEATS, rounds.TRANSFER_FLOOR_S = 1000, rounds.TRANSFER_CAP_S
     own = {name: given.pop(name) for name in ("expect", "reseed", "record_contributions") if name in given}
+    if (primary := given.pop("standby_of", None)) is not None:
+        own["standby_of"] = Invitation.parse(primary)
     return syncer.serve(syncer.SyncerOptions(run_dir=run_dir, listen=listen, run_options={**options, **given}, **own))
 
 

@@ -159,3 +159,19 @@ def test_every_line_is_plain_json(tape: Tape, path: Path) -> None:
     tape.record("commit", lsn=1, contributors=["l0", "ü"], norms={"w": 1e-30})
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["contributors"] == ["l0", "ü"]
+
+
+def test_lines_of_another_tape_are_appended_whole(tape: Tape, tmp_path: Path, path: Path) -> None:
+    other = Tape(tmp_path / "other.jsonl")
+    other.record("join", lsn=1)
+    other.record("commit", lsn=2)
+    text = (tmp_path / "other.jsonl").read_bytes()
+    tape.copy(text[:-3])
+    assert (events(path), tape.last_lsn) == (["join"], 1)
+    tape.copy(text[tape.nbytes :])
+    tape.copy(b"")
+    assert (events(path), tape.last_lsn) == (["join", "commit"], 2)
+    with pytest.raises(CorruptLogError, match="must be a JSON object"):
+        tape.copy(text[5:])
+    assert path.read_bytes() == text
+    other.close()

@@ -30,6 +30,16 @@ def test_the_string_looks_as_documented():
     assert JoinAddress("::1", 7, "r", "tok", HASH).join_string() == f"diloco://[::1]:7/r#tok,{HASH}"
 
 
+@pytest.mark.parametrize("standby", ["10.0.0.2:4101", "[::1]:7"])
+def test_a_string_with_a_standby_reads_back_and_can_be_swapped(standby):
+    address = JoinAddress("10.0.0.1", 4100, "r", "tok", HASH, standby)
+    assert address.join_string() == f"diloco://10.0.0.1:4100,{standby}/r#tok,{HASH}"
+    assert JoinAddress.parse(address.join_string()) == address
+    other = address.swapped()
+    assert (other.host_port, other.standby, other.token) == (standby, "10.0.0.1:4100", "tok")
+    assert other.swapped() == address
+
+
 def test_the_token_is_in_no_text_but_the_join_string():
     address = JoinAddress("h", 7, "r", "sesame", HASH)
     for text in (repr(address), str(address), f"{address}", address.redacted(), address.host_port):
@@ -54,6 +64,9 @@ def test_the_token_is_in_no_text_but_the_join_string():
         "diloco://h:7/r#sesame,123",
         "diloco://h:7/r#ses ame",
         "diloco://[::1:7/r#sesame",
+        "diloco://h:7,other/r#sesame",
+        "diloco://h:7,other:99999/r#sesame",
+        "diloco://,other:7/r#sesame",
     ],
 )
 def test_a_bad_string_is_refused_without_showing_a_token(text):

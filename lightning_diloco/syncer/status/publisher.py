@@ -21,6 +21,7 @@ from lightning_diloco.protocol.messages import News
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.syncer.payloads import Payloads
 from lightning_diloco.syncer.run_end import RunEnd
+from lightning_diloco.syncer.standby.replica import Replica
 from lightning_diloco.syncer.status import report
 from lightning_diloco.syncer.status.history import History
 from lightning_diloco.transport.base import Json
@@ -42,15 +43,21 @@ class StatusPublisher:
         desk: payloads, which count bytes.
         past: history of the run before this process.
         ending: decides when the run ends; None: it does not end by itself.
+        replica: the standby; None: there can be none.
     """
 
     def __init__(
-        self, state: SyncerState, desk: Payloads, past: History | None = None, ending: RunEnd | None = None
+        self,
+        state: SyncerState,
+        desk: Payloads,
+        past: History | None = None,
+        ending: RunEnd | None = None,
+        replica: Replica | None = None,
     ) -> None:
         self._state = state
         self._past = past or History()
         self._ending = ending or RunEnd(expect=None, embedded_by=None)
-        self._desk = desk
+        self._desk, self._replica = desk, replica
         self._started_s = time.monotonic()
         self._began_s = self._started_s if self._past.began_s is None else self._past.began_s
         self._disk: tuple[str, float] | None = None
@@ -64,7 +71,8 @@ class StatusPublisher:
 
     def refresh(self) -> None:
         """Update the news. The loop thread calls this at each tick."""
-        self._news = News(len(self._state.roster.live()), float(self._state.ledger.seen))
+        standby = None if self._replica is None else self._replica.address
+        self._news = News(len(self._state.roster.live()), float(self._state.ledger.seen), standby=standby)
 
     def noted(self, event: str, fields: Mapping[str, object]) -> None:
         """Keep an event in `recent` if it is of interest to users."""
@@ -106,7 +114,9 @@ class StatusPublisher:
             figures = self._figures()
             uptime_s = figures["now_s"] - self._started_s
             end_s = self._ending.waits_until_s(self._state, figures["now_s"])
-            status = report.status(self._state, disk=self._disk, end_s=end_s, uptime_s=uptime_s, **figures)
+            standby = None if self._replica is None else self._replica.status()
+            about = {"disk": self._disk, "standby": standby, "end_s": end_s, "uptime_s": uptime_s}
+            status = report.status(self._state, **about, **figures)
         return {**status, "recent": list(self._recent)}
 
     def summary(self, status: str) -> Json:

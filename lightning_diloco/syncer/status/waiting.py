@@ -2,7 +2,7 @@
 
 1. A wait has a subject (`what`), the learners or things that it waits for (`for`), its start and end in seconds from
    now (`since_s`, `until_s`), and a consequence of its end (`then`). A wait without a time limit has no `until_s`.
-2. The list is ordered: the disk, the start, the rounds, the end. An earlier wait delays the later waits.
+2. The list is ordered: the disk, the standby, the start, the rounds, the end. An earlier wait delays the later waits.
 3. Learners keep training during these waits of the run.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from lightning_diloco.protocol.syncer.joins import START_HOLD_S
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.roster import SILENT_HEARTBEATS, Member
+from lightning_diloco.protocol.syncer.succession import ALONE_S
 from lightning_diloco.transport.base import Json
 
 _THEN = {
@@ -24,7 +25,13 @@ _THEN = {
 
 
 def waits(
-    state: SyncerState, rounds: list[Json], *, disk: tuple[str, float] | None, end_s: float | None, now_s: float
+    state: SyncerState,
+    rounds: list[Json],
+    *,
+    disk: tuple[str, float] | None,
+    standby: Json | None = None,
+    end_s: float | None,
+    now_s: float,
 ) -> list[Json]:
     """Return all current waits.
 
@@ -32,12 +39,17 @@ def waits(
         state: the state machine.
         rounds: open rounds, as in the status.
         disk: (error, time since when) if the disk fails; None: it works.
+        standby: the standby (`Replica.status`); None: there is none.
         end_s: when the run ends without the loss of the final anchor; None: it does not end then.
         now_s: current time on the clock of the state machine.
     """
     found = (
         [] if disk is None else [_wait(f"the disk: {disk[0]}", ["the disk"], now_s - disk[1], None, "commits continue")]
     )
+    if standby is not None and standby["waits_s"] is not None:
+        what, then = f"the standby at {standby['address']} to have the last decisions on disk", "commits continue"
+        until_s = max(0.0, ALONE_S - standby["silent_s"])
+        found.append(_wait(what, ["the standby"], standby["waits_s"], until_s, then))
     found += _start(state, now_s)
     found += [
         _wait(f"fragment {r['fragment']}, round {r['round']}, {r['stage']}", r["waiting_for"], r["opened_s_ago"],

@@ -1,0 +1,105 @@
+"""Who serves a run that has a standby: the rules of the primary syncer and of its standby.
+
+1. The primary announces a decision when its standby has the record on disk. A takeover therefore loses nothing that a
+   learner knows.
+2. If the standby is silent for ALONE_S, the primary may continue without it, but only if at least half of the learners
+   have talked to it without a pause of more than PAUSE_S for STEADY_S. Otherwise it waits: they may follow the standby.
+3. A learner that has got no answer from one syncer for ASK_AFTER_S asks the other one.
+4. The standby may take over if the primary is silent for QUIET_S and more than half of the learners have asked it
+   within ASKED_S. If it was without the primary for FRESH_S, it may not, because the primary may have continued without
+   it. Then a person decides.
+5. Rules 2 and 4 exclude each other. A learner that has asked the standby has paused at the primary for ASK_AFTER_S
+   before. The primary remembers this pause for longer (STEADY_S) than a call and ASKED_S take. So no learner counts for
+   both, and two halves of which one is more than half do not fit into one fleet. Also, FRESH_S ends before ALONE_S.
+6. The rules compare times on one machine only. They assume that clocks run at the same rate, and that a process is not
+   suspended between its decision and the next call. If such a rare event breaks them, both syncers have served; then
+   learners prove the versions that they know, and a new generation begins (`machine.py`).
+
+Source: our choice; the paper does not say what happens if the syncer fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+PAUSE_S = 2.5
+ASK_AFTER_S = 5.0
+ASKED_S = 5.0
+CALL_S = 10.0  # longest time until a call that was sent arrives, or fails
+STEADY_S = ASK_AFTER_S + CALL_S + ASKED_S + 1.0
+ALONE_S = STEADY_S
+QUIET_S = 3.0
+FRESH_S = ALONE_S - 3.0
+
+
+class Primary:
+    """The primary's view of its learners and its standby.
+
+    Args:
+        now_s: current time. The standby counts as heard then.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._standby_s = now_s
+        self._stretches: dict[str, tuple[float, float]] = {}  # since when without a pause, and until when
+
+    def heard(self, session: str, now_s: float) -> None:
+        """Record an answered call of a learner."""
+        since_s, until_s = self._stretches.get(session, (now_s, now_s))
+        self._stretches[session] = (since_s if now_s - until_s <= PAUSE_S else now_s, now_s)
+
+    def heard_standby(self, now_s: float) -> None:
+        """Record a call of the standby."""
+        self._standby_s = now_s
+
+    def silent_s(self, now_s: float) -> float:
+        """Return how long the standby has been silent."""
+        return now_s - self._standby_s
+
+    def may_continue_alone(self, learners: Collection[str], now_s: float) -> bool:
+        """Return whether decisions may be announced without the standby (rule 2).
+
+        Args:
+            learners: sessions of all learners that take part.
+            now_s: current time.
+        """
+        self._stretches = {session: self._stretches[session] for session in learners if session in self._stretches}
+        num_steady = sum(
+            now_s - until_s <= PAUSE_S and now_s - since_s >= STEADY_S for since_s, until_s in self._stretches.values()
+        )
+        return self.silent_s(now_s) >= ALONE_S and 2 * num_steady >= len(learners)
+
+
+class Standby:
+    """The standby's view of the primary and of the learners that ask it."""
+
+    def __init__(self) -> None:
+        self._sent_s = self._answered_s = -math.inf
+        self._asked_s: dict[str, float] = {}
+
+    def answered(self, sent_s: float, now_s: float) -> None:
+        """Record that the primary has answered a call that was sent at `sent_s`."""
+        self._sent_s, self._answered_s = sent_s, now_s
+
+    def asked(self, session: str, now_s: float) -> None:
+        """Record a call of a learner."""
+        self._asked_s[session] = now_s
+
+    def num_asking(self, learners: Collection[str], now_s: float) -> int:
+        """Return how many of these learners have asked recently."""
+        return sum(now_s - self._asked_s.get(session, -math.inf) <= ASKED_S for session in learners)
+
+    def is_fresh(self, now_s: float) -> bool:
+        """Return whether the primary cannot have continued alone yet."""
+        return now_s - self._sent_s < FRESH_S
+
+    def may_take_over(self, learners: Collection[str], now_s: float) -> bool:
+        """Return whether this standby may become the primary (rule 4).
+
+        Args:
+            learners: sessions of all learners that take part.
+            now_s: current time.
+        """
+        is_quiet = now_s - self._answered_s >= QUIET_S
+        return is_quiet and self.is_fresh(now_s) and 2 * self.num_asking(learners, now_s) > len(learners)

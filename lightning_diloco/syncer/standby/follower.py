@@ -1,0 +1,184 @@
+"""The standby: follows the primary, and decides when to take over.
+
+1. RUN_DIR/syncer/standby_of names the primary as long as this directory is a standby's. It is removed before a takeover
+   is announced, so that a restart serves the run.
+2. The standby keeps log, anchors and state machine as the primary does, record by record. It takes over from memory.
+3. Learners that ask are refused with a `StandbyError`, and counted (`protocol/syncer/succession.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from lightning_diloco.errors import CorruptLogError, RemoteError, RestoringError, StandbyError, TransportError
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.protocol.syncer.succession import Standby
+from lightning_diloco.storage.files import storage, sync_directory
+from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.syncer.standby.replica import forget_standby
+from lightning_diloco.syncer.standby.source import CALL_S, TAPE, Source, copy_run, install_copy, is_copied
+from lightning_diloco.syncer.store import SyncerStore
+from lightning_diloco.transport.address import write_private
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+AGAIN_S = 0.2
+SAY_EVERY_S = 30.0
+_MARKER = "standby_of"
+
+
+def primary_of(run_dir: Path) -> Invitation | None:
+    """Return the primary that this directory is a standby of; None if it is not one."""
+    marker = run_dir / "syncer" / _MARKER
+    return Invitation.parse(marker.read_text()) if marker.exists() else None
+
+
+def become_standby(run_dir: Path, primary: Invitation) -> None:
+    """Make this directory a standby's, durably."""
+    forget_standby(run_dir)
+    write_private(run_dir / "syncer" / _MARKER, primary.text().encode())
+
+
+def become_primary(run_dir: Path) -> None:
+    """Make this directory a primary's, durably."""
+    marker = run_dir / "syncer" / _MARKER
+    if marker.exists():
+        with storage("remove", marker):
+            marker.unlink()
+            sync_directory(marker.parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A run as its standby has it at a takeover."""
+
+    durable: SyncerStore
+    state: SyncerState
+    store: AnchorStore
+
+
+class Follower:
+    """Follows a primary.
+
+    Args:
+        run_dir: RUN_DIR of this standby.
+        source: connection to the primary.
+        address: `host:port` of this standby.
+        is_stopping: returns whether this process was asked to stop.
+    """
+
+    def __init__(self, run_dir: Path, source: Source, address: str, is_stopping: Callable[[], bool]) -> None:
+        self._run_dir, self._source, self._address = run_dir, source, address
+        self._is_stopping = is_stopping
+        self._rule = Standby()
+        self._run: Followed | None = None
+        self._copies_tape = True
+        self._said_s = -SAY_EVERY_S
+        self._is_over = False
+
+    def asked(self, session: str | None) -> None:
+        """Refuse a call of a learner, and count it."""
+        if session is not None:
+            self._rule.asked(session, time.monotonic())
+        raise StandbyError(
+            f"the syncer at {self._address} is the standby of this run, and does not serve it; nothing of the call was "
+            "used; it takes over if the primary is silent and more than half of the learners ask it"
+        )
+
+    def run(self) -> Followed | None:
+        """Follow the primary until this standby takes over.
+
+        Returns:
+            The run, which this process must serve now; None if the run is over, or this process was asked to stop.
+
+        Raises:
+            ConfigError: the primary has another standby.
+            AuthError: wrong token or key.
+            CorruptLogError: the primary's version writes records that this one does not know.
+        """
+        install_copy(self._run_dir)
+        if is_copied(self._run_dir):
+            self._open()
+        try:
+            while not self._is_over and not self._is_stopping():
+                try:
+                    self._follow()
+                except TransportError as error:
+                    if self._run is not None and self._may_take_over(self._run):
+                        found, self._run = self._run, None
+                        return found
+                    self._say(error)
+                    time.sleep(AGAIN_S)
+        finally:
+            self._close()
+        return None
+
+    def _follow(self) -> None:
+        """Copy the next records, or the whole run."""
+        run, sent_s = self._run, time.monotonic()
+        try:
+            if run is None:
+                if copy_run(self._source, self._run_dir, self._is_stopping):
+                    self._open()
+                return
+            copied, answer = self._source.log_after(run.durable.log.last_lsn, self._address, POLL_S)
+        except CorruptLogError as error:  # the primary has dropped these files or records, or this is another history
+            log.warning("copying the run again: %s", error)
+            self._close()
+            return
+        run.durable.follow(copied, run.state, run.store)
+        if answer["counts"]:
+            self._rule.answered(sent_s, time.monotonic())
+        self._is_over = answer["is_over"]
+        self._copy_tape(run)
+        if copied and run.durable.is_snapshot_due(run.store):
+            run.durable.begin_snapshot(codec.dump(run.state.saved()), cast("Json", run.state.manifest), run.store)
+
+    def _copy_tape(self, run: Followed) -> None:
+        if not self._copies_tape:
+            return
+        try:
+            run.durable.tape.copy(bytes(self._source.file(TAPE, run.durable.tape.nbytes, deadline_s=CALL_S)))
+        except CorruptLogError as error:  # the primary was restarted, and has cut its tape
+            log.warning("the tape is not copied any more, so that history of the run will be missing: %s", error)
+            self._copies_tape = False
+
+    def _may_take_over(self, run: Followed) -> bool:
+        learners = [member.session for member in run.state.roster.live()]
+        return self._rule.may_take_over(learners, time.monotonic())
+
+    def _say(self, error: RemoteError) -> None:
+        """Log now and then why this standby does not follow."""
+        now_s = time.monotonic()
+        if isinstance(error, RestoringError) or now_s - self._said_s < SAY_EVERY_S:
+            return
+        self._said_s = now_s
+        log.warning("the primary cannot be followed: %s", error)
+        if self._run is not None and not self._rule.is_fresh(now_s):
+            log.warning(
+                "the primary may have continued without this standby. If it is lost: diloco syncer --run-dir %s "
+                "--take-over",
+                self._run_dir,
+            )
+
+    def _open(self) -> None:
+        state, durable = SyncerState(run=""), SyncerStore(self._run_dir)
+        store = durable.load(state, time.monotonic())
+        if store is None:
+            durable.close()
+            raise CorruptLogError(f"{self._run_dir} has no start values; remove it, and start the standby again")
+        self._run = Followed(durable, state, store)
+
+    def _close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.durable.close()

@@ -1,0 +1,249 @@
+"""The standby as the primary sees it: serves it the run's files and log, and waits until it has a record.
+
+1. The standby asks, because only it dials. A request for the log names the last record that it has on disk.
+2. A standby that has caught up is *registered*, durably. From then on a decision is announced only when the standby has
+   its record, or when the primary may continue alone (`protocol/syncer/succession.py`).
+3. There is one standby. Another one is refused until the registered one has been given up.
+4. If a standby reports that it has taken over, this syncer announces nothing more, and ends.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_diloco.errors import AuthError, ConfigError, CorruptLogError, StorageError
+from lightning_diloco.protocol.syncer.succession import ALONE_S, Primary
+from lightning_diloco.storage.files import storage, sync_directory, write_whole
+from lightning_diloco.storage.log_cursor import LogCursor
+from lightning_diloco.storage.redo_log import RedoLog
+from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, Request, TookOver, decode
+from lightning_diloco.transport.address import split_host_port
+from lightning_diloco.transport.base import Bulk, Json
+from lightning_diloco.transport.portions import asked_range
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 16 << 20
+LOOK_S = 0.25
+LAST_WAIT_S = 2.0
+MAX_WAIT_S = 5.0
+_REGISTERED = "syncer/standby.json"
+
+
+def forget_standby(run_dir: Path) -> None:
+    """Remove the registration of a standby, durably: this directory is a standby's own now."""
+    file = run_dir / _REGISTERED
+    if file.exists():
+        with storage("remove", file):
+            file.unlink()
+            sync_directory(file.parent)
+
+
+class Replica:
+    """What a primary knows of its standby; its methods may be called from several threads.
+
+    Args:
+        run_dir: RUN_DIR.
+        redo_log: the log that the standby follows.
+        key: key that a standby must send; "" refuses all.
+        learners: returns the sessions of all learners that take part.
+
+    Attributes:
+        address: `host:port` of the registered standby; None: there is none.
+        successor: `host:port` of the standby that has taken over; None: none has.
+    """
+
+    def __init__(self, run_dir: Path, redo_log: RedoLog, key: str, learners: Callable[[], Collection[str]]) -> None:
+        self._run_dir, self._log, self._key, self._learners = run_dir, redo_log, key, learners
+        self._file = run_dir / _REGISTERED
+        self.address: str | None = json.loads(self._file.read_text())["address"] if self._file.exists() else None
+        self.successor: str | None = None
+        self._rule = Primary(time.monotonic())
+        self._changed = threading.Condition()
+        self._acked_lsn, self._counts_from_lsn = 0, redo_log.last_lsn
+        self._is_ending = self._has_ended = self._was_told = False
+        self._waits_since_s: float | None = None
+        self._giving = threading.Lock()
+        self._cursor: LogCursor | None = None
+        self._given: tuple[str, Json, memoryview] | None = None
+
+    def heard(self, session: str) -> None:
+        """Record an answered call of a learner."""
+        with self._changed:
+            self._rule.heard(session, time.monotonic())
+
+    def status(self) -> Json | None:
+        """Return the registered standby for the status; None if there is none.
+
+        Returns:
+            `address`; `silent_s` since it was heard; `waits_s` for which decisions have been waiting for it, null if
+            none waits; `records_behind` that it does not have yet.
+        """
+        address, since_s, now_s = self.address, self._waits_since_s, time.monotonic()
+        if address is None:
+            return None
+        return {
+            "address": address,
+            "silent_s": self._rule.silent_s(now_s),
+            "waits_s": None if since_s is None else now_s - since_s,
+            "records_behind": max(0, self._log.durable_lsn - self._acked_lsn),
+        }
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a restarted syncer must wait before it serves, because its standby lacks the end of its log."""
+        with self._changed:
+            return self._must_wait(self._log.last_lsn)
+
+    @property
+    def may_announce(self) -> bool:
+        """Whether this syncer may still announce decisions.
+
+        It may not after a takeover, or if it stopped before the standby had its last records.
+        """
+        return self.successor is None and not (self._has_ended and self._waits_since_s is not None)
+
+    def wait(self, lsn: int) -> None:
+        """Wait until a durable record may be announced; at most LAST_WAIT_S if the syncer stops."""
+        with self._changed:
+            self._changed.notify_all()
+            while self._must_wait(lsn):
+                self._waits_since_s = self._waits_since_s or time.monotonic()
+                self._changed.wait(LOOK_S)
+            if not self._has_ended:
+                self._waits_since_s = None
+
+    def _must_wait(self, lsn: int) -> bool:
+        if self.address is None or self._acked_lsn >= lsn or self._has_ended or self.successor is not None:
+            return False
+        now_s = time.monotonic()
+        if self._rule.silent_s(now_s) < ALONE_S or not self._rule.may_continue_alone(self._learners(), now_s):
+            return True
+        log.warning("the standby at %s does not answer; the run continues without it", self.address)
+        try:
+            self._register(None)
+        except StorageError as error:
+            log.warning("not without it yet: %s", error)
+            return True
+        return False
+
+    def _register(self, address: str | None) -> None:
+        if address is None:
+            forget_standby(self._run_dir)
+        else:
+            write_whole(self._file, json.dumps({"address": address}).encode())
+        self.address = address
+
+    def end(self, *, is_over: bool) -> None:
+        """Let the standby copy the last records, and stop waiting for it.
+
+        Args:
+            is_over: the run has finished, so the standby may end as well.
+        """
+        with self._changed:
+            self._is_ending = is_over
+            until_s = time.monotonic() + LAST_WAIT_S
+            while self._must_end_later() and time.monotonic() < until_s:
+                self._changed.notify_all()
+                self._changed.wait(LOOK_S)
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def _must_end_later(self) -> bool:
+        is_behind = self._acked_lsn < self._log.durable_lsn or (self._is_ending and not self._was_told)
+        return is_behind and self.address is not None and self.successor is None
+
+    # -------------------------------------------------------------------------------------------- called by transport
+
+    def on_get(self, header: Json) -> Bulk:
+        """Answer a standby.
+
+        Args:
+            header: {"key", "request"}, see `requests`; and {"mark", "span", "at"} for a portion, see `portions`.
+
+        Raises:
+            AuthError: wrong key.
+            ConfigError: the run has another standby.
+            CorruptLogError: the log no longer has the next record.
+            CorruptMessageError: the header is invalid.
+        """
+        if not self._key or not hmac.compare_digest(str(header.get("key")).encode(), self._key.encode()):
+            raise AuthError("the key of the standby is wrong; it must be the one in RUN_DIR/standby of the primary")
+        request, mark = decode(header.get("request")), str(header.get("mark"))
+        with self._giving:
+            if self._given is None or self._given[0] != mark:
+                self._given = (mark, *self._answer(request))
+            _, answer, payload = self._given
+        start, stop = asked_range(header, payload.nbytes)
+        return Bulk({**answer, "at": start, "of": payload.nbytes}, payload[start:stop])
+
+    def _answer(self, request: Request) -> tuple[Json, memoryview]:
+        match request:
+            case AskListing():
+                return {}, memoryview(json.dumps(self._listing()).encode())
+            case AskFile():
+                return {}, self._content(request.name, request.start)
+            case AskLog():
+                with self._changed:
+                    return self._log_after(request.after, request.address, request.wait_s)
+            case TookOver():
+                split_host_port(request.address)
+                with self._changed:
+                    self.successor = request.address
+                    self._changed.notify_all()
+                return {}, memoryview(b"")
+
+    def _listing(self) -> Json:
+        """Return the files of the newest snapshot; none if the run has no start values yet."""
+        snapshots = sorted((self._run_dir / "syncer" / "snapshot").glob("[0-9]*[0-9]"))
+        if not snapshots:
+            return {"lsn": None, "files": []}
+        files = sorted(path.relative_to(self._run_dir).as_posix() for path in snapshots[-1].iterdir())
+        return {"lsn": int(snapshots[-1].name), "files": files}
+
+    def _content(self, name: str, start: int) -> memoryview:
+        path = (self._run_dir / name).resolve()
+        if not path.is_relative_to(self._run_dir.resolve()) or not path.is_file():
+            raise CorruptLogError(f"{name!r} is not, or no longer, a file of this run; begin the copy again")
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
+        return whole[start:]
+
+    def _log_after(self, lsn: int, address: str, wait_s: float) -> tuple[Json, memoryview]:
+        """Take note of the records that the standby has, and return the next ones. Needs the lock."""
+        split_host_port(address)
+        now_s = time.monotonic()
+        if self.address not in (None, address):
+            raise ConfigError(
+                f"the run has a standby already, {self.address}, heard {self._rule.silent_s(now_s):.0f} s ago; a run "
+                "has one standby; stop that one, and wait until the run continues without it"
+            )
+        self._rule.heard_standby(now_s)
+        self._acked_lsn = lsn
+        self._changed.notify_all()
+        if self.address is None and lsn == self._log.durable_lsn:
+            self._register(address)
+            self._counts_from_lsn = self._log.durable_lsn  # read after: later decisions wait
+            log.info("the standby at %s has caught up, and is registered", address)
+        until_s = now_s + min(wait_s, MAX_WAIT_S)
+        while self._log.durable_lsn <= lsn and (left_s := until_s - time.monotonic()) > 0 and not self._is_ending:
+            self._changed.wait(min(left_s, LOOK_S))
+        if self._cursor is None or self._cursor.lsn != lsn:
+            if self._cursor is not None:
+                with suppress(OSError):
+                    self._cursor.close()
+                self._cursor = None
+            self._cursor = LogCursor(self._log, lsn)
+        found = memoryview(self._cursor.take(BATCH_BYTES))
+        self._was_told = self._is_ending and not found
+        counts = self.address == address and lsn >= self._counts_from_lsn
+        return {"counts": counts, "is_over": self._was_told}, found

@@ -1,0 +1,63 @@
+"""What a standby asks its primary for.
+
+A request is in the header of a download: {"what": STANDBY, "key", "request"}.
+"""
+
+from __future__ import annotations
+
+from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.codec import Tagged
+from lightning_diloco.protocol.limits import Count, Rate, Text
+
+STANDBY = "standby"
+
+
+class AskListing(Tagged, frozen=True):
+    """Ask for the files of the newest snapshot, {"lsn", "files"}. The lsn is null before the run has start values."""
+
+
+class AskFile(Tagged, frozen=True):
+    """Ask for a file of the run directory, from byte `start` on."""
+
+    name: Text
+    start: Count
+
+
+class AskLog(Tagged, frozen=True):
+    """Ask for the next records of the log. Also reports that the records before are on the standby's disk.
+
+    Args:
+        after: the last record that the standby has.
+        address: `host:port` of the standby.
+        wait_s: how long to wait for a record, if there is none.
+    """
+
+    after: Count
+    address: Text
+    wait_s: Rate
+
+
+class TookOver(Tagged, frozen=True):
+    """Report that the standby at this `host:port` serves the run now."""
+
+    address: Text
+
+
+Request = AskListing | AskFile | AskLog | TookOver
+_KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in (AskListing, AskFile, AskLog, TookOver)}
+
+
+def decode(values: object) -> Request:
+    """Return the request of a JSON object.
+
+    Raises:
+        CorruptMessageError: unknown kind, or wrong fields.
+    """
+    kind = _KINDS.get(str(values.get("kind"))) if isinstance(values, dict) else None
+    if kind is None:
+        raise CorruptMessageError(
+            f"found {values!r:.80} as a standby's request; must be one of {', '.join(_KINDS)}; do both sides run the "
+            "same version?"
+        )
+    return codec.load(kind, values)

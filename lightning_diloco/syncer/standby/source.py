@@ -1,0 +1,150 @@
+"""The primary as its standby sees it: copies its files and log over the network.
+
+1. A copy is made in RUN_DIR/copy, and replaces the files of the run when it is complete. So a standby that was
+   the primary before keeps its own files until it has newer ones.
+2. The log of a copy begins after its snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lightning_diloco.errors import CorruptLogError
+from lightning_diloco.protocol import codec
+from lightning_diloco.storage.files import make_directory, remove_tree, storage, sync_directory, write_file, write_whole
+from lightning_diloco.storage.log_frames import Record, read_at
+from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.syncer.standby.requests import STANDBY, AskFile, AskListing, AskLog, Request, TookOver
+from lightning_diloco.transport.base import Bulk, Connection, Json
+from lightning_diloco.transport.flight import FlightConnection
+from lightning_diloco.transport.portions import Portioned
+
+log = logging.getLogger(__name__)
+
+CALL_S = 5.0
+FILE_S = 600.0
+NOT_YET_S = 0.5
+IDENTITY = "syncer/identity.pem"
+TAPE = "tape/events.jsonl"
+_PARTS = {"snapshot": "syncer/snapshot", "log": "syncer/log", "tape": "tape"}
+_COMPLETE = "complete"
+_OUTDATED = "syncer/outdated"
+
+
+class Source:
+    """A connection to the primary.
+
+    Args:
+        invitation: address and key.
+        connection: makes calls; None connects to the address.
+    """
+
+    def __init__(self, invitation: Invitation, connection: Connection | None = None) -> None:
+        self._key = invitation.key
+        self._connection = Portioned(connection or FlightConnection(invitation.address))
+
+    def file(self, name: str, start: int = 0, *, deadline_s: float = FILE_S) -> memoryview:
+        """Return a file of the run directory, from byte `start` on."""
+        return self._ask(AskFile(name, start), deadline_s).payload
+
+    def log_after(self, lsn: int, address: str, wait_s: float) -> tuple[list[Record], Json]:
+        """Return the next records of the log, and the header of the answer (`Replica`).
+
+        Args:
+            lsn: the last record that this standby has on disk.
+            address: `host:port` of this standby.
+            wait_s: how long the primary waits for a record, if there is none.
+        """
+        bulk = self._ask(AskLog(lsn, address, wait_s), wait_s + CALL_S)
+        found, offset = list[Record](), 0
+        while offset < bulk.payload.nbytes:
+            placed = read_at(bulk.payload, offset, bulk.payload.nbytes)
+            if placed is None or placed.record.lsn != lsn + 1:
+                raise CorruptLogError(f"the records after {lsn} arrived damaged; begin the copy again")
+            found.append(placed.record)
+            lsn, offset = lsn + 1, placed.end
+        return found, bulk.header
+
+    def took_over(self, address: str) -> None:
+        """Tell the former primary that the syncer at this `host:port` serves the run now."""
+        self._ask(TookOver(address), CALL_S)
+
+    def listing(self) -> Json:
+        """Return lsn and file names of the newest snapshot; the lsn is null if the run has no start values yet."""
+        found: Json = json.loads(bytes(self._ask(AskListing(), CALL_S).payload))
+        return found
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def _ask(self, request: Request, deadline_s: float) -> Bulk:
+        header = {"what": STANDBY, "key": self._key, "request": codec.dump(request)}
+        return self._connection.get(header, deadline_s=deadline_s)
+
+
+def copy_identity(source: Source, run_dir: Path) -> None:
+    """Copy the certificate of the run, if it is not there yet."""
+    if not (run_dir / IDENTITY).exists():
+        make_directory(run_dir / "syncer")
+        write_whole(run_dir / IDENTITY, source.file(IDENTITY))
+
+
+def copy_run(source: Source, run_dir: Path, is_stopping: Callable[[], bool]) -> bool:
+    """Copy snapshot and tape of a run; return False if the caller stops first.
+
+    The run needs start values, and this waits for them.
+    """
+    copy = run_dir / "copy"
+    remove_tree(copy)
+    while (found := source.listing())["lsn"] is None:
+        if is_stopping():
+            return False
+        time.sleep(NOT_YET_S)
+    log.info("copying the run, %d files", len(found["files"]))
+    for name in found["files"]:
+        path = copy / Path(name).relative_to("syncer")
+        make_directory(path.parent)
+        with storage("write", path):
+            write_file(path, source.file(name))
+    make_directory(copy / "log")
+    make_directory(copy / "tape")
+    with storage("complete the copy in", copy):
+        write_file(copy / TAPE, source.file(TAPE))
+        write_file(copy / "log" / f"{found['lsn'] + 1:020d}.log")
+        for folder in [*(path for path in copy.rglob("*") if path.is_dir()), copy]:
+            sync_directory(folder)
+        write_file(copy / _COMPLETE)
+        sync_directory(copy)
+    install_copy(run_dir)
+    return True
+
+
+def install_copy(run_dir: Path) -> None:
+    """Replace the run's files by a complete copy, if there is one; call this again after a crash."""
+    copy = run_dir / "copy"
+    if (copy / _COMPLETE).exists():
+        with storage("install the copy in", run_dir):
+            for part, place in _PARTS.items():
+                if (copy / part).exists():
+                    shutil.rmtree(run_dir / place, ignore_errors=True)
+                    (copy / part).rename(run_dir / place)
+            (run_dir / _OUTDATED).unlink(missing_ok=True)
+            sync_directory(run_dir / "syncer")
+            sync_directory(run_dir)
+    remove_tree(copy)
+
+
+def is_copied(run_dir: Path) -> bool:
+    """Return whether the log of this directory is a part of its primary's, so that following it can continue."""
+    return (run_dir / "syncer" / "log").exists() and not (run_dir / _OUTDATED).exists()
+
+
+def must_copy(run_dir: Path) -> None:
+    """Record, durably, that the log of this directory may differ from its new primary's."""
+    write_whole(run_dir / _OUTDATED, b"")

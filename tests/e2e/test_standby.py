@@ -1,0 +1,198 @@
+"""A standby as a process: it follows, takes over, and is followed by the former primary."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_diloco.errors import RestoringError, StandbyError, TransportError
+from lightning_diloco.protocol.syncer.succession import ALONE_S
+from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.transport.address import read_join_file
+from lightning_diloco.transport.flight import FlightConnection
+from tests.e2e.conftest import HERE, Processes, until
+from tests.e2e.learner import TOKENS
+from tests.e2e.test_processes import NUM_FRAGMENTS, assert_exact, restored
+
+COMMAND = ("-m", "lightning_diloco.cli.main", "syncer")
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+
+class Pair:
+    """Two syncers of one run, of which one serves; each can be started again with the same command."""
+
+    def __init__(self, processes: Processes, expect: int) -> None:
+        self.processes, self._given = processes, {"expect": expect}
+        self.dirs = [processes.run_dir, processes.root / "other"]
+        self.running = [processes.syncer(expect)]
+        self.running.append(self._start(1))
+        until((self.dirs[1] / "join").exists, "the standby", processes)
+
+    def _start(self, which: int) -> subprocess.Popen[bytes]:
+        given = dict(self._given) if which == 0 else {**self._given, "standby_of": str(self.invitation)}
+        return self.processes.start(f"syncer{which}", HERE / "syncer.py", self.dirs[which], json.dumps(given))
+
+    @property
+    def invitation(self) -> Path:
+        return self.dirs[0] / "standby"
+
+    def restart(self, which: int) -> None:
+        self.running[which] = self._start(which)
+
+    def kill(self, which: int) -> None:
+        os.kill(self.running[which].pid, signal.SIGKILL)
+        self.running[which].wait()
+
+    def address(self, which: int) -> str:
+        return read_join_file(self.dirs[which] / "join").host_port
+
+    def status(self, which: int) -> dict[str, Any] | None:
+        """Of this syncer; None if it does not serve."""
+        connection = FlightConnection(read_join_file(self.dirs[which] / "join"))
+        try:
+            with suppress(TransportError, RestoringError, StandbyError):
+                return connection.status()
+            return None
+        finally:
+            connection.close()
+
+    def until_registered(self, primary: int) -> None:
+        """Wait until the other one is the standby of this one."""
+        wanted = self.address(1 - primary)
+        until(
+            lambda: (s := self.status(primary)) and s["standby"] and s["standby"]["address"] == wanted,
+            f"the standby of {self.dirs[primary]}",
+            self.processes,
+        )
+
+    def until_commits(self, which: int, more: int) -> dict[str, Any]:
+        first = until(lambda: self.status(which), "a syncer that serves", self.processes)["num_commits"]
+        return until(
+            lambda: (s := self.status(which)) and s["num_commits"] >= first + more and s, "commits", self.processes
+        )
+
+
+def assert_whole(pair: Pair, which: int, learners: list[str]) -> None:
+    """Nothing was lost or counted twice, and learners hold what this syncer has on disk."""
+    summary = json.loads((pair.dirs[which] / "summary.json").read_text())
+    held = [pair.processes.held(name) for name in learners]
+    assert summary["status"] == "finished"
+    assert summary["tokens_seen"] == summary["tokens_merged"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS
+    assert_exact(summary)
+    versions, digests = restored(pair.dirs[which], pair.processes.root / "copy")
+    for h in held:
+        assert all(h["digests"][p] == digests[p] for p in range(NUM_FRAGMENTS) if h["landed"][p] == versions[p])
+    events = [line["event"] for line in read_tape(pair.dirs[which] / "tape" / "events.jsonl")]
+    assert "regenerated" not in events, "all that a learner knew was at the standby"
+    assert events.count("join") == len(learners)
+
+
+def test_takeovers_back_and_forth_lose_nothing(processes: Processes) -> None:
+    pair = Pair(processes, expect=2)
+    learners = [processes.learner(name) for name in ("l0", "l1")]
+    primary = 0
+    for _ in range(2):
+        pair.until_registered(primary)
+        pair.until_commits(primary, 4)
+        pair.kill(primary)
+        began_s = time.monotonic()
+        pair.until_commits(1 - primary, 1)
+        assert time.monotonic() - began_s < 20.0
+        pair.restart(primary)
+        primary = 1 - primary
+    pair.until_registered(primary)
+    pair.until_commits(primary, 4)
+    processes.stop_file.touch()
+    assert [processes.end(process) for process in (*learners, *pair.running)] == [0, 0, 0, 0]
+    assert_whole(pair, primary, ["l0", "l1"])
+
+
+def test_a_suspended_primary_that_wakes_up_becomes_the_standby(processes: Processes) -> None:
+    pair = Pair(processes, expect=2)
+    learners = [processes.learner(name) for name in ("l0", "l1")]
+    pair.until_registered(0)
+    pair.until_commits(0, 4)
+    os.kill(pair.running[0].pid, signal.SIGSTOP)
+    pair.until_commits(1, 2)
+    os.kill(pair.running[0].pid, signal.SIGCONT)
+    pair.until_registered(1)
+    pair.until_commits(1, 4)
+    processes.stop_file.touch()
+    assert [processes.end(process) for process in (*learners, *pair.running)] == [0, 0, 0, 0]
+    assert_whole(pair, 1, ["l0", "l1"])
+
+
+def test_a_run_waits_for_a_killed_standby_and_then_continues_without_it(processes: Processes) -> None:
+    pair = Pair(processes, expect=1)
+    learner = processes.learner("l0")
+    pair.until_registered(0)
+    pair.until_commits(0, 4)
+    pair.kill(1)
+    waits = until(lambda: [w for w in pair.status(0)["waits"] if w["for"] == ["the standby"]], "the wait", processes)
+    assert 0 < waits[0]["until_s"] <= ALONE_S
+    until(lambda: pair.status(0)["standby"] is None, "the end of the wait", processes)
+    pair.until_commits(0, 4)
+    pair.restart(1)
+    pair.until_registered(0)
+    assert "copying the run" not in (processes.root / "syncer1.log").read_text().rpartition("is the standby of")[2]
+    pair.until_commits(0, 4)
+    pair.kill(0)
+    pair.until_commits(1, 4)
+    processes.stop_file.touch()
+    assert [processes.end(process) for process in (learner, pair.running[1])] == [0, 0]
+    assert_whole(pair, 1, ["l0"])
+
+
+def test_a_standby_without_enough_learners_takes_over_if_a_person_says_so(processes: Processes) -> None:
+    pair = Pair(processes, expect=2)
+    learners = [processes.learner(name) for name in ("l0", "l1")]
+    pair.until_registered(0)
+    pair.until_commits(0, 4)
+    pair.kill(0)
+    os.kill(learners[1].pid, signal.SIGSTOP)  # as if it were on the primary's machine
+    said = "may have continued without this standby. If it is lost: diloco syncer --run-dir"
+    until(lambda: said in (processes.root / "syncer1.log").read_text(), "the advice", processes)
+    assert pair.status(1) is None
+    pair.running[1].terminate()
+    assert processes.end(pair.running[1]) == 0
+    pair.running[1] = processes.start("syncer1", *COMMAND, "--run-dir", pair.dirs[1], "--expect", "2", "--take-over")
+    pair.until_commits(1, 2)
+    os.kill(learners[1].pid, signal.SIGCONT)
+    pair.until_commits(1, 4)
+    processes.stop_file.touch()
+    assert [processes.end(process) for process in (*learners, pair.running[1])] == [0, 0, 0]
+    assert_whole(pair, 1, ["l0", "l1"])
+
+
+def test_one_run_has_one_standby_and_it_needs_the_key(processes: Processes) -> None:
+    pair = Pair(processes, expect=1)
+    learner = processes.learner("l0")
+    pair.until_registered(0)
+    third = processes.start("third", *COMMAND, "--run-dir", processes.root / "third", "--standby-of", pair.invitation)
+    assert processes.end(third) == 2
+    assert f"the run has a standby already, {pair.address(1)}" in (processes.root / "third.log").read_text()
+
+    wrong = f"{processes.address.join_string()},{'0' * 64}"
+    stranger = processes.start("stranger", *COMMAND, "--run-dir", processes.root / "stranger", "--standby-of", wrong)
+    assert processes.end(stranger) == 2
+    said = (processes.root / "stranger.log").read_text()
+    assert "the key of the standby is wrong" in said
+    assert processes.address.token not in said
+
+    learners_string = processes.start(
+        "learners", *COMMAND, "--run-dir", processes.root / "learners", "--standby-of", processes.run_dir / "join"
+    )
+    assert processes.end(learners_string) == 2
+    assert "copy all of it from RUN_DIR/standby" in (processes.root / "learners.log").read_text()
+    pair.until_commits(0, 2)
+    processes.stop_file.touch()
+    assert [processes.end(process) for process in (learner, *pair.running)] == [0, 0, 0]

@@ -1,0 +1,206 @@
+"""What a primary announces, by what its standby has on disk."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.errors import AuthError, ConfigError, CorruptLogError, CorruptMessageError
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.syncer import succession
+from lightning_diloco.storage.redo_log import RedoLog
+from lightning_diloco.syncer.standby import replica as replica_module
+from lightning_diloco.syncer.standby.replica import Replica
+from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, Request, TookOver
+
+KEY, HERE, THERE = "key", "127.0.0.1:1", "127.0.0.1:2"
+
+
+@pytest.fixture
+def redo_log(tmp_path: Path) -> Iterator[RedoLog]:
+    log = RedoLog(tmp_path / "syncer" / "log")
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def replica(tmp_path: Path, redo_log: RedoLog) -> Replica:
+    return Replica(tmp_path, redo_log, KEY, list)
+
+
+def ask(replica: Replica, request: Request) -> tuple[dict, bytes]:
+    bulk = replica.on_get({"key": KEY, "request": codec.dump(request), "mark": str(time.monotonic_ns())})
+    return bulk.header, bytes(bulk.payload)
+
+
+def log_after(replica: Replica, lsn: int, address: str = HERE) -> tuple[dict, bytes]:
+    return ask(replica, AskLog(lsn, address, 0.0))
+
+
+def write(log: RedoLog) -> int:
+    lsn = log.append({"n": 1})
+    log.sync()
+    return lsn
+
+
+def waiting(replica: Replica, lsn: int) -> threading.Thread:
+    thread = threading.Thread(target=replica.wait, args=(lsn,), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_without_a_standby_nothing_waits(replica: Replica, redo_log: RedoLog) -> None:
+    replica.wait(write(redo_log))
+    assert replica.status() is None
+
+
+def test_a_standby_that_has_caught_up_is_waited_for(replica: Replica, redo_log: RedoLog) -> None:
+    write(redo_log)
+    header, found = log_after(replica, 0)
+    assert found, "the first record"
+    assert not header["counts"], "decisions before this may have been announced without it"
+    assert replica.address is None
+    header, found = log_after(replica, 1)
+    assert (header["counts"], found, replica.address) == (True, b"", HERE)
+    lsn = write(redo_log)
+    thread = waiting(replica, lsn)
+    header, found = log_after(replica, 1)
+    assert found
+    assert thread.is_alive()
+    assert (replica.status() or {})["records_behind"] == 1
+    log_after(replica, lsn)
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert replica.may_announce
+
+
+def test_a_silent_standby_is_given_up_by_the_rule_and_only_then_may_another_come(
+    replica: Replica, redo_log: RedoLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log_after(replica, 0)
+    with pytest.raises(ConfigError, match=f"has a standby already, {HERE}"):
+        log_after(replica, 0, THERE)
+    thread = waiting(replica, write(redo_log))
+    thread.join(0.3)
+    assert thread.is_alive()
+    monkeypatch.setattr(succession, "ALONE_S", 0.1)
+    monkeypatch.setattr(replica_module, "ALONE_S", 0.1)
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert replica.address is None
+    assert not (tmp_path / "syncer" / "standby.json").exists()
+    log_after(replica, 1, THERE)
+    assert replica.address == THERE
+
+
+def test_a_restarted_primary_waits_for_the_standby_that_it_had(
+    replica: Replica, redo_log: RedoLog, tmp_path: Path
+) -> None:
+    log_after(replica, 0)
+    write(redo_log)
+    again = Replica(tmp_path, redo_log, KEY, list)
+    assert (again.address, again.is_behind) == (HERE, True)
+    header, _ = log_after(again, 0)
+    assert not header["counts"]
+    assert again.is_behind
+    header, _ = log_after(again, 1)
+    assert header["counts"]
+    assert not again.is_behind
+
+
+def test_after_a_takeover_nothing_is_announced(replica: Replica, redo_log: RedoLog) -> None:
+    log_after(replica, 0)
+    thread = waiting(replica, write(redo_log))
+    ask(replica, TookOver(HERE))
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert (replica.successor, replica.may_announce) == (HERE, False)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_syncer_that_stops_announces_only_what_the_standby_has(
+    replica: Replica, redo_log: RedoLog, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    monkeypatch.setattr(replica_module, "LAST_WAIT_S", 0.2)
+    log_after(replica, 0)
+    thread = waiting(replica, write(redo_log))
+    while replica.status()["waits_s"] is None:  # type: ignore[index]
+        time.sleep(0.001)
+    replica.end(is_over=is_over)
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert not replica.may_announce
+
+
+def test_a_standby_that_has_all_records_hears_that_the_run_is_over(replica: Replica, redo_log: RedoLog) -> None:
+    log_after(replica, 0)
+    thread = threading.Thread(target=replica.end, kwargs={"is_over": True}, daemon=True)
+    thread.start()
+    while not log_after(replica, 0)[0]["is_over"]:
+        pass
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert replica.may_announce
+
+
+def test_files_are_listed_and_sent_from_a_byte_on(replica: Replica, tmp_path: Path) -> None:
+    assert json.loads(ask(replica, AskListing())[1]) == {"lsn": None, "files": []}
+    folder = tmp_path / "syncer" / "snapshot" / f"{7:020d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_bytes(b"abc")
+    (folder.parent / f"{9:020d}.partial").mkdir()
+    name = f"syncer/snapshot/{7:020d}/state.json"
+    assert json.loads(ask(replica, AskListing())[1]) == {"lsn": 7, "files": [name]}
+    assert ask(replica, AskFile(name, 1))[1] == b"bc"
+    (folder / "empty").touch()
+    assert ask(replica, AskFile(name.replace("state.json", "empty"), 0))[1] == b""
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "syncer/missing"])
+def test_no_other_file_is_sent(replica: Replica, tmp_path: Path, name: str) -> None:
+    (tmp_path.parent / "secret").write_text("secret")
+    with pytest.raises(CorruptLogError, match="no longer, a file of this run"):
+        ask(replica, AskFile(name, 0))
+
+
+def test_without_the_key_nothing_is_answered(replica: Replica, redo_log: RedoLog, tmp_path: Path) -> None:
+    for key in ("", "wrong", None):
+        with pytest.raises(AuthError, match="key of the standby"):
+            replica.on_get({"key": key, "request": {"kind": "AskListing"}})
+    keyless = Replica(tmp_path, redo_log, "", list)
+    with pytest.raises(AuthError, match="key of the standby"):
+        keyless.on_get({"key": "", "request": {"kind": "AskListing"}})
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        None,
+        {},
+        {"kind": "Else"},
+        {"kind": "AskLog"},
+        {"kind": "AskLog", "after": "x", "address": HERE, "wait_s": 0.0},
+        {"kind": "AskLog", "after": 0, "address": HERE, "wait_s": float("nan")},
+        {"kind": "AskLog", "after": -1, "address": HERE, "wait_s": 0.0},
+        {"kind": "AskFile", "name": "tape", "start": "x"},
+        {"kind": "AskFile", "name": "tape", "start": -1},
+        {"kind": "TookOver"},
+    ],
+)
+def test_a_request_with_wrong_fields_is_refused(replica: Replica, request_: object) -> None:
+    with pytest.raises(CorruptMessageError, match="same version"):
+        replica.on_get({"key": KEY, "mark": "m", "request": request_})
+    assert (replica.address, replica.successor) == (None, None)
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:99999"])
+def test_an_address_that_is_none_is_refused(replica: Replica, address: str) -> None:
+    for request in (AskLog(0, address, 0.0), TookOver(address)):
+        with pytest.raises(ConfigError, match="must be host:port"):
+            ask(replica, request)
+    assert (replica.address, replica.successor) == (None, None)
