@@ -10,7 +10,8 @@
    the address from before the syncer moved.
 5. If the run has a standby, and nothing has answered for ASK_AFTER_S, the standby is asked for STAY_S, then the syncer
    again, and so on (`protocol/syncer/succession.py`). A standby that refuses to serve does not count as an answer. A
-   syncer that is reading its disk does. The standby is named in the join string, or in the answers of the syncer.
+   syncer that is reading its disk does. The standby is named in the join string, or in the answers of the syncer. A
+   transfer that still runs on the old connection is given up.
 
 Source: our choice.
 """
@@ -21,10 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_diloco.errors import ConfigError, RemoteError, RestoringError
+from lightning_diloco.errors import ConfigError, RemoteError, RestoringError, TransportError
+from lightning_diloco.process.threads import unless
 from lightning_diloco.protocol.syncer.succession import ASK_AFTER_S
 from lightning_diloco.transport.address import JoinAddress, new_token, read_join_file, write_join_file
 from lightning_diloco.transport.base import Bulk, Connection, Json, Polled
@@ -81,20 +84,22 @@ class Followed:
         self._replacing = threading.Lock()
 
     def send(self, session: str, messages: Sequence[Json]) -> Json:
+        address = self._address
         answer = self._call(lambda connection: connection.send(session, messages))
-        if (standby := answer.get("standby")) is not None and standby != self._address.standby:
-            with self._replacing:
-                self._address = replace(self._address, standby=standby)
+        standby = answer.get("standby")
+        with self._replacing:
+            if standby not in (None, address.standby) and self._address is address:
+                self._dial(replace(address, standby=standby))
         return answer
 
     def poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         return self._call(lambda connection: connection.poll(session, cursor, wait_s))
 
     def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
-        return self._call(lambda connection: connection.put(bulk, deadline_s=deadline_s))
+        return self._call(self._unless_left(lambda connection: connection.put(bulk, deadline_s=deadline_s)))
 
     def get(self, header: Json, *, deadline_s: float) -> Bulk:
-        return self._call(lambda connection: connection.get(header, deadline_s=deadline_s))
+        return self._call(self._unless_left(lambda connection: connection.get(header, deadline_s=deadline_s)))
 
     def status(self) -> Json:
         return self._call(lambda connection: connection.status())
@@ -116,6 +121,19 @@ class Followed:
         self._has_answered, self._answered_s = True, time.monotonic()
         self._stay_s = 0.0
         return answer
+
+    def _unless_left(self, call: Callable[[Connection], T]) -> Callable[[Connection], T]:
+        """Make a long call end when the connection is replaced, if the run has a standby."""
+        if self._address.standby is None:
+            return call
+
+        def wait(connection: Connection) -> T:
+            answer = unless(lambda: self._connection is not connection, partial(call, connection))
+            if answer is None:
+                raise TransportError("the syncer did not answer any more, another address is tried; try again")
+            return answer
+
+        return wait
 
     def _ask_other(self) -> None:
         """After a failed call, dial the standby instead of the syncer, or the other way round, if it is time."""

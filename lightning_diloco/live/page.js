@@ -163,6 +163,7 @@ function figures(told) {
     goodput: percent(told.goodput),
     received: quantity(told.bytes_up, "B"),
     sent: quantity(told.bytes_down, "B"),
+    ...(told.standby && { standby: told.standby.silent_s > 3 ? `silent ${duration(told.standby.silent_s)}` : "in step" }),
   };
   $("figures").replaceChildren(...Object.entries(shown).map(([name, value]) =>
     element("div", { className: "figure" }, element("b", {}, value), element("span", {}, name))));

@@ -1,4 +1,4 @@
-"""Background threads of a learner: they end together, report errors, and leave the cores to training."""
+"""Background threads: they end together, report errors, leave the cores to training, or are left behind."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ Job = Callable[[], None]
 T = TypeVar("T")
 
 NICENESS = 10  # of background work
+LOOK_S = 0.1
 
 _counting = threading.Lock()
 
@@ -115,6 +116,42 @@ def compute_alone() -> None:
         restoring = threading.Thread(target=torch.set_num_threads, args=(before,), name="diloco-restoring")
         restoring.start()
         restoring.join()
+
+
+def unless(is_futile: Callable[[], bool], run: Callable[[], T]) -> T | None:
+    """Run a function in a thread of its own, and wait for the result as long as it can be of use.
+
+    A network call cannot be interrupted. The thread then stays behind until the call ends by itself.
+
+    Args:
+        is_futile: called often; returns whether the result is of no use any more.
+        run: the function.
+
+    Returns:
+        The result; None if it is of no use any more.
+
+    Raises:
+        BaseException: what `run` raised.
+    """
+    found: list[T] = []
+    failed: list[BaseException] = []
+    ended = threading.Event()
+
+    def make() -> None:
+        try:
+            found.append(run())
+        except BaseException as error:  # raised again in the caller's thread
+            failed.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=make, name="diloco-call", daemon=True).start()
+    while not ended.wait(LOOK_S):
+        if is_futile():
+            return None
+    if failed:
+        raise failed[0]
+    return found[0]
 
 
 def yielding(run: Callable[[], T]) -> T:

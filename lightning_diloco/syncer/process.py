@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from lightning_diloco.errors import ConfigError, RemoteError, RestoringError, TransportError
+from lightning_diloco.errors import ConfigError, RemoteError, TransportError
 from lightning_diloco.process import descriptors, grpc_log
 from lightning_diloco.process.malloc import keep_few_heaps
 from lightning_diloco.storage import local_runs
@@ -27,6 +27,7 @@ from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of
 from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.syncer.standby.replica import forget_standby
 from lightning_diloco.syncer.standby.source import Source, copy_identity, must_copy
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import (
@@ -65,6 +66,7 @@ def serve(options: SyncerOptions) -> int:
         if primary is None:
             return 0
         options = replace(options, listen=opened.front.listens_on)
+        del opened  # its anchors are as large as those of the standby
 
 
 @dataclass(slots=True)
@@ -88,6 +90,7 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
     """Return the primary that this process is the standby of; None if this process is the primary."""
     if options.takes_over:
         become_primary(options.run_dir)
+        forget_standby(options.run_dir)
     primary = primary_of(options.run_dir)
     if primary is not None or options.standby_of is None:
         return primary
@@ -178,8 +181,15 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
     replica, own = service.replica, opened.own
     door.refused, door.standby = service.heard, replica.on_get
     try:
-        while replica.is_behind and not stop.is_set():
+        if replica.is_behind:
             door.tell(f"waiting for its standby at {replica.address}")
+            log.warning(
+                "waiting for the standby at %s, which may have taken over. If it is lost: diloco syncer --run-dir %s "
+                "--take-over",
+                replica.address,
+                options.run_dir,
+            )
+        while replica.is_behind and not stop.is_set():
             stop.wait(LOOK_S)
         if replica.successor is None:
             service.start()
@@ -216,7 +226,7 @@ def _tell(former: Invitation, own: JoinAddress, service: SyncerService, stop: th
     while not stop.is_set() and service.replica.address is None:
         try:
             return source.took_over(own.host_port)
-        except (TransportError, RestoringError):
+        except TransportError:
             stop.wait(AGAIN_S)
         except RemoteError as error:
             log.warning("the former primary was not told of the takeover: %s", error)

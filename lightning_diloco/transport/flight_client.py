@@ -22,6 +22,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from lightning_diloco.errors import AuthError, ConfigError, CorruptMessageError, DiLoCoError, TransportError
+from lightning_diloco.protocol.syncer.succession import ASK_AFTER_S
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json, Polled
 from lightning_diloco.transport.failures import from_json
@@ -52,7 +53,8 @@ class FlightConnection:
     Args:
         address: address of the run; if it has a fingerprint, only that certificate is trusted.
         identity: identity in the user's own public key infrastructure; missing fields follow from the address.
-        control_deadline_s: deadline of send and status, and of poll beyond its wait.
+        control_deadline_s: deadline of send and status, and of poll beyond its wait; at most ASK_AFTER_S if the run has
+            a standby, so that a syncer that vanishes without a word is noticed in time.
         keepalive_s: silence after which the connection is probed, and the time limit for the answer.
         max_payload_bytes: limit of the payload of one call.
 
@@ -79,7 +81,8 @@ class FlightConnection:
             )
         shown = self._identity.certificate, self._identity.key
         self._shown = shown if None not in shown else learner_certificate(address.token)
-        self._control_deadline_s = control_deadline_s
+        has_standby = address.standby is not None
+        self._control_deadline_s = min(control_deadline_s, ASK_AFTER_S) if has_standby else control_deadline_s
         self._keepalive_s = keepalive_s
         self._max_payload_bytes = max_payload_bytes
         self._headers = [(b"authorization", f"Bearer {address.token}".encode())]

@@ -40,6 +40,7 @@ _STYLES = {
 }
 _NUM_WAITS_LIVE = 4
 _REDRAW_S = 0.25
+_SILENT_S = 3.0
 _LARGE_NATS = 20.0
 _UNITS = (("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -164,11 +165,20 @@ def _parts(status: Status) -> dict[str, list[str]]:
         f"{_count(status['fleet_tokens'])} tokens, participation {_percent(status['participation'])}, "
         f"goodput {_goodput(status)}"
     )
+    standby = status.get("standby")
     return {
         "run": [f"{word}{why}: {status['num_commits']} commits, {span}, quorum {status['effective_quorum']}"],
         "fleet": [fleet],
         "syncer": [f"{_bytes(status['bytes_up'])} received, {_bytes(status['bytes_down'])} sent"],
+        **({} if standby is None else {"standby": [f"standby {standby['address']} {_standing(standby)}"]}),
     }
+
+
+def _standing(standby: Mapping[str, Any]) -> str:
+    if standby["silent_s"] > _SILENT_S:
+        return f"silent for {standby['silent_s']:.0f} s"
+    behind = standby["records_behind"]
+    return f"{behind} decisions behind" if behind else "has all decisions"
 
 
 def wait_lines(status: Status) -> Iterator[str]:

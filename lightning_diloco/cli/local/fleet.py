@@ -12,7 +12,7 @@
    finished, because no work is lost. A child that fails by itself after it has written `done_path` is not restarted
    either, because it would repeat the end of its work and fail again. If a signal ended it, it is restarted.
 6. SIGTERM goes only to the child, which stops its own children. SIGKILL goes to the whole process group.
-7. A child with `standby` has a second process that waits on its stdin for a line, and then takes over.
+7. A child with `spare` has a second process that waits on its stdin for a line, and then takes over.
 
 Rules and bounds are our choice.
 """
@@ -38,7 +38,7 @@ _LEASH = str(Path(__file__).with_name("leash.py"))
 _USAGE_EXIT_CODE = 2
 _PREEMPTED_EXIT_CODE = 128 + signal.SIGTERM
 _POLL_S = 0.02
-_STANDBY_AFTER_S = 2.0  # the child itself starts first
+_SPARE_AFTER_S = 2.0  # the child itself starts first
 _TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: |$)")  # follows the indented frames of a traceback
 
@@ -55,7 +55,7 @@ class Command:
         fresh: returns more variables; called at each start.
         until: name of a child; after it has finished, this one is not restarted.
         done_path: file that the child writes when its work is done; removed when it is started. None for no such file.
-        standby: program and arguments of a process that becomes this child when it reads a line; empty for none.
+        spare: program and arguments of a process that becomes this child when it reads a line; empty for none.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Command:
     fresh: Callable[[], Mapping[str, str]] = dict
     until: str | None = None
     done_path: Path | None = None
-    standby: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     num_restarts: int = 0
     outcome: Outcome = "running"
-    standby: subprocess.Popen[bytes] | None = None
+    spare: subprocess.Popen[bytes] | None = None
     log_bytes: int = 0  # size of the log at its start; earlier processes wrote that part
     started_s: float = field(default_factory=time.monotonic)
 
@@ -126,7 +126,7 @@ class Fleet:
             if child.outcome == "running" and child.process.poll() is not None:
                 _signal_group(child, signal.SIGKILL)
                 self._bury(child, child.process.returncode)
-            _keep_standby(child)
+            _keep_spare(child)
 
     def outcome(self, name: str) -> Outcome:
         """Return the state of a child as of the last `watch` or `stop`."""
@@ -176,7 +176,7 @@ class Fleet:
         for child in children:
             _signal_group(child, signal.SIGKILL)
             child.process.wait()
-            _keep_standby(child)
+            _keep_spare(child)
 
     def _bury(self, child: _Child, code: int) -> None:
         name, how = child.command.name, describe_exit(code)
@@ -254,24 +254,24 @@ def last_lines(path: Path, num_lines: int, since_bytes: int = 0) -> list[str]:
 
 
 def _start_again(child: _Child) -> None:
-    standby, child.standby, child.started_s = child.standby, None, time.monotonic()
+    spare, child.spare, child.started_s = child.spare, None, time.monotonic()
     child.log_bytes = child.command.log_path.stat().st_size
-    is_ready = standby is not None and standby.poll() is None
-    if standby is not None:
-        _close_stdin(standby, b"\n")
-    child.process = standby if standby is not None and is_ready else _spawn(child.command, child.command.argv)
+    is_ready = spare is not None and spare.poll() is None
+    if spare is not None:
+        _close_stdin(spare, b"\n")
+    child.process = spare if spare is not None and is_ready else _spawn(child.command, child.command.argv)
 
 
-def _keep_standby(child: _Child) -> None:
-    """Keep a standby for a running child, and none for any other. A standby that died is not replaced."""
+def _keep_spare(child: _Child) -> None:
+    """Keep a spare for a running child, and none for any other. A spare that died is not replaced."""
     if child.outcome != "running":
-        if child.standby is not None:
-            _close_stdin(child.standby)
-            child.standby.kill()
-            child.standby.wait()
-            child.standby = None
-    elif child.command.standby and child.standby is None and time.monotonic() > child.started_s + _STANDBY_AFTER_S:
-        child.standby = _spawn(child.command, child.command.standby, stdin=subprocess.PIPE)
+        if child.spare is not None:
+            _close_stdin(child.spare)
+            child.spare.kill()
+            child.spare.wait()
+            child.spare = None
+    elif child.command.spare and child.spare is None and time.monotonic() > child.started_s + _SPARE_AFTER_S:
+        child.spare = _spawn(child.command, child.command.spare, stdin=subprocess.PIPE)
 
 
 def _close_stdin(process: subprocess.Popen[bytes], last_words: bytes = b"") -> None:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_diloco.cli.local import standby
+from lightning_diloco.cli.local import spare
 from lightning_diloco.cli.local.display import Screen
 from lightning_diloco.cli.local.echo import Echo
 from lightning_diloco.cli.local.feed import Fetch, Status, StatusFeed, asking
@@ -114,7 +114,7 @@ class Plan:
     def syncer(self) -> Command:
         """Return the syncer's command."""
         log_path = self.run_dir / "syncer" / "log.txt"
-        return Command(name=SYNCER, argv=self.syncer_argv, log_path=log_path, standby=standby.argv(self.syncer_argv))
+        return Command(name=SYNCER, argv=self.syncer_argv, log_path=log_path, spare=spare.argv(self.syncer_argv))
 
     def learner(self, name: str, address: JoinAddress) -> Command:
         """Return a learner's command; the secret is in its environment, which other users cannot read."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from lightning_diloco.errors import CorruptLogError, RemoteError, RestoringError, StandbyError, TransportError
+from lightning_diloco.process.threads import unless
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.syncer.machine import SyncerState
@@ -24,7 +25,7 @@ from lightning_diloco.storage.files import storage, sync_directory
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.replica import forget_standby
-from lightning_diloco.syncer.standby.source import CALL_S, TAPE, Source, copy_run, install_copy, is_copied
+from lightning_diloco.syncer.standby.source import TAPE, Source, copy_run, install_copy, is_copied
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import write_private
 
@@ -111,49 +112,59 @@ class Follower:
         try:
             while not self._is_over and not self._is_stopping():
                 try:
-                    self._follow()
-                except TransportError as error:
-                    if self._run is not None and self._may_take_over(self._run):
+                    if self._run is None:
+                        self._copy()
+                    elif self._may_take_over():
                         found, self._run = self._run, None
                         return found
+                    else:
+                        self._follow(self._run)
+                except CorruptLogError as error:  # the primary has dropped these records, or this is another history
+                    log.warning("copying the run again: %s", error)
+                    self._close()
+                except TransportError as error:
                     self._say(error)
                     time.sleep(AGAIN_S)
         finally:
             self._close()
         return None
 
-    def _follow(self) -> None:
-        """Copy the next records, or the whole run."""
-        run, sent_s = self._run, time.monotonic()
-        try:
-            if run is None:
-                if copy_run(self._source, self._run_dir, self._is_stopping):
-                    self._open()
-                return
-            copied, answer = self._source.log_after(run.durable.log.last_lsn, self._address, POLL_S)
-        except CorruptLogError as error:  # the primary has dropped these files or records, or this is another history
-            log.warning("copying the run again: %s", error)
-            self._close()
+    def _copy(self) -> None:
+        if copy_run(self._source, self._run_dir, self._is_stopping):
+            self._open()
+
+    def _follow(self, run: Followed) -> None:
+        """Copy the next records, unless it is time to take over first."""
+        sent_s, lsn = time.monotonic(), run.durable.log.last_lsn
+        answer = unless(self._is_futile, lambda: self._source.log_after(lsn, self._address, POLL_S))
+        if answer is None:
             return
+        copied, header = answer
         run.durable.follow(copied, run.state, run.store)
-        if answer["counts"]:
+        if header["counts"]:
             self._rule.answered(sent_s, time.monotonic())
-        self._is_over = answer["is_over"]
-        self._copy_tape(run)
+        self._is_over = header["is_over"]
         if copied and run.durable.is_snapshot_due(run.store):
             run.durable.begin_snapshot(codec.dump(run.state.saved()), cast("Json", run.state.manifest), run.store)
+        self._copy_tape(run)
 
     def _copy_tape(self, run: Followed) -> None:
-        if not self._copies_tape:
+        start = run.durable.tape.nbytes
+        text = unless(self._is_futile, lambda: self._source.file(TAPE, start)) if self._copies_tape else None
+        if text is None:
             return
         try:
-            run.durable.tape.copy(bytes(self._source.file(TAPE, run.durable.tape.nbytes, deadline_s=CALL_S)))
+            run.durable.tape.copy(bytes(text))
         except CorruptLogError as error:  # the primary was restarted, and has cut its tape
             log.warning("the tape is not copied any more, so that history of the run will be missing: %s", error)
             self._copies_tape = False
 
-    def _may_take_over(self, run: Followed) -> bool:
-        learners = [member.session for member in run.state.roster.live()]
+    def _is_futile(self) -> bool:
+        return self._is_stopping() or self._may_take_over()
+
+    def _may_take_over(self) -> bool:
+        assert self._run is not None
+        learners = [member.session for member in self._run.state.roster.live()]
         return self._rule.may_take_over(learners, time.monotonic())
 
     def _say(self, error: RemoteError) -> None:

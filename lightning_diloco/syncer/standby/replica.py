@@ -70,7 +70,7 @@ class Replica:
         self._changed = threading.Condition()
         self._acked_lsn, self._counts_from_lsn = 0, redo_log.last_lsn
         self._is_ending = self._has_ended = self._was_told = False
-        self._waits_since_s: float | None = None
+        self._waiting: dict[int, float] = {}  # records, and since when they wait
         self._giving = threading.Lock()
         self._cursor: LogCursor | None = None
         self._given: tuple[str, Json, memoryview] | None = None
@@ -87,15 +87,16 @@ class Replica:
             `address`; `silent_s` since it was heard; `waits_s` for which decisions have been waiting for it, null if
             none waits; `records_behind` that it does not have yet.
         """
-        address, since_s, now_s = self.address, self._waits_since_s, time.monotonic()
-        if address is None:
-            return None
-        return {
-            "address": address,
-            "silent_s": self._rule.silent_s(now_s),
-            "waits_s": None if since_s is None else now_s - since_s,
-            "records_behind": max(0, self._log.durable_lsn - self._acked_lsn),
-        }
+        with self._changed:
+            if self.address is None:
+                return None
+            now_s = time.monotonic()
+            return {
+                "address": self.address,
+                "silent_s": self._rule.silent_s(now_s),
+                "waits_s": max((now_s - since_s for since_s in self._waiting.values()), default=None),
+                "records_behind": max(0, self._log.durable_lsn - self._acked_lsn),
+            }
 
     @property
     def is_behind(self) -> bool:
@@ -109,17 +110,17 @@ class Replica:
 
         It may not after a takeover, or if it stopped before the standby had its last records.
         """
-        return self.successor is None and not (self._has_ended and self._waits_since_s is not None)
+        is_behind = self.address is not None and self._acked_lsn < self._log.durable_lsn
+        return self.successor is None and not (self._has_ended and is_behind)
 
     def wait(self, lsn: int) -> None:
         """Wait until a durable record may be announced; at most LAST_WAIT_S if the syncer stops."""
         with self._changed:
             self._changed.notify_all()
+            self._waiting[lsn] = time.monotonic()
             while self._must_wait(lsn):
-                self._waits_since_s = self._waits_since_s or time.monotonic()
                 self._changed.wait(LOOK_S)
-            if not self._has_ended:
-                self._waits_since_s = None
+            del self._waiting[lsn]
 
     def _must_wait(self, lsn: int) -> bool:
         if self.address is None or self._acked_lsn >= lsn or self._has_ended or self.successor is not None:
@@ -175,7 +176,9 @@ class Replica:
             CorruptLogError: the log no longer has the next record.
             CorruptMessageError: the header is invalid.
         """
-        if not self._key or not hmac.compare_digest(str(header.get("key")).encode(), self._key.encode()):
+        if not self._key or not hmac.compare_digest(
+            str(header.get("key")).encode(errors="replace"), self._key.encode()
+        ):
             raise AuthError("the key of the standby is wrong; it must be the one in RUN_DIR/standby of the primary")
         request, mark = decode(header.get("request")), str(header.get("mark"))
         with self._giving:

@@ -27,7 +27,7 @@ from lightning_diloco.transport.portions import Portioned
 log = logging.getLogger(__name__)
 
 CALL_S = 5.0
-FILE_S = 600.0
+BULK_S = 600.0
 NOT_YET_S = 0.5
 IDENTITY = "syncer/identity.pem"
 TAPE = "tape/events.jsonl"
@@ -48,9 +48,9 @@ class Source:
         self._key = invitation.key
         self._connection = Portioned(connection or FlightConnection(invitation.address))
 
-    def file(self, name: str, start: int = 0, *, deadline_s: float = FILE_S) -> memoryview:
+    def file(self, name: str, start: int = 0) -> memoryview:
         """Return a file of the run directory, from byte `start` on."""
-        return self._ask(AskFile(name, start), deadline_s).payload
+        return self._ask(AskFile(name, start), BULK_S).payload
 
     def log_after(self, lsn: int, address: str, wait_s: float) -> tuple[list[Record], Json]:
         """Return the next records of the log, and the header of the answer (`Replica`).
@@ -60,7 +60,7 @@ class Source:
             address: `host:port` of this standby.
             wait_s: how long the primary waits for a record, if there is none.
         """
-        bulk = self._ask(AskLog(lsn, address, wait_s), wait_s + CALL_S)
+        bulk = self._ask(AskLog(lsn, address, wait_s), wait_s + BULK_S)
         found, offset = list[Record](), 0
         while offset < bulk.payload.nbytes:
             placed = read_at(bulk.payload, offset, bulk.payload.nbytes)

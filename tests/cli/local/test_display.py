@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from lightning_diloco.cli.local.display import Screen, status_lines, status_view, summary_view, wait_lines
@@ -83,6 +84,16 @@ def test_the_reason_of_a_suspended_run_is_shown() -> None:
         "suspended (the disk is full): 13 commits, versions 4..5 of 3 fragments, quorum 1, 61.44k tokens, "
         "participation 97.5 %, goodput -, 2.5 MB received, 900 B sent"
     )
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "records_behind", "said"),
+    [(0.1, 0, "has all decisions"), (0.1, 2, "2 decisions behind"), (7.2, 2, "silent for 7 s")],
+)
+def test_the_standby_is_shown_if_there_is_one(silent_s: float, records_behind: int, said: str) -> None:
+    standby = {"address": "10.0.0.2:7", "silent_s": silent_s, "waits_s": None, "records_behind": records_behind}
+    assert f"standby 10.0.0.2:7 {said}" in drawn(status_view(status(standby=standby)))
+    assert "standby" not in drawn(status_view(status(standby=None)))
 
 
 def test_a_wait_says_for_whom_since_when_until_when_and_what_then() -> None:

@@ -140,13 +140,13 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_standby_takes_over_from_a_child_that_dies(tmp_path: Path) -> None:
+def test_a_spare_takes_over_from_a_child_that_dies(tmp_path: Path) -> None:
     harness = Harness(tmp_path, max_restarts=1)
     log = str(tmp_path / "l0" / "log.txt")
     child = f"import time\nwhile 'ready' not in open({log!r}).read(): time.sleep(0.01)\nraise SystemExit(7)"
     ready = "import os, sys; print('ready', flush=True); sys.stdin.readline() and print('taken', os.getpid())"
     with harness.fleet as fleet:
-        fleet.start(harness.command(child, standby=python(ready)))
+        fleet.start(harness.command(child, spare=python(ready)))
         until(lambda: fleet.outcome("l0") != "running", fleet.watch)
     assert fleet.outcome("l0") == "finished"
     assert f"taken {fleet.pid('l0')}" in harness.log()
@@ -154,7 +154,7 @@ def test_a_standby_takes_over_from_a_child_that_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_without_its_standby_a_child_is_started_as_ever(tmp_path: Path) -> None:
+def test_without_its_spare_a_child_is_started_as_ever(tmp_path: Path) -> None:
     harness = Harness(tmp_path, max_restarts=9)
     once, gone = str(tmp_path / "once"), str(tmp_path / "gone")
     child = (
@@ -162,16 +162,16 @@ def test_without_its_standby_a_child_is_started_as_ever(tmp_path: Path) -> None:
         f"while not os.path.exists({gone!r}): time.sleep(0.01)\nopen({once!r}, 'w')\nraise SystemExit(7)"
     )
     with harness.fleet as fleet:
-        fleet.start(harness.command(child, standby=python(f"open({gone!r}, 'w')")))
+        fleet.start(harness.command(child, spare=python(f"open({gone!r}, 'w')")))
         until(lambda: fleet.outcome("l0") != "running", fleet.watch)
     assert fleet.outcome("l0") == "finished"
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_standby_ends_with_its_child(tmp_path: Path) -> None:
+def test_a_spare_ends_with_its_child(tmp_path: Path) -> None:
     harness = Harness(tmp_path)
     with harness.fleet as fleet:
-        fleet.start(harness.command(SLEEP, standby=python(f"import os; print(os.getpid(), flush=True); {SLEEP}")))
+        fleet.start(harness.command(SLEEP, spare=python(f"import os; print(os.getpid(), flush=True); {SLEEP}")))
         until(lambda: harness.log().endswith("\n"), fleet.watch)
         assert is_alive(int(harness.log()))
         fleet.stop(["l0"], within_s=DEADLINE_S)

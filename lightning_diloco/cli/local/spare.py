@@ -1,6 +1,6 @@
-"""A standby process of the syncer: `python -m lightning_diloco.cli.local.standby MODULE WORDS...`.
+"""A spare process of the syncer: `python -m lightning_diloco.cli.local.spare MODULE WORDS...`.
 
-1. Imports take nearly all of a syncer's start-up time, so the standby imports in advance. It does not touch the run.
+1. Imports take nearly all of a syncer's start-up time, so the spare imports in advance. It does not touch the run.
 2. A line on stdin makes the process continue as `python -m MODULE WORDS...`. The end of stdin makes it exit.
 
 Source: our choice.
@@ -16,7 +16,7 @@ from lightning_diloco.cli.local.collector import kept
 
 
 def argv(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command that starts a standby of `PYTHON -m MODULE WORDS...`; empty for any other command."""
+    """Return the command that starts a spare of `PYTHON -m MODULE WORDS...`; empty for any other command."""
     python, *words = command
     return (python, "-m", __name__, *words[1:]) if words[:1] == ["-m"] else ()
 

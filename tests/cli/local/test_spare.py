@@ -7,19 +7,19 @@ import sys
 
 import pytest
 
-from lightning_diloco.cli.local import standby
+from lightning_diloco.cli.local import spare
 
 
 def test_only_a_module_can_be_imported_ahead_of_need() -> None:
     words = (sys.executable, "-m", "a.module", "--option", "1")
-    assert standby.argv(words) == (sys.executable, "-m", "lightning_diloco.cli.local.standby", *words[2:])
-    assert standby.argv((sys.executable, "script.py")) == ()
+    assert spare.argv(words) == (sys.executable, "-m", "lightning_diloco.cli.local.spare", *words[2:])
+    assert spare.argv((sys.executable, "script.py")) == ()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("told", "says"), [("\n", "usage: diloco syncer"), ("", "")])
 def test_it_goes_on_as_the_module_when_it_is_told_to(told: str, says: str) -> None:
-    argv = standby.argv((sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--help"))
+    argv = spare.argv((sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--help"))
     ended = subprocess.run(argv, input=told, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout[: len(says) or None] == says
