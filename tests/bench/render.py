@@ -83,7 +83,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("exchange", "straggler", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows),
     "goodput_table": _goodput,
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
-    **dict.fromkeys(("streams", "soak"), _rows),
+    **dict.fromkeys(("streams", "soak", "takeovers"), _rows),
     "bandwidth": _bandwidth,
     "wide_area": lambda found: f"{report.table(found['rows'], wide_area.COLUMNS)}\n\n{_checks(found)}",
 }

@@ -1,0 +1,175 @@
+"""Kills the serving syncer of a run again and again; its standby takes over each time, and the killed one follows.
+
+python -m tests.bench.takeovers --out tests/bench/results/takeovers.json
+
+1. Two syncers and two learners are processes of this machine, over Flight with TLS. Every second fault suspends the
+   syncer instead, so that it vanishes without a word, and kills it after the takeover.
+2. A takeover lasts from the signal to the first new commit at the other syncer, as an onlooker's `status` shows it.
+3. Learners time their own calls of the strategy. The longest one is compared with that of an undisturbed run.
+4. At the end, the ledger must be exact, learners must hold the bits on disk, and the tape must have no version of a
+   fragment twice. (It may lack those of the last second before a fault.)
+5. The control is a standby that was away while the primary continued. It is told to take over, and the checks must see
+   that commits are lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.storage.tape import read_tape
+from tests.bench import report
+from tests.e2e.conftest import Processes, until
+from tests.e2e.learner import TOKENS
+from tests.e2e.pair import COMMAND, Pair
+from tests.e2e.test_processes import NUM_FRAGMENTS, restored
+
+LEARNERS = ("l0", "l1")
+COMMITS_BETWEEN = 8
+MAX_TAKEOVER_S = 10.0
+MAX_LONGER_S = 0.05
+QUIET_S = 30.0
+
+
+def take_over(pair: Pair, primary: int, sign: signal.Signals) -> float:
+    """End the serving syncer; return the seconds until the other one commits, then start the former one again."""
+    os.kill(pair.running[primary].pid, sign)
+    began_s = time.monotonic()
+    pair.until_commits(1 - primary, 1)
+    took_s = time.monotonic() - began_s
+    pair.kill(primary)
+    pair.restart(primary)
+    pair.until_registered(1 - primary)
+    return took_s
+
+
+def finish(pair: Pair, primary: int, processes: Sequence[Any]) -> dict[str, Any]:
+    """End the learners; return what is found afterwards."""
+    pair.processes.stop_file.touch()
+    exits = [pair.processes.end(process) for process in processes]
+    summary = json.loads((pair.dirs[primary] / "summary.json").read_text())
+    held = [pair.processes.held(name) for name in LEARNERS]
+    versions, digests = restored(pair.dirs[primary], pair.processes.root / "copy")
+    told = Counter(
+        (line["fragment"], line["version"])
+        for line in read_tape(pair.dirs[primary] / "tape" / "events.jsonl")
+        if line["event"] == "commit"
+    )
+    discarded = sum(summary["tokens_discarded"].values())
+    return {
+        "exits": exits,
+        "ledger": summary["ledger_exact"]
+        and summary["tokens_seen"] == summary["tokens_merged"] + discarded
+        and summary["tokens_seen"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS,
+        "nothing discarded": discarded == 0,
+        "bits": all(
+            h["digests"][p] == digests[p] for h in held for p in range(NUM_FRAGMENTS) if h["landed"][p] == versions[p]
+        ),
+        "no version twice": max(told.values()) == 1 and all(version <= versions[p] for p, version in told),
+        "longest_hook_s": max(h["longest_hook_s"] for h in held),
+        "commits": summary["rounds"],
+    }
+
+
+def disturbed(root: Path, num_takeovers: int) -> dict[str, Any]:
+    """Run with takeovers back and forth."""
+    processes, primary, rows = Processes(root), 0, []
+    try:
+        pair = Pair(processes, len(LEARNERS))
+        learners = [processes.learner(name) for name in LEARNERS]
+        pair.until_registered(0)
+        for k in range(num_takeovers):
+            pair.until_commits(primary, COMMITS_BETWEEN)
+            sign = signal.SIGSTOP if k % 2 else signal.SIGKILL
+            rows.append({"fault": sign.name, "took_s": take_over(pair, primary, sign)})
+            primary = 1 - primary
+        pair.until_commits(primary, COMMITS_BETWEEN)
+        return {"takeovers": rows, **finish(pair, primary, [*learners, *pair.running])}
+    finally:
+        processes.kill_all()
+
+
+def undisturbed(root: Path) -> dict[str, Any]:
+    """Run without a standby or faults."""
+    processes = Processes(root)
+    try:
+        syncer = processes.syncer(len(LEARNERS))
+        learners = [processes.learner(name) for name in LEARNERS]
+        until(lambda: processes.status()["num_commits"] >= COMMITS_BETWEEN, "commits", processes)
+        time.sleep(QUIET_S)
+        processes.stop_file.touch()
+        for process in (*learners, syncer):
+            processes.end(process)
+        return {"longest_hook_s": max(processes.held(name)["longest_hook_s"] for name in LEARNERS)}
+    finally:
+        processes.kill_all()
+
+
+def control(root: Path) -> dict[str, Any]:
+    """Run with a takeover by a standby that missed commits."""
+    processes = Processes(root)
+    try:
+        pair = Pair(processes, len(LEARNERS))
+        learners = [processes.learner(name) for name in LEARNERS]
+        pair.until_registered(0)
+        pair.kill(1)
+        until(lambda: (s := pair.status(0)) and s["standby"] is None, "commits without the standby", processes)
+        pair.until_commits(0, COMMITS_BETWEEN)
+        pair.kill(0)
+        words = ("--run-dir", pair.dirs[1], "--expect", len(LEARNERS), "--take-over")
+        pair.running[1] = processes.start("syncer1", *COMMAND, *words)
+        pair.until_commits(1, COMMITS_BETWEEN)
+        return finish(pair, 1, [*learners, pair.running[1]])
+    finally:
+        processes.kill_all()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print and store the results; return 1 if a check fails."""
+    parser = report.options(__doc__)
+    parser.add_argument("--takeovers", type=int, default=20)
+    args = parser.parse_args(argv)
+    found = []
+    for run in (lambda root: disturbed(root, args.takeovers), undisturbed, control):
+        with tempfile.TemporaryDirectory(prefix="diloco-takeovers-") as root:
+            found.append(run(Path(root)))
+    faults, quiet, late = found
+    rows = []
+    for name, fault in (("killed", "SIGKILL"), ("vanishes", "SIGSTOP")):
+        took_s = [row["took_s"] for row in faults["takeovers"] if row["fault"] == fault]
+        rows.append(
+            {
+                "the syncer": name,
+                "takeovers": len(took_s),
+                "rounds go on after [s], median": round(statistics.median(took_s), 1),
+                "at the latest": round(max(took_s), 1),
+            }
+        )
+    longest_s = max(row["took_s"] for row in faults["takeovers"])
+    longer_s = faults["longest_hook_s"] - quiet["longest_hook_s"]
+    checks = {
+        f"rounds go on {longest_s:.1f} s after the fault, at the latest; at most {MAX_TAKEOVER_S:.0f} s": longest_s
+        <= MAX_TAKEOVER_S,
+        f"a learner's longest call is {1000 * longer_s:+.0f} ms longer than without faults, at most "
+        f"{1000 * MAX_LONGER_S:.0f} ms": longer_s <= MAX_LONGER_S,
+        f"the ledger of {faults['commits']} commits is exact, and nothing was discarded": faults["ledger"]
+        and faults["nothing discarded"],
+        "learners hold the bits that are on disk": faults["bits"],
+        "no version of a fragment was committed twice": faults["no version twice"],
+        "all processes ended by themselves": not any(faults["exits"]),
+        "control: a standby that missed commits loses some, and the ledger says so": late["ledger"]
+        and not late["nothing discarded"],
+    }
+    return report.conclude(args.out, rows, checks, runs={"faults": faults, "quiet": quiet, "control": late})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

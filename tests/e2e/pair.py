@@ -1,0 +1,72 @@
+"""Two syncer processes of one run, of which one serves and the other is its standby."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.errors import TransportError
+from lightning_diloco.transport.address import read_join_file
+from lightning_diloco.transport.flight import FlightConnection
+from tests.e2e.conftest import HERE, Processes, until
+
+COMMAND = ("-m", "lightning_diloco.cli.main", "syncer")
+
+
+class Pair:
+    """Two syncers of one run, of which one serves; each can be started again with the same command."""
+
+    def __init__(self, processes: Processes, expect: int) -> None:
+        self.processes, self._given = processes, {"expect": expect}
+        self.dirs = [processes.run_dir, processes.root / "other"]
+        self.running = [processes.syncer(expect)]
+        self.running.append(self._start(1))
+        until((self.dirs[1] / "join").exists, "the standby", processes)
+
+    def _start(self, which: int) -> subprocess.Popen[bytes]:
+        given = dict(self._given) if which == 0 else {**self._given, "standby_of": str(self.invitation)}
+        return self.processes.start(f"syncer{which}", HERE / "syncer.py", self.dirs[which], json.dumps(given))
+
+    @property
+    def invitation(self) -> Path:
+        return self.dirs[0] / "standby"
+
+    def restart(self, which: int) -> None:
+        self.running[which] = self._start(which)
+
+    def kill(self, which: int) -> None:
+        os.kill(self.running[which].pid, signal.SIGKILL)
+        self.running[which].wait()
+
+    def address(self, which: int) -> str:
+        return read_join_file(self.dirs[which] / "join").host_port
+
+    def status(self, which: int) -> dict[str, Any] | None:
+        """Of this syncer; None if it does not serve."""
+        connection = FlightConnection(read_join_file(self.dirs[which] / "join"))
+        try:
+            with suppress(TransportError):
+                return connection.status()
+            return None
+        finally:
+            connection.close()
+
+    def until_registered(self, primary: int) -> None:
+        """Wait until the other one is the standby of this one."""
+        wanted = self.address(1 - primary)
+        until(
+            lambda: (s := self.status(primary)) and s["standby"] and s["standby"]["address"] == wanted,
+            f"the standby of {self.dirs[primary]}",
+            self.processes,
+        )
+
+    def until_commits(self, which: int, more: int) -> dict[str, Any]:
+        first = until(lambda: self.status(which), "a syncer that serves", self.processes)["num_commits"]
+        return until(
+            lambda: (s := self.status(which)) and s["num_commits"] >= first + more and s, "commits", self.processes
+        )
