@@ -11,7 +11,8 @@
 5. If the run has a standby, and nothing has answered for ASK_AFTER_S, the standby is asked for STAY_S, then the syncer
    again, and so on (`protocol/syncer/succession.py`). A standby that refuses to serve does not count as an answer. A
    syncer that is reading its disk does. The standby is named in the join string, or in the answers of the syncer. A
-   transfer that still runs on the old connection is given up.
+   transfer that still runs on the old connection is given up. A learner without any answer yet that dials a standby
+   asks the other one at once.
 
 Source: our choice.
 """
@@ -26,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_diloco.errors import ConfigError, RemoteError, RestoringError, TransportError
+from lightning_diloco.errors import ConfigError, RemoteError, RestoringError, StandbyError, TransportError
 from lightning_diloco.process.threads import unless
 from lightning_diloco.protocol.syncer.succession import ASK_AFTER_S
 from lightning_diloco.transport.address import JoinAddress, new_token, read_join_file, write_join_file
@@ -114,9 +115,9 @@ class Followed:
             self._answered_s = time.monotonic()
             self._follow()
             raise
-        except RemoteError:
+        except RemoteError as error:
             self._follow()
-            self._ask_other()
+            self._ask_other(at_once=isinstance(error, StandbyError) and not self._has_answered)
             raise
         self._has_answered, self._answered_s = True, time.monotonic()
         self._stay_s = 0.0
@@ -135,12 +136,12 @@ class Followed:
 
         return wait
 
-    def _ask_other(self) -> None:
+    def _ask_other(self, *, at_once: bool) -> None:
         """After a failed call, dial the standby instead of the syncer, or the other way round, if it is time."""
         with self._replacing:
             now_s = time.monotonic()
-            is_silent = now_s - self._answered_s >= ASK_AFTER_S
-            if self._address.standby is None or not is_silent or now_s - self._dialled_s < self._stay_s:
+            is_time = now_s - self._answered_s >= ASK_AFTER_S and now_s - self._dialled_s >= self._stay_s
+            if self._address.standby is None or not (is_time or at_once):
                 return
             self._dialled_s, self._stay_s = now_s, STAY_S
             self._dial(self._address.swapped())

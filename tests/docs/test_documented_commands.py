@@ -428,7 +428,7 @@ NOT_HERE = {
     "python tests/bench/run.py goodput_table": "eight minutes; its command runs here with shorter cells",
     "python tests/bench/run.py wide_area": "eleven minutes on an idle machine",
     "python tests/bench/run.py at_size": "takes 24 GB; tests/bench run it with a small fragment",
-    "python tests/bench/run.py chaos recoveries takeovers soak survivors busy_survivors forecast": "two hours; likewise",
+    "python tests/bench/run.py chaos recoveries takeovers soak survivors busy_survivors forecast": "two hours",
 }
 
 

@@ -81,8 +81,14 @@ def test_the_standby_is_asked_after_a_silence_and_followed_if_it_serves(net: Net
 
 def test_both_are_asked_in_turn_while_none_serves(net: Net) -> None:
     followed = Followed(net.connect, BOTH, None)
+    net.call(followed, 1.0)
     net.does[SYNCER] = TransportError("gone")
     assert net.call(followed, ASK_AFTER_S + 2 * STAY_S + 1.0) == [SYNCER, STANDBY, SYNCER, STANDBY]
+
+
+def test_a_new_learner_that_dials_the_standby_asks_the_other_one_at_once(net: Net) -> None:
+    net.does = {SYNCER: StandbyError("no"), STANDBY: {}}
+    assert net.call(Followed(net.connect, BOTH, None), 1.0) == [SYNCER, STANDBY]
 
 
 def test_a_syncer_that_reads_its_disk_is_waited_for(net: Net) -> None:
