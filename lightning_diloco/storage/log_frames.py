@@ -80,7 +80,39 @@ def read_at(source: int | memoryview, offset: int, size: int) -> Placed | None:
     Raises:
         StorageError: the record has a format that this version cannot read.
     """
-    line = _pread(source, offset, _PREFIX_BYTES)
+    head = _head_at(source, offset)
+    if head is None or head.end > size:
+        return None
+    header_at = offset + _PREFIX_BYTES
+    text = bytes_at(source, header_at, head.header_bytes)
+    payload = bytes_at(source, header_at + head.header_bytes, head.payload_bytes)
+    if zlib.crc32(payload, zlib.crc32(text)) != head.checksum:
+        return None
+    return Placed(Record(head.lsn, json.loads(text), payload), head.end, head.durable_lsn)
+
+
+def extent_at(fd: int, offset: int) -> tuple[int, int] | None:
+    """Return lsn and end of the record at an offset, without a check of its content; None if there is no record.
+
+    Raises:
+        StorageError: the record has a format that this version cannot read.
+    """
+    head = _head_at(fd, offset)
+    return None if head is None else (head.lsn, head.end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    header_bytes: int
+    payload_bytes: int
+    lsn: int
+    durable_lsn: int
+    checksum: int
+    end: int
+
+
+def _head_at(source: int | memoryview, offset: int) -> _Head | None:
+    line = bytes_at(source, offset, _PREFIX_BYTES)
     if len(line) < _PREFIX_BYTES or line[_PREFIX.size :] != _CHECKSUM.pack(zlib.crc32(line[: _PREFIX.size])):
         return None
     magic, version, header_bytes, payload_bytes, lsn, durable_lsn, checksum = _PREFIX.unpack_from(line)
@@ -90,15 +122,8 @@ def read_at(source: int | memoryview, offset: int, size: int) -> Placed | None:
         raise StorageError(
             f"the log has format {version}, this version reads format {_VERSION}; use the version that wrote it"
         )
-    header_at = offset + _PREFIX_BYTES
-    end = header_at + header_bytes + payload_bytes
-    if end > size:
-        return None
-    text = _pread(source, header_at, header_bytes)
-    payload = _pread(source, header_at + header_bytes, payload_bytes)
-    if zlib.crc32(payload, zlib.crc32(text)) != checksum:
-        return None
-    return Placed(Record(lsn, json.loads(text), payload), end, durable_lsn)
+    end = offset + _PREFIX_BYTES + header_bytes + payload_bytes
+    return _Head(header_bytes, payload_bytes, lsn, durable_lsn, checksum, end)
 
 
 def was_durable(fd: int, offset: int, size: int, lsn: int) -> bool:
@@ -112,7 +137,7 @@ def was_durable(fd: int, offset: int, size: int, lsn: int) -> bool:
 
 def _next_magic(fd: int, offset: int, size: int) -> int:
     while offset < size:
-        window = _pread(fd, offset, _SEARCH_BYTES)
+        window = bytes_at(fd, offset, _SEARCH_BYTES)
         if (found := window.find(_MAGIC)) >= 0:
             return offset + found
         # Windows overlap, so that the search finds a magic at their border.
@@ -120,7 +145,8 @@ def _next_magic(fd: int, offset: int, size: int) -> int:
     return -1
 
 
-def _pread(source: int | memoryview, offset: int, num_bytes: int) -> bytes:
+def bytes_at(source: int | memoryview, offset: int, num_bytes: int) -> bytes:
+    """Return so many bytes of a file or buffer from an offset on; fewer at its end."""
     if isinstance(source, memoryview):
         return bytes(source[offset : offset + num_bytes])
     pieces = []

@@ -40,8 +40,9 @@ class MergeJob:
 
 @dataclass(frozen=True, slots=True)
 class DurableCommit:
-    """A commit whose record is on disk."""
+    """A commit whose record, of this lsn, is on disk."""
 
+    lsn: int
     event: events.Committed
     anchor: Anchor
     contributions: tuple[actions.Contribution, ...]
@@ -116,14 +117,14 @@ class MergeWorker:
             record = job.record
             if self._recorder is not None:
                 self._recorder.keep(gradient.recorded(record))
-            self._durable.write(record, bytes_of(gradient.values))
+            lsn = self._durable.write(record, bytes_of(gradient.values))
         except StorageError as error:
             self._disk_failed(str(error))
             return [events.CommitFailed(p, job.round, str(error))]
         finally:
             hashing.join()
         made = events.Committed(p, job.round, anchor.digest)
-        return [DurableCommit(made, anchor, gradient.job.action.contributions, gradient.report)]
+        return [DurableCommit(lsn, made, anchor, gradient.job.action.contributions, gradient.report)]
 
 
 def _refuse_longest(gradient: _Gradient, problem: str) -> events.PayloadReceived:

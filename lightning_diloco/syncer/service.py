@@ -3,8 +3,8 @@
 1. The loop thread drives the state machine. Transport threads only queue events, and read the state under a lock for
    `status`. The state machine uses the arrival time of an event (`inbox.py`). The loop thread carries out actions in
    order: it sends a message only after all records before it are on disk.
-2. The merge thread computes merges and outer steps (`merge_worker.py`). The loop thread installs and announces durable
-   commits.
+2. The merge thread computes merges and outer steps (`merge_worker.py`). The announce thread passes a durable commit on
+   when the standby has it, if there is one. The loop thread installs and announces it.
 3. Transport threads check a payload before they queue its event for the state machine.
 4. If the disk fails to write a record, later actions wait until a retry succeeds. Learners keep training. The syncer
    refuses a call while more than MAX_WAITING events wait, or more events of one session than `quota.py` allows. A flood
@@ -124,7 +124,6 @@ class SyncerService:
         else:
             self._store = self._durable.take_over(self.state, *followed, time.monotonic())
         self.replica = Replica(options.run_dir, self._durable.log, standby_key, self._learners)
-        self._durable.replicated = self.replica.wait
         if self._durable.past.was_closed:
             self._ending.reopened()
         self._desk = Payloads()
@@ -135,6 +134,7 @@ class SyncerService:
         self._inbox: Inbox[events.SyncerEvent | Placed | DurableCommit] = Inbox()
         self._quota = Quota()
         self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
+        self._announced: queue.SimpleQueue[DurableCommit | None] = queue.SimpleQueue()
         self._seed: actions.StoreSeed | None = None
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
@@ -146,8 +146,13 @@ class SyncerService:
         self.error: BaseException | None = None
         if self.state.manifest is not None:
             self._write_manifest(self.state.manifest)
-        threads = {"loop": self._loop, "merge": self._merge_loop, "clock": self._inbox.run_clock}
-        self._loop_thread, self._merge_thread, self._clock_thread = (
+        threads = {
+            "loop": self._loop,
+            "merge": self._merge_loop,
+            "announce": self._announce_loop,
+            "clock": self._inbox.run_clock,
+        }
+        self._loop_thread, self._merge_thread, self._announce_thread, self._clock_thread = (
             threading.Thread(target=self._guarded, args=(run_thread,), name=f"diloco-{name}", daemon=True)
             for name, run_thread in threads.items()
         )
@@ -158,6 +163,7 @@ class SyncerService:
         """Start the threads."""
         self._loop_thread.start()
         self._merge_thread.start()
+        self._announce_thread.start()
         self._clock_thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -198,6 +204,8 @@ class SyncerService:
         self.replica.end(is_over=self.state.is_finished and self.state.ended_by_finishing)
         self._jobs.put(None)
         _join(self._merge_thread)
+        self._announced.put(None)
+        _join(self._announce_thread)
         self._inbox.close()  # after the last durable commit was queued
         _join(self._loop_thread)
         _join(self._clock_thread)
@@ -374,7 +382,7 @@ class SyncerService:
     def _carry_out(self, action: actions.SyncerAction) -> None:
         match action:
             case actions.Record():
-                self._durable.write(action.values)
+                self.replica.wait(self._durable.write(action.values))
                 self._board.disk_works()
                 if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
                     self._store.regenerate(self.state.rounds.generation)
@@ -472,7 +480,13 @@ class SyncerService:
             assert self._store is not None
             do = self._merger.merge if isinstance(job, MergeJob) else self._merger.commit
             for made in do(self._store, job):  # type: ignore[arg-type]
-                self._inbox.put(made)
+                (self._announced if isinstance(made, DurableCommit) else self._inbox).put(made)
+
+    def _announce_loop(self) -> None:
+        """Pass each commit on when the standby has it. Meanwhile, the merge thread computes the next one."""
+        while (made := self._announced.get()) is not None:
+            self.replica.wait(made.lsn)
+            self._inbox.put(made)
 
 
 def _checked(session: object) -> str:

@@ -50,7 +50,6 @@ class SyncerStore:
 
     Attributes:
         past: history of the run before this process; set by `restore`.
-        replicated: called with the number of each durable record; returns when the standby has it, if there is one.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class SyncerStore:
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
         self.tape = Tape(run_dir / "tape" / "events.jsonl")
         self.past = History()
-        self.replicated: Callable[[int], None] = lambda lsn: None
         self._writing: threading.Thread | None = None
         self._snapshot_again_s = 0.0
         self._tape_failed = False
@@ -181,15 +179,12 @@ class SyncerStore:
                 self.note(**told, restored=True)
                 yield {**told, "t": time.time()}
 
-    def write(self, record: Json, payload: Buffer = b"") -> None:
-        """Append a record, and make it durable here and at the standby.
-
-        If this raises `StorageError`, the log is unchanged.
-        """
+    def write(self, record: Json, payload: Buffer = b"") -> int:
+        """Append a record and make it durable; return its lsn. If this raises `StorageError`, the log is unchanged."""
         with self._one_record:
             lsn = self.log.append(record, payload)
             self.log.sync()
-        self.replicated(lsn)
+            return lsn
 
     def note(self, event: str, *, late_s: float = 0.0, **fields: object) -> None:
         """Write a line to the tape; if the disk is full, the line is lost and the run continues."""
