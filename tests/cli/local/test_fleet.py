@@ -136,7 +136,7 @@ def test_what_an_earlier_run_has_done_counts_for_nothing(tmp_path: Path) -> None
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "_STANDBY_AFTER_S", -1.0)
+    monkeypatch.setattr(fleet_module, "_SPARE_AFTER_S", -1.0)
 
 
 @pytest.mark.usefixtures("at_once")
