@@ -5,7 +5,8 @@ python -m tests.bench.takeovers --out tests/bench/results/takeovers.json
 1. Two syncers and two learners are processes of this machine, over Flight with TLS. Every second fault suspends the
    syncer instead, so that it vanishes without a word, and kills it after the takeover.
 2. A takeover lasts from the signal to the first new commit at the other syncer, as an onlooker's `status` shows it.
-3. Learners time their own calls of the strategy. The longest one is compared with that of an undisturbed run.
+3. Learners time their own calls of the strategy. The longest one is compared with that of a run of about the same time
+   without a standby or faults, in which processes start as often. Starts take most of a core for seconds.
 4. At the end, the ledger must be exact, learners must hold the bits on disk, and the tape must have no version of a
    fragment twice. (It may lack those of the last second before a fault.)
 5. The control is a standby that was away while the primary continued. It is told to take over, and the checks must see
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ LEARNERS = ("l0", "l1")
 COMMITS_BETWEEN = 8
 MAX_TAKEOVER_S = 10.0
 MAX_LONGER_S = 0.05
-QUIET_S = 30.0
+BETWEEN_S = 10.0  # about that of takeovers
 
 
 def take_over(pair: Pair, primary: int, sign: signal.Signals) -> float:
@@ -97,14 +99,16 @@ def disturbed(root: Path, num_takeovers: int) -> dict[str, Any]:
         processes.kill_all()
 
 
-def undisturbed(root: Path) -> dict[str, Any]:
-    """Run without a standby or faults."""
+def undisturbed(root: Path, num_starts: int) -> dict[str, Any]:
+    """Run without a standby or faults, beside processes that start and end."""
     processes = Processes(root)
     try:
         syncer = processes.syncer(len(LEARNERS))
         learners = [processes.learner(name) for name in LEARNERS]
         until(lambda: processes.status()["num_commits"] >= COMMITS_BETWEEN, "commits", processes)
-        time.sleep(QUIET_S)
+        for _ in range(num_starts):
+            processes.start("bystander", "-c", "import lightning_diloco.syncer.process")
+            time.sleep(BETWEEN_S)
         processes.stop_file.touch()
         for process in (*learners, syncer):
             processes.end(process)
@@ -138,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--takeovers", type=int, default=20)
     args = parser.parse_args(argv)
     found = []
-    for run in (lambda root: disturbed(root, args.takeovers), undisturbed, control):
+    num = args.takeovers
+    for run in (partial(disturbed, num_takeovers=num), partial(undisturbed, num_starts=num), control):
         with tempfile.TemporaryDirectory(prefix="diloco-takeovers-") as root:
             found.append(run(Path(root)))
     faults, quiet, late = found
