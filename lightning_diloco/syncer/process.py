@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import signal
@@ -124,33 +125,27 @@ def _opened(options: SyncerOptions) -> _Opened:
 
 def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event) -> _Opened | None:
     """Be a standby; return the service of a run that this process has taken over, None at the end."""
-    source, door = Source(primary), RestoringHandler()
-    try:
+    with contextlib.ExitStack() as undo:
+        source, door = Source(primary), RestoringHandler()
+        undo.callback(source.close)
         _reach(source, options)
         become_standby(options.run_dir, primary)
         identity = ServerIdentity.load_or_create(options.run_dir / "syncer")
         address = replace(primary.address, standby=primary.address.host_port)
         front = Front(door, options.run_dir, options.listen, address, identity)
+        undo.callback(front.stop)
         own = _listen(front, options, identity)
         follower = Follower(options.run_dir, source, own.host_port, stop.is_set)
         door.refused = follower.asked
         log.info("this syncer is the standby of %s", primary.address.host_port)
-        try:
-            run = follower.run()
-            if run is None:
-                front.stop()
-                return None
-            log.warning("the primary at %s is lost; this syncer serves the run now", primary.address.host_port)
-            become_primary(options.run_dir)
-            followed = run.state, run.store
-            service = SyncerService(
-                options, run=own.run, durable=run.durable, followed=followed, standby_key=primary.key
-            )
-        except BaseException:
-            front.stop()
-            raise
-    finally:
-        source.close()
+        if (run := follower.run()) is None:
+            return None
+        log.warning("the primary at %s is lost; this syncer serves the run now", primary.address.host_port)
+        become_primary(options.run_dir)
+        followed = run.state, run.store
+        service = SyncerService(options, run=own.run, durable=run.durable, followed=followed, standby_key=primary.key)
+        undo.pop_all()
+    source.close()
     return _Opened(service, door, front, identity, own, former=primary)
 
 
@@ -221,16 +216,21 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
 
 
 def _tell(former: Invitation, own: JoinAddress, service: SyncerService, stop: threading.Event) -> None:
-    """Tell the former primary of the takeover as soon as it can be reached."""
+    """Tell the former primary of the takeover, again and again until this run has a standby.
+
+    A former primary that was told may be killed before it has noted it.
+    """
     source = Source(former)
     while not stop.is_set() and service.replica.address is None:
         try:
-            return source.took_over(own.host_port)
-        except TransportError:
-            stop.wait(AGAIN_S)
+            source.took_over(own.host_port)
+        except TransportError:  # it is away, or a standby already
+            pass
         except RemoteError as error:
             log.warning("the former primary was not told of the takeover: %s", error)
-            return
+            break
+        stop.wait(AGAIN_S)
+    source.close()
 
 
 def _address_and_identity(options: SyncerOptions) -> tuple[JoinAddress, ServerIdentity]:

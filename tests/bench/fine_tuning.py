@@ -31,6 +31,7 @@ MAX_BYTES = 4_000_000
 Arm = tuple[str, int, float]  # kind, learners, learning rate
 BOUND = 0.006
 CONTROL = 0.2
+COLUMNS = ("learners", "data parallel", "its lr", "anchor", "anchor's lr", "mean gap", "worst gap", "before")
 
 
 def pretrain(folder: Path, model: str, steps: int) -> None:
@@ -92,9 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     least = min(before / row["data parallel"] - 1 for row in rows)
     checks[f"control: without fine-tuning the loss is {least:+.0%} higher"] = least > CONTROL
-    columns = ["learners", "data parallel", "its lr", "anchor", "anchor's lr", "mean gap", "worst gap", "before"]
     stored = [{"arm": list(arm), "losses": values} for arm, values in found.items()]
-    return report.conclude(args.out, rows, checks, columns=columns, trials=stored, model=args.model)
+    return report.conclude(args.out, rows, checks, columns=COLUMNS, trials=stored, model=args.model)
 
 
 def _row(learners: int, found: dict[Arm, list[float]], lrs: Sequence[float], before: float) -> report.Row:

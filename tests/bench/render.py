@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import goodput_table, outer_rules, quality, report, wide_area
+from tests.bench import fine_tuning, goodput_table, outer_rules, quality, report, wide_area
 from tests.bench.tiny import RECIPE, Tiny
 
 Results = dict[str, Any]
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def _rows(found: Results) -> str:
-    columns = ["run", *(name for name in found["rows"][0] if name != "run")]
+    columns = sorted(found["rows"][0], key=lambda name: name != "run")
     return "\n\n".join(filter(None, (report.table(found["rows"], columns), _checks(found))))
 
 
@@ -73,9 +73,10 @@ def _broken_learner(found: Results) -> str:
 
 
 BENCH, PROJECT = HERE / "README.md", report.ROOT / "README.md"
-OF_THE_RECIPE = ("quality", "quality_by_learners", "outer_rules", "forecast", "memory", "chaos")
+OF_THE_RECIPE = ("quality", "quality_by_learners", "fine_tuning", "outer_rules", "forecast", "memory", "chaos")
 TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("quality", "quality_by_learners"), _losses),
+    "fine_tuning": lambda found: f"{report.table(found['rows'], fine_tuning.COLUMNS)}\n\n{_checks(found)}",
     "outer_rules": outer_rules.summary,
     "loss_by_participation": _loss_by_participation,
     "broken_learner": _broken_learner,

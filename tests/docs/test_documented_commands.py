@@ -377,6 +377,14 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             says="learners",
         ),
         Step(
+            line="python -m tests.bench.fine_tuning --pretraining-steps 3 --steps 3 --learners 2 --lr 8e-3 --seed 1 "
+            "--out tuned.json",
+            of=("python -m tests.bench.fine_tuning --out FILE",),
+            leaves=("tuned.json",),
+            says="control: without fine-tuning",
+            exits=1,  # so few steps change little
+        ),
+        Step(
             line="python -m tests.bench.outer_rules --rules 'lr by rho, mu 0.6' skip --learners 1 2 --batch-size 4 "
             "--steps 3 --out rules.json",
             of=("python -m tests.bench.outer_rules --learners 1 4 --batch-size 4 --out FILE",),

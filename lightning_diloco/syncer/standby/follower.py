@@ -104,7 +104,8 @@ class Follower:
         Raises:
             ConfigError: the primary has another standby.
             AuthError: wrong token or key.
-            CorruptLogError: the primary's version writes records that this one does not know.
+            CorruptLogError: this directory is damaged, or the primary has another version of this package.
+            StorageError: the disk failed.
         """
         install_copy(self._run_dir)
         if is_copied(self._run_dir):
@@ -119,9 +120,6 @@ class Follower:
                         return found
                     else:
                         self._follow(self._run)
-                except CorruptLogError as error:  # the primary has dropped these records, or this is another history
-                    log.warning("copying the run again: %s", error)
-                    self._close()
                 except TransportError as error:
                     self._say(error)
                     time.sleep(AGAIN_S)
@@ -130,13 +128,24 @@ class Follower:
         return None
 
     def _copy(self) -> None:
-        if copy_run(self._source, self._run_dir, self._is_stopping):
+        """Copy the whole run, and open it."""
+        try:
+            is_whole = copy_run(self._source, self._run_dir, self._is_stopping)
+        except CorruptLogError as error:  # the primary has replaced its snapshot meanwhile
+            log.warning("copying the run again: %s", error)
+            return
+        if is_whole:
             self._open()
 
     def _follow(self, run: Followed) -> None:
         """Copy the next records, unless it is time to take over first."""
         sent_s, lsn = time.monotonic(), run.durable.log.last_lsn
-        answer = unless(self._is_futile, lambda: self._source.log_after(lsn, self._address, POLL_S))
+        try:
+            answer = unless(self._is_futile, lambda: self._source.log_after(lsn, self._address, POLL_S))
+        except CorruptLogError as error:  # the primary has dropped these records, or this is another history
+            log.warning("copying the run again: %s", error)
+            self._close()
+            return
         if answer is None:
             return
         copied, header = answer
