@@ -142,16 +142,15 @@ class SyncerStore:
         self.tape.truncate_after(self.log.last_lsn)
         self.past = recall(state.roster, self._completed_tape(in_log), now_s=now_s, unix_s=unix_s)
 
-    def follow(self, copied: Sequence[Record], state: SyncerState, store: AnchorStore) -> None:
-        """Make records of another syncer durable, and apply them. Used by a standby.
+    def copy(self, copied: Sequence[Record]) -> None:
+        """Make records of another syncer durable. Used by a standby.
 
         Args:
             copied: the records after the last one, in order.
-            state, store: as restored; changed in place.
 
         Raises:
-            StorageError: the disk failed; the log is unchanged, and nothing was applied.
-            CorruptLogError: a record does not follow the current state.
+            StorageError: the disk failed; the log is unchanged.
+            CorruptLogError: a record does not follow the last one.
         """
         for record in copied:
             if self.log.append(record.header, record.payload) != record.lsn:
@@ -159,6 +158,18 @@ class SyncerStore:
                     f"log record {record.lsn} came after {self.log.last_lsn - 1}; it must be the next"
                 )
         self.log.sync()
+
+    @staticmethod
+    def follow(copied: Sequence[Record], state: SyncerState, store: AnchorStore) -> None:
+        """Apply records as a restart does.
+
+        Args:
+            copied: the next records, in order.
+            state, store: as restored; changed in place.
+
+        Raises:
+            CorruptLogError: a record does not follow the current state.
+        """
         for record in copied:
             change = records.decode(record.header)
             state.apply(change)

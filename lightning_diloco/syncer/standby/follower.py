@@ -3,12 +3,17 @@
 1. RUN_DIR/syncer/standby_of names the primary as long as this directory is a standby's. It is removed before a takeover
    is announced, so that a restart serves the run.
 2. The standby keeps log, anchors and state machine as the primary does, record by record. It takes over from memory.
+   While it writes and applies records, the next ones are on their way. Records are reported when they are on disk,
+   before they are applied.
 3. Learners that ask are refused with a `StandbyError`, and counted (`protocol/syncer/succession.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +27,7 @@ from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.succession import Standby
 from lightning_diloco.storage.files import storage, sync_directory
+from lightning_diloco.storage.log_frames import Record
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.replica import forget_standby
@@ -32,6 +38,9 @@ from lightning_diloco.transport.address import write_private
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+REPORT_S = 0.5
+LOOK_S = 0.1
+AHEAD = 1
 AGAIN_S = 0.2
 SAY_EVERY_S = 30.0
 _MARKER = "standby_of"
@@ -67,6 +76,55 @@ class Followed:
     store: AnchorStore
 
 
+class _Fetch:
+    """A thread that fetches the records of the primary's log after an lsn, at most AHEAD batches ahead."""
+
+    def __init__(self, source: Source, lsn: int) -> None:
+        self._source = source
+        self._ended = threading.Event()
+        self._found: queue.Queue[list[Record] | Exception] = queue.Queue(AHEAD)
+        self._thread = threading.Thread(target=self._run, args=(lsn,), name="diloco-fetch", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[Record]:
+        """Return the next records; none if there is none within LOOK_S.
+
+        Raises:
+            TransportError, CorruptLogError: what ended the thread.
+        """
+        try:
+            found = self._found.get(timeout=LOOK_S)
+        except queue.Empty:
+            return []
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def end(self, within_s: float) -> None:
+        """End the thread after its present call, and wait for it.
+
+        A call that returns while the interpreter shuts down would crash the process.
+        """
+        self._ended.set()
+        self._thread.join(within_s)
+
+    def _run(self, lsn: int) -> None:
+        while not self._ended.is_set():
+            try:
+                found = self._source.log_after(lsn, POLL_S)
+            except Exception as error:  # raised again by `take`
+                self._put(error)
+                return
+            if found:
+                self._put(found)
+                lsn = found[-1].lsn
+
+    def _put(self, found: list[Record] | Exception) -> None:
+        while not self._ended.is_set():
+            with contextlib.suppress(queue.Full):
+                return self._found.put(found, timeout=LOOK_S)
+
+
 class Follower:
     """Follows a primary.
 
@@ -82,6 +140,8 @@ class Follower:
         self._is_stopping = is_stopping
         self._rule = Standby()
         self._run: Followed | None = None
+        self._fetch: _Fetch | None = None
+        self._reported_s = -REPORT_S
         self._copies_tape = True
         self._said_s = -SAY_EVERY_S
         self._is_over = False
@@ -116,8 +176,7 @@ class Follower:
                     if self._run is None:
                         self._copy()
                     elif self._may_take_over():
-                        found, self._run = self._run, None
-                        return found
+                        return self._handed_over()
                     else:
                         self._follow(self._run)
                 except TransportError as error:
@@ -126,6 +185,13 @@ class Follower:
         finally:
             self._close()
         return None
+
+    def _handed_over(self) -> Followed | None:
+        """Return the run, without its records on the way; the primary has not announced them."""
+        if self._fetch is not None:
+            self._fetch.end(within_s=0.0)
+        found, self._run, self._fetch = self._run, None, None
+        return found
 
     def _copy(self) -> None:
         """Copy the whole run, and open it."""
@@ -138,23 +204,37 @@ class Follower:
             self._open()
 
     def _follow(self, run: Followed) -> None:
-        """Copy the next records, unless it is time to take over first."""
-        sent_s, lsn = time.monotonic(), run.durable.log.last_lsn
+        """Take the next records, if there are any, and report to the primary."""
+        self._fetch = self._fetch or _Fetch(self._source, run.durable.log.last_lsn)
         try:
-            answer = unless(self._is_futile, lambda: self._source.log_after(lsn, self._address, POLL_S))
+            copied = self._fetch.take()
         except CorruptLogError as error:  # the primary has dropped these records, or this is another history
             log.warning("copying the run again: %s", error)
             self._close()
             return
-        if answer is None:
-            return
-        copied, header = answer
-        run.durable.follow(copied, run.state, run.store)
-        if header["counts"]:
-            self._rule.answered(sent_s, time.monotonic())
-        self._is_over = header["is_over"]
+        except TransportError:
+            self._fetch = None
+            raise
+        if copied:
+            run.durable.copy(copied)
+        try:
+            if copied or time.monotonic() - self._reported_s >= REPORT_S:
+                self._report(run)
+        finally:
+            run.durable.follow(copied, run.state, run.store)
         if copied and run.durable.is_snapshot_due(run.store):
             run.durable.begin_snapshot(codec.dump(run.state.saved()), cast("Json", run.state.manifest), run.store)
+
+    def _report(self, run: Followed) -> None:
+        """Tell the primary which records are on disk, and copy its tape, unless it is time to take over first."""
+        self._reported_s = sent_s = time.monotonic()
+        lsn = run.durable.log.last_lsn
+        answer = unless(self._is_futile, lambda: self._source.have(lsn, self._address))
+        if answer is None:
+            return
+        if answer["counts"]:
+            self._rule.answered(sent_s, time.monotonic())
+        self._is_over = answer["is_over"]
         self._copy_tape(run)
 
     def _copy_tape(self, run: Followed) -> None:
@@ -199,6 +279,9 @@ class Follower:
         self._run = Followed(durable, state, store)
 
     def _close(self) -> None:
+        if self._fetch is not None:
+            self._fetch.end(within_s=POLL_S + 1.0)
+            self._fetch = None
         run, self._run = self._run, None
         if run is not None:
             run.durable.close()

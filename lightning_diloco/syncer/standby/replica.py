@@ -1,6 +1,6 @@
 """The standby as the primary sees it: serves it the run's files and log, and waits until it has a record.
 
-1. The standby asks, because only it dials. A request for the log names the last record that it has on disk.
+1. The standby asks, because only it dials. It asks for records of the log, and reports which it has on disk.
 2. A standby that has caught up is *registered*, durably. From then on a decision is announced only when the standby has
    its record, or when the primary may continue alone (`protocol/syncer/succession.py`).
 3. There is one standby. Another one is refused until the registered one has been given up.
@@ -16,7 +16,6 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from pathlib import Path
 
 from lightning_diloco.errors import AuthError, ConfigError, CorruptLogError, StorageError
@@ -24,7 +23,7 @@ from lightning_diloco.protocol.syncer.succession import ALONE_S, Primary
 from lightning_diloco.storage.files import storage, sync_directory, write_whole
 from lightning_diloco.storage.log_cursor import LogCursor
 from lightning_diloco.storage.redo_log import RedoLog
-from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, Request, TookOver, decode
+from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, HaveLog, TookOver, decode
 from lightning_diloco.transport.address import split_host_port
 from lightning_diloco.transport.base import Bulk, Json
 from lightning_diloco.transport.portions import asked_range
@@ -73,7 +72,7 @@ class Replica:
         self._waiting: dict[int, float] = {}  # records, and since when they wait
         self._giving = threading.Lock()
         self._cursor: LogCursor | None = None
-        self._given: tuple[str, Json, memoryview] | None = None
+        self._given: tuple[str, memoryview] | None = None
 
     def heard(self, session: str) -> None:
         """Record an answered call of a learner."""
@@ -181,28 +180,27 @@ class Replica:
         ):
             raise AuthError("the key of the standby is wrong; it must be the one in RUN_DIR/standby of the primary")
         request, mark = decode(header.get("request")), str(header.get("mark"))
+        match request:
+            case HaveLog():
+                return Bulk({**self._have(request), "at": 0, "of": 0}, memoryview(b""))
+            case TookOver():
+                self._succeed(request.address)
+                return Bulk({"at": 0, "of": 0}, memoryview(b""))
         with self._giving:
             if self._given is None or self._given[0] != mark:
-                self._given = (mark, *self._answer(request))
-            _, answer, payload = self._given
+                self._given = mark, self._content(request)
+            _, payload = self._given
         start, stop = asked_range(header, payload.nbytes)
-        return Bulk({**answer, "at": start, "of": payload.nbytes}, payload[start:stop])
+        return Bulk({"at": start, "of": payload.nbytes}, payload[start:stop])
 
-    def _answer(self, request: Request) -> tuple[Json, memoryview]:
+    def _content(self, request: AskListing | AskFile | AskLog) -> memoryview:
         match request:
             case AskListing():
-                return {}, memoryview(json.dumps(self._listing()).encode())
+                return memoryview(json.dumps(self._listing()).encode())
             case AskFile():
-                return {}, self._content(request.name, request.start)
+                return self._file_from(request.name, request.start)
             case AskLog():
-                with self._changed:
-                    return self._log_after(request.after, request.address, request.wait_s)
-            case TookOver():
-                split_host_port(request.address)
-                with self._changed:
-                    self.successor = request.address
-                    self._changed.notify_all()
-                return {}, memoryview(b"")
+                return self._log_after(request.after, request.wait_s)
 
     def _listing(self) -> Json:
         """Return the files of the newest snapshot; none if the run has no start values yet."""
@@ -212,7 +210,7 @@ class Replica:
         files = sorted(path.relative_to(self._run_dir).as_posix() for path in snapshots[-1].iterdir())
         return {"lsn": int(snapshots[-1].name), "files": files}
 
-    def _content(self, name: str, start: int) -> memoryview:
+    def _file_from(self, name: str, start: int) -> memoryview:
         path = (self._run_dir / name).resolve()
         if not path.is_relative_to(self._run_dir.resolve()) or not path.is_file():
             raise CorruptLogError(f"{name!r} is not, or no longer, a file of this run; begin the copy again")
@@ -221,32 +219,42 @@ class Replica:
             whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
         return whole[start:]
 
-    def _log_after(self, lsn: int, address: str, wait_s: float) -> tuple[Json, memoryview]:
-        """Take note of the records that the standby has, and return the next ones. Needs the lock."""
-        split_host_port(address)
-        now_s = time.monotonic()
-        if self.address not in (None, address):
-            raise ConfigError(
-                f"the run has a standby already, {self.address}, heard {self._rule.silent_s(now_s):.0f} s ago; a run "
-                "has one standby; stop that one, and wait until the run continues without it"
-            )
-        self._rule.heard_standby(now_s)
-        self._acked_lsn = lsn
-        self._changed.notify_all()
-        if self.address is None and lsn == self._log.durable_lsn:
-            self._register(address)
-            self._counts_from_lsn = self._log.durable_lsn  # read after: later decisions wait
-            log.info("the standby at %s has caught up, and is registered", address)
-        until_s = now_s + min(wait_s, MAX_WAIT_S)
-        while self._log.durable_lsn <= lsn and (left_s := until_s - time.monotonic()) > 0 and not self._is_ending:
-            self._changed.wait(min(left_s, LOOK_S))
+    def _log_after(self, lsn: int, wait_s: float) -> memoryview:
+        """Return the next records, encoded; none if there is none in time."""
+        until_s = time.monotonic() + min(wait_s, MAX_WAIT_S)
+        with self._changed:
+            while self._log.durable_lsn <= lsn and (left_s := until_s - time.monotonic()) > 0:
+                self._changed.wait(min(left_s, LOOK_S))
         if self._cursor is None or self._cursor.lsn != lsn:
             if self._cursor is not None:
-                with suppress(OSError):
-                    self._cursor.close()
+                self._cursor.close()
                 self._cursor = None
             self._cursor = LogCursor(self._log, lsn)
-        found = memoryview(self._cursor.take(BATCH_BYTES))
-        self._was_told = self._is_ending and not found
-        counts = self.address == address and lsn >= self._counts_from_lsn
-        return {"counts": counts, "is_over": self._was_told}, found
+        return memoryview(self._cursor.take(BATCH_BYTES))
+
+    def _have(self, request: HaveLog) -> Json:
+        """Take note of the records that the standby has, and register it when it has all."""
+        split_host_port(request.address)
+        with self._changed:
+            now_s, lsn, address = time.monotonic(), request.lsn, request.address
+            if self.address not in (None, address):
+                raise ConfigError(
+                    f"the run has a standby already, {self.address}, heard {self._rule.silent_s(now_s):.0f} s ago; a "
+                    "run has one standby; stop that one, and wait until the run continues without it"
+                )
+            self._rule.heard_standby(now_s)
+            self._acked_lsn = lsn
+            self._changed.notify_all()
+            if self.address is None and lsn == self._log.durable_lsn:
+                self._register(address)
+                self._counts_from_lsn = self._log.durable_lsn  # read after: later decisions wait
+                log.info("the standby at %s has caught up, and is registered", address)
+            self._was_told = self._is_ending and lsn >= self._log.durable_lsn
+            return {"counts": self.address == address and lsn >= self._counts_from_lsn, "is_over": self._was_told}
+
+    def _succeed(self, address: str) -> None:
+        """Take note of a takeover."""
+        split_host_port(address)
+        with self._changed:
+            self.successor = address
+            self._changed.notify_all()

@@ -5,6 +5,8 @@ A request is in the header of a download: {"what": STANDBY, "key", "request"}.
 
 from __future__ import annotations
 
+import typing
+
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Tagged
@@ -25,17 +27,21 @@ class AskFile(Tagged, frozen=True):
 
 
 class AskLog(Tagged, frozen=True):
-    """Ask for the next records of the log. Also reports that the records before are on the standby's disk.
-
-    Args:
-        after: the last record that the standby has.
-        address: `host:port` of the standby.
-        wait_s: how long to wait for a record, if there is none.
-    """
+    """Ask for the records of the log after this one; wait this long for a record if there is none."""
 
     after: Count
-    address: Text
     wait_s: Rate
+
+
+class HaveLog(Tagged, frozen=True):
+    """Report that the standby at this `host:port` has all records up to this one on disk.
+
+    The answer is {"counts", "is_over"}: whether the standby has all decisions that were announced, and whether the run
+    has ended.
+    """
+
+    lsn: Count
+    address: Text
 
 
 class TookOver(Tagged, frozen=True):
@@ -44,8 +50,8 @@ class TookOver(Tagged, frozen=True):
     address: Text
 
 
-Request = AskListing | AskFile | AskLog | TookOver
-_KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in (AskListing, AskFile, AskLog, TookOver)}
+Request = AskListing | AskFile | AskLog | HaveLog | TookOver
+_KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in typing.get_args(Request)}
 
 
 def decode(values: object) -> Request:

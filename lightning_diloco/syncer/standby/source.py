@@ -19,8 +19,8 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.storage.files import make_directory, remove_tree, storage, sync_directory, write_file, write_whole
 from lightning_diloco.storage.log_frames import Record, read_at
 from lightning_diloco.syncer.standby.invitation import Invitation
-from lightning_diloco.syncer.standby.requests import STANDBY, AskFile, AskListing, AskLog, Request, TookOver
-from lightning_diloco.transport.base import Bulk, Connection, Json
+from lightning_diloco.syncer.standby.requests import STANDBY, AskFile, AskListing, AskLog, HaveLog, Request, TookOver
+from lightning_diloco.transport.base import Connection, Json
 from lightning_diloco.transport.flight import FlightConnection
 from lightning_diloco.transport.portions import Portioned
 
@@ -46,46 +46,52 @@ class Source:
 
     def __init__(self, invitation: Invitation, connection: Connection | None = None) -> None:
         self._key = invitation.key
-        self._connection = Portioned(connection or FlightConnection(invitation.address))
+        self._connection = connection or FlightConnection(invitation.address)
+        self._large = Portioned(self._connection)
 
     def file(self, name: str, start: int = 0) -> memoryview:
         """Return a file of the run directory, from byte `start` on."""
-        return self._ask(AskFile(name, start), BULK_S).payload
+        return self._download(AskFile(name, start), BULK_S)
 
-    def log_after(self, lsn: int, address: str, wait_s: float) -> tuple[list[Record], Json]:
-        """Return the next records of the log, and the header of the answer (`Replica`).
+    def log_after(self, lsn: int, wait_s: float) -> list[Record]:
+        """Return the records of the log after this one.
 
         Args:
-            lsn: the last record that this standby has on disk.
-            address: `host:port` of this standby.
+            lsn: the last record that this standby has.
             wait_s: how long the primary waits for a record, if there is none.
         """
-        bulk = self._ask(AskLog(lsn, address, wait_s), wait_s + BULK_S)
+        payload = self._download(AskLog(lsn, wait_s), wait_s + BULK_S)
         found, offset = list[Record](), 0
-        while offset < bulk.payload.nbytes:
-            placed = read_at(bulk.payload, offset, bulk.payload.nbytes)
+        while offset < payload.nbytes:
+            placed = read_at(payload, offset, payload.nbytes)
             if placed is None or placed.record.lsn != lsn + 1:
                 raise CorruptLogError(f"the records after {lsn} arrived damaged; begin the copy again")
             found.append(placed.record)
             lsn, offset = lsn + 1, placed.end
-        return found, bulk.header
+        return found
+
+    def have(self, lsn: int, address: str) -> Json:
+        """Report the last record on this standby's disk; see `HaveLog` for arguments and result."""
+        return self._connection.get(self._header(HaveLog(lsn, address)), deadline_s=CALL_S).header
 
     def took_over(self, address: str) -> None:
         """Tell the former primary that the syncer at this `host:port` serves the run now."""
-        self._ask(TookOver(address), CALL_S)
+        self._connection.get(self._header(TookOver(address)), deadline_s=CALL_S)
 
     def listing(self) -> Json:
         """Return lsn and file names of the newest snapshot; the lsn is null if the run has no start values yet."""
-        found: Json = json.loads(bytes(self._ask(AskListing(), CALL_S).payload))
+        found: Json = json.loads(bytes(self._download(AskListing(), CALL_S)))
         return found
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
-    def _ask(self, request: Request, deadline_s: float) -> Bulk:
-        header = {"what": STANDBY, "key": self._key, "request": codec.dump(request)}
-        return self._connection.get(header, deadline_s=deadline_s)
+    def _download(self, request: Request, deadline_s: float) -> memoryview:
+        return self._large.get(self._header(request), deadline_s=deadline_s).payload
+
+    def _header(self, request: Request) -> Json:
+        return {"what": STANDBY, "key": self._key, "request": codec.dump(request)}
 
 
 def copy_identity(source: Source, run_dir: Path) -> None:

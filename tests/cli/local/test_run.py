@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -227,6 +228,8 @@ def test_an_interrupted_run_ends_its_learners_first_and_at_once_when_asked_again
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         process.send_signal(number)
+        while _is_pending(process.pid, number):  # otherwise the second signal may come first
+            time.sleep(0.01)
         while prefix and process.poll() is None:
             process.send_signal(signal.SIGTERM)
             time.sleep(0.01)
@@ -238,6 +241,12 @@ def test_an_interrupted_run_ends_its_learners_first_and_at_once_when_asked_again
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+def _is_pending(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has not taken note of a signal yet."""
+    pending = re.search(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return pending is not None and bool(int(pending[1], 16) >> (number - 1) & 1)
 
 
 def drive(run_dir: str, learner: str, syncer: str, grace_s: float | None) -> None:

@@ -16,7 +16,7 @@ from lightning_diloco.protocol.syncer import succession
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer.standby import replica as replica_module
 from lightning_diloco.syncer.standby.replica import Replica
-from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, Request, TookOver
+from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, HaveLog, Request, TookOver
 
 KEY, HERE, THERE = "key", "127.0.0.1:1", "127.0.0.1:2"
 
@@ -38,8 +38,12 @@ def ask(replica: Replica, request: Request) -> tuple[dict, bytes]:
     return bulk.header, bytes(bulk.payload)
 
 
-def log_after(replica: Replica, lsn: int, address: str = HERE) -> tuple[dict, bytes]:
-    return ask(replica, AskLog(lsn, address, 0.0))
+def log_after(replica: Replica, lsn: int) -> bytes:
+    return ask(replica, AskLog(lsn, 0.0))[1]
+
+
+def have(replica: Replica, lsn: int, address: str = HERE) -> dict:
+    return ask(replica, HaveLog(lsn, address))[0]
 
 
 def write(log: RedoLog) -> int:
@@ -61,19 +65,18 @@ def test_without_a_standby_nothing_waits(replica: Replica, redo_log: RedoLog) ->
 
 def test_a_standby_that_has_caught_up_is_waited_for(replica: Replica, redo_log: RedoLog) -> None:
     write(redo_log)
-    header, found = log_after(replica, 0)
-    assert found, "the first record"
-    assert not header["counts"], "decisions before this may have been announced without it"
+    assert log_after(replica, 0), "the first record"
+    assert not have(replica, 0)["counts"], "decisions before this may have been announced without it"
     assert replica.address is None
-    header, found = log_after(replica, 1)
-    assert (header["counts"], found, replica.address) == (True, b"", HERE)
+    assert log_after(replica, 1) == b""
+    assert have(replica, 1)["counts"]
+    assert replica.address == HERE
     lsn = write(redo_log)
     thread = waiting(replica, lsn)
-    header, found = log_after(replica, 1)
-    assert found
-    assert thread.is_alive()
+    assert log_after(replica, 1)
+    assert thread.is_alive(), "sent is not yet on its disk"
     assert (replica.status() or {})["records_behind"] == 1
-    log_after(replica, lsn)
+    have(replica, lsn)
     thread.join(5.0)
     assert not thread.is_alive()
     assert replica.may_announce
@@ -82,9 +85,9 @@ def test_a_standby_that_has_caught_up_is_waited_for(replica: Replica, redo_log: 
 def test_a_silent_standby_is_given_up_by_the_rule_and_only_then_may_another_come(
     replica: Replica, redo_log: RedoLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    log_after(replica, 0)
+    have(replica, 0)
     with pytest.raises(ConfigError, match=f"has a standby already, {HERE}"):
-        log_after(replica, 0, THERE)
+        have(replica, 0, THERE)
     thread = waiting(replica, write(redo_log))
     thread.join(0.3)
     assert thread.is_alive()
@@ -94,27 +97,25 @@ def test_a_silent_standby_is_given_up_by_the_rule_and_only_then_may_another_come
     assert not thread.is_alive()
     assert replica.address is None
     assert not (tmp_path / "syncer" / "standby.json").exists()
-    log_after(replica, 1, THERE)
+    have(replica, 1, THERE)
     assert replica.address == THERE
 
 
 def test_a_restarted_primary_waits_for_the_standby_that_it_had(
     replica: Replica, redo_log: RedoLog, tmp_path: Path
 ) -> None:
-    log_after(replica, 0)
+    have(replica, 0)
     write(redo_log)
     again = Replica(tmp_path, redo_log, KEY, list)
     assert (again.address, again.is_behind) == (HERE, True)
-    header, _ = log_after(again, 0)
-    assert not header["counts"]
+    assert not have(again, 0)["counts"]
     assert again.is_behind
-    header, _ = log_after(again, 1)
-    assert header["counts"]
+    assert have(again, 1)["counts"]
     assert not again.is_behind
 
 
 def test_after_a_takeover_nothing_is_announced(replica: Replica, redo_log: RedoLog) -> None:
-    log_after(replica, 0)
+    have(replica, 0)
     thread = waiting(replica, write(redo_log))
     ask(replica, TookOver(HERE))
     thread.join(5.0)
@@ -127,7 +128,7 @@ def test_a_syncer_that_stops_announces_only_what_the_standby_has(
     replica: Replica, redo_log: RedoLog, monkeypatch: pytest.MonkeyPatch, is_over: bool
 ) -> None:
     monkeypatch.setattr(replica_module, "LAST_WAIT_S", 0.2)
-    log_after(replica, 0)
+    have(replica, 0)
     thread = waiting(replica, write(redo_log))
     while replica.status()["waits_s"] is None:  # type: ignore[index]
         time.sleep(0.001)
@@ -138,10 +139,10 @@ def test_a_syncer_that_stops_announces_only_what_the_standby_has(
 
 
 def test_a_standby_that_has_all_records_hears_that_the_run_is_over(replica: Replica, redo_log: RedoLog) -> None:
-    log_after(replica, 0)
+    have(replica, 0)
     thread = threading.Thread(target=replica.end, kwargs={"is_over": True}, daemon=True)
     thread.start()
-    while not log_after(replica, 0)[0]["is_over"]:
+    while not have(replica, 0)["is_over"]:
         pass
     thread.join(5.0)
     assert not thread.is_alive()
@@ -184,9 +185,10 @@ def test_without_the_key_nothing_is_answered(replica: Replica, redo_log: RedoLog
         {},
         {"kind": "Else"},
         {"kind": "AskLog"},
-        {"kind": "AskLog", "after": "x", "address": HERE, "wait_s": 0.0},
-        {"kind": "AskLog", "after": 0, "address": HERE, "wait_s": float("nan")},
-        {"kind": "AskLog", "after": -1, "address": HERE, "wait_s": 0.0},
+        {"kind": "AskLog", "after": "x", "wait_s": 0.0},
+        {"kind": "AskLog", "after": 0, "wait_s": float("nan")},
+        {"kind": "AskLog", "after": -1, "wait_s": 0.0},
+        {"kind": "HaveLog", "lsn": -1, "address": HERE},
         {"kind": "AskFile", "name": "tape", "start": "x"},
         {"kind": "AskFile", "name": "tape", "start": -1},
         {"kind": "TookOver"},
@@ -200,7 +202,7 @@ def test_a_request_with_wrong_fields_is_refused(replica: Replica, request_: obje
 
 @pytest.mark.parametrize("address", ["", "host", "host:99999"])
 def test_an_address_that_is_none_is_refused(replica: Replica, address: str) -> None:
-    for request in (AskLog(0, address, 0.0), TookOver(address)):
+    for request in (HaveLog(0, address), TookOver(address)):
         with pytest.raises(ConfigError, match="must be host:port"):
             ask(replica, request)
     assert (replica.address, replica.successor) == (None, None)
