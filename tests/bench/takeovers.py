@@ -5,8 +5,9 @@ python -m tests.bench.takeovers --out tests/bench/results/takeovers.json
 1. Two syncers and two learners are processes of this machine, over Flight with TLS. Every second fault suspends the
    syncer instead, so that it vanishes without a word, and kills it after the takeover.
 2. A takeover lasts from the signal to the first new commit at the other syncer, as an onlooker's `status` shows it.
-3. Learners time their own calls of the strategy. The longest one is compared with that of a run of about the same time
-   without a standby or faults, in which processes start as often. Starts take most of a core for seconds.
+3. Learners time their own calls of the strategy. With n takeovers, the n-th longest call is compared with that of a run
+   of about the same time without a standby or faults, in which processes start as often. (Starts take most of a core
+   for seconds.) If each takeover held a learner up once, this call would be as long.
 4. At the end, the ledger must be exact, learners must hold the bits on disk, and the tape must have no version of a
    fragment twice. (It may lack those of the last second before a fault.)
 5. The control is a standby that was away while the primary continued. It is told to take over, and the checks must see
@@ -76,7 +77,7 @@ def finish(pair: Pair, primary: int, processes: Sequence[Any]) -> dict[str, Any]
             h["digests"][p] == digests[p] for h in held for p in range(NUM_FRAGMENTS) if h["landed"][p] == versions[p]
         ),
         "no version twice": max(told.values()) == 1 and all(version <= versions[p] for p, version in told),
-        "longest_hook_s": max(h["longest_hook_s"] for h in held),
+        "longest_hooks_s": [h["longest_hooks_s"] for h in held],
         "commits": summary["rounds"],
     }
 
@@ -112,7 +113,7 @@ def undisturbed(root: Path, num_starts: int) -> dict[str, Any]:
         processes.stop_file.touch()
         for process in (*learners, syncer):
             processes.end(process)
-        return {"longest_hook_s": max(processes.held(name)["longest_hook_s"] for name in LEARNERS)}
+        return {"longest_hooks_s": [processes.held(name)["longest_hooks_s"] for name in LEARNERS]}
     finally:
         processes.kill_all()
 
@@ -136,13 +137,16 @@ def control(root: Path) -> dict[str, Any]:
         processes.kill_all()
 
 
+def _nth_longest_s(run: dict[str, Any], n: int) -> float:
+    return max(hooks_s[n - 1] for hooks_s in run["longest_hooks_s"])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and store the results; return 1 if a check fails."""
     parser = report.options(__doc__)
     parser.add_argument("--takeovers", type=int, default=20)
     args = parser.parse_args(argv)
-    found = []
-    num = args.takeovers
+    found, num = [], args.takeovers
     for run in (partial(disturbed, num_takeovers=num), partial(undisturbed, num_starts=num), control):
         with tempfile.TemporaryDirectory(prefix="diloco-takeovers-") as root:
             found.append(run(Path(root)))
@@ -159,11 +163,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
         )
     longest_s = max(row["took_s"] for row in faults["takeovers"])
-    longer_s = faults["longest_hook_s"] - quiet["longest_hook_s"]
+    longer_s = _nth_longest_s(faults, num) - _nth_longest_s(quiet, num)
     checks = {
         f"rounds go on {longest_s:.1f} s after the fault, at the latest; at most {MAX_TAKEOVER_S:.0f} s": longest_s
         <= MAX_TAKEOVER_S,
-        f"a learner's longest call is {1000 * longer_s:+.0f} ms longer than without faults, at most "
+        f"the {num}th longest call of a learner is {1000 * longer_s:+.0f} ms longer than without faults, at most "
         f"{1000 * MAX_LONGER_S:.0f} ms": longer_s <= MAX_LONGER_S,
         f"the ledger of {faults['commits']} commits is exact, and nothing was discarded": faults["ledger"]
         and faults["nothing discarded"],
