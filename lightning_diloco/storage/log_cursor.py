@@ -30,8 +30,12 @@ class LogCursor:
         self.lsn = lsn
         first, self._fd = log.open_segment(lsn + 1)
         self._offset = 0
-        for skipped in range(first, lsn + 1):
-            self._offset = self._end_of(skipped)
+        try:
+            for skipped in range(first, lsn + 1):
+                self._offset = self._end_of(skipped)
+        except BaseException:
+            self.close()
+            raise
 
     def take(self, max_bytes: int) -> bytes:
         """Return the next durable records, encoded; at least one if there is one, else about max_bytes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,11 +35,20 @@ class Front:
         listen: host:port; port 0 for any free port, which is then kept.
         address: run id and token.
         identity: certificate of the server; None makes a new one for each token.
+        written: called with the address whenever RUN_DIR/join was written.
     """
 
     def __init__(
-        self, handler: Handler, run_dir: Path, listen: str, address: JoinAddress, identity: ServerIdentity | None
+        self,
+        handler: Handler,
+        run_dir: Path,
+        listen: str,
+        address: JoinAddress,
+        identity: ServerIdentity | None,
+        *,
+        written: Callable[[JoinAddress], None] = lambda address: None,
     ) -> None:
+        self._written = written
         self._handler, self._identity = handler, identity
         self._join, self._host = run_dir / "join", _reachable_host(listen)
         self._address = address
@@ -64,19 +74,25 @@ class Front:
         return self._address
 
     @property
+    def address(self) -> JoinAddress:
+        """The address of the run, with its present token."""
+        return self._address
+
+    @property
     def listens_on(self) -> str:
         """`host:port` that the server listens on."""
         return self._server.address
 
     def name_standby(self, standby: str | None) -> None:
         """Write this standby (`host:port`) to RUN_DIR/join, if it is not there yet. Cheap enough to call often."""
-        if standby is not None and standby != self._address.standby:
+        if standby not in (None, self._address.standby) and self._written_ns() == self._seen_ns:
             self._address = replace(self._address, standby=standby)
             self._write()
 
     def _write(self) -> None:
         write_join_file(self._join, self._address)
         self._seen_ns = self._written_ns()
+        self._written(self._address)
 
     def follow_rotation(self) -> None:
         """Serve with the new token if the token was replaced. Cheap enough to call often."""

@@ -18,7 +18,9 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
+from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, RemoteError, TransportError
 from lightning_diloco.process import descriptors, grpc_log
 from lightning_diloco.process.malloc import keep_few_heaps
@@ -26,7 +28,7 @@ from lightning_diloco.storage import local_runs
 from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
-from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of
+from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.replica import forget_standby
 from lightning_diloco.syncer.standby.source import Source, copy_identity, must_copy
@@ -46,6 +48,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1
 REACH_S = 60.0
 AGAIN_S = 2.0
+TELLING_S = 6.0
 
 
 def serve(options: SyncerOptions) -> int:
@@ -54,6 +57,7 @@ def serve(options: SyncerOptions) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     descriptors.allow_all()
     grpc_log.keep_to_errors()
+    RunConfig.from_dict(options.run_options)  # a standby would refuse them only when it takes over
     options.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -75,52 +79,57 @@ class _Opened:
     """A service that is ready to start, and its front.
 
     Args:
-        own: address of this syncer; None: it does not listen yet.
-        former: the primary before a takeover by this process; None: there was none.
+        is_listening: the front has started.
+        telling: tells the former primary of a takeover; None: there was none.
     """
 
     service: SyncerService
     door: RestoringHandler
     front: Front
     identity: ServerIdentity
-    own: JoinAddress | None
-    former: Invitation | None = None
+    is_listening: bool
+    telling: _Telling | None
 
 
 def _first_primary(options: SyncerOptions) -> Invitation | None:
     """Return the primary that this process is the standby of; None if this process is the primary."""
+    run_dir, given = options.run_dir, options.standby_of
     if options.takes_over:
-        become_primary(options.run_dir)
-        forget_standby(options.run_dir)
-    primary = primary_of(options.run_dir)
-    if primary is not None or options.standby_of is None:
-        return primary
-    if (options.run_dir / "join").exists():
-        log.info("%s has taken over its run before, and serves it", options.run_dir)
+        become_primary(run_dir)
+        forget_standby(run_dir)
         return None
-    return options.standby_of
+    known = primary_of(run_dir)
+    if known is not None:  # if the given one is at the same address, it may have a newer token
+        is_same = given is not None and given.address.host_port == known.address.host_port
+        return given if is_same else known
+    if given is None:
+        return None
+    if taken_from(run_dir) is not None:
+        log.info("%s has taken over its run before, and serves it", run_dir)
+        return None
+    if (run_dir / "syncer" / "log").exists():
+        must_copy(run_dir)  # it was a primary; what it has may differ
+    return given
 
 
 def _opened(options: SyncerOptions) -> _Opened:
     """Open a run directory as the primary."""
     address, identity = _address_and_identity(options)
     door = RestoringHandler()
-    front = Front(door, options.run_dir, options.listen, address, identity)
-    own: list[JoinAddress] = []
-
-    def listen() -> None:
-        own.append(_listen(front, options, identity))
-
+    front = _front(options, door, address, identity)
     is_known = (options.run_dir / "join").exists()
     try:
         # In a known run, listen first, so that learners get the progress. A new run has nothing to restore.
-        durable = SyncerStore(options.run_dir, locked=listen if is_known else lambda: None, tell=door.tell)
+        locked = partial(_listen, front, options) if is_known else lambda: None
+        durable = SyncerStore(options.run_dir, locked=locked, tell=door.tell)
         key = Invitation.of(address, identity).key
         service = SyncerService(options, run=address.run, durable=durable, standby_key=key)
     except BaseException:
         front.stop()
         raise
-    return _Opened(service, door, front, identity, own[0] if own else None)
+    former = taken_from(options.run_dir)
+    telling = None if former is None else _Telling(former, front)
+    return _Opened(service, door, front, identity, is_known, telling)
 
 
 def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event) -> _Opened | None:
@@ -128,52 +137,68 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
     with contextlib.ExitStack() as undo:
         source, door = Source(primary), RestoringHandler()
         undo.callback(source.close)
-        _reach(source, options)
+        if not _reach(source, options, stop):
+            return None
         become_standby(options.run_dir, primary)
         identity = ServerIdentity.load_or_create(options.run_dir / "syncer")
         address = replace(primary.address, standby=primary.address.host_port)
-        front = Front(door, options.run_dir, options.listen, address, identity)
+        front = _front(options, door, address, identity)
         undo.callback(front.stop)
-        own = _listen(front, options, identity)
-        follower = Follower(options.run_dir, source, own.host_port, stop.is_set)
+        own = front.listen()
+        follower = Follower(options.run_dir, source, own.host_port, stop.is_set, options.expect)
         door.refused = follower.asked
-        log.info("this syncer is the standby of %s", primary.address.host_port)
+        log.info("run %s: this syncer, at %s, is the standby of %s", own.run, own, primary.address.host_port)
         if (run := follower.run()) is None:
             return None
         log.warning("the primary at %s is lost; this syncer serves the run now", primary.address.host_port)
         become_primary(options.run_dir)
+        telling = _Telling(primary, front)
+        undo.callback(telling.end)
+        door.refused = lambda session: None  # learners wait here from now on
+        door.tell("taking over")
         followed = run.state, run.store
         service = SyncerService(options, run=own.run, durable=run.durable, followed=followed, standby_key=primary.key)
+        local_runs.note(own.run, options.run_dir)
         undo.pop_all()
     source.close()
-    return _Opened(service, door, front, identity, own, former=primary)
+    return _Opened(service, door, front, identity, True, telling)
 
 
-def _reach(source: Source, options: SyncerOptions) -> None:
-    """Copy the certificate of the run; try for REACH_S."""
+def _reach(source: Source, options: SyncerOptions, stop: threading.Event) -> bool:
+    """Copy the certificate of the run; try for REACH_S. Return False if the process must stop."""
     until_s = time.monotonic() + REACH_S
-    while True:
+    while not stop.is_set():
         try:
-            return copy_identity(source, options.run_dir)
+            copy_identity(source, options.run_dir)
+            return True
         except TransportError:
             if time.monotonic() > until_s:
                 raise
-        time.sleep(AGAIN_S)
+        stop.wait(AGAIN_S)
+    return False
 
 
-def _listen(front: Front, options: SyncerOptions, identity: ServerIdentity) -> JoinAddress:
+def _front(options: SyncerOptions, door: RestoringHandler, address: JoinAddress, identity: ServerIdentity) -> Front:
+    """Make the server of a run. With RUN_DIR/join, it writes RUN_DIR/standby."""
+
+    def invite(own: JoinAddress) -> None:
+        if options.embedded_by is None:
+            Invitation.of(replace(own, standby=None), identity).write(options.run_dir)
+
+    return Front(door, options.run_dir, options.listen, address, identity, written=invite)
+
+
+def _listen(front: Front, options: SyncerOptions) -> None:
     own = front.listen()
     if options.embedded_by is None:  # otherwise each script would add a link
         local_runs.note(own.run, options.run_dir)
-        Invitation.of(replace(own, standby=None), identity).write(options.run_dir)
     log.info("run %s is served at %s; the whole join string is in %s/join", own.run, own, options.run_dir)
-    return own
 
 
 def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> Invitation | None:
     """Serve a run until its end; return the new primary if the standby has taken over instead."""
-    service, door, front = opened.service, opened.door, opened.front
-    replica, own = service.replica, opened.own
+    service, door, front, telling = opened.service, opened.door, opened.front, opened.telling
+    replica = service.replica
     door.refused, door.standby = service.heard, replica.on_get
     try:
         if replica.is_behind:
@@ -186,17 +211,19 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
             )
         while replica.is_behind and not stop.is_set():
             stop.wait(LOOK_S)
-        if replica.successor is None:
+        if replica.successor is None and not stop.is_set():
             service.start()
             door.open(service)
-        own = own or _listen(front, options, opened.identity)
-        if opened.former is not None:
-            telling = threading.Thread(target=_tell, args=(opened.former, own, service, stop), daemon=True)
-            telling.start()
+        if not opened.is_listening:
+            _listen(front, options)
         while not stop.is_set() and replica.successor is None and not service.wait(LOOK_S):
             front.follow_rotation()
             front.name_standby(replica.address)
+            if telling is not None and replica.address is not None:
+                telling.end()
     finally:
+        if telling is not None:
+            telling.end()
         if replica.successor is None:
             summary = service.stop()
         else:
@@ -211,26 +238,38 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
     host, port = split_host_port(replica.successor)
     log.warning("the standby at %s has taken over; this syncer becomes its standby", replica.successor)
     must_copy(options.run_dir)
-    key = Invitation.of(own, opened.identity).key
-    return Invitation(replace(own, host=host, port=port, standby=None), key)
+    return Invitation.of(replace(front.address, host=host, port=port, standby=None), opened.identity)
 
 
-def _tell(former: Invitation, own: JoinAddress, service: SyncerService, stop: threading.Event) -> None:
-    """Tell the former primary of the takeover, again and again until this run has a standby.
+class _Telling:
+    """A thread that tells the former primary of a takeover, again and again.
 
-    A former primary that was told may be killed before it has noted it.
+    A former primary that was told may be killed before it has noted it, so only a standby of this run ends this.
     """
-    source = Source(former)
-    while not stop.is_set() and service.replica.address is None:
-        try:
-            source.took_over(own.host_port)
-        except TransportError:  # it is away, or a standby already
-            pass
-        except RemoteError as error:
-            log.warning("the former primary was not told of the takeover: %s", error)
-            break
-        stop.wait(AGAIN_S)
-    source.close()
+
+    def __init__(self, former: Invitation, front: Front) -> None:
+        self._former, self._front = former, front
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="diloco-telling", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End the thread after its present call; idempotent."""
+        self._ended.set()
+        self._thread.join(TELLING_S)
+
+    def _run(self) -> None:
+        source = Source(self._former)
+        while not self._ended.is_set():
+            try:
+                source.took_over(self._front.address.host_port)
+            except TransportError:  # it is away, or a standby already
+                pass
+            except RemoteError as error:
+                log.warning("the former primary was not told of the takeover: %s", error)
+                break
+            self._ended.wait(AGAIN_S)
+        source.close()
 
 
 def _address_and_identity(options: SyncerOptions) -> tuple[JoinAddress, ServerIdentity]:

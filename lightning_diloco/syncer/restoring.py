@@ -53,9 +53,10 @@ class RestoringHandler:
         return self._inner().on_status()
 
     def _inner(self, session: str | None = None) -> Handler:
-        if self._service is None:
+        service = self._service  # `close` may come in between
+        if service is None:
             self.refused(session)
             raise RestoringError(
                 f"the syncer restores its run ({self._doing}); nothing of the call was used; wait until it is ready"
             )
-        return self._service
+        return service

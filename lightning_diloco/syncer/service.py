@@ -201,7 +201,9 @@ class SyncerService:
 
     def _end_threads(self) -> None:
         self._is_stopping = True
-        self.replica.end(is_over=self.state.is_finished and self.state.ended_by_finishing)
+        with self._board.looking:
+            is_over = self.error is None and self.state.is_finished and self.state.ended_by_finishing
+        self.replica.end(is_over=is_over)
         self._jobs.put(None)
         _join(self._merge_thread)
         self._announced.put(None)
@@ -293,10 +295,11 @@ class SyncerService:
         if session is not None and self._is_member(session):
             self.replica.heard(session)
 
-    def _learners(self) -> list[str]:
+    def _learners(self, with_lapsed: bool) -> list[str]:
         """Return the sessions of all learners that take part."""
         with self._board.looking:
-            return [member.session for member in self.state.roster.live()]
+            roster = self.state.roster
+            return [member.session for member in (roster.in_state("active") if with_lapsed else roster.live())]
 
     def _is_member(self, session: str) -> bool:
         return self.state.roster.get(session) is not None

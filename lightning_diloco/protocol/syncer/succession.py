@@ -11,6 +11,8 @@
 5. Rules 2 and 4 exclude each other. A learner that has asked the standby has paused at the primary for ASK_AFTER_S
    before. The primary remembers this pause for longer (STEADY_S) than a call and ASKED_S take. So no learner counts for
    both, and two halves of which one is more than half do not fit into one fleet. Also, FRESH_S ends before ALONE_S.
+   Both must count the same fleet. The standby counts the learners that its log has. The primary's condition must hold
+   for all fleets that this can be (`syncer/standby/replica.py`).
 6. The rules compare times on one machine only. They assume that clocks run at the same rate, and that a process is not
    suspended between its decision and the next call. If such a rare event breaks them, both syncers have served; then
    learners prove the versions that they know, and a new generation begins (`machine.py`).
@@ -31,6 +33,7 @@ STEADY_S = ASK_AFTER_S + CALL_S + ASKED_S + 1.0
 ALONE_S = STEADY_S
 QUIET_S = 3.0
 FRESH_S = ALONE_S - 3.0
+MAX_SESSIONS = 4096
 
 
 class Primary:
@@ -46,7 +49,9 @@ class Primary:
 
     def heard(self, session: str, now_s: float) -> None:
         """Record an answered call of a learner."""
-        since_s, until_s = self._stretches.get(session, (now_s, now_s))
+        since_s, until_s = self._stretches.pop(session, (now_s, now_s))
+        if len(self._stretches) >= MAX_SESSIONS:
+            del self._stretches[next(iter(self._stretches))]  # the one that was silent for longest
         self._stretches[session] = (since_s if now_s - until_s <= PAUSE_S else now_s, now_s)
 
     def heard_standby(self, now_s: float) -> None:
@@ -64,10 +69,8 @@ class Primary:
             learners: sessions of all learners that take part.
             now_s: current time.
         """
-        self._stretches = {session: self._stretches[session] for session in learners if session in self._stretches}
-        num_steady = sum(
-            now_s - until_s <= PAUSE_S and now_s - since_s >= STEADY_S for since_s, until_s in self._stretches.values()
-        )
+        stretches = [self._stretches[session] for session in learners if session in self._stretches]
+        num_steady = sum(now_s - until_s <= PAUSE_S and now_s - since_s >= STEADY_S for since_s, until_s in stretches)
         return self.silent_s(now_s) >= ALONE_S and 2 * num_steady >= len(learners)
 
 
@@ -84,6 +87,9 @@ class Standby:
 
     def asked(self, session: str, now_s: float) -> None:
         """Record a call of a learner."""
+        self._asked_s.pop(session, None)
+        if len(self._asked_s) >= MAX_SESSIONS:
+            del self._asked_s[next(iter(self._asked_s))]
         self._asked_s[session] = now_s
 
     def num_asking(self, learners: Collection[str], now_s: float) -> int:

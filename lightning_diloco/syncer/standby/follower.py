@@ -1,7 +1,7 @@
 """The standby: follows the primary, and decides when to take over.
 
-1. RUN_DIR/syncer/standby_of names the primary as long as this directory is a standby's. It is removed before a takeover
-   is announced, so that a restart serves the run.
+1. RUN_DIR/syncer/standby_of names the primary as long as this directory is a standby's. At a takeover it becomes
+   `taken_from`, so that a restart serves the run, and tells the former primary.
 2. The standby keeps log, anchors and state machine as the primary does, record by record. It takes over from memory.
    While it writes and applies records, the next ones are on their way. Records are reported when they are on disk,
    before they are applied.
@@ -43,7 +43,7 @@ LOOK_S = 0.1
 AHEAD = 1
 AGAIN_S = 0.2
 SAY_EVERY_S = 30.0
-_MARKER = "standby_of"
+_MARKER, _TAKEN = "standby_of", "taken_from"
 
 
 def primary_of(run_dir: Path) -> Invitation | None:
@@ -54,17 +54,27 @@ def primary_of(run_dir: Path) -> Invitation | None:
 
 def become_standby(run_dir: Path, primary: Invitation) -> None:
     """Make this directory a standby's, durably."""
+    folder = run_dir / "syncer"
+    with storage("write", folder / _MARKER):
+        write_private(folder / _MARKER, primary.text().encode())
+        (folder / _TAKEN).unlink(missing_ok=True)
+        sync_directory(folder)
     forget_standby(run_dir)
-    write_private(run_dir / "syncer" / _MARKER, primary.text().encode())
 
 
 def become_primary(run_dir: Path) -> None:
-    """Make this directory a primary's, durably."""
-    marker = run_dir / "syncer" / _MARKER
-    if marker.exists():
-        with storage("remove", marker):
-            marker.unlink()
-            sync_directory(marker.parent)
+    """Make the directory of a standby a primary's, durably; its former primary stays known."""
+    folder = run_dir / "syncer"
+    if (folder / _MARKER).exists():
+        with storage("rename", folder / _MARKER):
+            (folder / _MARKER).rename(folder / _TAKEN)
+            sync_directory(folder)
+
+
+def taken_from(run_dir: Path) -> Invitation | None:
+    """Return the primary that this directory took over from; None if it never did, or is a standby's again."""
+    marker = run_dir / "syncer" / _TAKEN
+    return Invitation.parse(marker.read_text()) if marker.exists() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +143,14 @@ class Follower:
         source: connection to the primary.
         address: `host:port` of this standby.
         is_stopping: returns whether this process was asked to stop.
+        expect: number of learners that must finish; None: unknown.
     """
 
-    def __init__(self, run_dir: Path, source: Source, address: str, is_stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self, run_dir: Path, source: Source, address: str, is_stopping: Callable[[], bool], expect: int | None = None
+    ) -> None:
         self._run_dir, self._source, self._address = run_dir, source, address
-        self._is_stopping = is_stopping
+        self._is_stopping, self._expect = is_stopping, expect
         self._rule = Standby()
         self._run: Followed | None = None
         self._fetch: _Fetch | None = None
@@ -181,6 +194,7 @@ class Follower:
                         self._follow(self._run)
                 except TransportError as error:
                     self._say(error)
+                    self._is_over = self._has_missed_the_end()
                     time.sleep(AGAIN_S)
         finally:
             self._close()
@@ -239,11 +253,10 @@ class Follower:
 
     def _copy_tape(self, run: Followed) -> None:
         start = run.durable.tape.nbytes
-        text = unless(self._is_futile, lambda: self._source.file(TAPE, start)) if self._copies_tape else None
-        if text is None:
-            return
         try:
-            run.durable.tape.copy(bytes(text))
+            text = unless(self._is_futile, lambda: self._source.file(TAPE, start)) if self._copies_tape else None
+            if text is not None:
+                run.durable.tape.copy(bytes(text))
         except CorruptLogError as error:  # the primary was restarted, and has cut its tape
             log.warning("the tape is not copied any more, so that history of the run will be missing: %s", error)
             self._copies_tape = False
@@ -255,6 +268,14 @@ class Follower:
         assert self._run is not None
         learners = [member.session for member in self._run.state.roster.live()]
         return self._rule.may_take_over(learners, time.monotonic())
+
+    def _has_missed_the_end(self) -> bool:
+        """Return whether the primary is gone because the run is over, as far as the log shows."""
+        if self._run is None or self._expect is None or self._rule.is_fresh(time.monotonic()):
+            return False
+        roster = self._run.state.roster
+        finished = {member.learner for member in roster.in_state("left") if member.ending == "finished"}
+        return not roster.live() and len(finished) >= self._expect
 
     def _say(self, error: RemoteError) -> None:
         """Log now and then why this standby does not follow."""
@@ -275,13 +296,14 @@ class Follower:
         store = durable.load(state, time.monotonic())
         if store is None:
             durable.close()
-            raise CorruptLogError(f"{self._run_dir} has no start values; remove it, and start the standby again")
+            raise CorruptLogError(f"{self._run_dir} has no start values; start the standby in a new directory")
         self._run = Followed(durable, state, store)
 
     def _close(self) -> None:
         if self._fetch is not None:
             self._fetch.end(within_s=POLL_S + 1.0)
             self._fetch = None
+        self._rule = Standby()  # a new copy has to catch up first
         run, self._run = self._run, None
         if run is not None:
             run.durable.close()

@@ -15,6 +15,7 @@ import logging
 import mmap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from lightning_diloco.protocol.syncer.succession import ALONE_S, Primary
 from lightning_diloco.storage.files import storage, sync_directory, write_whole
 from lightning_diloco.storage.log_cursor import LogCursor
 from lightning_diloco.storage.redo_log import RedoLog
-from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, HaveLog, TookOver, decode
+from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, HaveLog, Request, TookOver, decode
 from lightning_diloco.transport.address import split_host_port
 from lightning_diloco.transport.base import Bulk, Json
 from lightning_diloco.transport.portions import asked_range
@@ -53,14 +54,14 @@ class Replica:
         run_dir: RUN_DIR.
         redo_log: the log that the standby follows.
         key: key that a standby must send; "" refuses all.
-        learners: returns the sessions of all learners that take part.
+        learners: returns the sessions of all learners that take part; with True, also of those that have lapsed.
 
     Attributes:
         address: `host:port` of the registered standby; None: there is none.
         successor: `host:port` of the standby that has taken over; None: none has.
     """
 
-    def __init__(self, run_dir: Path, redo_log: RedoLog, key: str, learners: Callable[[], Collection[str]]) -> None:
+    def __init__(self, run_dir: Path, redo_log: RedoLog, key: str, learners: Callable[[bool], Collection[str]]) -> None:
         self._run_dir, self._log, self._key, self._learners = run_dir, redo_log, key, learners
         self._file = run_dir / _REGISTERED
         self.address: str | None = json.loads(self._file.read_text())["address"] if self._file.exists() else None
@@ -70,9 +71,10 @@ class Replica:
         self._acked_lsn, self._counts_from_lsn = 0, redo_log.last_lsn
         self._is_ending = self._has_ended = self._was_told = False
         self._waiting: dict[int, float] = {}  # records, and since when they wait
+        self._fleets: deque[Collection[str]] = deque(maxlen=2)
         self._giving = threading.Lock()
         self._cursor: LogCursor | None = None
-        self._given: tuple[str, memoryview] | None = None
+        self._given: dict[type[Request], tuple[str, memoryview]] = {}
 
     def heard(self, session: str) -> None:
         """Record an answered call of a learner."""
@@ -125,7 +127,12 @@ class Replica:
         if self.address is None or self._acked_lsn >= lsn or self._has_ended or self.successor is not None:
             return False
         now_s = time.monotonic()
-        if self._rule.silent_s(now_s) < ALONE_S or not self._rule.may_continue_alone(self._learners(), now_s):
+        if self._rule.silent_s(now_s) < ALONE_S:
+            return True
+        # The standby counts the learners that its log has. These are the ones of its last reports, or the present ones.
+        # A restarted primary does not know its reports. Then one learner more may have lapsed here than there.
+        fleets = [*(self._fleets or [self._learners(True)]), self._learners(False)]
+        if not all(self._rule.may_continue_alone(fleet, now_s) for fleet in fleets):
             return True
         log.warning("the standby at %s does not answer; the run continues without it", self.address)
         try:
@@ -156,6 +163,8 @@ class Replica:
                 self._changed.wait(LOOK_S)
             self._has_ended = True
             self._changed.notify_all()
+        with self._giving:
+            self._forget()
 
     def _must_end_later(self) -> bool:
         is_behind = self._acked_lsn < self._log.durable_lsn or (self._is_ending and not self._was_told)
@@ -186,10 +195,13 @@ class Replica:
             case TookOver():
                 self._succeed(request.address)
                 return Bulk({"at": 0, "of": 0}, memoryview(b""))
+        if isinstance(request, AskLog):
+            self._wait_for_record(request)
         with self._giving:
-            if self._given is None or self._given[0] != mark:
-                self._given = mark, self._content(request)
-            _, payload = self._given
+            known, payload = self._given.get(type(request), ("", memoryview(b"")))
+            if known != mark:
+                payload = self._content(request)
+                self._given[type(request)] = mark, payload
         start, stop = asked_range(header, payload.nbytes)
         return Bulk({"at": start, "of": payload.nbytes}, payload[start:stop])
 
@@ -200,7 +212,7 @@ class Replica:
             case AskFile():
                 return self._file_from(request.name, request.start)
             case AskLog():
-                return self._log_after(request.after, request.wait_s)
+                return self._log_after(request.after)
 
     def _listing(self) -> Json:
         """Return the files of the newest snapshot; none if the run has no start values yet."""
@@ -219,18 +231,25 @@ class Replica:
             whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
         return whole[start:]
 
-    def _log_after(self, lsn: int, wait_s: float) -> memoryview:
-        """Return the next records, encoded; none if there is none in time."""
-        until_s = time.monotonic() + min(wait_s, MAX_WAIT_S)
+    def _wait_for_record(self, request: AskLog) -> None:
+        until_s = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         with self._changed:
-            while self._log.durable_lsn <= lsn and (left_s := until_s - time.monotonic()) > 0:
+            while self._log.durable_lsn <= request.after and (left_s := until_s - time.monotonic()) > 0:
                 self._changed.wait(min(left_s, LOOK_S))
+
+    def _log_after(self, lsn: int) -> memoryview:
+        """Return the next records, encoded; none if there is none."""
         if self._cursor is None or self._cursor.lsn != lsn:
-            if self._cursor is not None:
-                self._cursor.close()
-                self._cursor = None
+            self._forget()
             self._cursor = LogCursor(self._log, lsn)
         return memoryview(self._cursor.take(BATCH_BYTES))
+
+    def _forget(self) -> None:
+        """Close the log, and drop what was sent. Needs `_giving`."""
+        cursor, self._cursor = self._cursor, None
+        self._given.clear()
+        if cursor is not None:
+            cursor.close()
 
     def _have(self, request: HaveLog) -> Json:
         """Take note of the records that the standby has, and register it when it has all."""
@@ -242,15 +261,25 @@ class Replica:
                     f"the run has a standby already, {self.address}, heard {self._rule.silent_s(now_s):.0f} s ago; a "
                     "run has one standby; stop that one, and wait until the run continues without it"
                 )
-            self._rule.heard_standby(now_s)
+            if lsn > self._log.durable_lsn:
+                lsn = 0  # another history; it asks for records that are not there, and copies the run again
+            if lsn < self._acked_lsn:  # a new copy
+                self._counts_from_lsn = self._log.durable_lsn
+            has_all = lsn == self._log.durable_lsn
+            is_in_step = has_all or lsn > self._acked_lsn  # a standby that does not get on counts as silent
+            if is_in_step:
+                self._rule.heard_standby(now_s)
             self._acked_lsn = lsn
+            if has_all and all(waiting <= lsn for waiting in self._waiting):
+                self._fleets.append(self._learners(False))
             self._changed.notify_all()
-            if self.address is None and lsn == self._log.durable_lsn:
+            if self.address is None and has_all:
                 self._register(address)
                 self._counts_from_lsn = self._log.durable_lsn  # read after: later decisions wait
                 log.info("the standby at %s has caught up, and is registered", address)
-            self._was_told = self._is_ending and lsn >= self._log.durable_lsn
-            return {"counts": self.address == address and lsn >= self._counts_from_lsn, "is_over": self._was_told}
+            self._was_told = self._is_ending and has_all
+            counts = self.address == address and is_in_step and lsn >= self._counts_from_lsn
+            return {"counts": counts, "is_over": self._was_told}
 
     def _succeed(self, address: str) -> None:
         """Take note of a takeover."""

@@ -7,14 +7,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from lightning_diloco.errors import CorruptLogError
+from lightning_diloco.errors import CorruptLogError, StorageError, TransportError
+from lightning_diloco.process.threads import unless
 from lightning_diloco.protocol import codec
 from lightning_diloco.storage.files import make_directory, remove_tree, storage, sync_directory, write_file, write_whole
 from lightning_diloco.storage.log_frames import Record, read_at
@@ -28,6 +31,7 @@ log = logging.getLogger(__name__)
 
 CALL_S = 5.0
 BULK_S = 600.0
+LOG_S = 60.0  # for at most BATCH_BYTES, or a portion of one record
 NOT_YET_S = 0.5
 IDENTITY = "syncer/identity.pem"
 TAPE = "tape/events.jsonl"
@@ -60,7 +64,7 @@ class Source:
             lsn: the last record that this standby has.
             wait_s: how long the primary waits for a record, if there is none.
         """
-        payload = self._download(AskLog(lsn, wait_s), wait_s + BULK_S)
+        payload = self._download(AskLog(lsn, wait_s), wait_s + LOG_S)
         found, offset = list[Record](), 0
         while offset < payload.nbytes:
             placed = read_at(payload, offset, payload.nbytes)
@@ -72,7 +76,8 @@ class Source:
 
     def have(self, lsn: int, address: str) -> Json:
         """Report the last record on this standby's disk; see `HaveLog` for arguments and result."""
-        return self._connection.get(self._header(HaveLog(lsn, address)), deadline_s=CALL_S).header
+        with _of_the_primary():
+            return self._connection.get(self._header(HaveLog(lsn, address)), deadline_s=CALL_S).header
 
     def took_over(self, address: str) -> None:
         """Tell the former primary that the syncer at this `host:port` serves the run now."""
@@ -88,10 +93,22 @@ class Source:
         self._connection.close()
 
     def _download(self, request: Request, deadline_s: float) -> memoryview:
-        return self._large.get(self._header(request), deadline_s=deadline_s).payload
+        with _of_the_primary():
+            return self._large.get(self._header(request), deadline_s=deadline_s).payload
 
     def _header(self, request: Request) -> Json:
         return {"what": STANDBY, "key": self._key, "request": codec.dump(request)}
+
+
+@contextlib.contextmanager
+def _of_the_primary() -> Iterator[None]:
+    """Convert an error of the primary's disk, which passes; only CorruptLogError tells that a copy must begin again."""
+    try:
+        yield
+    except CorruptLogError:
+        raise
+    except StorageError as error:
+        raise TransportError(f"the primary's disk: {error}") from error
 
 
 def copy_identity(source: Source, run_dir: Path) -> None:
@@ -113,15 +130,16 @@ def copy_run(source: Source, run_dir: Path, is_stopping: Callable[[], bool]) -> 
             return False
         time.sleep(NOT_YET_S)
     log.info("copying the run, %d files", len(found["files"]))
-    for name in found["files"]:
-        path = copy / Path(name).relative_to("syncer")
+    places = {name: copy / Path(name).relative_to("syncer") for name in found["files"]} | {TAPE: copy / TAPE}
+    for name, path in places.items():
+        content = unless(is_stopping, partial(source.file, name))
+        if content is None:
+            return False
         make_directory(path.parent)
         with storage("write", path):
-            write_file(path, source.file(name))
+            write_file(path, content)
     make_directory(copy / "log")
-    make_directory(copy / "tape")
     with storage("complete the copy in", copy):
-        write_file(copy / TAPE, source.file(TAPE))
         write_file(copy / "log" / f"{found['lsn'] + 1:020d}.log")
         for folder in [*(path for path in copy.rglob("*") if path.is_dir()), copy]:
             sync_directory(folder)

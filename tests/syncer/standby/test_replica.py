@@ -30,7 +30,7 @@ def redo_log(tmp_path: Path) -> Iterator[RedoLog]:
 
 @pytest.fixture
 def replica(tmp_path: Path, redo_log: RedoLog) -> Replica:
-    return Replica(tmp_path, redo_log, KEY, list)
+    return Replica(tmp_path, redo_log, KEY, lambda with_lapsed: [])
 
 
 def ask(replica: Replica, request: Request) -> tuple[dict, bytes]:
@@ -101,12 +101,74 @@ def test_a_silent_standby_is_given_up_by_the_rule_and_only_then_may_another_come
     assert replica.address == THERE
 
 
+@pytest.mark.parametrize(
+    ("there_and_here", "may"),
+    [
+        (("abcd", "abcd"), False),
+        (("abcd", "a"), False),  # the others have lapsed here, but not at the standby
+        (("abcd", ""), False),
+        (("a", "abcd"), False),  # the others have joined here, but not at the standby
+        (("ab", "ab"), True),
+        (("a", "a"), True),
+    ],
+)
+def test_the_primary_continues_alone_with_half_of_each_fleet_that_the_standby_may_know(
+    tmp_path: Path, redo_log: RedoLog, monkeypatch: pytest.MonkeyPatch, there_and_here: tuple[str, str], may: bool
+) -> None:
+    there, here = there_and_here
+    for module in (succession, replica_module):
+        monkeypatch.setattr(module, "ALONE_S", 0.1)
+    monkeypatch.setattr(succession, "STEADY_S", 0.05)
+    present = list(there)
+    replica = Replica(tmp_path, redo_log, KEY, lambda with_lapsed: list(present))
+    have(replica, 0)
+    have(replica, 0)
+    present[:] = here
+    replica.heard("a")
+    thread = waiting(replica, write(redo_log))
+    until_s = time.monotonic() + 0.6
+    while time.monotonic() < until_s:
+        replica.heard("a")
+        thread.join(0.02)
+    assert thread.is_alive() != may
+    replica.end(is_over=False)
+
+
+def test_a_standby_with_a_new_copy_or_another_history_has_to_catch_up_first(
+    replica: Replica, redo_log: RedoLog
+) -> None:
+    have(replica, 0)
+    for _ in range(3):
+        write(redo_log)
+    assert have(replica, 3)["counts"]
+    assert not have(replica, 1)["counts"], "a new copy"
+    assert not have(replica, 2)["counts"]
+    assert have(replica, 3)["counts"]
+    assert not have(replica, 9)["counts"], "another history"
+    thread = waiting(replica, 3)
+    thread.join(0.3)
+    assert thread.is_alive()
+    have(replica, 3)
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def test_a_standby_that_does_not_get_on_is_silent(replica: Replica, redo_log: RedoLog) -> None:
+    have(replica, 0)
+    write(redo_log)
+    first_s = (replica.status() or {})["silent_s"]
+    assert not have(replica, 0)["counts"]
+    assert (replica.status() or {})["silent_s"] >= first_s
+    have(replica, 1)
+    assert (replica.status() or {})["silent_s"] < 0.1
+
+
 def test_a_restarted_primary_waits_for_the_standby_that_it_had(
     replica: Replica, redo_log: RedoLog, tmp_path: Path
 ) -> None:
     have(replica, 0)
     write(redo_log)
-    again = Replica(tmp_path, redo_log, KEY, list)
+    again = Replica(tmp_path, redo_log, KEY, lambda with_lapsed: [])
     assert (again.address, again.is_behind) == (HERE, True)
     assert not have(again, 0)["counts"]
     assert again.is_behind

@@ -50,7 +50,7 @@ def primary(tmp_path: Path) -> Path:
 @pytest.fixture
 def wire(primary: Path) -> Any:
     log = RedoLog(primary / "syncer" / "log")
-    yield Wire(Replica(primary, log, KEY, list))
+    yield Wire(Replica(primary, log, KEY, lambda with_lapsed: []))
     log.close()
 
 
