@@ -30,6 +30,7 @@ from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
 from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.syncer.standby.reign import reign
 from lightning_diloco.syncer.standby.replica import forget_standby
 from lightning_diloco.syncer.standby.source import Source, copy_identity, must_copy
 from lightning_diloco.syncer.store import SyncerStore
@@ -128,7 +129,7 @@ def _opened(options: SyncerOptions) -> _Opened:
         front.stop()
         raise
     former = taken_from(options.run_dir)
-    telling = None if former is None else _Telling(former, front)
+    telling = None if former is None else _Telling(former, front, reign(options.run_dir))
     return _Opened(service, door, front, identity, is_known, telling)
 
 
@@ -152,7 +153,7 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
             return None
         log.warning("the primary at %s is lost; this syncer serves the run now", primary.address.host_port)
         become_primary(options.run_dir)
-        telling = _Telling(primary, front)
+        telling = _Telling(primary, front, reign(options.run_dir))
         undo.callback(telling.end)
         door.refused = lambda session: None  # learners wait here from now on
         door.tell("taking over")
@@ -244,11 +245,12 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
 class _Telling:
     """A thread that tells the former primary of a takeover, again and again.
 
-    A former primary that was told may be killed before it has noted it, so only a standby of this run ends this.
+    A former primary that was told may be killed before it has noted it, so only a standby of this run ends this. If the
+    other one has taken over since, it does not listen, and tells this syncer.
     """
 
-    def __init__(self, former: Invitation, front: Front) -> None:
-        self._former, self._front = former, front
+    def __init__(self, former: Invitation, front: Front, reign: int) -> None:
+        self._former, self._front, self._reign = former, front, reign
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="diloco-telling", daemon=True)
         self._thread.start()
@@ -262,7 +264,7 @@ class _Telling:
         source = Source(self._former)
         while not self._ended.is_set():
             try:
-                source.took_over(self._front.address.host_port)
+                source.took_over(self._front.address.host_port, self._reign)
             except TransportError:  # it is away, or a standby already
                 pass
             except RemoteError as error:

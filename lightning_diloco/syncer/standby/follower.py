@@ -30,6 +30,7 @@ from lightning_diloco.storage.files import storage, sync_directory
 from lightning_diloco.storage.log_frames import Record
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.syncer.standby.reign import reign, set_reign
 from lightning_diloco.syncer.standby.replica import forget_standby
 from lightning_diloco.syncer.standby.source import TAPE, Source, copy_run, install_copy, is_copied
 from lightning_diloco.syncer.store import SyncerStore
@@ -63,9 +64,10 @@ def become_standby(run_dir: Path, primary: Invitation) -> None:
 
 
 def become_primary(run_dir: Path) -> None:
-    """Make the directory of a standby a primary's, durably; its former primary stays known."""
+    """Make the directory of a standby a primary's, durably, in the next reign; its former primary stays known."""
     folder = run_dir / "syncer"
     if (folder / _MARKER).exists():
+        set_reign(run_dir, reign(run_dir) + 1)
         with storage("rename", folder / _MARKER):
             (folder / _MARKER).rename(folder / _TAKEN)
             sync_directory(folder)
@@ -246,6 +248,7 @@ class Follower:
         answer = unless(self._is_futile, lambda: self._source.have(lsn, self._address))
         if answer is None:
             return
+        set_reign(self._run_dir, answer["reign"])
         if answer["counts"]:
             self._rule.answered(sent_s, time.monotonic())
         self._is_over = answer["is_over"]

@@ -24,6 +24,7 @@ from lightning_diloco.protocol.syncer.succession import ALONE_S, Primary
 from lightning_diloco.storage.files import storage, sync_directory, write_whole
 from lightning_diloco.storage.log_cursor import LogCursor
 from lightning_diloco.storage.redo_log import RedoLog
+from lightning_diloco.syncer.standby.reign import reign
 from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, HaveLog, Request, TookOver, decode
 from lightning_diloco.transport.address import split_host_port
 from lightning_diloco.transport.base import Bulk, Json
@@ -66,6 +67,7 @@ class Replica:
         self._file = run_dir / _REGISTERED
         self.address: str | None = json.loads(self._file.read_text())["address"] if self._file.exists() else None
         self.successor: str | None = None
+        self._reign = reign(run_dir)
         self._rule = Primary(time.monotonic())
         self._changed = threading.Condition()
         self._acked_lsn, self._counts_from_lsn = 0, redo_log.last_lsn
@@ -193,7 +195,7 @@ class Replica:
             case HaveLog():
                 return Bulk({**self._have(request), "at": 0, "of": 0}, memoryview(b""))
             case TookOver():
-                self._succeed(request.address)
+                self._succeed(request)
                 return Bulk({"at": 0, "of": 0}, memoryview(b""))
         if isinstance(request, AskLog):
             self._wait_for_record(request)
@@ -279,11 +281,12 @@ class Replica:
                 log.info("the standby at %s has caught up, and is registered", address)
             self._was_told = self._is_ending and has_all
             counts = self.address == address and is_in_step and lsn >= self._counts_from_lsn
-            return {"counts": counts, "is_over": self._was_told}
+            return {"counts": counts, "is_over": self._was_told, "reign": self._reign}
 
-    def _succeed(self, address: str) -> None:
-        """Take note of a takeover."""
-        split_host_port(address)
+    def _succeed(self, request: TookOver) -> None:
+        """Take note of a takeover, unless this syncer has taken over later."""
+        split_host_port(request.address)
         with self._changed:
-            self.successor = address
-            self._changed.notify_all()
+            if request.reign > self._reign:
+                self.successor = request.address
+                self._changed.notify_all()

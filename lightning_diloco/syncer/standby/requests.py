@@ -36,8 +36,8 @@ class AskLog(Tagged, frozen=True):
 class HaveLog(Tagged, frozen=True):
     """Report that the standby at this `host:port` has all records up to this one on disk.
 
-    The answer is {"counts", "is_over"}: whether the standby has all decisions that were announced, and whether the run
-    has ended.
+    The answer is {"counts", "is_over", "reign"}: whether the standby has all decisions that were announced, whether the
+    run has ended, and the primary's reign.
     """
 
     lsn: Count
@@ -45,9 +45,10 @@ class HaveLog(Tagged, frozen=True):
 
 
 class TookOver(Tagged, frozen=True):
-    """Report that the standby at this `host:port` serves the run now."""
+    """Report that the syncer at this `host:port` serves the run now, in this reign."""
 
     address: Text
+    reign: Count
 
 
 Request = AskListing | AskFile | AskLog | HaveLog | TookOver

@@ -79,9 +79,9 @@ class Source:
         with _of_the_primary():
             return self._connection.get(self._header(HaveLog(lsn, address)), deadline_s=CALL_S).header
 
-    def took_over(self, address: str) -> None:
-        """Tell the former primary that the syncer at this `host:port` serves the run now."""
-        self._connection.get(self._header(TookOver(address)), deadline_s=CALL_S)
+    def took_over(self, address: str, reign: int) -> None:
+        """Tell the former primary that the syncer at this `host:port` serves the run now, in this reign."""
+        self._connection.get(self._header(TookOver(address, reign)), deadline_s=CALL_S)
 
     def listing(self) -> Json:
         """Return lsn and file names of the newest snapshot; the lsn is null if the run has no start values yet."""

@@ -15,6 +15,7 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer import succession
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer.standby import replica as replica_module
+from lightning_diloco.syncer.standby.reign import set_reign
 from lightning_diloco.syncer.standby.replica import Replica
 from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, HaveLog, Request, TookOver
 
@@ -179,10 +180,21 @@ def test_a_restarted_primary_waits_for_the_standby_that_it_had(
 def test_after_a_takeover_nothing_is_announced(replica: Replica, redo_log: RedoLog) -> None:
     have(replica, 0)
     thread = waiting(replica, write(redo_log))
-    ask(replica, TookOver(HERE))
+    ask(replica, TookOver(HERE, 1))
     thread.join(5.0)
     assert not thread.is_alive()
     assert (replica.successor, replica.may_announce) == (HERE, False)
+
+
+def test_a_syncer_that_has_taken_over_later_is_not_replaced(redo_log: RedoLog, tmp_path: Path) -> None:
+    set_reign(tmp_path, 2)
+    replica = Replica(tmp_path, redo_log, KEY, lambda with_lapsed: [])
+    for number in (1, 2):
+        ask(replica, TookOver(HERE, number))
+        assert replica.successor is None
+    assert have(replica, 0)["reign"] == 2
+    ask(replica, TookOver(HERE, 3))
+    assert replica.successor == HERE
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -254,6 +266,7 @@ def test_without_the_key_nothing_is_answered(replica: Replica, redo_log: RedoLog
         {"kind": "AskFile", "name": "tape", "start": "x"},
         {"kind": "AskFile", "name": "tape", "start": -1},
         {"kind": "TookOver"},
+        {"kind": "TookOver", "address": HERE},
     ],
 )
 def test_a_request_with_wrong_fields_is_refused(replica: Replica, request_: object) -> None:
@@ -264,7 +277,7 @@ def test_a_request_with_wrong_fields_is_refused(replica: Replica, request_: obje
 
 @pytest.mark.parametrize("address", ["", "host", "host:99999"])
 def test_an_address_that_is_none_is_refused(replica: Replica, address: str) -> None:
-    for request in (HaveLog(0, address), TookOver(address)):
+    for request in (HaveLog(0, address), TookOver(address, 1)):
         with pytest.raises(ConfigError, match="must be host:port"):
             ask(replica, request)
     assert (replica.address, replica.successor) == (None, None)
