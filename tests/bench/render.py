@@ -163,6 +163,10 @@ SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
         "survivors",
         lambda found: _sentence(found, "the longest step is"),
     ),
+    "the syncer is killed or vanishes twenty times; its standby takes over": (
+        "takeovers",
+        lambda found: _sentence(found, "rounds go on"),
+    ),
     "the syncer is killed twenty times within its writes": (
         "recoveries",
         lambda found: _sentence(found, "20 of 20"),
