@@ -1,4 +1,4 @@
-"""What a real run leaves behind: the token in one file, and nothing that others on this machine can read."""
+"""What a real run leaves behind: the token in two files, and nothing that others on this machine can read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_token_is_in_no_log_and_no_file_is_open_to_others(processes: Processes
     assert [processes.end(learner), processes.end(syncer)] == [0, 0]
 
     assert "l0" in processes.logs(), "there are logs"
-    assert holding(processes.root, address.token) == {"run/join"}
+    assert holding(processes.root, address.token) == {"run/join", "run/standby"}
     assert holding(processes.root, guess) == set()
     assert open_to_others(processes.run_dir) == set()
 
