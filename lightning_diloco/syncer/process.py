@@ -222,6 +222,7 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
             front.name_standby(replica.address)
             if telling is not None and replica.address is not None:
                 telling.end()
+                telling = None
     finally:
         if telling is not None:
             telling.end()

@@ -1,4 +1,4 @@
-"""Whom a learner dials when its syncer does not answer and the run has a standby."""
+"""A learner dials the standby if its syncer does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who serves a run that has a standby: the rules of the primary syncer and of its standby.
+"""The rules that decide which of two syncers, the primary or its standby, serves a run.
 
 1. The primary announces a decision when its standby has the record on disk. A takeover therefore loses nothing that a
    learner knows.
@@ -92,10 +92,6 @@ class Standby:
             del self._asked_s[next(iter(self._asked_s))]
         self._asked_s[session] = now_s
 
-    def num_asking(self, learners: Collection[str], now_s: float) -> int:
-        """Return how many of these learners have asked recently."""
-        return sum(now_s - self._asked_s.get(session, -math.inf) <= ASKED_S for session in learners)
-
     def is_fresh(self, now_s: float) -> bool:
         """Return whether the primary cannot have continued alone yet."""
         return now_s - self._sent_s < FRESH_S
@@ -108,4 +104,5 @@ class Standby:
             now_s: current time.
         """
         is_quiet = now_s - self._answered_s >= QUIET_S
-        return is_quiet and self.is_fresh(now_s) and 2 * self.num_asking(learners, now_s) > len(learners)
+        num_asking = sum(now_s - self._asked_s.get(session, -math.inf) <= ASKED_S for session in learners)
+        return is_quiet and self.is_fresh(now_s) and 2 * num_asking > len(learners)

@@ -156,6 +156,7 @@ class Follower:
         self._rule = Standby()
         self._run: Followed | None = None
         self._fetch: _Fetch | None = None
+        self._reign = reign(run_dir)
         self._reported_s = -REPORT_S
         self._copies_tape = True
         self._said_s = -SAY_EVERY_S
@@ -248,7 +249,9 @@ class Follower:
         answer = unless(self._is_futile, lambda: self._source.have(lsn, self._address))
         if answer is None:
             return
-        set_reign(self._run_dir, answer["reign"])
+        if answer["reign"] != self._reign:
+            self._reign = answer["reign"]
+            set_reign(self._run_dir, self._reign)
         if answer["counts"]:
             self._rule.answered(sent_s, time.monotonic())
         self._is_over = answer["is_over"]

@@ -4,7 +4,7 @@
 
 1. The key follows from the private key of the run's certificate. A standby gets a copy of this certificate, so both
    syncers have the same key, and learners trust both.
-2. The file is a secret, as RUN_DIR/join is. Whoever has it can copy the whole run.
+2. The file is a secret, as RUN_DIR/join is. Its holder can copy the whole run.
 """
 
 from __future__ import annotations

@@ -20,6 +20,5 @@ def reign(run_dir: Path) -> int:
 
 
 def set_reign(run_dir: Path, number: int) -> None:
-    """Write the reign durably, if it has changed."""
-    if number != reign(run_dir):
-        write_whole(run_dir / _FILE, str(number).encode())
+    """Write the reign durably."""
+    write_whole(run_dir / _FILE, str(number).encode())

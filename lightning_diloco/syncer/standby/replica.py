@@ -98,7 +98,7 @@ class Replica:
                 "address": self.address,
                 "silent_s": self._rule.silent_s(now_s),
                 "waits_s": max((now_s - since_s for since_s in self._waiting.values()), default=None),
-                "records_behind": max(0, self._log.durable_lsn - self._acked_lsn),
+                "records_behind": self._num_missing,
             }
 
     @property
@@ -113,8 +113,7 @@ class Replica:
 
         It may not after a takeover, or if it stopped before the standby had its last records.
         """
-        is_behind = self.address is not None and self._acked_lsn < self._log.durable_lsn
-        return self.successor is None and not (self._has_ended and is_behind)
+        return self.successor is None and not (self._has_ended and self._num_missing)
 
     def wait(self, lsn: int) -> None:
         """Wait until a durable record may be announced; at most LAST_WAIT_S if the syncer stops."""
@@ -169,8 +168,13 @@ class Replica:
             self._forget()
 
     def _must_end_later(self) -> bool:
-        is_behind = self._acked_lsn < self._log.durable_lsn or (self._is_ending and not self._was_told)
-        return is_behind and self.address is not None and self.successor is None
+        must_be_told = self._is_ending and not self._was_told and self.address is not None
+        return self.successor is None and (self._num_missing > 0 or must_be_told)
+
+    @property
+    def _num_missing(self) -> int:
+        """Durable records that the standby does not have; 0 without a standby."""
+        return 0 if self.address is None else max(0, self._log.durable_lsn - self._acked_lsn)
 
     # -------------------------------------------------------------------------------------------- called by transport
 
