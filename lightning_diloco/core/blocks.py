@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_diloco.core import native
+from lightning_diloco.core import fused, native
 
 Bits = Literal[4, 8]
 
@@ -79,6 +79,9 @@ def quantize_into(x_P: Tensor, packed: Tensor, scales_B: Tensor, *, bits: Bits, 
 
         native.in_parallel(quantize, native.ranges(x_P.numel(), block_size))
         return
+    if (on_gpu := fused.kernels_for(x_P, bits, block_size)) is not None:
+        on_gpu.quantize(x_P, packed, scales_B, block_size)
+        return
     step = chunk_numel(x_P, block_size)
     work = torch.empty(min(step, x_P.numel()), dtype=torch.float32, device=x_P.device)
     rounded = work if bits == 8 else torch.empty_like(work, dtype=torch.int8)
@@ -116,7 +119,8 @@ def _quantize_blocks(x_BS: Tensor, packed: Tensor, scales_B: Tensor, work: Tenso
 
 def scales_for(amax_B: Tensor, bits: Bits) -> Tensor:
     """Compute the scales from the blocks' maximum magnitudes, which are overwritten (rules 2 and 3)."""
-    return _round_up(amax_B.div_(127 if bits == 8 else 7))
+    # By a tensor, because CUDA multiplies by the inverse of a number, which is rounded twice.
+    return _round_up(amax_B.div_(amax_B.new_full((), 127.0 if bits == 8 else 7.0)))
 
 
 def divisor_for(scales_B: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.config import Wire
-from lightning_diloco.core import native
+from lightning_diloco.core import fused, native
 from lightning_diloco.core.blocks import (
     Bits,
     all_finite,
@@ -186,6 +186,9 @@ class Decoder:
                 kernels.add_weighted(*self.arrays(start, stop), float(sign), out[start:stop], size)
 
             native.in_parallel(add, native.ranges(len(out), size))
+            return out_P
+        if (on_gpu := fused.kernels_for(out_P, self._bits, size)) is not None:
+            on_gpu.add(*self.encoded(0, out_P.numel()), out_P, sign, size)
             return out_P
         step = chunk_numel(out_P, size)
         values = torch.empty(min(step, out_P.numel()), dtype=torch.float32, device=out_P.device)

@@ -186,7 +186,9 @@ class DenseFragments:
         with self._aside():
             self.settle()
             scratch, wanted_P = self._take(), self._flat(p, snapshot.buffer)
-            pseudo_gradient(self._stored(p, self._anchors[p], scratch), wanted_P, out=wanted_P)
+            anchor = self._anchors[p]
+            stored_P = self._stored(p, anchor, scratch) if self._casts[p] else self._flat(p, anchor)
+            pseudo_gradient(stored_P, wanted_P, out=wanted_P)
             if p in self._residuals:
                 wanted_P.add_(self._flat(p, self._residuals[p]))
             payload = encode_fragment(self._layouts[p], wanted_P, self._config.wire, self._config.block_size)

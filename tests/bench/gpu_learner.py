@@ -25,7 +25,7 @@ from tests.bench.stack import CONTROL, END, NOTES, WITHOUT, Ahead, Stack, option
 from tests.bench.timed_recipe import HookClock
 from tests.quiet import QUIET
 
-TRACE, TRACED = "trace.json", 6  # file, and steps in it
+TRACE, TRACED = "trace.json.gz", 6  # file, and steps in it
 
 
 def wait_for_gpu() -> None:
@@ -48,9 +48,11 @@ class Notes(Callback):
         self._folder = folder
         self._traced = contextlib.ExitStack()
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         if trainer.global_step == self._first:
-            profile = torch.profiler.profile()
+            activity = torch.profiler.ProfilerActivity
+            on_gpu = module.device.type == "cuda"
+            profile = torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU])
             self._traced.callback(profile.export_chrome_trace, str(self._folder / TRACE))  # called after its exit
             self._traced.enter_context(profile)
         if trainer.global_step == self._first + TRACED:

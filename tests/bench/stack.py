@@ -32,7 +32,7 @@ class Stack(L.LightningModule):
         return x.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.device.type == "cuda")
 
 
 class Ahead(Callback):

@@ -1,0 +1,111 @@
+"""What a Chrome trace of a GPU says about training and exchanges: how long each takes, how much is at the same time.
+
+python -m tests.bench.timeline gpu.trace.json.gz --picture gpu.svg
+
+Training is the stream with the longest work. All other streams are those of exchanges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+Span = tuple[float, float]  # begin and end in seconds
+KERNELS, COPIES = "kernels", "copies"
+WORK = {"kernel": KERNELS, "gpu_memcpy": COPIES, "gpu_memset": KERNELS}
+
+
+class Timeline:
+    """The GPU's work in a trace.
+
+    Args:
+        path: a Chrome trace, as torch.profiler exports it, .json.gz.
+
+    Attributes:
+        training: kernels of the training stream, merged, in seconds since the first.
+        exchange: kernels and copies of all other streams, likewise.
+    """
+
+    def __init__(self, path: Path) -> None:
+        spans: dict[tuple[Any, str], list[Span]] = defaultdict(list)
+        for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
+            if (kind := WORK.get(event.get("cat"))) is not None:
+                began_s = float(event["ts"]) / 1e6
+                spans[event["args"]["stream"], kind].append((began_s, began_s + float(event["dur"]) / 1e6))
+        longest = max((key for key in spans if key[1] == KERNELS), key=lambda key: seconds(spans[key]), default=None)
+        others: dict[str, list[list[Span]]] = defaultdict(list)
+        for key, found in spans.items():
+            if key != longest:
+                others[key[1]].append(found)
+        first_s = min((span[0] for found in spans.values() for span in found), default=0.0)
+        self.training = merged(spans.get(longest, ()) if longest else (), first_s)
+        self.exchange = {
+            kind: merged(
+                (span for key, found in spans.items() if key != longest and key[1] == kind for span in found), first_s
+            )
+            for kind in (KERNELS, COPIES)
+        }
+
+    def row(self, num_steps: int) -> dict[str, Any]:
+        """Return a row of a table: milliseconds in a step, and the share of the exchanges that is beside training."""
+        row: dict[str, Any] = {"training [ms/step]": 1e3 * seconds(self.training) / num_steps}
+        for kind, spans in self.exchange.items():
+            total_s = seconds(spans)
+            row[f"{kind} of exchanges [ms/step]"] = 1e3 * total_s / num_steps
+            row[f"{kind} beside training"] = seconds(common(spans, self.training)) / total_s if total_s else 0.0
+        return row
+
+    def draw(self, path: Path) -> None:
+        """Draw the streams over time."""
+        figure, axes = plt.subplots(figsize=(9, 2.2), layout="constrained")
+        lanes = {"training": self.training, **{f"exchange: {kind}": spans for kind, spans in self.exchange.items()}}
+        for at, (spans, color) in enumerate(zip(reversed(lanes.values()), ("C1", "C1", "C0"), strict=True)):
+            axes.broken_barh([(1e3 * a, 1e3 * (b - a)) for a, b in spans], (at - 0.35, 0.7), color=color, linewidth=0)
+        axes.set_yticks(range(len(lanes)), [*reversed(lanes)])
+        axes.set_xlabel("ms")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def merged(spans: Iterable[Span], origin_s: float = 0.0) -> list[Span]:
+    """Sort spans and join those that touch; times become those since the origin."""
+    found: list[Span] = []
+    for began_s, ended_s in sorted((a - origin_s, b - origin_s) for a, b in spans):
+        if found and began_s <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], ended_s))
+        else:
+            found.append((began_s, ended_s))
+    return found
+
+
+def common(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Return the times that are in both; each is merged."""
+    found, k = [], 0
+    for began_s, ended_s in some:
+        while k < len(others) and others[k][1] <= began_s:
+            k += 1
+        at = k
+        while at < len(others) and others[at][0] < ended_s:
+            found.append((max(began_s, others[at][0]), min(ended_s, others[at][1])))
+            at += 1
+    return found
+
+
+def seconds(spans: Iterable[Span]) -> float:
+    """Return the sum of the spans' lengths."""
+    return sum(b - a for a, b in spans)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--picture", type=Path, required=True)
+    given = parser.parse_args()
+    Timeline(given.trace).draw(given.picture)
