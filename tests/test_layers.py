@@ -65,6 +65,7 @@ LIBRARIES = {
     "transport/portions.py": "torch",
     "core": "torch numpy",
     "core/kernels.py": "numba numpy",
+    "core/fused_kernels.py": "triton",
 }
 WHOLE = "the whole environment"
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -220,7 +221,7 @@ def quality(args: argparse.Namespace) -> tuple[list[report.Row], Checks]:
 
 
 def _loss(args: argparse.Namespace, run_dir: Path, *options: str, learners: int, batch_size: int) -> float:
-    num_steps = 60 if args.tiny else 480
+    num_steps = 60 if args.tiny else 240
     overrides = [*TEXT, f"--trainer.accelerator={args.accelerator}", f"--trainer.max_steps={num_steps}"]
     overrides += [f"--trainer.val_check_interval={num_steps}", f"--data.init_args.batch_size={batch_size}", *options]
     verb = (sys.executable, "-m", "lightning_diloco.cli.main", "run", str(RECIPE), "--no-page", "--no-table")
@@ -247,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6, help="turns of each learner")
     parser.add_argument("--turn-s", type=float, default=5.0)
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no learner is left behind
     args.width, args.depth, args.batch = (128, 16, 512) if args.tiny else (4096, 60, 8192)  # 1.0B parameters
     card = {"card": torch.cuda.get_device_name()} if args.accelerator == "cuda" else {}
     found: dict[str, Any] = {"circumstances": report.circumstances() | card}

@@ -74,7 +74,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     HookClock(given.root).attach()
     torch.manual_seed(0)
-    samples = torch.randn(given.batch * 8, given.width)
+    batches = torch.randn(8, given.batch, given.width)
+    if given.accelerator == "cuda":
+        batches = batches.pin_memory()
     trainer = L.Trainer(
         accelerator=given.accelerator,
         devices=1,
@@ -91,7 +93,7 @@ def main() -> None:
         default_root_dir=given.root,
         **QUIET,
     )
-    trainer.fit(Stack(given.width, given.depth), DataLoader(TensorDataset(samples), batch_size=given.batch))
+    trainer.fit(Stack(given.width, given.depth), DataLoader(TensorDataset(batches), batch_size=None))
 
 
 if __name__ == "__main__":

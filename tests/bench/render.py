@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import fine_tuning, goodput_table, outer_rules, quality, report, wide_area
+from tests.bench import fine_tuning, goodput_table, gpu, outer_rules, quality, report, wide_area
 from tests.bench.tiny import RECIPE, Tiny
 
 Results = dict[str, Any]
@@ -62,6 +62,11 @@ def _bandwidth(found: Results) -> str:
     return "\n\n".join((report.table(rows), _checks(found), report.table(found["eight_sites"])))
 
 
+def _gpu(found: Results) -> str:
+    tables = (report.table(found[part]) for part in gpu.PARTS if part in found)
+    return "\n\n".join((*tables, _checks(found)))
+
+
 def _broken_learner(found: Results) -> str:
     by_kind: dict[str, dict[str, Any]] = {}
     for row in found["rows"][1:]:
@@ -87,6 +92,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
     **dict.fromkeys(("streams", "soak", "takeovers"), _rows),
     "bandwidth": _bandwidth,
+    "gpu": _gpu,
     "wide_area": lambda found: f"{report.table(found['rows'], wide_area.COLUMNS)}\n\n{_checks(found)}",
 }
 
@@ -206,9 +212,10 @@ def rendered() -> dict[str, str]:
 
 
 def _origin(seen: dict[str, str]) -> str:
+    machine = ", ".join(seen[name] for name in ("card", "machine") if name in seen)
     load = f" (load average {seen['load']})" if "load" in seen else ""
     return (
-        f"{seen['date']}, commit {seen['commit']}, {seen['machine']}{load}, Python {seen['python']}, "
+        f"{seen['date']}, commit {seen['commit']}, {machine}{load}, Python {seen['python']}, "
         f"torch {seen['torch']}; made by `python -m tests.bench.render` from stored results."
     )
 

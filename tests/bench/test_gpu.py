@@ -39,6 +39,7 @@ def test_times_of_a_trace(tmp_path: Path) -> None:
         event("kernel", 7, 2000, 2000),
         event("kernel", 13, 1000, 1000),  # half of it beside training
         event("gpu_memcpy", 13, 4500, 300),
+        event("gpu_memcpy", 7, 1500, 100),  # a batch
         {"ph": "X", "cat": "cpu_op", "ts": 0, "dur": 9e9},
     ]
     path = tmp_path / "trace.json.gz"
@@ -46,9 +47,9 @@ def test_times_of_a_trace(tmp_path: Path) -> None:
     found = timeline.Timeline(path)
     assert found.row(num_steps=2) == pytest.approx(
         {
-            "training [ms/step]": 1.75,
+            "training [ms/step]": 1.8,
             "kernels of exchanges [ms/step]": 0.5,
-            "kernels beside training": 0.5,
+            "kernels beside training": 0.6,
             "copies of exchanges [ms/step]": 0.15,
             "copies beside training": 0.0,
         }

@@ -12,6 +12,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +30,25 @@ class Timeline:
         path: a Chrome trace, as torch.profiler exports it, .json.gz.
 
     Attributes:
-        training: kernels of the training stream, merged, in seconds since the first.
+        training: work of the training stream, merged, in seconds since the first of all.
         exchange: kernels and copies of all other streams, likewise.
+
+    Raises:
+        IndexError: the trace has no work of a GPU.
     """
 
     def __init__(self, path: Path) -> None:
-        spans: dict[tuple[Any, str], list[Span]] = defaultdict(list)
+        streams: dict[Any, dict[str, list[Span]]] = defaultdict(lambda: {KERNELS: [], COPIES: []})
         for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
             if (kind := WORK.get(event.get("cat"))) is not None:
                 began_s = float(event["ts"]) / 1e6
-                spans[event["args"]["stream"], kind].append((began_s, began_s + float(event["dur"]) / 1e6))
-        longest = max((key for key in spans if key[1] == KERNELS), key=lambda key: seconds(spans[key]), default=None)
-        others: dict[str, list[list[Span]]] = defaultdict(list)
-        for key, found in spans.items():
-            if key != longest:
-                others[key[1]].append(found)
-        first_s = min((span[0] for found in spans.values() for span in found), default=0.0)
-        self.training = merged(spans.get(longest, ()) if longest else (), first_s)
+                streams[event["args"]["stream"]][kind].append((began_s, began_s + float(event["dur"]) / 1e6))
+        others = sorted(streams.values(), key=lambda stream: seconds(stream[KERNELS]))
+        training = others.pop()
+        first_s = min(span[0] for stream in (training, *others) for spans in stream.values() for span in spans)
+        self.training = merged(chain(*training.values()), first_s)
         self.exchange = {
-            kind: merged(
-                (span for key, found in spans.items() if key != longest and key[1] == kind for span in found), first_s
-            )
-            for kind in (KERNELS, COPIES)
+            kind: merged(chain(*(stream[kind] for stream in others)), first_s) for kind in (KERNELS, COPIES)
         }
 
     def row(self, num_steps: int) -> dict[str, Any]:

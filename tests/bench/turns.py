@@ -86,9 +86,9 @@ class Player:
         self._signal(signal.SIGSTOP)
 
     def end(self) -> None:
-        """Let it run until it ends."""
-        self._signal(signal.SIGCONT)
-        self._wait(lambda: self._process.poll() is not None)
+        """Let it run until it and all its child processes have ended."""
+        pids = self._signal(signal.SIGCONT)
+        self._wait(lambda: self._process.poll() is not None and not any(map(is_running, pids)))
         self._check()
 
     def kill(self) -> None:
