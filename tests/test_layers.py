@@ -65,7 +65,7 @@ LIBRARIES = {
     "transport/portions.py": "torch",
     "core": "torch numpy",
     "core/kernels.py": "numba numpy",
-    "core/fused_kernels.py": "triton",
+    "core/fused_kernels.py": "torch triton",
 }
 WHOLE = "the whole environment"
 
