@@ -1,6 +1,6 @@
-"""Registers the names of `Trainer(strategy="decoupled_diloco", accelerator="xla")`.
+"""Registers names for `Trainer(strategy=...)`, "decoupled_diloco", and `Trainer(accelerator=...)`, ACCELERATORS.
 
-Lightning has no entry point for either name.
+Lightning has no entry point for them.
 
 1. A name is added to its registry at once if the registry's module has been imported, and otherwise when it is
    imported. Registration itself does not import Lightning. The strategy is imported only when a Trainer asks for it.
@@ -19,7 +19,14 @@ from types import ModuleType
 from typing import Any
 
 NAME = "decoupled_diloco"
-ACCELERATOR = "xla"
+
+_BACKENDS = "lightning_diloco.strategy.backends"
+ACCELERATORS = {
+    "xla": (f"{_BACKENDS}.xla_accelerator", "PjrtAccelerator", "PJRT devices"),
+    "torch": (f"{_BACKENDS}.torch_accelerator", "TorchAccelerator", "devices of torch.accelerator"),
+    "torch_tpu": (f"{_BACKENDS}.torch_accelerator", "TorchTPUAccelerator", "chips of TorchTPU"),
+}
+"""Module, class and description by the name for `Trainer(accelerator=...)`."""
 
 
 def register() -> None:
@@ -41,18 +48,16 @@ def _add_strategy(strategies: ModuleType, package: str = "lightning_diloco") -> 
         strategies.StrategyRegistry.register(NAME, make, description="Decoupled DiLoCo over any network")
 
 
-def _add_accelerator(accelerators: ModuleType) -> None:
-    if ACCELERATOR not in accelerators.AcceleratorRegistry:
-        from lightning_diloco.strategy.backends.xla_accelerator import (
-            PjrtAccelerator,  # the registry needs the class itself
-        )
-
-        accelerators.AcceleratorRegistry.register(ACCELERATOR, PjrtAccelerator, description="PJRT devices")
+def _add_accelerators(accelerators: ModuleType) -> None:
+    registry = accelerators.AcceleratorRegistry
+    for name, (module, made, description) in ACCELERATORS.items():
+        if name not in registry:  # it needs the class itself
+            registry.register(name, getattr(importlib.import_module(module), made), description=description)
 
 
 _WHEN_IMPORTED: dict[str, Callable[[ModuleType], None]] = {
     "lightning.pytorch.strategies": _add_strategy,
-    "lightning.pytorch.accelerators": _add_accelerator,
+    "lightning.pytorch.accelerators": _add_accelerators,
     "pytorch_lightning.strategies": partial(_add_strategy, package="lightning_diloco.pytorch_lightning"),
 }
 

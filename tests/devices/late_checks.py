@@ -17,7 +17,6 @@ from unittest import mock
 
 import lightning as L
 import torch
-from lightning.pytorch.accelerators import Accelerator
 
 import lightning_diloco
 from lightning_diloco.devices import streams
@@ -116,45 +115,6 @@ def other_arithmetic() -> dict[str, str]:
     return {"error": "none"}
 
 
-class LateAccelerator(Accelerator):
-    """The stand-in, for a Trainer."""
-
-    def setup_device(self, device: torch.device) -> None:
-        """Nothing to set up."""
-
-    def teardown(self) -> None:
-        """Nothing to tear down."""
-
-    def get_device_stats(self, device: torch.device) -> dict[str, Any]:
-        """No figures."""
-        return {}
-
-    @staticmethod
-    def parse_devices(devices: int) -> int:
-        """Return it as it is."""
-        return devices
-
-    @staticmethod
-    def get_parallel_devices(devices: int) -> list[torch.device]:
-        """Return the only one."""
-        return [torch.device(late.NAME, 0)]
-
-    @staticmethod
-    def auto_device_count() -> int:
-        """Return one."""
-        return 1
-
-    @staticmethod
-    def is_available() -> bool:
-        """Return true."""
-        return True
-
-    @staticmethod
-    def name() -> str:
-        """Return its name."""
-        return late.NAME
-
-
 class Line(L.LightningModule):
     """A line through points."""
 
@@ -176,7 +136,7 @@ def fit() -> dict[str, Any]:
     """A fit with an embedded syncer."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
-            accelerator=LateAccelerator(), devices=1, max_steps=300, default_root_dir=folder, logger=False,
+            accelerator="torch", devices=1, max_steps=300, default_root_dir=folder, logger=False,
             strategy=lightning_diloco.DecoupledDiLoCoStrategy(sync_every=4), enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip

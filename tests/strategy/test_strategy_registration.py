@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from lightning_diloco.strategy.registration import ACCELERATORS
 
 HEAVY = ("torch", "numpy", "lightning", "lightning_fabric", "pytorch_lightning", "transformers", "pyarrow", "rich")
 # A package with Lightning's names, so that import orders are tried in milliseconds.
@@ -16,7 +19,7 @@ class _Registry(dict):
         assert name not in self
         self[name] = make
 StrategyRegistry = _Registry(other=object)
-AcceleratorRegistry = _Registry(xla=object)
+AcceleratorRegistry = _Registry(xla=object, torch=object, torch_tpu=object)
 """
 SHOW = "; import lightning.pytorch.strategies as s; print(sorted(s.StrategyRegistry))"
 
@@ -87,11 +90,9 @@ def test_unknown_names_of_the_package_are_attribute_errors() -> None:
     assert set(lightning_diloco.__all__) <= set(dir(lightning_diloco))
 
 
-def test_the_accelerator_goes_by_its_own_name() -> None:
-    from lightning_diloco.strategy.backends.xla_accelerator import PjrtAccelerator
-    from lightning_diloco.strategy.registration import ACCELERATOR
-
-    assert PjrtAccelerator.name() == ACCELERATOR
+def test_accelerators_go_by_their_own_names() -> None:
+    for name, (module, made, _) in ACCELERATORS.items():
+        assert getattr(importlib.import_module(module), made).name() == name
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_diloco.strategy.hooks import DiLoCoHooks
@@ -12,6 +13,8 @@ class SingleDeviceDiLoCo(DiLoCoHooks, SingleDeviceStrategy):
 
     def _bind(self) -> None:
         assert self.parallel_devices
-        SingleDeviceStrategy.__init__(
-            self, self.parallel_devices[0], self._accelerator, self._checkpoint_io, self._precision_plugin
-        )
+        device, precision = self.parallel_devices[0], self._precision_plugin
+        if isinstance(precision, MixedPrecision) and precision.device == "cuda" != device.type:
+            # Lightning takes each accelerator that it does not know for CUDA; nothing would be computed in 16 bits.
+            precision = MixedPrecision(precision.precision, device.type)
+        SingleDeviceStrategy.__init__(self, device, self._accelerator, self._checkpoint_io, precision)

@@ -43,7 +43,7 @@ class PjrtAccelerator(XLAAccelerator):
             ConfigError: something else is wanted.
         """
         count = PjrtAccelerator.auto_device_count()
-        wanted = _numbers(devices)
+        wanted = numbers_of(devices)
         if wanted in (1, count) or (isinstance(wanted, list) and len(wanted) == 1 and 0 <= wanted[0] < count):
             return wanted
         raise ConfigError(
@@ -93,7 +93,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _numbers(devices: int | str | list[int]) -> int | list[int] | None:
+def numbers_of(devices: int | str | list[int]) -> int | list[int] | None:
     """Return a Trainer's `devices` as numbers; None if they are not numbers."""
     if not isinstance(devices, str):
         return devices

@@ -1,0 +1,83 @@
+"""`Trainer(accelerator="torch")`, without such a device; tests/devices/late_checks.py trains on a stand-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_diloco import DecoupledDiLoCoStrategy
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy.backends.torch_accelerator import TorchAccelerator, TorchTPUAccelerator
+
+
+@pytest.fixture
+def kind(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A machine with four devices of a type for which Lightning has no class; the process has the third."""
+    found = {
+        "current_accelerator": lambda: torch.device("xpu"),
+        "is_available": lambda: True,
+        "device_count": lambda: 4,
+        "current_device_index": lambda: 2,
+    }
+    for name, call in found.items():
+        monkeypatch.setattr(torch.accelerator, name, call)
+    return "xpu"
+
+
+@pytest.mark.parametrize(
+    ("devices", "indices"),
+    [(1, [2]), ("1", [2]), (4, [0, 1, 2, 3]), (-1, [0, 1, 2, 3]), ([3], [3]), ("1,3", [1, 3]), ("-1", [0, 1, 2, 3])],
+)
+@pytest.mark.usefixtures("kind")
+def test_wanted_devices(devices: int | str | list[int], indices: list[int]) -> None:
+    assert TorchAccelerator.parse_devices(devices) == indices
+    assert TorchAccelerator.get_parallel_devices(indices) == [torch.device("xpu", k) for k in indices]
+
+
+@pytest.mark.parametrize("devices", [0, 5, -2, [4], [1, 1], [], "all", ""])
+@pytest.mark.usefixtures("kind")
+def test_devices_that_are_not_there_are_refused(devices: int | str | list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"must be a number from 1 to 4, the number of xpu devices here"):
+        TorchAccelerator.parse_devices(devices)
+
+
+@pytest.mark.usefixtures("kind")
+def test_a_device_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device cpu: must be of type xpu"):
+        TorchAccelerator().setup_device(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("accelerator", ["torch", "torch_tpu"])
+def test_a_machine_without_an_accelerator_is_refused(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(MisconfigurationException, match="can not run on your system"):
+        L.Trainer(accelerator=accelerator, devices=1)
+
+
+@pytest.mark.usefixtures("kind")
+def test_only_tpus_are_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TorchAccelerator.is_available()
+    assert not TorchTPUAccelerator.is_available()
+    tpu = SimpleNamespace(type="tpu")  # torch knows the type only where torch_tpu is installed
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: tpu)
+    assert TorchTPUAccelerator.is_available()
+
+
+def test_mixed_precision_is_that_of_the_device(kind: str) -> None:
+    trainer = L.Trainer(
+        accelerator="torch",
+        devices=1,
+        strategy=DecoupledDiLoCoStrategy(),
+        precision="bf16-mixed",
+        logger=False,
+        enable_checkpointing=False,
+    )
+    precision = trainer.strategy.precision_plugin
+    assert trainer.strategy.root_device == torch.device(kind, 2)
+    assert isinstance(precision, MixedPrecision)
+    assert precision.device == kind
