@@ -23,12 +23,12 @@ DEVICES = frozenset({"cuda"})
 def kernels_for(x: Tensor, bits: int | None, block_size: int) -> ModuleType | None:
     """Return `fused_kernels.py` if it supports this vector: int8 and float32, on a GPU, in blocks of a power of two."""
     is_ours = x.device.type in DEVICES and bits == 8 and x.dtype == torch.float32 and x.is_contiguous()
-    return _loaded(x.device) if is_ours and block_size & (block_size - 1) == 0 else None
+    return _loaded(x.device, block_size) if is_ours and block_size & (block_size - 1) == 0 else None
 
 
 @cache
-def _loaded(device: torch.device) -> ModuleType | None:
-    """Import and compile the kernels, once per device."""
+def _loaded(device: torch.device, block_size: int) -> ModuleType | None:
+    """Import the kernels and compile them, so that neither delays the first exchange."""
     try:
         from lightning_diloco.core import fused_kernels
 
