@@ -28,15 +28,14 @@ def kernels_for(x: Tensor, bits: int | None, block_size: int) -> ModuleType | No
 
 @cache
 def _loaded(device: torch.device, block_size: int) -> ModuleType | None:
-    """Import the kernels and compile them, so that neither delays the first exchange."""
+    """Import the kernels and compile them for this block size. A learner's first use is before its training begins."""
     try:
         from lightning_diloco.core import fused_kernels
 
-        x, q, scales = (
-            torch.zeros(16, dtype=kind, device=device) for kind in (torch.float32, torch.int8, torch.bfloat16)
-        )
-        fused_kernels.quantize(x, q, scales[:1], 16)
-        fused_kernels.add(q, scales[:1], x, 1, 16)
+        x, q = torch.zeros(block_size, device=device), torch.zeros(block_size, dtype=torch.int8, device=device)
+        scales = torch.zeros(1, dtype=torch.bfloat16, device=device)
+        fused_kernels.quantize(x, q, scales, block_size)
+        fused_kernels.add(q, scales, x, 1, block_size)
     except Exception as error:  # no triton, or none for this device, or no compiler on this machine
         log.warning(
             "triton cannot be used on %s (%s: %s): encoding and decoding make more passes over memory",
