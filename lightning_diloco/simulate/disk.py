@@ -81,12 +81,12 @@ class Disk:
             self.log.append(entry)
             self._follow(entry)
 
-    def update(self, p: int, have: int | None, sent: int) -> Update:
-        """Return the update from version `have` to the newest one: a chain of updates, or the full value."""
-        newest = len(self.anchors[p]) - 1
+    def update(self, p: int, have: int | None, newest: int, sent: int) -> Update:
+        """Return the update from version `have` to version `newest`: a chain of updates, or the full value."""
+        values = self.anchors[p]
         if have is None or not 0 <= newest - have <= CHAIN_LENGTH:
-            return Update(full=self.anchors[p][-1], increment=0, sent=sent)
-        return Update(full=None, increment=self.anchors[p][-1] - self.anchors[p][have], sent=sent)
+            return Update(full=values[newest], increment=0, sent=sent)
+        return Update(full=None, increment=values[newest] - values[have], sent=sent)
 
     def recovered(self, *, expect: int | None, now_s: float, use_snapshot: bool = False) -> SyncerState:
         """Return a state machine that is restored from disk alone.

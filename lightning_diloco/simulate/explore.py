@@ -2,8 +2,9 @@
 
 1. A history follows from its seed: a config, a network, and a list of steps. Learners join, finish, hang, and are
    killed or cut off. The syncer is killed between any two of its actions, restarts from a snapshot, is suspended, or
-   loses the newest records of its disk. The disk fills up. Messages are lost, repeated, and overtake each other. Before
-   the disk loses records, all learners are reconnected, because the syncer recognizes only recent versions as lost.
+   loses the newest records of its disk. The disk fills up. A standby follows the syncer, is cut off or given up, or
+   takes over. Messages are lost, repeated, and overtake each other. Before the disk loses records, all learners are
+   reconnected, because the syncer recognizes only recent versions as lost.
 2. The invariants are checked after every event, and the whole log after every step. At the end, all learners reconnect,
    and the network becomes that of real runs, in which polls are answered in order. Then each learner must get its work
    merged, drain and leave, and the ledger must be exact.
@@ -31,7 +32,8 @@ RECONNECT_S, MERGED_S, LEAVE_S = 8.0, 60.0, 120.0
 _WEIGHTS = {
     "join": 2, "replace": 2, "cut": 2, "heal": 3, "finish": 1, "spoil a payload": 1, "restart the syncer": 1,
     "kill the syncer": 3, "suspend the syncer": 1, "evaluate": 1, "hang": 1, "fill the disk": 1, "snapshot": 1,
-    "roll back": 1, "wait": 6,
+    "roll back": 1, "wait": 6, "add a standby": 2, "cut off the standby": 1, "heal the standby": 1, "take over": 2,
+    "continue alone": 1,
 }  # fmt: skip
 
 
@@ -158,7 +160,8 @@ class History:
             self._fleet.run_for(4.0)
             for number in self._kept:
                 self._do(self.steps[number])
-                self._fleet.invariants.audit()
+                if not self._fleet.is_in_between:
+                    self._fleet.invariants.audit()
             self._end()
         except (AssertionError, ValueError, KeyError, TimeoutError) as violation:
             return f"{type(violation).__name__}: {violation}"
@@ -171,9 +174,14 @@ class History:
             "kill the syncer": lambda amount: self._fleet.crashes.arm("", 1 + int(12 * amount)),
             "suspend the syncer": lambda amount: self._fleet.suspend_syncer(10.0 * amount),
             "fill the disk": self._fill_the_disk,
-            "snapshot": lambda amount: self._fleet.disk.take_snapshot(self._fleet.syncer),
+            "snapshot": lambda _: self._take_snapshot(),
             "roll back": self._roll_back,
             "wait": lambda amount: self._fleet.run_for(8.0 * amount),
+            "add a standby": self._add_standby,
+            "cut off the standby": self._cut_off_standby,
+            "heal the standby": lambda _: self._heal_standby(),
+            "take over": self._take_over,
+            "continue alone": lambda _: self._fleet.continue_alone(),
         }
         if step.kind in does:
             does[step.kind](step.amount)
@@ -226,7 +234,30 @@ class History:
         self._heal_all()
         self._fleet.restart_syncer(lose=1 + int(8 * amount))
 
+    def _take_snapshot(self) -> None:
+        if not self._fleet.is_in_between:  # nor does a real syncer take one then
+            self._fleet.disk.take_snapshot(self._fleet.syncer)
+
+    def _add_standby(self, amount: float) -> None:
+        if self._fleet.standby is None and self._fleet.syncer.manifest is not None:
+            self._fleet.add_standby(0.01 + 0.2 * amount)
+
+    def _cut_off_standby(self, _: float) -> None:
+        if (standby := self._fleet.standby) is not None:
+            standby.is_cut = True
+
+    def _heal_standby(self) -> None:
+        if (standby := self._fleet.standby) is not None and standby.is_cut:
+            standby.heal()
+
+    def _take_over(self, amount: float) -> None:
+        if self._fleet.standby is not None:
+            self._cut_off_standby(amount)
+            self._fleet.run_for(2.0 * amount)  # the syncer writes records that the standby does not get
+            self._fleet.take_over()
+
     def _heal_all(self) -> None:
+        self._heal_standby()
         for learner in self._fleet.learners.values():
             if learner.is_cut:
                 self._fleet.heal(learner)

@@ -20,6 +20,7 @@ from lightning_diloco.core.schedule import fragment_due
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate.crashes import CrashPoints, Killed
@@ -27,6 +28,7 @@ from lightning_diloco.simulate.disk import Disk
 from lightning_diloco.simulate.invariants import Invariants
 from lightning_diloco.simulate.process import SimulatedLearner
 from lightning_diloco.simulate.settings import Network, Pace, manifest
+from lightning_diloco.simulate.standby import Standby
 
 TICK_S = 0.25
 CONFIRM_AGAIN_S = 0.5
@@ -85,6 +87,10 @@ class Fleet:
         self._sessions = itertools.count(1)
         self._boot = 0
         self._suspended_until_s = 0.0
+        self.standby: Standby | None = None
+        self._todo: deque[do.SyncerAction] = deque()
+        self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
+        self._is_blocked = False  # whether the next action waits for the standby
         self._payloads: dict[tuple[str, int, int], int] = {}
         self._gradients: dict[tuple[int, int], int] = {}
         self._after(tick_s, self._tick)
@@ -135,15 +141,43 @@ class Fleet:
 
     def restart_syncer(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
         """Kill the syncer and restart it from its disk, which may have lost the newest `lose` records."""
-        self._boot += 1
-        self._suspended_until_s = 0.0
-        self._payloads.clear()
         if lose:
+            self.standby = None  # its copy is of another history
             self.disk.lose(lose)
             self.invariants.rolled_back()
+        self._boot += 1
+        self._suspended_until_s, self._is_blocked = 0.0, False
+        for held in (self._payloads, self._todo, self._inbox):
+            held.clear()
+        if self.standby is not None:
+            self.standby.forget()
+            self._wait_for_standby()
         self.syncer = self.disk.recovered(expect=self._expect, now_s=self.now_s, use_snapshot=use_snapshot)
         for learner in self.learners.values():
             self._reconnect(learner)
+
+    def add_standby(self, delay_s: float) -> None:
+        """Register a standby that has all records."""
+        self.standby = Standby(delay_s=delay_s, has=len(self.disk.log), after=self._after)
+
+    def continue_alone(self) -> None:
+        """Let the syncer give up its standby, which may not take over any more."""
+        if self.standby is not None:
+            standby, self.standby = self.standby, None
+            standby.give_up()
+
+    def take_over(self) -> None:
+        """Lose the syncer and its disk; the standby serves the run from the records that it has."""
+        assert self.standby is not None
+        num_lost, self.standby = len(self.disk.log) - self.standby.has, None
+        self.disk.lose(num_lost)
+        self.restart_syncer()
+
+    @property
+    def is_in_between(self) -> bool:
+        """Return whether the syncer and its disk differ, because it waits for its standby."""
+        versions = [f.version for f in self.syncer.rounds.fragments]
+        return self._is_blocked or versions != [len(values) - 1 for values in self.disk.anchors]
 
     def at(self, at_s: float, call: Callable[[], None]) -> None:
         """Call a function at this time, which has not passed yet."""
@@ -223,14 +257,52 @@ class Fleet:
         if self.now_s < self._suspended_until_s:
             self._after(self._suspended_until_s - self.now_s, partial(self._from_own_thread, event, self._boot))
             return
-        self.num_events += 1
-        self.history.append((self.now_s, "syncer", event))
-        with self._mortal():
-            for action in self.syncer.handle(event, self.now_s):
-                self.crashes.before(action)
-                self._do_for_syncer(action)
+        self._inbox.append((self.now_s, event))
+        self._take_events()
+
+    def _take_events(self) -> None:
+        while self._inbox and not self._is_blocked:
+            came_s, event = self._inbox.popleft()
+            self.num_events += 1
+            self.history.append((self.now_s, "syncer", event))
+            with self._mortal():
+                self._todo.extend(self.syncer.handle(event, came_s))
+                self._carry_out()
+
+    def _carry_out(self) -> None:
+        """Carry out actions in order. After a record, the next one waits until the standby has it."""
+        while self._todo:
+            action = self._todo.popleft()
+            self.crashes.before(action)
+            self._do_for_syncer(action)
+            if isinstance(action, do.Record) and self.standby and self.standby.is_awaited(len(self.disk.log)):
+                self._wait_for_standby()
+                return
         if self._is_audited:
             self.invariants.after_syncer_event()
+
+    def _wait_for_standby(self) -> None:
+        self._is_blocked = True
+        self._when_copied(partial(self._go_on, self._boot))
+
+    def _go_on(self, boot: int) -> None:
+        if boot == self._boot:
+            self._is_blocked = False
+            with self._mortal():
+                self._carry_out()
+            self._take_events()
+
+    def _when_copied(self, call: Callable[[], object]) -> None:
+        """Call a function when the standby has all records; at once without a standby."""
+        if self.standby is None:
+            call()
+        else:
+            self.standby.wait(len(self.disk.log), call)
+
+    def _append(self, values: Json, gradient: int = 0) -> None:
+        self.disk.append(values, gradient)
+        if self.standby is not None:
+            self.standby.send(len(self.disk.log))
 
     def _do_for_syncer(self, action: do.SyncerAction) -> None:
         boot = self._boot
@@ -243,7 +315,7 @@ class Fleet:
                 else:
                     self._deliver(hears)
             case do.Record():
-                self.disk.append(action.values)
+                self._append(action.values)
             case do.Merge():
                 event = self._merge(action)
                 self._gradients[action.fragment, action.round] = sum(
@@ -282,9 +354,10 @@ class Fleet:
             return
         with self._mortal():
             self.crashes.reach("append")
-            self.disk.append(action.record, self._gradients[p, action.round])
+            self._append(action.record, self._gradients[p, action.round])
             self.crashes.reach("tell")
-            self._syncer_handles(on.Committed(p, action.round, self.disk.digests[p][-1]))
+            committed = on.Committed(p, action.round, self.disk.digests[p][-1])
+            self._when_copied(partial(self._from_own_thread, committed, boot))
 
     @contextmanager
     def _mortal(self) -> Iterator[None]:
@@ -358,10 +431,10 @@ class Fleet:
         """Adopt the current anchors, which may be newer than those of the welcome."""
         run = self.config
         num_fragments = run.fragments_wanted
-        learner.params = [values[-1] for values in self.disk.anchors]
+        generation, versions = self.syncer.rounds.generation, tuple(f.version for f in self.syncer.rounds.fragments)
+        learner.params = [values[v] for values, v in zip(self.disk.anchors, versions, strict=True)]
         learner.anchors = list(learner.params)
-        learner.digests = [digests[-1] for digests in self.disk.digests]
-        generation, versions = self.syncer.rounds.generation, tuple(len(values) - 1 for values in self.disk.anchors)
+        learner.digests = [digests[v] for digests, v in zip(self.disk.digests, versions, strict=True)]
         learner.state = LearnerState(
             learner=learner.name,
             incarnation=welcome.incarnation,
@@ -471,14 +544,14 @@ class Fleet:
         if learner.is_cut or boot != self._boot or member is None:
             self._learner_handles(learner, on.FetchFailed(p))
             return
-        generation, version = self.syncer.rounds.generation, len(self.disk.anchors[p]) - 1
+        generation, version = self.syncer.rounds.generation, self.syncer.rounds.fragments[p].version
         fate = member.fates.get(p)
         merged_seq = fate[0] if fate and fate[1] == "merged" else None
         sent = learner.kept.get((p, merged_seq)) if merged_seq is not None else None
         kept = fate[4] if fate else 1.0
         have = None if action.adopt or generation != action.generation else action.have
-        update = self.disk.update(p, have, int((sent or 0) * kept))
-        learner.staged[p], learner.adopts[p] = (update, self.disk.digests[p][-1]), action.adopt
+        update = self.disk.update(p, have, version, int((sent or 0) * kept))
+        learner.staged[p], learner.adopts[p] = (update, self.disk.digests[p][version]), action.adopt
         seq = None if sent is None else merged_seq
-        proof = self.syncer.proof(p, generation, version, self.disk.digests[p][-1])
+        proof = self.syncer.proof(p, generation, version, self.disk.digests[p][version])
         self._learner_handles(learner, on.Staged(p, generation, version, seq, update.full is not None, kept, proof))

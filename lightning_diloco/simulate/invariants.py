@@ -1,6 +1,6 @@
 """Invariants of every history, recomputed from the log and from the tokens that learners really trained.
 
-1. Versions only grow, unless the disk is rolled back.
+1. Versions only grow and the generation stays, unless the disk is rolled back. A takeover by the standby is no reason.
 2. No round closes below the effective quorum.
 3. Under "carry", parameters minus anchor equal the pending tokens. Every learner's anchor equals the published one.
 4. An anchor is the sum of the tokens merged into it, and no token is merged twice.
@@ -40,6 +40,8 @@ class Invariants:
     def __init__(self, fleet: Observed) -> None:
         self._fleet = fleet
         self._versions: list[int] = []
+        self._generation = 0
+        self._was_rolled_back = False
         self._closed: set[int] = set()
         self.num_checks = 0
 
@@ -47,8 +49,9 @@ class Invariants:
         raise AssertionError(f"{text}\n{self._fleet.story()}")
 
     def rolled_back(self) -> None:
-        """Allow lower versions once, after the disk was rolled back."""
+        """Allow lower versions once, and new generations, after the disk was rolled back."""
         self._versions = []
+        self._was_rolled_back = True
 
     # ------------------------------------------------------------------------------------------------ after every event
 
@@ -59,6 +62,9 @@ class Invariants:
         if any(new < old for new, old in zip(versions, self._versions, strict=False)):
             self._fail(f"versions went from {self._versions} to {versions}")
         self._versions = versions
+        if syncer.rounds.generation != self._generation and not self._was_rolled_back:
+            self._fail(f"generation {syncer.rounds.generation} began, although no disk has lost records")
+        self._generation = syncer.rounds.generation
         if syncer.num_inexact:
             self._fail("a learner's books disagree with the commits it has landed")
         for f in syncer.rounds.fragments:

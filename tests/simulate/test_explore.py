@@ -25,6 +25,21 @@ def test_histories_keep_the_invariants() -> None:
     assert found.events > 100_000
 
 
+def test_takeovers_lose_records_that_were_not_announced(monkeypatch: Patch) -> None:
+    """Otherwise the histories would not try what a standby is for."""
+    lost: list[str] = []
+    take_over = Fleet.take_over
+
+    def noted(fleet: Fleet) -> None:
+        assert fleet.standby is not None
+        lost.extend(type(entry.record).__name__ for entry in fleet.disk.log[fleet.standby.has :])
+        take_over(fleet)
+
+    monkeypatch.setattr(Fleet, "take_over", noted)
+    assert explore(1, num_seeds=40).violation is None
+    assert {"CommitRecord", "RangesLeased"} <= set(lost)
+
+
 @pytest.mark.slow
 def test_fresh_histories_keep_the_invariants(capsys: pytest.CaptureFixture[str]) -> None:
     first_seed = int(time.time())
@@ -48,6 +63,7 @@ def test_a_history_follows_from_its_seed() -> None:
         sabotages.a_landed_merge_is_not_taken_off_the_parameters,
         sabotages.a_restart_forgets_the_fates,
         sabotages.promises_may_be_broken,
+        sabotages.nothing_waits_for_the_standby,
     ],
 )
 def test_a_machine_with_one_rule_broken_is_found_out(sabotage: Callable[[Patch], None], monkeypatch: Patch) -> None:
@@ -164,3 +180,23 @@ def test_a_learner_follows_a_syncer_that_has_lost_the_generation_it_was_told_of(
 
 def is_regenerated(entry: Entry) -> bool:
     return isinstance(entry.record, Regenerated)
+
+
+def test_a_restarted_syncer_waits_for_its_standby() -> None:
+    fleet, _ = fleet_of_two(upload_s=0.1, download_s=0.1)
+    fleet.run_for(10.0)
+    fleet.add_standby(0.1)
+    assert fleet.standby is not None
+    fleet.standby.is_cut = True
+    fleet.run_for(5.0)
+    assert fleet.is_in_between
+    fleet.restart_syncer()
+    versions = [f.version for f in fleet.syncer.rounds.fragments]
+    fleet.run_for(5.0)
+    assert [f.version for f in fleet.syncer.rounds.fragments] == versions, "it serves nobody"
+    fleet.standby.heal()
+    fleet.run_for(20.0)
+    assert min(f.version for f in fleet.syncer.rounds.fragments) > max(versions)
+    fleet.take_over()
+    fleet.run_for(20.0)
+    fleet.invariants.audit()

@@ -18,6 +18,7 @@ from lightning_diloco.protocol.syncer.durable_state import DurableState
 from lightning_diloco.protocol.syncer.ledger import Account
 from lightning_diloco.protocol.syncer.rounds import Rounds
 from lightning_diloco.simulate import Fleet, Network, Pace
+from lightning_diloco.simulate.standby import Standby
 
 Patch = pytest.MonkeyPatch
 
@@ -140,6 +141,10 @@ def _member_without_fates() -> Callable[..., Any]:
         return member
 
     return forgetful
+
+
+def nothing_waits_for_the_standby(patch: Patch) -> None:
+    patch.setattr(Standby, "wait", lambda self, num_records, call: call())
 
 
 def a_leave_is_not_on_record(patch: Patch) -> None:

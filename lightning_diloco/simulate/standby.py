@@ -1,0 +1,76 @@
+"""The standby of a simulated syncer: how many records it has, and what the primary does when it has them.
+
+Which of the two serves the run is decided elsewhere (`protocol/syncer/succession.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+After = Callable[[float, Callable[[], object]], None]
+
+
+class Standby:
+    """Receives the records of a log in order.
+
+    Args:
+        delay_s: time until a record, or the word that it is there, arrives.
+        has: number of records that it has.
+        after: calls a function after this time.
+
+    Attributes:
+        has: number of records that it has.
+        is_cut: whether the network between the primary and it is cut.
+    """
+
+    def __init__(self, *, delay_s: float, has: int, after: After) -> None:
+        self.has = has
+        self.is_cut = False
+        self._delay_s, self._after = delay_s, after
+        self._newest = self._reported = has
+        self._waiting: list[tuple[int, Callable[[], object]]] = []
+
+    def send(self, num_records: int) -> None:
+        """Send it all records up to this number."""
+        self._newest = num_records
+        self._after(self._delay_s, partial(self._receive, num_records))
+
+    def heal(self) -> None:
+        """Restore the network; it asks for the records that it lacks."""
+        self.is_cut = False
+        self.send(self._newest)
+
+    def wait(self, num_records: int, call: Callable[[], object]) -> None:
+        """Call a function when it has reported this number of records; at once, if it has."""
+        if num_records <= self._reported:
+            call()
+        else:
+            self._waiting.append((num_records, call))
+
+    def is_awaited(self, num_records: int) -> bool:
+        """Return whether it has not reported this number of records yet."""
+        return num_records > self._reported
+
+    def give_up(self) -> None:
+        """Call what waits for it."""
+        self._report(self._newest)
+
+    def forget(self) -> None:
+        """Forget what waits: the primary was killed."""
+        self._waiting.clear()
+
+    def _receive(self, num_records: int) -> None:
+        if not self.is_cut:
+            self.has = max(self.has, num_records)
+            self._after(self._delay_s, partial(self._arrived, self.has))
+
+    def _arrived(self, num_records: int) -> None:
+        if not self.is_cut:
+            self._report(num_records)
+
+    def _report(self, num_records: int) -> None:
+        self._reported = max(self._reported, num_records)
+        waiting, self._waiting = self._waiting, []
+        for number, call in waiting:
+            self.wait(number, call)
