@@ -23,6 +23,7 @@ from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.protocol.syncer.succession import IN_FLIGHT
 from lightning_diloco.simulate.crashes import CrashPoints, Killed
 from lightning_diloco.simulate.disk import Disk
 from lightning_diloco.simulate.invariants import Invariants
@@ -91,6 +92,7 @@ class Fleet:
         self._todo: deque[do.SyncerAction] = deque()
         self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
         self._is_blocked = False  # whether the next action waits for the standby
+        self._is_restoring = False  # whether a restarted syncer waits for it
         self._payloads: dict[tuple[str, int, int], int] = {}
         self._gradients: dict[tuple[int, int], int] = {}
         self._after(tick_s, self._tick)
@@ -149,12 +151,18 @@ class Fleet:
         self._suspended_until_s, self._is_blocked = 0.0, False
         for held in (self._payloads, self._todo, self._inbox):
             held.clear()
+        self.syncer = self.disk.recovered(expect=self._expect, now_s=self.now_s, use_snapshot=use_snapshot)
         if self.standby is not None:
             self.standby.forget()
-            self._wait_for_standby()
-        self.syncer = self.disk.recovered(expect=self._expect, now_s=self.now_s, use_snapshot=use_snapshot)
-        for learner in self.learners.values():
-            self._reconnect(learner)
+        self._is_restoring = True  # until the standby has all records
+        self._when_copied(partial(self._serve, self._boot))
+
+    def _serve(self, boot: int) -> None:
+        if boot == self._boot:
+            self._is_restoring = False
+            self.syncer.resume(self.now_s)
+            for learner in self.learners.values():
+                self._reconnect(learner)
 
     def add_standby(self, delay_s: float) -> None:
         """Register a standby that has all records."""
@@ -178,6 +186,10 @@ class Fleet:
         """Return whether the syncer and its disk differ, because it waits for its standby."""
         versions = [f.version for f in self.syncer.rounds.fragments]
         return self._is_blocked or versions != [len(values) - 1 for values in self.disk.anchors]
+
+    @property
+    def _is_standby_behind(self) -> bool:
+        return self.standby is not None and self.standby.is_awaited(len(self.disk.log))
 
     def at(self, at_s: float, call: Callable[[], None]) -> None:
         """Call a function at this time, which has not passed yet."""
@@ -228,7 +240,8 @@ class Fleet:
                 self._after(self.network.latency_s * (1 + self.network.jitter * self.random.random()), call)
 
     def _tick(self) -> None:
-        self._syncer_handles(on.Tick())
+        if not self._is_restoring:
+            self._syncer_handles(on.Tick())
         for learner in list(self.learners.values()):
             if learner.is_gone or not learner.connection:
                 continue
@@ -245,8 +258,12 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------------ the syncer
 
+    def _reaches(self, learner: SimulatedLearner, boot: int) -> bool:
+        """Return whether the syncer that the learner has called is there."""
+        return not learner.is_cut and boot == self._boot and not self._is_restoring
+
     def _tell_syncer(self, learner: SimulatedLearner, event: on.SyncerEvent, boot: int) -> None:
-        if not learner.is_cut and boot == self._boot:
+        if self._reaches(learner, boot):
             self._syncer_handles(event)
 
     def _from_own_thread(self, event: on.SyncerEvent, boot: int) -> None:
@@ -270,20 +287,17 @@ class Fleet:
                 self._carry_out()
 
     def _carry_out(self) -> None:
-        """Carry out actions in order. After a record, the next one waits until the standby has it."""
+        """Carry out actions in order; after some records, the next one waits until the standby has them."""
         while self._todo:
             action = self._todo.popleft()
             self.crashes.before(action)
             self._do_for_syncer(action)
-            if isinstance(action, do.Record) and self.standby and self.standby.is_awaited(len(self.disk.log)):
-                self._wait_for_standby()
+            if isinstance(action, do.Record) and action.values["kind"] not in IN_FLIGHT and self._is_standby_behind:
+                self._is_blocked = True
+                self._when_copied(partial(self._go_on, self._boot))
                 return
         if self._is_audited:
             self.invariants.after_syncer_event()
-
-    def _wait_for_standby(self) -> None:
-        self._is_blocked = True
-        self._when_copied(partial(self._go_on, self._boot))
 
     def _go_on(self, boot: int) -> None:
         if boot == self._boot:
@@ -308,12 +322,7 @@ class Fleet:
         boot = self._boot
         match action:
             case do.Send():
-                learner = self.learners[action.session]
-                hears = partial(self._learner_hears, learner, action.message, boot)
-                if isinstance(action.message, messages.Welcome):
-                    self._after(self.network.latency_s, hears)  # not lost: the hello is repeated until it arrives
-                else:
-                    self._deliver(hears)
+                self._when_copied(partial(self._send, action, boot))
             case do.Record():
                 self._append(action.values)
             case do.Merge():
@@ -332,6 +341,15 @@ class Fleet:
                 self._after(0.0, partial(self._from_own_thread, on.SeedStored(action.lease, digests), boot))
             case do.Note():
                 self.notes.append((self.now_s, action))
+
+    def _send(self, action: do.Send, boot: int) -> None:
+        if boot != self._boot:
+            return
+        hears = partial(self._learner_hears, self.learners[action.session], action.message, boot)
+        if isinstance(action.message, messages.Welcome):
+            self._after(self.network.latency_s, hears)  # not lost: the hello is repeated until it arrives
+        else:
+            self._deliver(hears)
 
     def _merge(self, action: do.Merge) -> on.Merged:
         """Return the result of merging a round."""
@@ -528,7 +546,7 @@ class Fleet:
         if learner.is_dead:
             return
         p, seq = ready.fragment, ready.seq
-        if learner.is_cut or boot != self._boot:
+        if not self._reaches(learner, boot):
             self._learner_handles(learner, on.UploadFailed(p, seq))
             return
         error, learner.bad_payload = ("scales are not finite" if learner.bad_payload else None), False
@@ -541,7 +559,7 @@ class Fleet:
     def _fetched(self, learner: SimulatedLearner, action: do.Fetch, boot: int) -> None:
         p = action.fragment
         member = self.syncer.roster.get(learner.session)
-        if learner.is_cut or boot != self._boot or member is None:
+        if not self._reaches(learner, boot) or member is None:
             self._learner_handles(learner, on.FetchFailed(p))
             return
         generation, version = self.syncer.rounds.generation, self.syncer.rounds.fragments[p].version

@@ -3,8 +3,9 @@
 1. The loop thread drives the state machine. Transport threads only queue events, and read the state under a lock for
    `status`. The state machine uses the arrival time of an event (`inbox.py`). The loop thread carries out actions in
    order: it sends a message only after all records before it are on disk.
-2. The merge thread computes merges and outer steps (`merge_worker.py`). The announce thread passes a durable commit on
-   when the standby has it, if there is one. The loop thread installs and announces it.
+2. The merge thread computes merges and outer steps (`merge_worker.py`). The loop thread installs and announces durable
+   commits. If there is a standby, the announce thread holds commits and messages back until the standby has all records
+   before them (`protocol/syncer/succession.py`).
 3. Transport threads check a payload before they queue its event for the state machine.
 4. If the disk fails to write a record, later actions wait until a retry succeeds. Learners keep training. The syncer
    refuses a call while more than MAX_WAITING events wait, or more events of one session than `quota.py` allows. A flood
@@ -34,6 +35,7 @@ from lightning_diloco.process.threads import compute_alone
 from lightning_diloco.protocol import actions, codec, events, messages
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.protocol.syncer.succession import IN_FLIGHT
 from lightning_diloco.storage.files import write_whole
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.contribution_archive import Recorder
@@ -58,6 +60,16 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 MAX_WAITING = 10_000
 MAX_SESSION_CHARS = 100
+MAX_HELD = 256  # messages that wait for the standby, before the loop thread waits, too
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A message that may be sent when the standby has this record."""
+
+    lsn: int
+    session: str
+    message: Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +146,10 @@ class SyncerService:
         self._inbox: Inbox[events.SyncerEvent | Placed | DurableCommit] = Inbox()
         self._quota = Quota()
         self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
-        self._announced: queue.SimpleQueue[DurableCommit | None] = queue.SimpleQueue()
+        self._announced: queue.SimpleQueue[DurableCommit | _Held | None] = queue.SimpleQueue()
+        self._lsn = self._durable.log.last_lsn
+        self._num_held = self._num_released = 0  # written by the loop thread, and by the announce thread
+        self._changes_fleet = False
         self._seed: actions.StoreSeed | None = None
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
@@ -355,6 +370,7 @@ class SyncerService:
 
     def _handle(self, event: events.SyncerEvent, now_s: float) -> None:
         with self._board.looking:
+            self.replica.is_between_events = False
             todo = self.state.handle(event, now_s)
         self._do([replace(action, at_s=now_s) if isinstance(action, actions.Note) else action for action in todo])
 
@@ -371,7 +387,14 @@ class SyncerService:
                 return
             self._todo.popleft()
         if not self._todo:
+            self._end_event()
             self._snapshot_if_quiet()
+
+    def _end_event(self) -> None:
+        if self._changes_fleet:
+            self._changes_fleet = False
+            self.replica.count_fleet()
+        self.replica.is_between_events = True
 
     def _comes_again(self, action: actions.SyncerAction) -> bool:
         """Return whether an action can be dropped while the disk fails, because it will be repeated."""
@@ -385,14 +408,17 @@ class SyncerService:
     def _carry_out(self, action: actions.SyncerAction) -> None:
         match action:
             case actions.Record():
-                self.replica.wait(self._durable.write(action.values))
+                self._lsn = self._durable.write(action.values)
                 self._board.disk_works()
+                if action.values["kind"] not in IN_FLIGHT:
+                    self._changes_fleet = True
+                    self.replica.wait(self._lsn)
                 if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
                     self._store.regenerate(self.state.rounds.generation)
             case actions.Send():
                 if self._said is None or self._said[0] is not action.message:  # encode a message to all learners once
                     self._said = action.message, messages.encode(action.message)
-                self._outbox.put(action.session, self._said[1])
+                self._send(action.session, self._said[1])
             case actions.Merge():
                 self._jobs.put(MergeJob(action, self._desk.payloads(action)))
             case actions.Apply():
@@ -405,6 +431,17 @@ class SyncerService:
                 log.info("%s %s", action.event, action.fields)
                 self._durable.note(action.event, late_s=time.monotonic() - action.at_s, **action.fields)
                 self._board.noted(action.event, action.fields)
+
+    def _send(self, session: str, message: Json) -> None:
+        """Send a message when the standby has all records before it; at once without a standby."""
+        num_waiting = self._num_held - self._num_released
+        if self.replica.address is None and not num_waiting:
+            self._outbox.put(session, message)
+            return
+        if num_waiting >= MAX_HELD:
+            self.replica.wait(self._durable.log.durable_lsn)
+        self._num_held += 1
+        self._announced.put(_Held(self._lsn, session, message))
 
     def _snapshot_if_quiet(self) -> None:
         """Start a snapshot if one is due and no commit is being written; otherwise start the waiting commits."""
@@ -486,10 +523,14 @@ class SyncerService:
                 (self._announced if isinstance(made, DurableCommit) else self._inbox).put(made)
 
     def _announce_loop(self) -> None:
-        """Pass each commit on when the standby has it. Meanwhile, the merge thread computes the next one."""
+        """Pass on what may be announced. Meanwhile, the other threads decide more."""
         while (made := self._announced.get()) is not None:
             self.replica.wait(made.lsn)
-            self._inbox.put(made)
+            if isinstance(made, DurableCommit):
+                self._inbox.put(made)
+            else:
+                self._outbox.put(made.session, made.message)
+                self._num_released += 1
 
 
 def _checked(session: object) -> str:

@@ -1,7 +1,8 @@
 """The rules that decide which of two syncers, the primary or its standby, serves a run.
 
 1. The primary announces a decision when its standby has the record on disk. A takeover therefore loses nothing that a
-   learner knows.
+   learner knows. Records of IN_FLIGHT kinds may be on their way together, and any message waits for all records before
+   it. After any other record, the primary decides nothing until the standby has it, because of rule 5.
 2. If the standby is silent for ALONE_S, the primary may continue without it, but only if at least half of the learners
    have talked to it without a pause of more than PAUSE_S for STEADY_S. Otherwise it waits: they may follow the standby.
 3. A learner that has got no answer from one syncer for ASK_AFTER_S asks the other one.
@@ -12,7 +13,8 @@
    before. The primary remembers this pause for longer (STEADY_S) than a call and ASKED_S take. So no learner counts for
    both, and two halves of which one is more than half do not fit into one fleet. Also, FRESH_S ends before ALONE_S.
    Both must count the same fleet. The standby counts the learners that its log has. The primary's condition must hold
-   for all fleets that this can be (`syncer/standby/replica.py`).
+   for all fleets that this can be (`syncer/standby/replica.py`). These are few, because only one event that changes the
+   fleet is on its way at a time.
 6. The rules compare times on one machine only. They assume that clocks run at the same rate, and that a process is not
    suspended between its decision and the next call. If such a rare event breaks them, both syncers have served; then
    learners prove the versions that they know, and a new generation begins (`machine.py`).
@@ -25,6 +27,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from lightning_diloco.protocol.syncer import records
+
 PAUSE_S = 2.5
 ASK_AFTER_S = 5.0
 ASKED_S = 5.0
@@ -34,6 +38,11 @@ ALONE_S = STEADY_S
 QUIET_S = 3.0
 FRESH_S = ALONE_S - 3.0
 MAX_SESSIONS = 4096
+
+IN_FLIGHT = frozenset(
+    kind.__name__ for kind in (records.Decided, records.RangesLeased, records.RangesSettled, records.SourceEnded)
+)
+"""Kinds of records that do not change who takes part."""
 
 
 class Primary:

@@ -15,7 +15,6 @@ import logging
 import mmap
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -60,6 +59,7 @@ class Replica:
     Attributes:
         address: `host:port` of the registered standby; None: there is none.
         successor: `host:port` of the standby that has taken over; None: none has.
+        is_between_events: whether all records of the last event are written, so that log and learners agree.
     """
 
     def __init__(self, run_dir: Path, redo_log: RedoLog, key: str, learners: Callable[[bool], Collection[str]]) -> None:
@@ -67,13 +67,14 @@ class Replica:
         self._file = run_dir / _REGISTERED
         self.address: str | None = json.loads(self._file.read_text())["address"] if self._file.exists() else None
         self.successor: str | None = None
+        self.is_between_events = True
         self._reign = reign(run_dir)
         self._rule = Primary(time.monotonic())
         self._changed = threading.Condition()
         self._acked_lsn, self._counts_from_lsn = 0, redo_log.last_lsn
         self._is_ending = self._has_ended = self._was_told = False
         self._waiting: dict[int, float] = {}  # records, and since when they wait
-        self._fleets: deque[Collection[str]] = deque(maxlen=2)
+        self._fleet: Collection[str] | None = None  # the learners that the standby's log has, or had before an event
         self._giving = threading.Lock()
         self._cursor: LogCursor | None = None
         self._given: dict[type[Request], tuple[str, memoryview]] = {}
@@ -122,7 +123,12 @@ class Replica:
             self._waiting[lsn] = time.monotonic()
             while self._must_wait(lsn):
                 self._changed.wait(LOOK_S)
-            del self._waiting[lsn]
+            self._waiting.pop(lsn, None)
+
+    def count_fleet(self) -> None:
+        """Note that the standby has all records that decide who takes part. Called between two events."""
+        with self._changed:
+            self._fleet = self._learners(False)
 
     def _must_wait(self, lsn: int) -> bool:
         if self.address is None or self._acked_lsn >= lsn or self._has_ended or self.successor is not None:
@@ -130,10 +136,10 @@ class Replica:
         now_s = time.monotonic()
         if self._rule.silent_s(now_s) < ALONE_S:
             return True
-        # The standby counts the learners that its log has. These are the ones of its last reports, or the present ones.
-        # A restarted primary does not know its reports. Then one learner more may have lapsed here than there.
-        fleets = [*(self._fleets or [self._learners(True)]), self._learners(False)]
-        if not all(self._rule.may_continue_alone(fleet, now_s) for fleet in fleets):
+        # The standby counts the learners that its log has. These are the ones before the present event, or after it.
+        # A restarted primary does not know the former. Then one learner more may have lapsed here than there.
+        before = self._learners(True) if self._fleet is None else self._fleet
+        if not all(self._rule.may_continue_alone(fleet, now_s) for fleet in (before, self._learners(False))):
             return True
         log.warning("the standby at %s does not answer; the run continues without it", self.address)
         try:
@@ -276,8 +282,8 @@ class Replica:
             if is_in_step:
                 self._rule.heard_standby(now_s)
             self._acked_lsn = lsn
-            if has_all and all(waiting <= lsn for waiting in self._waiting):
-                self._fleets.append(self._learners(False))
+            if has_all and self.is_between_events:
+                self._fleet = self._learners(False)
             self._changed.notify_all()
             if self.address is None and has_all:
                 self._register(address)
