@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 MAX_WAITING = 10_000
 MAX_SESSION_CHARS = 100
-MAX_HELD = 256  # messages that wait for the standby, before the loop thread waits, too
+MAX_HELD = 4096  # messages that wait for the standby, before the loop thread waits, too
 
 
 @dataclass(frozen=True, slots=True)

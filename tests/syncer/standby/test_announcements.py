@@ -1,0 +1,117 @@
+"""What a syncer with a standby sends, and when: messages wait for the records before them, the syncer does not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.protocol import actions, codec, messages
+from lightning_diloco.protocol.syncer import records
+from lightning_diloco.syncer import service as service_module
+from lightning_diloco.syncer.service import SyncerOptions, SyncerService
+from lightning_diloco.syncer.standby.requests import STANDBY, HaveLog
+
+KEY = "key"
+
+
+class Primary:
+    """A service whose messages are noted, and a standby that says which records it has."""
+
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.service = SyncerService(SyncerOptions(run_dir=run_dir), run="r", standby_key=KEY)
+        self.sent: list[int] = []
+        self.changed = threading.Condition()
+        monkeypatch.setattr(self.service._outbox, "put", self.put)
+        self.service._announce_thread.start()  # the test is the loop thread
+
+    def put(self, session: str, message: dict[str, object]) -> None:
+        with self.changed:
+            self.sent.append(int(str(message["others_tokens"])))
+            self.changed.notify_all()
+
+    @property
+    def lsn(self) -> int:
+        return self.service._durable.log.durable_lsn
+
+    def standby_has(self, lsn: int) -> None:
+        request = codec.dump(HaveLog(lsn, "127.0.0.1:1"))
+        self.service.on_get({"what": STANDBY, "key": KEY, "request": request, "mark": "1"})
+
+    def decide(self, *records_and_messages: records.LogRecord | int) -> None:
+        """Carry out what one event leads to."""
+        self.service._do(
+            [
+                actions.Send("s", messages.RunIs(given, None))
+                if isinstance(given, int)
+                else actions.Record(records.encode(given))
+                for given in records_and_messages
+            ]
+        )
+
+    def wait_for(self, *sent: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.sent == list(sent), timeout=10.0), self.sent
+
+
+@pytest.fixture
+def primary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Primary]:
+    found = Primary(tmp_path / "run", monkeypatch)
+    yield found
+    found.standby_has(found.lsn)
+    found.service.stop()
+
+
+def leased(number: int) -> records.SourceEnded:
+    return records.SourceEnded(source=number, size=1)
+
+
+def test_without_a_standby_messages_are_sent_at_once(primary: Primary) -> None:
+    primary.decide(leased(0), 1, leased(1), 2)
+    assert primary.sent == [1, 2]
+
+
+def test_messages_wait_for_the_records_before_them_and_keep_their_order(primary: Primary) -> None:
+    primary.standby_has(before := primary.lsn)
+    primary.decide(1)
+    primary.wait_for(1)
+    primary.decide(leased(0), 2, leased(1), 3, 4)
+    primary.decide(leased(2), 5)
+    assert primary.lsn == before + 3, "all of them are on the primary's disk"
+    assert primary.sent == [1]
+    primary.standby_has(before + 1)
+    primary.wait_for(1, 2)
+    primary.standby_has(before + 3)
+    primary.wait_for(1, 2, 3, 4, 5)
+
+
+def test_after_a_record_that_changes_the_fleet_nothing_is_decided_until_the_standby_has_it(primary: Primary) -> None:
+    primary.standby_has(before := primary.lsn)
+    thread = threading.Thread(target=primary.decide, args=(records.Released("l"), leased(0), 1), daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    assert primary.lsn == before + 1
+    primary.standby_has(before + 1)
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert primary.lsn == before + 2
+    assert primary.sent == []
+    primary.standby_has(before + 2)
+    primary.wait_for(1)
+
+
+def test_a_bounded_number_of_messages_waits(primary: Primary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_HELD", 3)
+    primary.standby_has(before := primary.lsn)
+    primary.decide(leased(0), 1, 2, 3)
+    thread = threading.Thread(target=primary.decide, args=(4,), daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    primary.standby_has(before + 1)
+    primary.wait_for(1, 2, 3, 4)
+    thread.join(10.0)
+    assert not thread.is_alive()
