@@ -100,7 +100,8 @@ class Member(Driver):
         self._drive(machine, self._connection, cursor=joined.cursor, active=joined.active)
 
     def _connected(self, address: JoinAddress) -> LargeConnection:
-        return Portioned(Followed(self._connect, address, self._whereabouts.join_file))
+        self._followed = Followed(self._connect, address, self._whereabouts.join_file)
+        return Portioned(self._followed)
 
     @property
     def own_run_dir(self) -> Path | None:

@@ -71,11 +71,15 @@ class Followed:
         connect: makes a connection.
         address: address of the run.
         join: join file, if this machine can read it; None: the address never changes.
+
+    Attributes:
+        moved_to: `host:port` of the syncer that is dialled now; None: the one that was dialled first.
     """
 
     def __init__(self, connect: Callable[[JoinAddress], Connection], address: JoinAddress, join: Path | None) -> None:
         self._connect, self._join = connect, join
         self._given, self._address, self._written = address, address, _address_in(join, address.run)
+        self.moved_to: str | None = None
         self._has_answered = False
         self._answered_s = self._dialled_s = time.monotonic()
         self._stay_s = 0.0
@@ -107,6 +111,12 @@ class Followed:
 
     def close(self) -> None:
         self._connection.close()
+
+    def move_to(self, syncer: str) -> None:
+        """Dial this syncer (`host:port`), if another one is dialled, which then counts as its standby."""
+        with self._replacing:
+            if syncer != self._address.host_port:
+                self._dial(replace(self._address, standby=syncer).swapped())
 
     def _call(self, call: Callable[[Connection], T]) -> T:
         try:
@@ -147,6 +157,8 @@ class Followed:
             self._dial(self._address.swapped())
 
     def _dial(self, address: JoinAddress) -> None:
+        if _place(address) != _place(self._address):
+            self.moved_to = address.host_port
         old, self._address = self._connection, address
         self._connection = self._connect(address)
         old.close()

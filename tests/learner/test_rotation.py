@@ -104,3 +104,18 @@ def test_the_standby_is_learned_from_an_answer(net: Net) -> None:
     net.call(followed, 1.0)
     net.does[SYNCER] = TransportError("gone")
     assert net.call(followed, ASK_AFTER_S + 1.0) == [SYNCER, STANDBY]
+
+
+def test_a_connection_moves_where_it_is_told_and_says_where_it_has_moved(net: Net) -> None:
+    leader, follower = Followed(net.connect, BOTH, None), Followed(net.connect, ALONE, None)
+    assert leader.moved_to is None
+    net.does = {SYNCER: TransportError("gone"), STANDBY: {}}
+    net.call(leader, ASK_AFTER_S + 1.0)
+    assert leader.moved_to == STANDBY
+    follower.move_to(STANDBY)
+    assert net.call(follower, 1.0) == [STANDBY]
+    net.does = {SYNCER: {}, STANDBY: TransportError("gone")}
+    net.call(leader, ASK_AFTER_S + 1.0)
+    assert leader.moved_to == SYNCER
+    follower.move_to(SYNCER)
+    assert net.call(follower, 1.0) == [SYNCER]

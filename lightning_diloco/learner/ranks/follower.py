@@ -27,7 +27,6 @@ from lightning_diloco.protocol.codec import Json
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 from lightning_diloco.transport.base import Connection
 from lightning_diloco.transport.flight import FlightConnection
-from lightning_diloco.transport.portions import Portioned
 
 
 class Follower(OneOfSeveral):
@@ -55,8 +54,7 @@ class Follower(OneOfSeveral):
         super().__init__(**of_ranks)
         self._given = given_address(learner)  # None: rank 0 starts a syncer, whose run directory has it
         self._join_file: Path | None = None
-        uploads = self._ranks.uploads
-        self._sender = PartSender(uploads, lambda address: Portioned(Followed(connect, address, self._join_file)))
+        self._sender = PartSender(self._ranks.uploads, lambda address: Followed(connect, address, self._join_file))
         self._copies: Jobs | None = None
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:

@@ -56,7 +56,8 @@ class Leader(OneOfSeveral, Member):
         self._crew.start("pulse", partial(self._ranks.pulse, self._crew))
 
     def _connected(self, address: JoinAddress) -> LargeConnection:
-        self._parted = PartedConnection(super()._connected(address), self._ranks.uploads)
+        connection = super()._connected(address)
+        self._parted = PartedConnection(connection, self._ranks.uploads, lambda: self._followed.moved_to)
         return self._parted
 
     def _make_devices(self, make_device: MakeDevice, plan: FragmentPlan, config: RunConfig) -> ReplicatedDevice:

@@ -9,6 +9,8 @@
 4. Ranks do not send each other the join string, because their groups do not encrypt. Each rank was given it, or reads
    it from the run directory of a syncer that rank 0 has started. If a rank cannot reach the syncer at the start (for
    example a syncer on loopback of another host), rank 0 uploads alone until the learner ends. Both ranks log a warning.
+5. If rank 0 dials another syncer than at the beginning (`rotation.py`), it names it with each upload, and the other
+   ranks dial it, too.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from lightning_diloco.core.parts import part_of
 from lightning_diloco.errors import DiLoCoError, TransportError
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Connection, Json
-from lightning_diloco.transport.portions import LargeConnection
+from lightning_diloco.transport.portions import LargeConnection, Portioned
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +62,26 @@ class Taker(Protocol):
     def all_could(self, mine: bool) -> bool: ...
 
 
+class Movable(Connection, Protocol):
+    """A connection to a syncer whose place another one may take."""
+
+    def move_to(self, syncer: str) -> None: ...
+
+
 class PartedConnection:
     """Rank 0's `Connection`; contributions are uploaded over the connections of all ranks.
 
     Args:
         connection: rank 0's connection, which takes parts of any size.
         orders: channel to the other ranks.
+        moved_to: returns the `host:port` of the syncer, if it is not the one that the ranks were given.
     """
 
-    def __init__(self, connection: LargeConnection, orders: Giver) -> None:
+    def __init__(self, connection: LargeConnection, orders: Giver, moved_to: Callable[[], str | None]) -> None:
         self._connection = connection
         self.send, self.poll, self.get = connection.send, connection.poll, connection.get
         self.status, self.close = connection.status, connection.close
-        self._put, self._orders = connection.put, orders
+        self._put, self._orders, self._moved_to = connection.put, orders, moved_to
         self._alone_until_s = float("-inf")
 
     @property
@@ -132,7 +141,13 @@ class PartedConnection:
             return bytes_of(part_of(payload, k, n, numel=numel, wire=config.wire, block_size=config.block_size))
 
         checksums = [zlib.crc32(part(k)) for k in range(n)]
-        order = {"do": "upload", "header": bulk.header, "checksums": checksums, "deadline_s": deadline_s}
+        order = {
+            "do": "upload",
+            "header": bulk.header,
+            "checksums": checksums,
+            "deadline_s": deadline_s,
+            "syncer": self._moved_to(),
+        }
         own = Bulk(_part_header(bulk.header, 0, n), part(0))
         if not self._orders.give(order, partial(self._put, own, deadline_s=deadline_s)):
             raise TransportError(
@@ -145,11 +160,12 @@ class PartSender:
 
     Args:
         orders: channel from rank 0.
-        connect: makes the connection to the syncer, which takes parts of any size.
+        connect: makes the connection to the syncer.
     """
 
-    def __init__(self, orders: Taker, connect: Callable[[JoinAddress], Connection]) -> None:
+    def __init__(self, orders: Taker, connect: Callable[[JoinAddress], Movable]) -> None:
         self._orders, self._connect = orders, connect
+        self._syncer: Movable | None = None
         self._connection: Connection | None = None
         self._kept: dict[int, Tensor] = {}
         self._has_come = threading.Condition()
@@ -161,7 +177,8 @@ class PartSender:
             address: returns the address of the syncer.
         """
         try:
-            self._connection = self._connect(address())
+            self._syncer = self._connect(address())
+            self._connection = Portioned(self._syncer)
             self._connection.status()
         except DiLoCoError as error:
             log.warning("this rank cannot reach the syncer, so rank 0 uploads its parts: %s", error)
@@ -197,7 +214,10 @@ class PartSender:
         p = header["ready"]["fragment"]
         try:
             part = self._part(p, order["checksums"][k])
-            assert self._connection is not None, "reach() comes first"
+            assert self._syncer is not None, "reach() comes first"
+            assert self._connection is not None
+            if order["syncer"] is not None:
+                self._syncer.move_to(order["syncer"])
             bulk = Bulk(_part_header(header, k, self._orders.size), bytes_of(part))
             self._connection.put(bulk, deadline_s=order["deadline_s"])
         except DiLoCoError as error:

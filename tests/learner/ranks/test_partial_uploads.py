@@ -61,6 +61,10 @@ class CountingWire(Wire):
     def __init__(self, fleet: Fleet) -> None:
         super().__init__(fleet.connect())
         self.sizes = Counter[int]()
+        self.moves: list[str] = []
+
+    def move_to(self, syncer: str) -> None:
+        self.moves.append(syncer)
 
     def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
         answer = super().put(bulk, deadline_s=deadline_s)
@@ -76,7 +80,8 @@ class Ranks:
         orders = Queues()
         self.learner, self.other = fleet.learner("l0"), CountingWire(fleet)
         self.learner.wire = self.own = CountingWire(fleet)
-        self.connection = PartedConnection(self.own, orders)
+        self.moved_to: str | None = None
+        self.connection = PartedConnection(self.own, orders, lambda: self.moved_to)
         self.sender = PartSender(orders, lambda address: self.other)
         self.learner.link._connect = lambda address: self.connection
         self.encoded: Callable[[Any], Any] = lambda payload: payload
@@ -169,3 +174,13 @@ def test_a_rank_that_encoded_something_else_sends_nothing(tmp_path: Path, caplog
     assert not both.other.sizes
     assert both.own.sizes[-1] > 0
     assert "ranks must hold equal parameters" in caplog.text
+
+
+def test_the_other_ranks_dial_the_syncer_that_rank_0_has_moved_to(tmp_path: Path) -> None:
+    with ranks(tmp_path) as (fleet, both):
+        both.go()
+        fleet.until_commits(3)
+        assert both.other.moves == []
+        both.moved_to = "10.0.0.2:2"
+        fleet.until_commits(3)
+        assert set(both.other.moves) == {"10.0.0.2:2"}
