@@ -9,6 +9,8 @@ import pytest
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.simulate import Fleet, Network, Pace, SimulatedLearner
+from lightning_diloco.simulate import fleet as fleet_module
+from lightning_diloco.simulate.reading import Data
 
 STEADY_S = 50.0
 
@@ -316,6 +318,26 @@ def _recover(fleet: Fleet) -> None:
     for learner in fleet.learners.values():
         if learner.is_cut:
             fleet.heal(learner)
+
+
+def rounds_with_a_standby(delay_s: float) -> int:
+    """Commits of 16 learners, which lease much data, while a standby gets each record so late."""
+    config = RunConfig(sync_every=24, num_fragments=12, overlap=2, quorum=8)
+    fleet = Fleet(config, network=Network(latency_s=0.05, upload_s=0.5, download_s=0.5), seed=1)
+    data = Data(sizes=(100_000,), range_size=64)
+    for k in range(16):
+        fleet.start(f"l{k}", Pace(step_s=0.5, tokens=16, jitter=0.1, data=data))
+    fleet.run_for(10.0)
+    fleet.add_standby(delay_s)
+    fleet.run_for(60.0)
+    return sum(f.version for f in fleet.syncer.rounds.fragments)
+
+
+def test_a_far_standby_does_not_slow_the_rounds_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = rounds_with_a_standby(0.001)
+    assert rounds_with_a_standby(0.2) > 0.7 * near
+    monkeypatch.setattr(fleet_module, "IN_FLIGHT", frozenset())
+    assert rounds_with_a_standby(0.2) < 0.5 * near, "if each record waited for the one before"
 
 
 @pytest.mark.parametrize("block", range(10))
