@@ -23,6 +23,7 @@ from functools import partial
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, RemoteError, TransportError
 from lightning_diloco.process import descriptors, grpc_log
+from lightning_diloco.process.exit import let_threads_become_idle
 from lightning_diloco.process.malloc import keep_few_heaps
 from lightning_diloco.storage import local_runs
 from lightning_diloco.syncer.front import Front
@@ -54,6 +55,12 @@ TELLING_S = 6.0
 
 def serve(options: SyncerOptions) -> int:
     """Serve a run until it is over, or until SIGTERM or SIGINT; return the exit code."""
+    code = _serve_to_the_end(options)
+    let_threads_become_idle()  # threads of calls that end during the shutdown of the interpreter can crash it
+    return code
+
+
+def _serve_to_the_end(options: SyncerOptions) -> int:
     keep_few_heaps()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     descriptors.allow_all()
