@@ -282,8 +282,10 @@ class Replica:
             if is_in_step:
                 self._rule.heard_standby(now_s)
             self._acked_lsn = lsn
-            if has_all and self.is_between_events:
-                self._fleet = self._learners(False)
+            if has_all:
+                fleet = self._learners(False)
+                if self.is_between_events:  # asked after: an event may have begun meanwhile
+                    self._fleet = fleet
             self._changed.notify_all()
             if self.address is None and has_all:
                 self._register(address)
