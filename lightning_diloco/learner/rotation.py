@@ -73,7 +73,7 @@ class Followed:
         join: join file, if this machine can read it; None: the address never changes.
 
     Attributes:
-        moved_to: `host:port` of the syncer that is dialled now; None: the one that was dialled first.
+        moved_to: `host:port` of the syncer that is dialled now, if another one was dialled before; else None.
     """
 
     def __init__(self, connect: Callable[[JoinAddress], Connection], address: JoinAddress, join: Path | None) -> None:

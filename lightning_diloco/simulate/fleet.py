@@ -151,16 +151,15 @@ class Fleet:
         self._suspended_until_s, self._is_blocked = 0.0, False
         for held in (self._payloads, self._todo, self._inbox):
             held.clear()
-        self.syncer = self.disk.recovered(expect=self._expect, now_s=self.now_s, use_snapshot=use_snapshot)
         if self.standby is not None:
             self.standby.forget()
         self._is_restoring = True  # until the standby has all records
-        self._when_copied(partial(self._serve, self._boot))
+        self._when_copied(partial(self._serve, self._boot, use_snapshot))
 
-    def _serve(self, boot: int) -> None:
+    def _serve(self, boot: int, use_snapshot: bool) -> None:
         if boot == self._boot:
             self._is_restoring = False
-            self.syncer.resume(self.now_s)
+            self.syncer = self.disk.recovered(expect=self._expect, now_s=self.now_s, use_snapshot=use_snapshot)
             for learner in self.learners.values():
                 self._reconnect(learner)
 
@@ -185,7 +184,7 @@ class Fleet:
     def is_in_between(self) -> bool:
         """Return whether the syncer and its disk differ, because it waits for its standby."""
         versions = [f.version for f in self.syncer.rounds.fragments]
-        return self._is_blocked or versions != [len(values) - 1 for values in self.disk.anchors]
+        return self._is_blocked or self._is_restoring or versions != [len(values) - 1 for values in self.disk.anchors]
 
     @property
     def _is_standby_behind(self) -> bool:

@@ -5,7 +5,7 @@
    order: it sends a message only after all records before it are on disk.
 2. The merge thread computes merges and outer steps (`merge_worker.py`). The loop thread installs and announces durable
    commits. If there is a standby, the announce thread holds commits and messages back until the standby has all records
-   before them (`protocol/syncer/succession.py`).
+   before them (`standby/announcer.py`).
 3. Transport threads check a payload before they queue its event for the state machine.
 4. If the disk fails to write a record, later actions wait until a retry succeeds. Learners keep training. The syncer
    refuses a call while more than MAX_WAITING events wait, or more events of one session than `quota.py` allows. A flood
@@ -45,6 +45,7 @@ from lightning_diloco.syncer.outbox import Outbox
 from lightning_diloco.syncer.payloads import Payloads, made_up
 from lightning_diloco.syncer.quota import Place, Placed, Quota
 from lightning_diloco.syncer.run_end import RunEnd
+from lightning_diloco.syncer.standby.announcer import Announcer
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.replica import Replica
 from lightning_diloco.syncer.standby.requests import STANDBY
@@ -60,16 +61,6 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 MAX_WAITING = 10_000
 MAX_SESSION_CHARS = 100
-MAX_HELD = 4096  # messages that wait for the standby, before the loop thread waits, too
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A message that may be sent when the standby has this record."""
-
-    lsn: int
-    session: str
-    message: Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +137,7 @@ class SyncerService:
         self._inbox: Inbox[events.SyncerEvent | Placed | DurableCommit] = Inbox()
         self._quota = Quota()
         self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
-        self._announced: queue.SimpleQueue[DurableCommit | _Held | None] = queue.SimpleQueue()
-        self._lsn = self._durable.log.last_lsn
-        self._num_held = self._num_released = 0  # written by the loop thread, and by the announce thread
+        self._announcer = Announcer(self.replica, self._durable.log, send=self._outbox.put, install=self._inbox.put)
         self._changes_fleet = False
         self._seed: actions.StoreSeed | None = None
         self._todo: deque[actions.SyncerAction] = deque()
@@ -164,7 +153,7 @@ class SyncerService:
         threads = {
             "loop": self._loop,
             "merge": self._merge_loop,
-            "announce": self._announce_loop,
+            "announce": self._announcer.run,
             "clock": self._inbox.run_clock,
         }
         self._loop_thread, self._merge_thread, self._announce_thread, self._clock_thread = (
@@ -221,7 +210,7 @@ class SyncerService:
         self.replica.end(is_over=is_over)
         self._jobs.put(None)
         _join(self._merge_thread)
-        self._announced.put(None)
+        self._announcer.end()
         _join(self._announce_thread)
         self._inbox.close()  # after the last durable commit was queued
         _join(self._loop_thread)
@@ -408,17 +397,17 @@ class SyncerService:
     def _carry_out(self, action: actions.SyncerAction) -> None:
         match action:
             case actions.Record():
-                self._lsn = self._durable.write(action.values)
+                self._announcer.lsn = lsn = self._durable.write(action.values)
                 self._board.disk_works()
                 if action.values["kind"] not in IN_FLIGHT:
                     self._changes_fleet = True
-                    self.replica.wait(self._lsn)
+                    self.replica.wait(lsn)
                 if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
                     self._store.regenerate(self.state.rounds.generation)
             case actions.Send():
                 if self._said is None or self._said[0] is not action.message:  # encode a message to all learners once
                     self._said = action.message, messages.encode(action.message)
-                self._send(action.session, self._said[1])
+                self._announcer.send(action.session, self._said[1])
             case actions.Merge():
                 self._jobs.put(MergeJob(action, self._desk.payloads(action)))
             case actions.Apply():
@@ -431,17 +420,6 @@ class SyncerService:
                 log.info("%s %s", action.event, action.fields)
                 self._durable.note(action.event, late_s=time.monotonic() - action.at_s, **action.fields)
                 self._board.noted(action.event, action.fields)
-
-    def _send(self, session: str, message: Json) -> None:
-        """Send a message when the standby has all records before it; at once without a standby."""
-        num_waiting = self._num_held - self._num_released
-        if self.replica.address is None and not num_waiting:
-            self._outbox.put(session, message)
-            return
-        if num_waiting >= MAX_HELD:
-            self.replica.wait(self._durable.log.durable_lsn)
-        self._num_held += 1
-        self._announced.put(_Held(self._lsn, session, message))
 
     def _snapshot_if_quiet(self) -> None:
         """Start a snapshot if one is due and no commit is being written; otherwise start the waiting commits."""
@@ -520,17 +498,10 @@ class SyncerService:
             assert self._store is not None
             do = self._merger.merge if isinstance(job, MergeJob) else self._merger.commit
             for made in do(self._store, job):  # type: ignore[arg-type]
-                (self._announced if isinstance(made, DurableCommit) else self._inbox).put(made)
-
-    def _announce_loop(self) -> None:
-        """Pass on what may be announced. Meanwhile, the other threads decide more."""
-        while (made := self._announced.get()) is not None:
-            self.replica.wait(made.lsn)
-            if isinstance(made, DurableCommit):
-                self._inbox.put(made)
-            else:
-                self._outbox.put(made.session, made.message)
-                self._num_released += 1
+                if isinstance(made, DurableCommit):
+                    self._announcer.commit(made)
+                else:
+                    self._inbox.put(made)
 
 
 def _checked(session: object) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import fine_tuning, goodput_table, gpu, outer_rules, quality, report, wide_area
+from tests.bench import fine_tuning, goodput_table, outer_rules, quality, report, wide_area
 from tests.bench.tiny import RECIPE, Tiny
 
 Results = dict[str, Any]
@@ -63,8 +63,8 @@ def _bandwidth(found: Results) -> str:
 
 
 def _gpu(found: Results) -> str:
-    tables = (report.table(found[part]) for part in gpu.PARTS if part in found)
-    return "\n\n".join((*tables, _checks(found)))
+    parts = [rows for rows in found.values() if isinstance(rows, list)]
+    return "\n\n".join((*map(report.table, parts), _checks(found)))
 
 
 def _broken_learner(found: Results) -> str:

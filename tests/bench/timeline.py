@@ -1,13 +1,10 @@
 """What a Chrome trace of a GPU says about training and exchanges: how long each takes, how much is at the same time.
 
-python -m tests.bench.timeline gpu.trace.json.gz --picture gpu.svg
-
 Training is the stream with the longest work. All other streams are those of exchanges.
 """
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 from collections import defaultdict
@@ -99,11 +96,3 @@ def common(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 def seconds(spans: Iterable[Span]) -> float:
     """Return the sum of the spans' lengths."""
     return sum(b - a for a, b in spans)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--picture", type=Path, required=True)
-    given = parser.parse_args()
-    Timeline(given.trace).draw(given.picture)

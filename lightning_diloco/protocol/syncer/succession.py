@@ -13,8 +13,8 @@
    before. The primary remembers this pause for longer (STEADY_S) than a call and ASKED_S take. So no learner counts for
    both, and two halves of which one is more than half do not fit into one fleet. Also, FRESH_S ends before ALONE_S.
    Both must count the same fleet. The standby counts the learners that its log has. The primary's condition must hold
-   for all fleets that this can be (`syncer/standby/replica.py`). These are few, because only one event that changes the
-   fleet is on its way at a time.
+   for the fleets before and after the present event (`syncer/standby/replica.py`). Only one record that changes the
+   fleet is on its way at a time. If an event has several, the fleets in between are not tested.
 6. The rules compare times on one machine only. They assume that clocks run at the same rate, and that a process is not
    suspended between its decision and the next call. If such a rare event breaks them, both syncers have served; then
    learners prove the versions that they know, and a new generation begins (`machine.py`).

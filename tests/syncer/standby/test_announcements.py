@@ -10,8 +10,8 @@ import pytest
 
 from lightning_diloco.protocol import actions, codec, messages
 from lightning_diloco.protocol.syncer import records
-from lightning_diloco.syncer import service as service_module
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
+from lightning_diloco.syncer.standby import announcer
 from lightning_diloco.syncer.standby.requests import STANDBY, HaveLog
 
 KEY = "key"
@@ -24,7 +24,7 @@ class Primary:
         self.service = SyncerService(SyncerOptions(run_dir=run_dir), run="r", standby_key=KEY)
         self.sent: list[int] = []
         self.changed = threading.Condition()
-        monkeypatch.setattr(self.service._outbox, "put", self.put)
+        monkeypatch.setattr(self.service._announcer, "_send", self.put)
         self.service._announce_thread.start()  # the test is the loop thread
 
     def put(self, session: str, message: dict[str, object]) -> None:
@@ -104,7 +104,7 @@ def test_after_a_record_that_changes_the_fleet_nothing_is_decided_until_the_stan
 
 
 def test_a_bounded_number_of_messages_waits(primary: Primary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_HELD", 3)
+    monkeypatch.setattr(announcer, "MAX_HELD", 3)
     primary.standby_has(before := primary.lsn)
     primary.decide(leased(0), 1, 2, 3)
     thread = threading.Thread(target=primary.decide, args=(4,), daemon=True)
