@@ -10,7 +10,7 @@
    learner may stay longer than the others, for example because of a higher learning rate: its own usual norm is used if
    it is larger, up to NORM_GUARD times the others'.
 4. Without others, the limit is NORM_GUARD times the median of all recent norms of the learner, once it has MIN_SAMPLES.
-   If all its norms were zero, as those of frozen parameters are, there is no limit.
+   Norms of zero do not count: parameters that were frozen may move, and their first movement may be a single step.
 5. Norms are compared for the same number of steps. Steps in one direction add up linearly, independent steps by the
    square root. The guard uses the larger of the two. Twice the steps therefore allow twice the norm, half the steps 0.7
    times.
@@ -69,6 +69,8 @@ class _Recent:
         self.peak = 0.0
 
     def learn(self, norm: float, steps: int, *, is_whole: bool) -> None:
+        if norm == 0:
+            return
         self.all.append((norm, steps))
         if is_whole:
             self.whole.append((norm, steps))
@@ -124,7 +126,7 @@ class NormGuard:
 
 def _usual(samples: Sequence[Sample] | deque[Sample], steps: int) -> float:
     """Return the usual norm of a contribution with this number of steps; 0 if unknown."""
-    norms = [norm * _growth(steps / num_steps) for norm, num_steps in samples if norm > 0]
+    norms = [norm * _growth(steps / num_steps) for norm, num_steps in samples if norm > 0]  # `present` may have zeros
     return median(norms) if norms else 0.0
 
 

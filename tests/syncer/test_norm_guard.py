@@ -193,15 +193,23 @@ def decayed(*learners: str, to: float) -> NormGuard:
     return usual
 
 
-@pytest.mark.parametrize("to", [1e-9, 0.0])
 @pytest.mark.parametrize("others", [("a",), ("a", "b"), ("late",)])
-def test_work_from_before_a_decay_is_not_cut_to_nothing(others: tuple[str, ...], to: float) -> None:
+def test_work_from_before_a_decay_is_not_cut_to_nothing(others: tuple[str, ...]) -> None:
     """Two learners, the other one converged: what came late was merged to 3e-7 of it, in round after round."""
-    limit = decayed(*others, to=to).limit(0, "late", 400, {"late": (8.0, 400)})
+    limit = decayed(*others, to=1e-9).limit(0, "late", 400, {"late": (8.0, 400)})
 
     assert limit.norm >= 8.0, "a twenty-fifth of the steps' usual length before the decay"
     assert limit.refused >= 8.0
     assert limit.norm <= NORM_GUARD * 0.01 * 200.0 * (1 + 1e-9), "but ten times the hundredth part at most"
+
+
+def test_norms_of_zero_do_not_count() -> None:
+    usual = decayed("a", to=0.0)
+    assert usual.limit(0, "a", 4, {}).norm == NORM_GUARD * 2.0, "as before"
+
+    frozen = taught(a=0.0)
+    frozen.learn(0, ["a"], [1e-3], [400], [1.0])  # it moved in the last step only
+    assert frozen.limit(0, "a", 400, {}) == Limit(), "one norm is not enough"
 
 
 def test_of_one_that_only_sent_zeros_nothing_is_known() -> None:
