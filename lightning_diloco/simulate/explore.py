@@ -240,7 +240,7 @@ class History:
 
     def _add_standby(self, amount: float) -> None:
         if self._fleet.standby is None and self._fleet.syncer.manifest is not None:
-            self._fleet.add_standby(0.01 + amount**2)
+            self._fleet.add_standby(0.01 + amount**2, commit_s=amount**2)
 
     def _cut_off_standby(self, _: float) -> None:
         if (standby := self._fleet.standby) is not None:

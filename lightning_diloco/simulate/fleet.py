@@ -92,6 +92,7 @@ class Fleet:
         self._todo: deque[do.SyncerAction] = deque()
         self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
         self._is_blocked = False  # whether the next action waits for the standby
+        self._num_decided = 0  # records up to the last one that is not a commit
         self._is_restoring = False  # whether a restarted syncer waits for it
         self._payloads: dict[tuple[str, int, int], int] = {}
         self._gradients: dict[tuple[int, int], int] = {}
@@ -149,6 +150,7 @@ class Fleet:
             self.invariants.rolled_back()
         self._boot += 1
         self._suspended_until_s, self._is_blocked = 0.0, False
+        self._num_decided = len(self.disk.log)
         for held in (self._payloads, self._todo, self._inbox):
             held.clear()
         if self.standby is not None:
@@ -163,9 +165,11 @@ class Fleet:
             for learner in self.learners.values():
                 self._reconnect(learner)
 
-    def add_standby(self, delay_s: float) -> None:
-        """Register a standby that has all records."""
-        self.standby = Standby(delay_s=delay_s, has=len(self.disk.log), after=self._after)
+    def add_standby(self, delay_s: float, commit_s: float = 0.0) -> None:
+        """Register a standby that has all records; see `Standby`."""
+        self.standby = Standby(
+            delay_s=delay_s, commit_s=commit_s, has=len(self.disk.log), after=self._after, clock=lambda: self.now_s
+        )
 
     def continue_alone(self) -> None:
         """Let the syncer give up its standby, which may not take over any more."""
@@ -305,25 +309,26 @@ class Fleet:
                 self._carry_out()
             self._take_events()
 
-    def _when_copied(self, call: Callable[[], object]) -> None:
-        """Call a function when the standby has all records; at once without a standby."""
+    def _when_copied(self, call: Callable[[], object], num_records: int | None = None) -> None:
+        """Call a function when the standby has this number of records, or all; at once without a standby."""
         if self.standby is None:
             call()
         else:
-            self.standby.wait(len(self.disk.log), call)
+            self.standby.wait(len(self.disk.log) if num_records is None else num_records, call)
 
-    def _append(self, values: Json, gradient: int = 0) -> None:
+    def _append(self, values: Json, gradient: int = 0, *, is_commit: bool = False) -> None:
         self.disk.append(values, gradient)
         if self.standby is not None:
-            self.standby.send(len(self.disk.log))
+            self.standby.send(len(self.disk.log), is_commit=is_commit)
 
     def _do_for_syncer(self, action: do.SyncerAction) -> None:
         boot = self._boot
         match action:
             case do.Send():
-                self._when_copied(partial(self._send, action, boot))
+                self._when_copied(partial(self._send, action, boot), self._num_decided)
             case do.Record():
                 self._append(action.values)
+                self._num_decided = len(self.disk.log)
             case do.Merge():
                 event = self._merge(action)
                 self._gradients[action.fragment, action.round] = sum(
@@ -371,7 +376,7 @@ class Fleet:
             return
         with self._mortal():
             self.crashes.reach("append")
-            self._append(action.record, self._gradients[p, action.round])
+            self._append(action.record, self._gradients[p, action.round], is_commit=True)
             self.crashes.reach("tell")
             committed = on.Committed(p, action.round, self.disk.digests[p][-1])
             self._when_copied(partial(self._from_own_thread, committed, boot))

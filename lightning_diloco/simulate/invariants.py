@@ -190,6 +190,9 @@ def durable(state: SyncerState) -> dict[str, object]:
         "sessions": {s.session: s for s in saved.sessions},
         "counts": (saved.num_joins, saved.num_lapses, saved.num_commits, saved.num_contributors, saved.num_stepping),
         "merged": {who: account.merged for who, account in books.items() if any(account.merged)},
-        "leases": replace(saved.leases, held=_ownership(saved.leases.held), pool=_ownership(saved.leases.pool)),
+        "leases": replace(
+            saved.leases, held=_ownership(saved.leases.held), pool=_ownership(saved.leases.pool), repeated=()
+        ),
+        "repeated": state.leases.num_repeated,
         "closed": {who: (a.seen, a.declared, a.booked) for who, a in books.items() if who in ended and a.is_closed},
     }

@@ -15,26 +15,30 @@ class Standby:
     """Receives the records of a log in order.
 
     Args:
-        delay_s: time until a record, or the word that it is there, arrives.
+        delay_s: time until a short record, or the word that it is there, arrives.
+        commit_s: how much longer a commit takes, as do the records behind it.
         has: number of records that it has.
         after: calls a function after this time.
+        clock: returns the current time.
 
     Attributes:
         has: number of records that it has.
         is_cut: whether the network between the primary and it is cut.
     """
 
-    def __init__(self, *, delay_s: float, has: int, after: After) -> None:
+    def __init__(self, *, delay_s: float, commit_s: float, has: int, after: After, clock: Callable[[], float]) -> None:
         self.has = has
         self.is_cut = False
-        self._delay_s, self._after = delay_s, after
+        self._delay_s, self._commit_s, self._after, self._clock = delay_s, commit_s, after, clock
+        self._link_is_free_s = 0.0
         self._newest = self._reported = has
         self._waiting: list[tuple[int, Callable[[], object]]] = []
 
-    def send(self, num_records: int) -> None:
-        """Send it all records up to this number."""
-        self._newest = num_records
-        self._after(self._delay_s, partial(self._receive, num_records))
+    def send(self, num_records: int, *, is_commit: bool = False) -> None:
+        """Send it all records up to this number, the last of which may be a commit."""
+        self._newest, now_s = num_records, self._clock()
+        self._link_is_free_s = max(now_s, self._link_is_free_s) + self._commit_s * is_commit
+        self._after(self._link_is_free_s - now_s + self._delay_s, partial(self._receive, num_records))
 
     def heal(self) -> None:
         """Restore the network; it asks for the records that it lacks."""

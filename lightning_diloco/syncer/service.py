@@ -4,7 +4,7 @@
    `status`. The state machine uses the arrival time of an event (`inbox.py`). The loop thread carries out actions in
    order: it sends a message only after all records before it are on disk.
 2. The merge thread computes merges and outer steps (`merge_worker.py`). The loop thread installs and announces durable
-   commits. If there is a standby, the announce thread holds commits and messages back until the standby has all records
+   commits. If there is a standby, two more threads hold commits and messages back until the standby has all records
    before them (`standby/announcer.py`).
 3. Transport threads check a payload before they queue its event for the state machine.
 4. If the disk fails to write a record, later actions wait until a retry succeeds. Learners keep training. The syncer
@@ -126,7 +126,7 @@ class SyncerService:
             self._store = self._durable.restore(self.state, time.monotonic())
         else:
             self._store = self._durable.take_over(self.state, *followed, time.monotonic())
-        self.replica = Replica(options.run_dir, self._durable.log, standby_key, self._learners)
+        self.replica = Replica(options.run_dir, self._durable.log, standby_key, self._durable.fleets)
         if self._durable.past.was_closed:
             self._ending.reopened()
         self._desk = Payloads()
@@ -153,10 +153,11 @@ class SyncerService:
         threads = {
             "loop": self._loop,
             "merge": self._merge_loop,
-            "announce": self._announcer.run,
+            "commits": self._announcer.run_commits,
+            "messages": self._announcer.run_messages,
             "clock": self._inbox.run_clock,
         }
-        self._loop_thread, self._merge_thread, self._announce_thread, self._clock_thread = (
+        self._loop_thread, self._merge_thread, self._commits_thread, self._messages_thread, self._clock_thread = (
             threading.Thread(target=self._guarded, args=(run_thread,), name=f"diloco-{name}", daemon=True)
             for name, run_thread in threads.items()
         )
@@ -164,10 +165,12 @@ class SyncerService:
     # ------------------------------------------------------------------------------------------------------- lifetime
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads. The standby has all records of the log, or has been given up."""
+        self.replica.fleet_is(self._learners())
         self._loop_thread.start()
         self._merge_thread.start()
-        self._announce_thread.start()
+        self._commits_thread.start()
+        self._messages_thread.start()
         self._clock_thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -181,7 +184,8 @@ class SyncerService:
             The run's summary, also written to RUN_DIR/summary.json.
         """
         self._end_threads()
-        may_rest = self.error is None and not self._todo  # otherwise the state is ahead of the disk
+        # Otherwise the state is ahead of the disk, or the disk is ahead of the standby (`SyncerStore.fleets`).
+        may_rest = self.error is None and not self._todo and not self.replica.lacks_records
         saved = codec.dump(self.state.saved()) if may_rest else {}
         is_finished = self.state.is_finished and self.state.ended_by_finishing and self.error is None
         self.state.finish()
@@ -210,11 +214,13 @@ class SyncerService:
         self.replica.end(is_over=is_over)
         self._jobs.put(None)
         _join(self._merge_thread)
-        self._announcer.end()
-        _join(self._announce_thread)
+        self._announcer.end_commits()
+        _join(self._commits_thread)
         self._inbox.close()  # after the last durable commit was queued
         _join(self._loop_thread)
         _join(self._clock_thread)
+        self._announcer.end_messages()
+        _join(self._messages_thread)
         self._outbox.close()
 
     def _rest(self, saved: Json) -> None:
@@ -299,11 +305,9 @@ class SyncerService:
         if session is not None and self._is_member(session):
             self.replica.heard(session)
 
-    def _learners(self, with_lapsed: bool) -> list[str]:
-        """Return the sessions of all learners that take part."""
-        with self._board.looking:
-            roster = self.state.roster
-            return [member.session for member in (roster.in_state("active") if with_lapsed else roster.live())]
+    def _learners(self) -> list[str]:
+        """Return the sessions of all learners that take part. Loop thread."""
+        return [member.session for member in self.state.roster.live()]
 
     def _is_member(self, session: str) -> bool:
         return self.state.roster.get(session) is not None
@@ -359,8 +363,10 @@ class SyncerService:
 
     def _handle(self, event: events.SyncerEvent, now_s: float) -> None:
         with self._board.looking:
-            self.replica.is_between_events = False
             todo = self.state.handle(event, now_s)
+        if any(isinstance(action, actions.Record) and action.values["kind"] not in IN_FLIGHT for action in todo):
+            self._changes_fleet = True
+            self.replica.fleet_changes_to(self._learners())
         self._do([replace(action, at_s=now_s) if isinstance(action, actions.Note) else action for action in todo])
 
     def _do(self, todo: Sequence[actions.SyncerAction]) -> None:
@@ -382,8 +388,7 @@ class SyncerService:
     def _end_event(self) -> None:
         if self._changes_fleet:
             self._changes_fleet = False
-            self.replica.count_fleet()
-        self.replica.is_between_events = True
+            self.replica.fleet_is(self._learners())
 
     def _comes_again(self, action: actions.SyncerAction) -> bool:
         """Return whether an action can be dropped while the disk fails, because it will be repeated."""
@@ -397,10 +402,10 @@ class SyncerService:
     def _carry_out(self, action: actions.SyncerAction) -> None:
         match action:
             case actions.Record():
-                self._announcer.lsn = lsn = self._durable.write(action.values)
+                lsn = self._durable.write(action.values)
+                self._announcer.wrote(lsn)
                 self._board.disk_works()
                 if action.values["kind"] not in IN_FLIGHT:
-                    self._changes_fleet = True
                     self.replica.wait(lsn)
                 if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
                     self._store.regenerate(self.state.rounds.generation)
@@ -429,7 +434,8 @@ class SyncerService:
         if self._durable.is_snapshot_due(store):
             if self._num_applying:
                 return
-            self._durable.begin_snapshot(codec.dump(self.state.saved()), manifest, store)
+            saved = codec.dump(self.state.saved())
+            self._durable.begin_snapshot(saved, manifest, store, before_drop=self.replica.wait)
         held_back, self._held_back = self._held_back, []
         for action in held_back:
             self._num_applying += 1

@@ -25,6 +25,7 @@ from lightning_diloco.process.parallel import ByFragment
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.protocol.syncer.succession import IN_FLIGHT, Fleets
 from lightning_diloco.storage.files import Buffer, Faults, no_faults
 from lightning_diloco.storage.redo_log import Record, RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
@@ -50,6 +51,8 @@ class SyncerStore:
 
     Attributes:
         past: history of the run before this process; set by `restore`.
+        fleets: who takes part, and who did before the last record that may have changed it; set by `restore`. A
+            standby has all records before that one, and before a snapshot.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class SyncerStore:
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
         self.tape = Tape(run_dir / "tape" / "events.jsonl")
         self.past = History()
+        self.fleets = Fleets()
         self._writing: threading.Thread | None = None
         self._snapshot_again_s = 0.0
         self._tape_failed = False
@@ -100,9 +104,12 @@ class SyncerStore:
                 self._tell("reading the snapshot")
                 store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors, do=threads.do)
                 threads.settle()
+            before = _fleet(state)
             for record in self.log.records(snapshot.lsn + 1 if snapshot else self.log.first_lsn):
                 self._tell(f"replaying the log, record {record.lsn} of {self.log.last_lsn}")
                 change = records.decode(record.header)
+                if record.header["kind"] not in IN_FLIGHT:
+                    before = _fleet(state)
                 state.apply(change)
                 in_log += _told_of(change, state)
                 if isinstance(change, records.CommitRecord):
@@ -119,6 +126,7 @@ class SyncerStore:
             self._tell("computing digests")
             for p in range(len(store.layouts) if store and store.is_seeded else 0):
                 threads.do(p, cast("AnchorStore", store).digest, p)
+        self.fleets = Fleets.only(before).or_(_fleet(state))
         self._remember(state, in_log, now_s, unix_s)
         return store
 
@@ -221,11 +229,22 @@ class SyncerStore:
             return False
         return self.log.nbytes > max(MIN_LOG_BYTES, sum(12 * layout.padded_numel for layout in store.layouts))
 
-    def begin_snapshot(self, machine: Json, manifest: Json, store: AnchorStore) -> None:
+    def begin_snapshot(
+        self,
+        machine: Json,
+        manifest: Json,
+        store: AnchorStore,
+        *,
+        before_drop: Callable[[int], object] = lambda _: None,
+    ) -> None:
         """Write a snapshot of the current state in the background, while commits continue.
 
         No commit may be between its log record and its installation. If writing fails, the log keeps growing, and a
         snapshot is due again after SNAPSHOT_AGAIN_S.
+
+        Args:
+            machine, manifest, store: state to write.
+            before_drop: called with the lsn up to which the log is dropped, when the snapshot is written.
         """
         try:
             self.tape.sync()
@@ -238,6 +257,7 @@ class SyncerStore:
         def write() -> None:
             try:
                 self._write(lsn, machine, manifest, *frozen)
+                before_drop(lsn)
                 self.log.drop_before(lsn + 1)
             except Exception as error:
                 self._snapshot_failed(error)
@@ -284,6 +304,10 @@ class SyncerStore:
             self.log.close()
         finally:
             self.tape.close()
+
+
+def _fleet(state: SyncerState) -> list[str]:
+    return [member.session for member in state.roster.live()]
 
 
 def _told_of(change: records.LogRecord, state: SyncerState) -> list[Json]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lightning_diloco.protocol.syncer import succession as rules
-from lightning_diloco.protocol.syncer.succession import Primary, Standby
+from lightning_diloco.protocol.syncer.succession import Fleets, Primary, Standby
 
 HEARTBEAT_S, TICK_S, AGAIN_S = 1.0, 0.25, 0.5
 
@@ -25,29 +25,49 @@ def heard_every(primary: Primary, session: str, period_s: float, until_s: float)
         now_s += period_s
 
 
+def alone(primary: Primary, *fleets: str, at_s: float = rules.ALONE_S) -> bool:
+    """Whether the primary may continue alone; each letter is a learner."""
+    found = Fleets.only(fleets[0])
+    for fleet in fleets[1:]:
+        found = found.or_(fleet)
+    return primary.may_continue_alone(found, at_s)
+
+
 def test_a_primary_continues_alone_with_half_of_its_learners() -> None:
     primary = Primary(0.0)
-    heard_every(primary, "l0", 1.0, rules.STEADY_S)
-    assert primary.may_continue_alone(["l0", "l1"], rules.ALONE_S)
-    assert not primary.may_continue_alone(["l0", "l1", "l2"], rules.ALONE_S)
+    heard_every(primary, "a", 1.0, rules.STEADY_S)
+    assert alone(primary, "ab")
+    assert not alone(primary, "abc")
+
+
+def test_a_primary_continues_alone_only_with_half_of_every_fleet_that_the_standby_may_count() -> None:
+    primary = Primary(0.0)
+    for learner in "ab":
+        heard_every(primary, learner, 1.0, rules.STEADY_S)
+    assert alone(primary, "ab", "abcd")
+    assert alone(primary, "abcd", "ab")
+    assert not alone(primary, "abcde", "ab"), "three lapse, and the standby has no record of it"
+    assert not alone(primary, "ac", "bc"), "one leaves and one comes: without both, c is half of no fleet"
+    assert alone(primary, "abcd")
+    assert not alone(primary, "abcd", "acd", "abcd"), "one lapses and returns"
 
 
 def test_a_primary_waits_for_a_standby_that_was_just_heard() -> None:
     primary = Primary(0.0)
-    heard_every(primary, "l0", 1.0, 2 * rules.STEADY_S)
+    heard_every(primary, "a", 1.0, 2 * rules.STEADY_S)
     primary.heard_standby(rules.STEADY_S + 1.0)
-    assert not primary.may_continue_alone(["l0"], 2 * rules.STEADY_S)
-    assert primary.may_continue_alone(["l0"], 2 * rules.STEADY_S + 1.0)
+    assert not alone(primary, "a", at_s=2 * rules.STEADY_S)
+    assert alone(primary, "a", at_s=2 * rules.STEADY_S + 1.0)
 
 
 def test_a_learner_that_paused_does_not_count_for_the_primary() -> None:
     primary = Primary(0.0)
-    heard_every(primary, "l0", rules.PAUSE_S + 0.1, 3 * rules.STEADY_S)
-    assert not primary.may_continue_alone(["l0"], 3 * rules.STEADY_S)
+    heard_every(primary, "a", rules.PAUSE_S + 0.1, 3 * rules.STEADY_S)
+    assert not alone(primary, "a", at_s=3 * rules.STEADY_S)
 
 
 def test_a_primary_without_learners_continues_alone() -> None:
-    assert Primary(0.0).may_continue_alone([], rules.ALONE_S)
+    assert alone(Primary(0.0), "")
 
 
 def test_a_standby_takes_over_with_more_than_half_of_the_learners_that_ask() -> None:
@@ -71,12 +91,60 @@ def test_a_standby_that_never_had_all_records_does_not_take_over() -> None:
 # ---------------------------------------------------------------------------------------------------------- the search
 
 
+Fleet = frozenset[str]
+
+
+@dataclass
+class PrimaryMachine:
+    """The primary's process, between two restarts.
+
+    Args:
+        log: who takes part after each record, on its disk.
+        now_s: current time.
+    """
+
+    log: list[Fleet]
+    now_s: float
+
+    def __post_init__(self) -> None:
+        self.rule = Primary(self.now_s)
+        self.fleets = Fleets.only(self.log[max(0, len(self.log) - 2)]).or_(self.log[-1])
+        self.acked, self.counts_from = 0, len(self.log)
+        self.unwritten: list[Fleet] = []
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.acked < len(self.log)
+
+    def decide(self, *fleets: Fleet) -> None:
+        """Handle an event: who takes part after each of its records."""
+        self.fleets = self.fleets.or_(fleets[-1])
+        self.unwritten = list(fleets)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Write the next record, if the standby has all before it."""
+        if not self.is_waiting and self.unwritten:
+            self.log.append(self.unwritten.pop(0))
+        elif not self.is_waiting:
+            self.fleets = Fleets.only(self.log[-1])
+
+    def reported(self, num_records: int, now_s: float) -> bool:
+        """Take the standby's report; return whether it counts (`syncer/standby/replica.py`)."""
+        if is_in_step := num_records == len(self.log) or num_records > self.acked:
+            self.rule.heard_standby(now_s)
+        self.acked = num_records
+        counts = is_in_step and num_records >= self.counts_from
+        self.go_on()
+        return counts
+
+
 @dataclass
 class World:
     """Two syncers and learners in virtual time, on a network that is cut at random.
 
     A call takes up to CALL_S, or fails after it. Learners dial as `learner/rotation.py` does. Some worlds have slow
-    calls, and some are calmer than others.
+    calls, some are calmer than others, and in some the fleet changes.
     """
 
     num_learners: int
@@ -90,10 +158,13 @@ class World:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self.slow, self.calm_s = self._random.choice((0.0, 0.02, 0.5)), self._random.choice((3.0, 10.0, 30.0))
+        self.steady_s = self._random.choice((2.0, 10.0, 1e9))
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self.names = [f"l{k}" for k in range(self.num_learners)]
-        self.primary, self.standby = Primary(0.0), Standby()
+        self.log = [frozenset(self.names)]
+        self.num_copied = 1
+        self.primary, self.standby = PrimaryMachine(self.log, 0.0), Standby()
         self.answered_s = dict.fromkeys(self.names, 0.0)
         self.dialled_s = dict.fromkeys(self.names, -rules.CALL_S)
         self.dials = dict.fromkeys(self.names, "P")
@@ -102,6 +173,7 @@ class World:
             self._beat(name)
         self._disturb()
         self._decide()
+        self.after(self.steady_s, self._change_fleet)
 
     def after(self, delay_s: float, do: Callable[[], None]) -> None:
         self._count += 1
@@ -125,7 +197,7 @@ class World:
         if self._random.random() < 0.3:
             self.down ^= {"P"}
             if "P" not in self.down:
-                self.primary = Primary(self.now_s)  # a restart
+                self.primary = PrimaryMachine(self.log, self.now_s)
         else:
             self.cut ^= {frozenset(self._random.sample(nodes, 2))}
         if self._random.random() < 0.1:
@@ -146,18 +218,34 @@ class World:
 
         self.after(there_s, arrive)
 
+    def _change_fleet(self) -> None:
+        """Let the primary handle an event with one to three records."""
+        if "P" not in self.down and not self.primary.is_waiting and not self.is_alone:
+            fleets, fleet = [], set(self.log[-1])
+            for name in self._random.sample(self.names, self._random.randint(1, min(3, len(self.names)))):
+                fleet ^= {name}
+                fleets.append(frozenset(fleet))
+            self.primary.decide(*fleets)
+        self.after(self._random.expovariate(1 / self.steady_s), self._change_fleet)
+
     def _follow(self) -> None:
-        """The standby follows the primary."""
-        sent_s, counts = self.now_s, not self.is_alone
+        """The standby reports its records, and copies new ones."""
+        sent_s, num_copied = self.now_s, self.num_copied
+        counts, newest = False, num_copied
 
         def arrives() -> bool:
-            if not self.is_alone:
-                self.primary.heard_standby(self.now_s)
-            return not self.is_alone and not self.has_taken_over
+            nonlocal counts, newest
+            if self.is_alone or self.has_taken_over:
+                return False
+            counts = self.primary.reported(num_copied, self.now_s)
+            newest = len(self.log)
+            return True
 
         def ends(is_answered: bool) -> None:
-            if is_answered and counts:
-                self.standby.answered(sent_s, self.now_s)
+            if is_answered and not self.has_taken_over:
+                self.num_copied = newest
+                if counts:
+                    self.standby.answered(sent_s, self.now_s)
             self.after(0.2, self._follow)
 
         self._call("S", "P", arrives, ends)
@@ -170,7 +258,7 @@ class World:
             if where == "P":
                 if self.has_taken_over:
                     return False
-                self.primary.heard(name, self.now_s)
+                self.primary.rule.heard(name, self.now_s)
                 return True
             self.standby.asked(name, self.now_s)
             return self.has_taken_over
@@ -188,9 +276,10 @@ class World:
         self._call(name, where, arrives, ends)
 
     def _decide(self) -> None:
-        if "P" not in self.down and self.primary.may_continue_alone(self.names, self.now_s):
+        primary = self.primary
+        if "P" not in self.down and primary.rule.may_continue_alone(primary.fleets, self.now_s):
             self.is_alone = True
-        if self.standby.may_take_over(self.names, self.now_s):
+        if self.standby.may_take_over(self.log[self.num_copied - 1], self.now_s):
             self.has_taken_over = True
         self.after(TICK_S, self._decide)
 
@@ -203,7 +292,7 @@ def outcome(seed: int) -> str:
 
 
 def test_no_schedule_lets_both_serve() -> None:
-    found = Counter(map(outcome, range(200)))
+    found = Counter(map(outcome, range(500)))
     assert found["both"] == 0, found
     assert min(found["alone"], found["taken over"], found["neither"]) > 20, f"the search must reach all cases: {found}"
 
@@ -215,3 +304,21 @@ def test_the_search_finds_weaker_rules(monkeypatch: pytest.MonkeyPatch, weaker: 
     for name, value in weaker.items():
         monkeypatch.setattr(rules, name, value)
     assert any(outcome(seed) == "both" for seed in range(200))
+
+
+def of_the_machine(fleets: Fleets, fleet: Fleet) -> Fleets:
+    """Count who takes part by the primary's machine, which may be ahead of the standby's log."""
+    return Fleets.only(fleet)
+
+
+def of_the_past(fleets: Fleets, fleet: Fleet) -> Fleets:
+    """Count who took part before the event."""
+    return fleets
+
+
+@pytest.mark.parametrize("weaker", [of_the_machine, of_the_past])
+def test_the_search_finds_a_primary_that_counts_one_fleet_only(
+    monkeypatch: pytest.MonkeyPatch, weaker: Callable[[Fleets, Fleet], Fleets]
+) -> None:
+    monkeypatch.setattr(Fleets, "or_", weaker)
+    assert any(outcome(seed) == "both" for seed in range(1000))

@@ -228,7 +228,8 @@ class LeaseTable:
                 self.held.put(former)
             return
         if former is not None:
-            self._repeat(former.session, grant.lost_from, grant.lost_to)
+            # A commit that was decided before, and installed after, comes first in a replay. Then more is known.
+            self._repeat(former.session, grant.lost_from, max(grant.lost_to, former.span.stop))
         if lease.number < self._next_number:
             return
         self._next_number, self._gap = lease.number + 1, 0

@@ -12,9 +12,9 @@
 5. Rules 2 and 4 exclude each other. A learner that has asked the standby has paused at the primary for ASK_AFTER_S
    before. The primary remembers this pause for longer (STEADY_S) than a call and ASKED_S take. So no learner counts for
    both, and two halves of which one is more than half do not fit into one fleet. Also, FRESH_S ends before ALONE_S.
-   Both must count the same fleet. The standby counts the learners that its log has. The primary's condition must hold
-   for the fleets before and after the present event (`syncer/standby/replica.py`). Only one record that changes the
-   fleet is on its way at a time. If an event has several, the fleets in between are not tested.
+   Both must count the same fleet. The standby counts the learners that its log has. The primary's log may be ahead by
+   one record that changes the fleet, because only one is on its way at a time, and the primary's machine may be ahead
+   of its log by an event. So the primary's condition must hold for every fleet in between.
 6. The rules compare times on one machine only. They assume that clocks run at the same rate, and that a process is not
    suspended between its decision and the next call. If such a rare event breaks them, both syncers have served; then
    learners prove the versions that they know, and a new generation begins (`machine.py`).
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from lightning_diloco.protocol.syncer import records
 
@@ -40,9 +41,34 @@ FRESH_S = ALONE_S - 3.0
 MAX_SESSIONS = 4096
 
 IN_FLIGHT = frozenset(
-    kind.__name__ for kind in (records.Decided, records.RangesLeased, records.RangesSettled, records.SourceEnded)
-)
+    kind.__name__
+    for kind in (
+        records.CommitRecord, records.Decided, records.RangesLeased, records.RangesSettled, records.SourceEnded,
+    )
+)  # fmt: skip
 """Kinds of records that do not change who takes part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleets:
+    """The fleets that a standby may count, by its copy of the log.
+
+    Args:
+        certain: sessions that are in all of them.
+        possible: sessions that are in at least one of them.
+    """
+
+    certain: frozenset[str] = frozenset()
+    possible: frozenset[str] = frozenset()
+
+    @classmethod
+    def only(cls, fleet: Collection[str]) -> Fleets:
+        """Return this fleet and no other one."""
+        return cls(frozenset(fleet), frozenset(fleet))
+
+    def or_(self, fleet: Collection[str]) -> Fleets:
+        """Return these fleets and this one."""
+        return Fleets(self.certain & frozenset(fleet), self.possible | frozenset(fleet))
 
 
 class Primary:
@@ -71,16 +97,19 @@ class Primary:
         """Return how long the standby has been silent."""
         return now_s - self._standby_s
 
-    def may_continue_alone(self, learners: Collection[str], now_s: float) -> bool:
-        """Return whether decisions may be announced without the standby (rule 2).
-
-        Args:
-            learners: sessions of all learners that take part.
-            now_s: current time.
-        """
-        stretches = [self._stretches[session] for session in learners if session in self._stretches]
-        num_steady = sum(now_s - until_s <= PAUSE_S and now_s - since_s >= STEADY_S for since_s, until_s in stretches)
-        return self.silent_s(now_s) >= ALONE_S and 2 * num_steady >= len(learners)
+    def may_continue_alone(self, fleets: Fleets, now_s: float) -> bool:
+        """Return whether decisions may be announced without the standby (rule 2), whichever fleet it counts."""
+        steady = {
+            session
+            for session in fleets.possible
+            if (stretch := self._stretches.get(session)) is not None
+            and now_s - stretch[1] <= PAUSE_S
+            and now_s - stretch[0] >= STEADY_S
+        }
+        # The worst fleet has no steady learner that it can be without, and all others that it can have.
+        num_steady = len(fleets.certain & steady)
+        num_others = len(fleets.possible - steady)
+        return self.silent_s(now_s) >= ALONE_S and num_steady >= num_others
 
 
 class Standby:

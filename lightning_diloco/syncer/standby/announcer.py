@@ -1,7 +1,8 @@
 """Holds decisions back until the standby has all records before them.
 
-1. A message waits for the last record that was written before it, a commit for its own record. All leave in the order
-   in which they came, so a message never overtakes another one.
+1. A message waits for the last record that the loop thread wrote before it, a commit for its own record. Messages leave
+   in the order in which they came, and so do commits. A message does not wait for the record of a commit, which may be
+   long, unless it was decided after it.
 2. Without a standby, messages are sent at once.
 3. At most MAX_HELD messages wait. Then the loop thread waits, too.
 
@@ -39,9 +40,6 @@ class Announcer:
         redo_log: the log with the records.
         send: sends a message to a session.
         install: takes a commit that may be announced.
-
-    Attributes:
-        lsn: the last record that was written by the loop thread, which sets it.
     """
 
     def __init__(
@@ -52,11 +50,17 @@ class Announcer:
         send: Callable[[str, Json], object],
         install: Callable[[DurableCommit], object],
     ) -> None:
-        self.lsn = redo_log.last_lsn
         self._replica, self._log = replica, redo_log
         self._send, self._install = send, install
-        self._queue: queue.SimpleQueue[_Held | DurableCommit | None] = queue.SimpleQueue()
-        self._num_held = self._num_sent = 0  # written by the loop thread, and by the announce thread
+        self._lsn = redo_log.last_lsn
+        self._commits: queue.SimpleQueue[DurableCommit | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[_Held | None] = queue.SimpleQueue()
+        self._num_held = self._num_sent = 0  # written by the loop thread, and by the messages thread
+
+    def wrote(self, lsn: int) -> None:
+        """Note a record; later messages wait for it. Loop thread."""
+        self._lsn = lsn
+        self._replica.wake()
 
     def send(self, session: str, message: Json) -> None:
         """Send a message, now or later. Loop thread."""
@@ -67,22 +71,30 @@ class Announcer:
         if num_waiting >= MAX_HELD:
             self._replica.wait(self._log.durable_lsn)
         self._num_held += 1
-        self._queue.put(_Held(self.lsn, session, message))
+        self._messages.put(_Held(self._lsn, session, message))
 
     def commit(self, made: DurableCommit) -> None:
         """Pass on a durable commit, now or later. Merge thread."""
-        self._queue.put(made)
+        self._replica.wake()
+        self._commits.put(made)
 
-    def run(self) -> None:
-        """Pass on what may be announced, until `end`. Meanwhile, the other threads decide more."""
-        while (made := self._queue.get()) is not None:
+    def run_commits(self) -> None:
+        """Pass on commits until `end_commits`. Meanwhile, the merge thread computes the next one."""
+        while (made := self._commits.get()) is not None:
             self._replica.wait(made.lsn)
-            if isinstance(made, DurableCommit):
-                self._install(made)
-            else:
-                self._send(made.session, made.message)
-                self._num_sent += 1
+            self._install(made)
 
-    def end(self) -> None:
-        """End `run` after what waits now."""
-        self._queue.put(None)
+    def run_messages(self) -> None:
+        """Send messages until `end_messages`. Meanwhile, the loop thread decides more."""
+        while (held := self._messages.get()) is not None:
+            self._replica.wait(held.lsn)
+            self._send(held.session, held.message)
+            self._num_sent += 1
+
+    def end_commits(self) -> None:
+        """End `run_commits` after what waits now."""
+        self._commits.put(None)
+
+    def end_messages(self) -> None:
+        """End `run_messages` after what waits now."""
+        self._messages.put(None)

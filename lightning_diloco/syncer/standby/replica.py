@@ -15,11 +15,11 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 from lightning_diloco.errors import AuthError, ConfigError, CorruptLogError, StorageError
-from lightning_diloco.protocol.syncer.succession import ALONE_S, Primary
+from lightning_diloco.protocol.syncer.succession import Fleets, Primary
 from lightning_diloco.storage.files import storage, sync_directory, write_whole
 from lightning_diloco.storage.log_cursor import LogCursor
 from lightning_diloco.storage.redo_log import RedoLog
@@ -54,27 +54,24 @@ class Replica:
         run_dir: RUN_DIR.
         redo_log: the log that the standby follows.
         key: key that a standby must send; "" refuses all.
-        learners: returns the sessions of all learners that take part; with True, also of those that have lapsed.
+        fleets: the fleets that the standby may count, as far as the disk shows.
 
     Attributes:
         address: `host:port` of the registered standby; None: there is none.
         successor: `host:port` of the standby that has taken over; None: none has.
-        is_between_events: whether all records of the last event are written, so that log and learners agree.
     """
 
-    def __init__(self, run_dir: Path, redo_log: RedoLog, key: str, learners: Callable[[bool], Collection[str]]) -> None:
-        self._run_dir, self._log, self._key, self._learners = run_dir, redo_log, key, learners
+    def __init__(self, run_dir: Path, redo_log: RedoLog, key: str, fleets: Fleets) -> None:
+        self._run_dir, self._log, self._key, self._fleets = run_dir, redo_log, key, fleets
         self._file = run_dir / _REGISTERED
         self.address: str | None = json.loads(self._file.read_text())["address"] if self._file.exists() else None
         self.successor: str | None = None
-        self.is_between_events = True
         self._reign = reign(run_dir)
         self._rule = Primary(time.monotonic())
         self._changed = threading.Condition()
         self._acked_lsn, self._counts_from_lsn = 0, redo_log.last_lsn
         self._is_ending = self._has_ended = self._was_told = False
         self._waiting: dict[int, float] = {}  # records, and since when they wait
-        self._fleet: Collection[str] | None = None  # the learners that the standby's log has, or had before an event
         self._giving = threading.Lock()
         self._cursor: LogCursor | None = None
         self._given: dict[type[Request], tuple[str, memoryview]] = {}
@@ -120,26 +117,30 @@ class Replica:
         """Wait until a durable record may be announced; at most LAST_WAIT_S if the syncer stops."""
         with self._changed:
             self._changed.notify_all()
-            self._waiting[lsn] = time.monotonic()
+            self._waiting.setdefault(lsn, time.monotonic())
             while self._must_wait(lsn):
                 self._changed.wait(LOOK_S)
             self._waiting.pop(lsn, None)
 
-    def count_fleet(self) -> None:
-        """Note that the standby has all records that decide who takes part. Called between two events."""
+    def wake(self) -> None:
+        """Send new records to the standby at once, if it waits for them."""
         with self._changed:
-            self._fleet = self._learners(False)
+            self._changed.notify_all()
+
+    def fleet_changes_to(self, learners: Collection[str]) -> None:
+        """Note who takes part after an event whose records are not written yet."""
+        with self._changed:
+            self._fleets = self._fleets.or_(learners)
+
+    def fleet_is(self, learners: Collection[str]) -> None:
+        """Note who takes part, when the standby has all records that decide it."""
+        with self._changed:
+            self._fleets = Fleets.only(learners)
 
     def _must_wait(self, lsn: int) -> bool:
         if self.address is None or self._acked_lsn >= lsn or self._has_ended or self.successor is not None:
             return False
-        now_s = time.monotonic()
-        if self._rule.silent_s(now_s) < ALONE_S:
-            return True
-        # The standby counts the learners that its log has. These are the ones before the present event, or after it.
-        # A restarted primary does not know the former. Then one learner more may have lapsed here than there.
-        before = self._learners(True) if self._fleet is None else self._fleet
-        if not all(self._rule.may_continue_alone(fleet, now_s) for fleet in (before, self._learners(False))):
+        if not self._rule.may_continue_alone(self._fleets, time.monotonic()):
             return True
         log.warning("the standby at %s does not answer; the run continues without it", self.address)
         try:
@@ -176,6 +177,12 @@ class Replica:
     def _must_end_later(self) -> bool:
         must_be_told = self._is_ending and not self._was_told and self.address is not None
         return self.successor is None and (self._num_missing > 0 or must_be_told)
+
+    @property
+    def lacks_records(self) -> bool:
+        """Whether the standby does not have all durable records."""
+        with self._changed:
+            return self._num_missing > 0
 
     @property
     def _num_missing(self) -> int:
@@ -282,10 +289,6 @@ class Replica:
             if is_in_step:
                 self._rule.heard_standby(now_s)
             self._acked_lsn = lsn
-            if has_all:
-                fleet = self._learners(False)
-                if self.is_between_events:  # asked after: an event may have begun meanwhile
-                    self._fleet = fleet
             self._changed.notify_all()
             if self.address is None and has_all:
                 self._register(address)

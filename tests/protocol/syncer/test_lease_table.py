@@ -9,7 +9,7 @@ import pytest
 
 from lightning_diloco.protocol.data_ranges import Catalogue, Holding, Lease, Span
 from lightning_diloco.protocol.intervals import IntervalSet
-from lightning_diloco.protocol.messages import Leases, Progress
+from lightning_diloco.protocol.messages import Leases, Progress, Ready
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.holdings import Unfinished
 from lightning_diloco.protocol.syncer.lease_table import MAX_UNPROVEN, LeaseTable, merged_prefix
@@ -84,10 +84,31 @@ def test_what_was_heard_and_not_recorded_changes_nothing_that_counts() -> None:
         lease(one, "a", 1)
         one.apply(records.RangesSettled("a", (), (1,)))
     again.hear("a", [Span(1, 3, 0, 30)])
-    grant = records.RangesLeased("b", made.grants("b", (), 1), drops=False)
+    grant = records.RangesLeased("b", again.grants("b", (), 1), drops=False)
     for one in (made, again):
         one.apply(grant)
     assert made.saved() == again.saved()
+
+
+def test_tokens_of_a_commit_that_was_installed_after_their_range_was_leased_again_are_repeated_in_a_replay_too() -> (
+    None
+):
+    """The commit is written first, and installed when a standby has it; meanwhile the range goes to another learner."""
+    books = account([], ())
+    live, replayed = (LeaseTable(lambda session: books) for _ in range(2))
+    for one in (live, replayed):
+        one.apply(records.Catalogued(Catalogue("text", 1, 9)))
+        lease(one, "a", 1)
+        one.hear("a", [Span(1, 2, 0, 20)])
+        one.apply(records.RangesSettled("a", (), (1,)))
+    commit = Ready(0, 0, 0, 0, start=0, stop=40, steps=1, spans=(Span(1, 4, 0, 40),))
+    grant = records.RangesLeased("b", live.grants("b", (), 1), drops=False)
+    live.apply(grant)
+    live.follow("a", commit)
+    replayed.follow("a", commit)
+    replayed.apply(grant)
+    books.merged[0].add(0, 40)
+    assert live.num_repeated == replayed.num_repeated == 2 * 40, "in two fragments"
 
 
 def calls_of(do: Callable[[], object]) -> int:

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_diloco.protocol import actions, codec, messages
 from lightning_diloco.protocol.syncer import records
+from lightning_diloco.syncer.merge_worker import DurableCommit
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from lightning_diloco.syncer.standby import announcer
 from lightning_diloco.syncer.standby.requests import STANDBY, HaveLog
@@ -25,7 +26,8 @@ class Primary:
         self.sent: list[int] = []
         self.changed = threading.Condition()
         monkeypatch.setattr(self.service._announcer, "_send", self.put)
-        self.service._announce_thread.start()  # the test is the loop thread
+        self.service._commits_thread.start()
+        self.service._messages_thread.start()  # the test is the loop thread
 
     def put(self, session: str, message: dict[str, object]) -> None:
         with self.changed:
@@ -61,7 +63,8 @@ def primary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Primary
     found = Primary(tmp_path / "run", monkeypatch)
     yield found
     found.standby_has(found.lsn)
-    found.service.stop()
+    if not found.service._is_stopping:
+        found.service.stop()
 
 
 def leased(number: int) -> records.SourceEnded:
@@ -85,6 +88,35 @@ def test_messages_wait_for_the_records_before_them_and_keep_their_order(primary:
     primary.wait_for(1, 2)
     primary.standby_has(before + 3)
     primary.wait_for(1, 2, 3, 4, 5)
+
+
+def test_a_message_does_not_wait_for_a_commit_that_was_written_after_it(primary: Primary) -> None:
+    primary.standby_has(before := primary.lsn)
+    lsn = primary.service._durable.write({"kind": "CommitRecord"}, b"long")
+    commit = DurableCommit(lsn, None, None, (), None)  # type: ignore[arg-type]
+    primary.service._announcer.commit(commit)
+    primary.decide(1)
+    primary.wait_for(1)
+    assert primary.service._inbox.num_waiting == 0, "the commit waits"
+    primary.decide(leased(0), 2)
+    assert primary.sent == [1]
+    primary.standby_has(before + 2)
+    primary.wait_for(1, 2)
+    assert primary.service._inbox.take()[1] is commit  # type: ignore[index]
+
+
+def test_the_last_messages_of_the_loop_thread_are_sent(primary: Primary) -> None:
+    primary.standby_has(primary.lsn)
+
+    def loop() -> None:
+        while primary.service._inbox.take() is not None:
+            pass
+        primary.decide(1, 2)
+
+    primary.service._loop_thread = threading.Thread(target=loop)
+    primary.service._loop_thread.start()
+    primary.service.stop()
+    assert primary.sent == [1, 2]
 
 
 def test_after_a_record_that_changes_the_fleet_nothing_is_decided_until_the_standby_has_it(primary: Primary) -> None:

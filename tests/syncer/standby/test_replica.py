@@ -13,6 +13,7 @@ import pytest
 from lightning_diloco.errors import AuthError, ConfigError, CorruptLogError, CorruptMessageError
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer import succession
+from lightning_diloco.protocol.syncer.succession import Fleets
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer.standby import replica as replica_module
 from lightning_diloco.syncer.standby.reign import set_reign
@@ -31,7 +32,7 @@ def redo_log(tmp_path: Path) -> Iterator[RedoLog]:
 
 @pytest.fixture
 def replica(tmp_path: Path, redo_log: RedoLog) -> Replica:
-    return Replica(tmp_path, redo_log, KEY, lambda with_lapsed: [])
+    return Replica(tmp_path, redo_log, KEY, Fleets())
 
 
 def ask(replica: Replica, request: Request) -> tuple[dict, bytes]:
@@ -120,11 +121,10 @@ def test_the_primary_continues_alone_with_half_of_each_fleet_that_the_standby_ma
     for module in (succession, replica_module):
         monkeypatch.setattr(module, "ALONE_S", 0.1)
     monkeypatch.setattr(succession, "STEADY_S", 0.05)
-    present = list(there)
-    replica = Replica(tmp_path, redo_log, KEY, lambda with_lapsed: list(present))
+    replica = Replica(tmp_path, redo_log, KEY, Fleets())
     have(replica, 0)
-    have(replica, 0)
-    present[:] = here
+    replica.fleet_is(there)
+    replica.fleet_changes_to(here)
     replica.heard("a")
     thread = waiting(replica, write(redo_log))
     until_s = time.monotonic() + 0.6
@@ -169,7 +169,7 @@ def test_a_restarted_primary_waits_for_the_standby_that_it_had(
 ) -> None:
     have(replica, 0)
     write(redo_log)
-    again = Replica(tmp_path, redo_log, KEY, lambda with_lapsed: [])
+    again = Replica(tmp_path, redo_log, KEY, Fleets())
     assert (again.address, again.is_behind) == (HERE, True)
     assert not have(again, 0)["counts"]
     assert again.is_behind
@@ -188,7 +188,7 @@ def test_after_a_takeover_nothing_is_announced(replica: Replica, redo_log: RedoL
 
 def test_a_syncer_that_has_taken_over_later_is_not_replaced(redo_log: RedoLog, tmp_path: Path) -> None:
     set_reign(tmp_path, 2)
-    replica = Replica(tmp_path, redo_log, KEY, lambda with_lapsed: [])
+    replica = Replica(tmp_path, redo_log, KEY, Fleets())
     for number in (1, 2):
         ask(replica, TookOver(HERE, number))
         assert replica.successor is None
@@ -247,7 +247,7 @@ def test_without_the_key_nothing_is_answered(replica: Replica, redo_log: RedoLog
     for key in ("", "wrong", None):
         with pytest.raises(AuthError, match="key of the standby"):
             replica.on_get({"key": key, "request": {"kind": "AskListing"}})
-    keyless = Replica(tmp_path, redo_log, "", list)
+    keyless = Replica(tmp_path, redo_log, "", Fleets())
     with pytest.raises(AuthError, match="key of the standby"):
         keyless.on_get({"key": "", "request": {"kind": "AskListing"}})
 
