@@ -94,7 +94,6 @@ def test_a_silent_standby_is_given_up_by_the_rule_and_only_then_may_another_come
     thread.join(0.3)
     assert thread.is_alive()
     monkeypatch.setattr(succession, "ALONE_S", 0.1)
-    monkeypatch.setattr(replica_module, "ALONE_S", 0.1)
     thread.join(5.0)
     assert not thread.is_alive()
     assert replica.address is None
@@ -118,8 +117,7 @@ def test_the_primary_continues_alone_with_half_of_each_fleet_that_the_standby_ma
     tmp_path: Path, redo_log: RedoLog, monkeypatch: pytest.MonkeyPatch, there_and_here: tuple[str, str], may: bool
 ) -> None:
     there, here = there_and_here
-    for module in (succession, replica_module):
-        monkeypatch.setattr(module, "ALONE_S", 0.1)
+    monkeypatch.setattr(succession, "ALONE_S", 0.1)
     monkeypatch.setattr(succession, "STEADY_S", 0.05)
     replica = Replica(tmp_path, redo_log, KEY, Fleets())
     have(replica, 0)
