@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
+from functools import partial
 
 import pytest
 
 from lightning_diloco.protocol.syncer.succession import ALONE_S
 from lightning_diloco.storage.tape import read_tape
-from tests.e2e.conftest import Processes, until
+from tests.e2e.conftest import HERE, Processes, until
 from tests.e2e.learner import TOKENS
 from tests.e2e.pair import COMMAND, Pair
 from tests.e2e.test_processes import NUM_FRAGMENTS, assert_exact, restored
@@ -52,6 +54,43 @@ def test_takeovers_back_and_forth_lose_nothing(processes: Processes) -> None:
     processes.stop_file.touch()
     assert [processes.end(process) for process in (*learners, *pair.running)] == [0, 0, 0, 0]
     assert_whole(pair, primary, ["l0", "l1"])
+
+
+def test_all_ranks_upload_to_the_new_syncer_also_those_of_a_learner_that_starts_later(processes: Processes) -> None:
+    """The later one dials the former primary first: the addresses in its join string have the old order."""
+    pair = Pair(processes, expect=1)
+    join = processes.address.join_string()
+
+    def start(learner: str) -> list[subprocess.Popen[bytes]]:
+        folder = processes.root / learner
+        folder.mkdir()
+        (folder / "go").touch()
+        env = {"DILOCO_JOIN": join, "DILOCO_LEARNER": learner}
+        script = (HERE / "two_ranks.py", folder)
+        return [processes.start(f"{learner}.{r}", *script, r, 2, "direct", 0, "whole", **env) for r in range(2)]
+
+    def have_sent(learner: str, syncer: int) -> bool:
+        files = [processes.root / learner / f"sent.{rank}" for rank in range(2)]
+        return all(file.exists() and pair.address(syncer) in json.loads(file.read_text()) for file in files)
+
+    ranks = start("l0")
+    pair.until_registered(0)
+    pair.until_commits(0, 4)
+    join = processes.address.join_string()
+    pair.kill(0)
+    pair.until_commits(1, 1)
+    pair.restart(0)
+    pair.until_registered(1)
+    ranks += start("late")
+    for learner, syncer in (("l0", 0), ("l0", 1), ("late", 1)):
+        until(partial(have_sent, learner, syncer), f"uploads of both ranks of {learner} to {syncer}", processes)
+    for learner in ("l0", "late"):
+        (processes.root / learner / "stop").touch()
+    assert [processes.end(process) for process in (*ranks, *pair.running)] == [0] * 6
+    assert "cannot reach the syncer" not in processes.logs()
+    summary = json.loads((pair.dirs[1] / "summary.json").read_text())
+    assert (summary["status"], summary["tokens_merged"]) == ("finished", summary["tokens_seen"])
+    assert_exact(summary)
 
 
 def test_a_suspended_primary_that_wakes_up_becomes_the_standby(processes: Processes) -> None:

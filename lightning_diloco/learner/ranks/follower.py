@@ -135,7 +135,7 @@ class Follower(OneOfSeveral):
                 self.plan, self.config = plan, config = plan_of(command)
                 self.device = self._in_front(make_device(plan, config), plan=plan, config=config, sender=self._sender)
             case "reach":
-                reaches = self._sender.reach(partial(self._address, command["run_dir"]))
+                reaches = self._sender.reach(partial(self._address, command["run_dir"]), command["syncer"])
                 return partial(self._ranks.deliver, torch.tensor([float(reaches)]))
             case "go":
                 self.device.deals = command["deals"]

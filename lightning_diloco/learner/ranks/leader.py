@@ -88,7 +88,8 @@ class Leader(OneOfSeveral, Member):
         """Ask the other ranks whether they can reach the syncer, and let them begin to train."""
         join_file = self._whereabouts.join_file
         run_dir = None if join_file is None else str(join_file.parent)
-        found = self._ranks.collect({"do": "reach", "run_dir": run_dir}, [1] * (self._ranks.size - 1))
+        order = {"do": "reach", "run_dir": run_dir, "syncer": self._followed.moved_to}
+        found = self._ranks.collect(order, [1] * (self._ranks.size - 1))
         self.device.deals = self._parted.is_possible([bool(reaches) for reaches in found])
         known = {name: getattr(self, name) for name in (*KNOWN, "fleet_tokens")}
         self._ranks.tell({"do": "go", "known": known, "deals": self.device.deals})

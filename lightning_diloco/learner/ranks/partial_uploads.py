@@ -4,13 +4,14 @@
    first part, and tells every other rank to upload its part with the same header. The syncer joins the parts.
 2. Rank 0 sends the checksum of each part to the other ranks. A rank whose part has another checksum uploads nothing.
 3. If any rank could not upload its part, the whole upload has failed. Rank 0 then uploads alone for ALONE_S, because it
-   holds the whole encoded fragment anyway. It uploads the failed contribution again as a whole. So a rank that is cut
-   off for long does not cut off its learner. Rank 0 logs a warning.
+   holds the whole encoded fragment anyway. So a rank that is cut off for long does not cut off its learner. Rank 0 logs
+   a warning. A contribution is uploaded together once. If the syncer then fails and loses it, rank 0 uploads all of it,
+   because the other ranks do not keep their parts.
 4. Ranks do not send each other the join string, because their groups do not encrypt. Each rank was given it, or reads
    it from the run directory of a syncer that rank 0 has started. If a rank cannot reach the syncer at the start (for
    example a syncer on loopback of another host), rank 0 uploads alone until the learner ends. Both ranks log a warning.
-5. If rank 0 dials another syncer than at the beginning (`rotation.py`), it names it with each upload, and the other
-   ranks dial it, too.
+5. If rank 0 dials another syncer than it was given (`rotation.py`), it names it at the start and with each upload, and
+   the other ranks dial it, too.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class PartedConnection:
         self.status, self.close = connection.status, connection.close
         self._put, self._orders, self._moved_to = connection.put, orders, moved_to
         self._alone_until_s = float("-inf")
+        self._seqs: dict[int, int] = {}  # per fragment, of the last contribution that was uploaded together
 
     @property
     def heard_s(self) -> float:
@@ -115,8 +117,12 @@ class PartedConnection:
     def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
         """See `Connection.put`."""
         is_contribution = bulk.header.get("what") == "contribution" and bulk.header.get("error") is None
-        if not is_contribution or bulk.header["ready"]["fragment"] not in self._dealt or self._is_alone:
+        if not is_contribution or self._is_alone:
             return self._put(bulk, deadline_s=deadline_s)
+        p, seq = bulk.header["ready"]["fragment"], bulk.header["ready"]["seq"]
+        if p not in self._dealt or self._seqs.get(p) == seq:
+            return self._put(bulk, deadline_s=deadline_s)
+        self._seqs[p] = seq
         try:
             self._put_together(bulk, deadline_s)
         except DiLoCoError:
@@ -170,14 +176,17 @@ class PartSender:
         self._kept: dict[int, Tensor] = {}
         self._has_come = threading.Condition()
 
-    def reach(self, address: Callable[[], JoinAddress]) -> bool:
+    def reach(self, address: Callable[[], JoinAddress], moved_to: str | None = None) -> bool:
         """Connect to the syncer; returns whether this rank can find and reach it.
 
         Args:
-            address: returns the address of the syncer.
+            address: returns the address that the ranks were given.
+            moved_to: `host:port` of the syncer that rank 0 dials instead; None: it dials the same.
         """
         try:
             self._syncer = self._connect(address())
+            if moved_to is not None:
+                self._syncer.move_to(moved_to)
             self._connection = Portioned(self._syncer)
             self._connection.status()
         except DiLoCoError as error:

@@ -166,6 +166,22 @@ def test_an_upload_that_rank_0_loses_is_repeated(tmp_path: Path) -> None:
         assert next(failing, None) is None
 
 
+def test_a_contribution_that_the_syncer_has_lost_is_uploaded_by_rank_0(tmp_path: Path) -> None:
+    """The other rank no longer has its part: an order for it would wait for PART_S."""
+    with ranks(tmp_path) as (fleet, both):
+        put = both.connection.put
+
+        def twice(bulk: Bulk, *, deadline_s: float) -> Json:
+            put(bulk, deadline_s=deadline_s)
+            return put(bulk, deadline_s=deadline_s)
+
+        both.connection.put = twice  # type: ignore[method-assign]
+        both.go()
+        fleet.until_commits(6)
+    assert both.own.sizes.keys() == {0, -1}
+    assert both.own.sizes[-1] == pytest.approx(both.own.sizes[0] + both.other.sizes[1], rel=0.05)
+
+
 def test_a_rank_that_encoded_something_else_sends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ranks(tmp_path) as (fleet, both):
         both.encoded = lambda payload: payload ^ 1
