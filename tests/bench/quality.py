@@ -20,7 +20,7 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,8 +109,9 @@ def run(args: argparse.Namespace) -> Trial:
 
     def ended(index: int, result: Trial) -> None:
         kind, trial = missing[index]
-        found[kind].append({**trial, **result})
-        report.store(args.out, {**found, "circumstances": report.circumstances()})
+        seen = report.circumstances()
+        found[kind].append({**trial, **result, "date": seen["date"], "commit": seen["commit"]})
+        report.store(args.out, {**found, "circumstances": seen})
 
     work = {"data_parallel": _baseline, "anchors": _anchor}
     outcomes([partial(work[kind], args.recipe, trial) for kind, trial in missing], args.jobs, ended)
@@ -135,7 +136,7 @@ def _anchor(recipe: Path, trial: Trial) -> Trial:
 
 
 def compared(found: Trial) -> list[Trial]:
-    """Return a row for each setting: losses by seed, their gaps to tuned data-parallel training, and rho."""
+    """Return a row for each setting: losses by seed, their gaps to tuned data-parallel training, rho, and when."""
     rows = []
     for options, group in _groups(found["anchors"], KEYS).items():
         row = dict(zip(KEYS, options, strict=True))
@@ -146,10 +147,19 @@ def compared(found: Trial) -> list[Trial]:
         best = min(by_lr, key=lambda lr: statistics.mean(by_lr[lr][seed] for seed in seeds), default=None)
         row |= {"seeds": seeds, "anchor": [one["loss"] for one in group], "baseline_lr": best}
         row["rho"] = statistics.mean(one["rho"] for one in group)
+        row["when"] = when([*group, *(one for one in alone if one["lr"] == best and one["seed"] in seeds)])
         row["data_parallel"] = [by_lr[best][seed] for seed in seeds] if best is not None else []
         row["gaps"] = [mine / theirs - 1 for mine, theirs in zip(row["anchor"], row["data_parallel"], strict=False)]
         rows.append(row)
     return rows
+
+
+def when(results: Iterable[Trial]) -> str:
+    """Return dates and commits of trials."""
+    commits: dict[str, set[str]] = {}
+    for one in results:
+        commits.setdefault(one["date"], set()).add(one["commit"])
+    return "; ".join(f"{date}, {', '.join(sorted(those))}" for date, those in sorted(commits.items()))
 
 
 def _groups(results: Sequence[Trial], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Trial]]:

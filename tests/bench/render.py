@@ -122,10 +122,21 @@ def _gaps(found: Results) -> str:
     return f"loss {sum(gaps) / len(gaps):+.2%}, at worst {max(gaps):+.2%}"
 
 
-def _long_gaps(found: Results, learners: int) -> str:
+def _long_run(found: Results, learners: int) -> Results:
     runs = [row for row in quality.compared(found) if row["steps"] == 2400 and row["learners"] == learners]
-    gaps = max(runs, key=lambda row: len(row["seeds"]))["gaps"]
+    return max(runs, key=lambda row: len(row["seeds"]))
+
+
+def _long_gaps(found: Results, learners: int) -> str:
+    gaps = _long_run(found, learners)["gaps"]
     return f"loss {statistics.mean(gaps):+.2%}, at worst {max(gaps):+.2%}"
+
+
+def _when(name: str, found: Results) -> str:
+    """Return date and commit of the results that the README shows."""
+    if name == "quality_by_learners":
+        return "; ".join(sorted({_long_run(found, learners)["when"] for learners in (2, 4)}))
+    return f"{found['circumstances']['date']}, {found['circumstances']['commit']}"
 
 
 # Rows of the README's table: description, name of the stored results, and function that formats the value.
@@ -192,9 +203,8 @@ def summary() -> str:
     rows, machines = [], set()
     for what, (name, figure) in SUMMARY.items():
         found = json.loads(stored(name).read_text())
-        seen = found["circumstances"]
-        rows.append({"what": what, "measured": figure(found), "when": f"{seen['date']}, {seen['commit']}"})
-        machines.add(seen["machine"].partition(",")[0])
+        rows.append({"what": what, "measured": figure(found), "when": _when(name, found)})
+        machines.add(found["circumstances"]["machine"].partition(",")[0])
     made = "made by `python -m tests.bench.render` from stored results"
     return f"{report.table(rows)}\n\nOn two cores ({', '.join(sorted(machines))}); {made}."
 
@@ -207,15 +217,19 @@ def rendered() -> dict[str, str]:
             print(f"{name}: no stored results; its README is unchanged")
             continue
         found = json.loads(stored(name).read_text())
-        texts[name] = f"{make(found)}\n\n{_origin(found['circumstances'])}"
+        seen = found["circumstances"]
+        if "anchors" in found:  # trials of several days
+            seen = {**seen, "when": quality.when([*found["data_parallel"], *found["anchors"]])}
+        texts[name] = f"{make(found)}\n\n{_origin(seen)}"
     return texts
 
 
 def _origin(seen: dict[str, str]) -> str:
     machine = ", ".join(seen[name] for name in ("card", "machine") if name in seen)
     load = f" (load average {seen['load']})" if "load" in seen else ""
+    when = seen.get("when", f"{seen['date']}, commit {seen['commit']}")
     return (
-        f"{seen['date']}, commit {seen['commit']}, {machine}{load}, Python {seen['python']}, "
+        f"{when}, {machine}{load}, Python {seen['python']}, "
         f"torch {seen['torch']}; made by `python -m tests.bench.render` from stored results."
     )
 
