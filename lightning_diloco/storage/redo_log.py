@@ -193,6 +193,24 @@ class RedoLog:
                 del self._segments[0]
             sync_directory(self.directory)
 
+    def cut_after(self, lsn: int) -> None:
+        """Remove all records after this one, durably; call this again after a crash.
+
+        Raises:
+            CorruptLogError: this record is not in the log.
+        """
+        with self._mutex, storage("cut", self.directory):
+            if not self.first_lsn - 1 <= lsn <= self.last_lsn:
+                raise self._too_old(lsn)
+            while len(self._segments) > 1 and self._segments[-1] > lsn:  # from the end, so that there is never a gap
+                self._active.close()
+                self._path(self._segments.pop()).unlink()
+                sync_directory(self.directory)
+                self._active = AppendFile(self._path(self._segments[-1]), faults=self._faults)
+            ends = [end for _, end in self._walk(self._segments[-1], lsn + 1)]
+            self._active.cut(ends[-1] if ends else 0)
+            self.last_lsn = self.durable_lsn = lsn
+
     def close(self, *, sync: bool = True) -> None:
         """Sync, then close the files and release the lock; idempotent.
 

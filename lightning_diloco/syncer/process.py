@@ -19,6 +19,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, RemoteError, TransportError
@@ -31,9 +32,10 @@ from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
 from lightning_diloco.syncer.standby.invitation import Invitation
-from lightning_diloco.syncer.standby.reign import reign
+from lightning_diloco.syncer.standby.reign import reign, reign_after
 from lightning_diloco.syncer.standby.replica import forget_standby
-from lightning_diloco.syncer.standby.source import Source, copy_identity, must_copy
+from lightning_diloco.syncer.standby.requests import TookOver
+from lightning_diloco.syncer.standby.source import Source, copy_identity, differs_after
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import (
     JoinAddress,
@@ -116,7 +118,7 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
         log.info("%s has taken over its run before, and serves it", run_dir)
         return None
     if (run_dir / "syncer" / "log").exists():
-        must_copy(run_dir)  # it was a primary; what it has may differ
+        differs_after(run_dir, 0)  # it was a primary; what it has may differ
     return given
 
 
@@ -136,7 +138,7 @@ def _opened(options: SyncerOptions) -> _Opened:
         front.stop()
         raise
     former = taken_from(options.run_dir)
-    telling = None if former is None else _Telling(former, front, reign(options.run_dir))
+    telling = None if former is None else _Telling(former, front, options.run_dir, durable.log.last_lsn)
     return _Opened(service, door, front, identity, is_known, telling)
 
 
@@ -160,7 +162,7 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
             return None
         log.warning("the primary at %s is lost; this syncer serves the run now", primary.address.host_port)
         become_primary(options.run_dir)
-        telling = _Telling(primary, front, reign(options.run_dir))
+        telling = _Telling(primary, front, options.run_dir, run.durable.log.last_lsn)
         undo.callback(telling.end)
         door.refused = lambda session: None  # learners wait here from now on
         door.tell("taking over")
@@ -246,7 +248,7 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
         return None
     host, port = split_host_port(replica.successor)
     log.warning("the standby at %s has taken over; this syncer becomes its standby", replica.successor)
-    must_copy(options.run_dir)
+    differs_after(options.run_dir, replica.common_lsn)
     return Invitation.of(replace(front.address, host=host, port=port, standby=None), opened.identity)
 
 
@@ -255,10 +257,17 @@ class _Telling:
 
     A former primary that was told may be killed before it has noted it, so only a standby of this run ends this. If the
     other one has taken over since, it does not listen, and tells this syncer.
+
+    Args:
+        former: the former primary.
+        front: the server of this syncer.
+        run_dir: RUN_DIR of this syncer.
+        last_lsn: last record of its log, before it decides anything.
     """
 
-    def __init__(self, former: Invitation, front: Front, reign: int) -> None:
-        self._former, self._front, self._reign = former, front, reign
+    def __init__(self, former: Invitation, front: Front, run_dir: Path, last_lsn: int) -> None:
+        self._former, self._front = former, front
+        self._reign, self._lsn = reign(run_dir), reign_after(run_dir, last_lsn)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="diloco-telling", daemon=True)
         self._thread.start()
@@ -272,7 +281,7 @@ class _Telling:
         source = Source(self._former)
         while not self._ended.is_set():
             try:
-                source.took_over(self._front.address.host_port, self._reign)
+                source.took_over(TookOver(self._front.address.host_port, self._reign, self._lsn))
             except TransportError:  # it is away, or a standby already
                 pass
             except RemoteError as error:

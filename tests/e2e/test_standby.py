@@ -54,6 +54,10 @@ def test_takeovers_back_and_forth_lose_nothing(processes: Processes) -> None:
     processes.stop_file.touch()
     assert [processes.end(process) for process in (*learners, *pair.running)] == [0, 0, 0, 0]
     assert_whole(pair, primary, ["l0", "l1"])
+    for which in range(2):
+        said = (processes.root / f"syncer{which}.log").read_text()
+        assert said.count("keeps its records up to") == 1
+        assert said.count("copying the run") == which, "the standby at the start has none yet"
 
 
 def test_all_ranks_upload_to_the_new_syncer_also_those_of_a_learner_that_starts_later(processes: Processes) -> None:

@@ -362,3 +362,55 @@ def test_sync_reaches_the_disk_once_per_batch(folder: Path, monkeypatch: pytest.
     log.sync()
     assert len(calls) == 1
     log.close()
+
+
+@pytest.mark.parametrize("lsn", range(3, 13))
+def test_records_after_one_are_cut_off_also_after_a_crash(log: RedoLog, folder: Path, lsn: int) -> None:
+    for _ in range(4):
+        fill(log, 3)
+        log.rotate()
+    log.drop_before(4)
+    log.cut_after(lsn)
+    last = expected(range(4, lsn + 1))
+    assert [record.lsn for record in log.records(4)] == [record.lsn for record in last]
+    again = RedoLog(image(folder, folder.parent / "again"))
+    assert (again.last_lsn, again.first_lsn) == (lsn, 4)
+    again.cut_after(lsn)
+    assert again.append({"k": 1}) == log.append({"k": 1}) == lsn + 1
+    again.close()
+
+
+@pytest.mark.parametrize("lsn", [2, 13])
+def test_records_that_are_not_there_cannot_be_the_end(log: RedoLog, lsn: int) -> None:
+    for _ in range(4):
+        fill(log, 3)
+        log.rotate()
+    log.drop_before(4)
+    with pytest.raises(CorruptLogError):
+        log.cut_after(lsn)
+    assert (log.first_lsn, log.last_lsn) == (4, 12)
+
+
+def test_a_crash_while_segments_are_removed_leaves_no_gap(
+    log: RedoLog, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(4):
+        fill(log, 3)
+        log.rotate()
+    unlink, removed = Path.unlink, []
+
+    def crash(path: Path, **kwargs: object) -> None:
+        if len(removed) == 2:
+            raise Crash
+        removed.append(path)
+        unlink(path)
+
+    with monkeypatch.context() as crashing:
+        crashing.setattr(Path, "unlink", crash)
+        with pytest.raises(Crash):
+            log.cut_after(4)
+    again = RedoLog(image(folder, folder.parent / "again"))
+    assert again.last_lsn == 9
+    again.cut_after(4)
+    assert [record.lsn for record in again.records(1)] == [1, 2, 3, 4]
+    again.close()

@@ -30,9 +30,9 @@ from lightning_diloco.storage.files import storage, sync_directory
 from lightning_diloco.storage.log_frames import Record
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.standby.invitation import Invitation
-from lightning_diloco.syncer.standby.reign import reign, set_reign
+from lightning_diloco.syncer.standby.reign import forget_reign_after, reign, set_reign
 from lightning_diloco.syncer.standby.replica import forget_standby
-from lightning_diloco.syncer.standby.source import TAPE, Source, copy_run, install_copy, is_copied
+from lightning_diloco.syncer.standby.source import TAPE, Source, copy_run, cut_to_common, install_copy, is_copied
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import write_private
 
@@ -59,6 +59,7 @@ def become_standby(run_dir: Path, primary: Invitation) -> None:
     with storage("write", folder / _MARKER):
         write_private(folder / _MARKER, primary.text().encode())
         (folder / _TAKEN).unlink(missing_ok=True)
+        forget_reign_after(run_dir)
         sync_directory(folder)
     forget_standby(run_dir)
 
@@ -211,9 +212,11 @@ class Follower:
         return found
 
     def _copy(self) -> None:
-        """Copy the whole run, and open it."""
+        """Copy the run, unless the records of this directory can be kept, and open it."""
         try:
-            is_whole = copy_run(self._source, self._run_dir, self._is_stopping)
+            is_whole = cut_to_common(self._source, self._run_dir) or copy_run(
+                self._source, self._run_dir, self._is_stopping
+            )
         except CorruptLogError as error:  # the primary has replaced its snapshot meanwhile
             log.warning("copying the run again: %s", error)
             return

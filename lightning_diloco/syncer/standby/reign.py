@@ -1,7 +1,8 @@
 """The reign of a run: how often a standby has taken over. The syncer with the higher reign serves the run.
 
 RUN_DIR/syncer/reign holds the reign of the syncer whose history the directory has. A standby that takes over begins the
-next one. So a former primary that comes back knows who is newer, also after takeovers back and forth.
+next one. So a former primary that comes back knows who is newer, also after takeovers back and forth. It keeps the
+records up to the last one before this reign, which RUN_DIR/syncer/reign_after holds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from lightning_diloco.storage.files import write_whole
 
 _FILE = "syncer/reign"
+_AFTER = "syncer/reign_after"
 
 
 def reign(run_dir: Path) -> int:
@@ -22,3 +24,21 @@ def reign(run_dir: Path) -> int:
 def set_reign(run_dir: Path, number: int) -> None:
     """Write the reign durably."""
     write_whole(run_dir / _FILE, str(number).encode())
+
+
+def reign_after(run_dir: Path, last_lsn: int) -> int:
+    """Return the last record before this syncer's reign.
+
+    Args:
+        run_dir: RUN_DIR of a syncer that has taken over.
+        last_lsn: last record of its log. The first call notes it durably, before the syncer decides anything.
+    """
+    file = run_dir / _AFTER
+    if not file.exists():
+        write_whole(file, str(last_lsn).encode())
+    return int(file.read_text())
+
+
+def forget_reign_after(run_dir: Path) -> None:
+    """Forget when this reign began: this directory becomes a standby's."""
+    (run_dir / _AFTER).unlink(missing_ok=True)

@@ -59,6 +59,7 @@ class Replica:
     Attributes:
         address: `host:port` of the registered standby; None: there is none.
         successor: `host:port` of the standby that has taken over; None: none has.
+        common_lsn: last record that the successor has, too.
     """
 
     def __init__(self, run_dir: Path, redo_log: RedoLog, key: str, fleets: Fleets) -> None:
@@ -66,6 +67,7 @@ class Replica:
         self._file = run_dir / _REGISTERED
         self.address: str | None = json.loads(self._file.read_text())["address"] if self._file.exists() else None
         self.successor: str | None = None
+        self.common_lsn = 0
         self._reign = reign(run_dir)
         self._rule = Primary(time.monotonic())
         self._changed = threading.Condition()
@@ -303,5 +305,5 @@ class Replica:
         split_host_port(request.address)
         with self._changed:
             if request.reign > self._reign:
-                self.successor = request.address
+                self.successor, self.common_lsn = request.address, request.lsn
                 self._changed.notify_all()

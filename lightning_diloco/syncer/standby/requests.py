@@ -45,10 +45,14 @@ class HaveLog(Tagged, frozen=True):
 
 
 class TookOver(Tagged, frozen=True):
-    """Report that the syncer at this `host:port` serves the run now, in this reign."""
+    """Report that the syncer at this `host:port` serves the run now, in this reign.
+
+    Both syncers have the same records up to `lsn`.
+    """
 
     address: Text
     reign: Count
+    lsn: Count
 
 
 Request = AskListing | AskFile | AskLog | HaveLog | TookOver

@@ -3,6 +3,8 @@
 1. A copy is made in RUN_DIR/copy, and replaces the files of the run when it is complete. So a standby that was
    the primary before keeps its own files until it has newer ones.
 2. The log of a copy begins after its snapshot.
+3. A standby that was the primary before cuts off the records that its successor does not have, and follows from there.
+   If it cannot, for example because its snapshot is newer, or the successor has dropped its log, it copies the run.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from lightning_diloco.process.threads import unless
 from lightning_diloco.protocol import codec
 from lightning_diloco.storage.files import make_directory, remove_tree, storage, sync_directory, write_file, write_whole
 from lightning_diloco.storage.log_frames import Record, read_at
+from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.requests import STANDBY, AskFile, AskListing, AskLog, HaveLog, Request, TookOver
 from lightning_diloco.transport.base import Connection, Json
@@ -79,9 +82,9 @@ class Source:
         with _of_the_primary():
             return self._connection.get(self._header(HaveLog(lsn, address)), deadline_s=CALL_S).header
 
-    def took_over(self, address: str, reign: int) -> None:
-        """Tell the former primary that the syncer at this `host:port` serves the run now, in this reign."""
-        self._connection.get(self._header(TookOver(address, reign)), deadline_s=CALL_S)
+    def took_over(self, request: TookOver) -> None:
+        """Tell the former primary of a takeover."""
+        self._connection.get(self._header(request), deadline_s=CALL_S)
 
     def listing(self) -> Json:
         """Return lsn and file names of the newest snapshot; the lsn is null if the run has no start values yet."""
@@ -169,6 +172,38 @@ def is_copied(run_dir: Path) -> bool:
     return (run_dir / "syncer" / "log").exists() and not (run_dir / _OUTDATED).exists()
 
 
-def must_copy(run_dir: Path) -> None:
-    """Record, durably, that the log of this directory may differ from its new primary's."""
-    write_whole(run_dir / _OUTDATED, b"")
+def differs_after(run_dir: Path, lsn: int) -> None:
+    """Record, durably, that the log of this directory may differ from its new primary's after this record."""
+    write_whole(run_dir / _OUTDATED, str(lsn).encode())
+
+
+def cut_to_common(source: Source, run_dir: Path) -> bool:
+    """Cut off records that the primary does not have; return False if the run must be copied.
+
+    Raises:
+        TransportError: the primary cannot be reached.
+        CorruptLogError: this directory is damaged.
+    """
+    outdated, snapshots = run_dir / _OUTDATED, run_dir / "syncer" / "snapshot"
+    if not outdated.exists():
+        return False
+    lsn, newest = int(outdated.read_text()), max(snapshots.glob("[0-9]*[0-9]"), default=None)
+    if newest is None or int(newest.name) > lsn:
+        return False
+    redo_log = RedoLog(run_dir / "syncer" / "log")
+    try:
+        if not redo_log.first_lsn <= lsn <= redo_log.last_lsn:
+            return False
+        own = next(redo_log.records(lsn))
+        with contextlib.suppress(CorruptLogError):  # the primary has dropped this record
+            theirs = source.log_after(lsn - 1, 0.0)[:1]
+            if [(record.header, bytes(record.payload)) for record in theirs] == [(own.header, bytes(own.payload))]:
+                redo_log.cut_after(lsn)
+                log.info("this directory keeps its records up to %d, and follows the primary from there", lsn)
+                with storage("remove", outdated):
+                    outdated.unlink()
+                    sync_directory(outdated.parent)
+                return True
+    finally:
+        redo_log.close()
+    return False

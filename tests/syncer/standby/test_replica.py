@@ -178,20 +178,20 @@ def test_a_restarted_primary_waits_for_the_standby_that_it_had(
 def test_after_a_takeover_nothing_is_announced(replica: Replica, redo_log: RedoLog) -> None:
     have(replica, 0)
     thread = waiting(replica, write(redo_log))
-    ask(replica, TookOver(HERE, 1))
+    ask(replica, TookOver(HERE, 1, 5))
     thread.join(5.0)
     assert not thread.is_alive()
-    assert (replica.successor, replica.may_announce) == (HERE, False)
+    assert (replica.successor, replica.common_lsn, replica.may_announce) == (HERE, 5, False)
 
 
 def test_a_syncer_that_has_taken_over_later_is_not_replaced(redo_log: RedoLog, tmp_path: Path) -> None:
     set_reign(tmp_path, 2)
     replica = Replica(tmp_path, redo_log, KEY, Fleets())
     for number in (1, 2):
-        ask(replica, TookOver(HERE, number))
+        ask(replica, TookOver(HERE, number, 5))
         assert replica.successor is None
     assert have(replica, 0)["reign"] == 2
-    ask(replica, TookOver(HERE, 3))
+    ask(replica, TookOver(HERE, 3, 5))
     assert replica.successor == HERE
 
 
@@ -265,6 +265,7 @@ def test_without_the_key_nothing_is_answered(replica: Replica, redo_log: RedoLog
         {"kind": "AskFile", "name": "tape", "start": -1},
         {"kind": "TookOver"},
         {"kind": "TookOver", "address": HERE},
+        {"kind": "TookOver", "address": HERE, "reign": 1},
     ],
 )
 def test_a_request_with_wrong_fields_is_refused(replica: Replica, request_: object) -> None:
@@ -275,7 +276,7 @@ def test_a_request_with_wrong_fields_is_refused(replica: Replica, request_: obje
 
 @pytest.mark.parametrize("address", ["", "host", "host:99999"])
 def test_an_address_that_is_none_is_refused(replica: Replica, address: str) -> None:
-    for request in (HaveLog(0, address), TookOver(address, 1)):
+    for request in (HaveLog(0, address), TookOver(address, 1, 5)):
         with pytest.raises(ConfigError, match="must be host:port"):
             ask(replica, request)
     assert (replica.address, replica.successor) == (None, None)

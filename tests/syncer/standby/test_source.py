@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 
 from lightning_diloco.errors import CorruptLogError, TransportError
+from lightning_diloco.protocol.syncer.succession import Fleets
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer.standby import source as source_module
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.replica import Replica
-from lightning_diloco.syncer.standby.source import Source, copy_run, install_copy, is_copied, must_copy
+from lightning_diloco.syncer.standby.source import (
+    Source,
+    copy_run,
+    cut_to_common,
+    differs_after,
+    install_copy,
+    is_copied,
+)
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json
 
@@ -50,7 +58,7 @@ def primary(tmp_path: Path) -> Path:
 @pytest.fixture
 def wire(primary: Path) -> Any:
     log = RedoLog(primary / "syncer" / "log")
-    yield Wire(Replica(primary, log, KEY, lambda with_lapsed: []))
+    yield Wire(Replica(primary, log, KEY, Fleets()))
     log.close()
 
 
@@ -64,7 +72,7 @@ def old_copy(tmp_path: Path) -> Path:
     (run_dir / "syncer" / "snapshot" / f"{1:020d}").mkdir(parents=True)
     (run_dir / "syncer" / "log").mkdir()
     (run_dir / "syncer" / "log" / f"{2:020d}.log").write_text("old")
-    must_copy(run_dir)
+    differs_after(run_dir, 0)
     return run_dir
 
 
@@ -131,3 +139,77 @@ def test_a_copy_waits_for_start_values_unless_it_is_stopped(tmp_path: Path, wire
     (primary / STATE).parent.rmdir()
     assert not copy_run(made(wire), tmp_path / "standby", lambda: True)
     assert not is_copied(tmp_path / "standby")
+
+
+# ------------------------------------------------------------------------------------------ a former primary comes back
+
+COMMON = 6
+
+
+def former_primary(tmp_path: Path, *, snapshot: int = 2, num_records: int = 9, differs_from: int = COMMON + 1) -> Path:
+    """A directory that has served the run before. Its log begins after its snapshot."""
+    run_dir = tmp_path / "former"
+    (run_dir / "syncer" / "snapshot" / f"{snapshot:020d}").mkdir(parents=True)
+    folder = run_dir / "syncer" / "log"
+    folder.mkdir()
+    (folder / f"{snapshot + 1:020d}.log").touch()
+    log = RedoLog(folder)
+    write(log, range(snapshot + 1, num_records + 1), differs_from)
+    log.close()
+    differs_after(run_dir, COMMON)
+    return run_dir
+
+
+def write(log: RedoLog, lsns: range, differs_from: int = 1 << 60) -> None:
+    for lsn in lsns:
+        log.append({"n": lsn}, b"other" if lsn >= differs_from else b"same")
+        if lsn % 4 == 0:
+            log.rotate()
+    log.sync()
+
+
+def records_in(run_dir: Path) -> list[tuple[int, bytes]]:
+    log = RedoLog(run_dir / "syncer" / "log")
+    found = [(record.lsn, bytes(record.payload)) for record in log.records(log.first_lsn)]
+    log.close()
+    return found
+
+
+@pytest.mark.parametrize("num_records", [COMMON, COMMON + 1, 9, 13])
+def test_a_former_primary_keeps_the_records_that_both_have(tmp_path: Path, wire: Wire, num_records: int) -> None:
+    write(wire.replica._log, range(1, 12))
+    run_dir = former_primary(tmp_path, num_records=num_records)
+    assert cut_to_common(made(wire), run_dir)
+    assert records_in(run_dir) == [(lsn, b"same") for lsn in range(3, COMMON + 1)]
+    assert is_copied(run_dir)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"snapshot": COMMON + 1},  # it has decisions that the successor does not have
+        {"num_records": COMMON - 1},  # its disk was rolled back
+        {"differs_from": COMMON},  # the successor's disk was
+    ],
+)
+def test_a_former_primary_that_cannot_know_what_both_have_copies_the_run(
+    tmp_path: Path, wire: Wire, found: dict[str, int]
+) -> None:
+    write(wire.replica._log, range(1, 12))
+    run_dir = former_primary(tmp_path, **found)
+    before = records_in(run_dir)
+    assert not cut_to_common(made(wire), run_dir)
+    assert records_in(run_dir) == before
+    assert not is_copied(run_dir)
+
+
+def test_a_former_primary_copies_the_run_if_the_successor_has_dropped_its_log(tmp_path: Path, wire: Wire) -> None:
+    write(wire.replica._log, range(1, 12))
+    wire.replica._log.drop_before(9)
+    assert not cut_to_common(made(wire), former_primary(tmp_path))
+
+
+def test_a_primary_that_nobody_has_told_what_both_have_copies_the_run(tmp_path: Path, wire: Wire) -> None:
+    write(wire.replica._log, range(1, 12))
+    differs_after(run_dir := former_primary(tmp_path), 0)
+    assert not cut_to_common(made(wire), run_dir)
