@@ -32,7 +32,7 @@ from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
 from lightning_diloco.syncer.standby.invitation import Invitation
-from lightning_diloco.syncer.standby.reign import reign, reign_after
+from lightning_diloco.syncer.standby.reign import begin_reign, reign
 from lightning_diloco.syncer.standby.replica import forget_standby
 from lightning_diloco.syncer.standby.requests import TookOver
 from lightning_diloco.syncer.standby.source import Source, copy_identity, differs_after
@@ -134,11 +134,11 @@ def _opened(options: SyncerOptions) -> _Opened:
         durable = SyncerStore(options.run_dir, locked=locked, tell=door.tell)
         key = Invitation.of(address, identity).key
         service = SyncerService(options, run=address.run, durable=durable, standby_key=key)
+        former = taken_from(options.run_dir)
+        telling = None if former is None else _Telling(former, front, options.run_dir, durable.log.last_lsn)
     except BaseException:
         front.stop()
         raise
-    former = taken_from(options.run_dir)
-    telling = None if former is None else _Telling(former, front, options.run_dir, durable.log.last_lsn)
     return _Opened(service, door, front, identity, is_known, telling)
 
 
@@ -267,7 +267,7 @@ class _Telling:
 
     def __init__(self, former: Invitation, front: Front, run_dir: Path, last_lsn: int) -> None:
         self._former, self._front = former, front
-        self._reign, self._lsn = reign(run_dir), reign_after(run_dir, last_lsn)
+        self._reign, self._lsn = reign(run_dir), begin_reign(run_dir, last_lsn)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="diloco-telling", daemon=True)
         self._thread.start()

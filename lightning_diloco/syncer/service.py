@@ -35,7 +35,7 @@ from lightning_diloco.process.threads import compute_alone
 from lightning_diloco.protocol import actions, codec, events, messages
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
-from lightning_diloco.protocol.syncer.succession import IN_FLIGHT
+from lightning_diloco.protocol.syncer.succession import IN_FLIGHT, changed_by
 from lightning_diloco.storage.files import write_whole
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.contribution_archive import Recorder
@@ -137,7 +137,8 @@ class SyncerService:
         self._inbox: Inbox[events.SyncerEvent | Placed | DurableCommit] = Inbox()
         self._quota = Quota()
         self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
-        self._announcer = Announcer(self.replica, self._durable.log, send=self._outbox.put, install=self._inbox.put)
+        lsn = self._durable.log.last_lsn
+        self._announcer = Announcer(self.replica, lsn, send=self._outbox.put, install=self._inbox.put)
         self._changes_fleet = False
         self._seed: actions.StoreSeed | None = None
         self._todo: deque[actions.SyncerAction] = deque()
@@ -364,16 +365,17 @@ class SyncerService:
     def _handle(self, event: events.SyncerEvent, now_s: float) -> None:
         with self._board.looking:
             todo = self.state.handle(event, now_s)
-        if any(isinstance(action, actions.Record) and action.values["kind"] not in IN_FLIGHT for action in todo):
+        written = [action.values for action in todo if isinstance(action, actions.Record)]
+        if any(record["kind"] not in IN_FLIGHT for record in written):
             self._changes_fleet = True
-            self.replica.fleet_changes_to(self._learners())
+            self.replica.fleet_changes_to(self._learners(), set[str]().union(*map(changed_by, written)))
         self._do([replace(action, at_s=now_s) if isinstance(action, actions.Note) else action for action in todo])
 
     def _do(self, todo: Sequence[actions.SyncerAction]) -> None:
         """Carry out actions in order; if the disk fails to write a record, all later actions wait."""
         is_blocked = bool(self._todo)
         self._todo.extend(action for action in todo if not (is_blocked and self._comes_again(action)))
-        while self._todo and time.monotonic() >= self._retry_s:
+        while self._todo and self.replica.may_announce and time.monotonic() >= self._retry_s:
             try:
                 self._carry_out(self._todo[0])
             except StorageError as error:
@@ -381,7 +383,7 @@ class SyncerService:
                 self._board.disk_failed(str(error))
                 return
             self._todo.popleft()
-        if not self._todo:
+        if not self._todo and self.replica.may_announce:
             self._end_event()
             self._snapshot_if_quiet()
 

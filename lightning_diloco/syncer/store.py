@@ -52,7 +52,7 @@ class SyncerStore:
     Attributes:
         past: history of the run before this process; set by `restore`.
         fleets: who takes part, and who did before the last record that may have changed it; set by `restore`. A
-            standby has all records before that one, and before a snapshot.
+            standby has all records that change the fleet before that one, and before a snapshot.
     """
 
     def __init__(

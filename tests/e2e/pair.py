@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning_diloco.errors import TransportError
+from lightning_diloco.protocol.syncer.succession import BEFORE_S
 from lightning_diloco.transport.address import read_join_file
 from lightning_diloco.transport.flight import FlightConnection
 from tests.e2e.conftest import HERE, Processes, until
@@ -64,6 +66,11 @@ class Pair:
             f"the standby of {self.dirs[primary]}",
             self.processes,
         )
+
+    def until_in_contact(self) -> None:
+        """Wait until learners have talked to the primary for so long that they count if the standby dies."""
+        enough_s = time.monotonic() + BEFORE_S + 2.0
+        until(lambda: time.monotonic() > enough_s, "long contact", self.processes)
 
     def until_commits(self, which: int, more: int) -> dict[str, Any]:
         first = until(lambda: self.status(which), "a syncer that serves", self.processes)["num_commits"]

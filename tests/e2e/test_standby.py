@@ -57,6 +57,7 @@ def test_takeovers_back_and_forth_lose_nothing(processes: Processes) -> None:
     for which in range(2):
         said = (processes.root / f"syncer{which}.log").read_text()
         assert said.count("keeps its records up to") == 1
+        assert "the tape is not copied" not in said
         assert said.count("copying the run") == which, "the standby at the start has none yet"
 
 
@@ -117,6 +118,7 @@ def test_a_run_waits_for_a_killed_standby_and_then_continues_without_it(processe
     learner = processes.learner("l0")
     pair.until_registered(0)
     pair.until_commits(0, 4)
+    pair.until_in_contact()
     pair.kill(1)
     waits = until(lambda: [w for w in pair.status(0)["waits"] if w["for"] == ["the standby"]], "the wait", processes)
     assert 0 < waits[0]["until_s"] <= ALONE_S

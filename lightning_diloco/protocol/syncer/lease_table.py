@@ -228,7 +228,7 @@ class LeaseTable:
                 self.held.put(former)
             return
         if former is not None:
-            # A commit that was decided before, and installed after, comes first in a replay. Then more is known.
+            # A replay applies a commit before this grant even if it was installed after it. The span is longer then.
             self._repeat(former.session, grant.lost_from, max(grant.lost_to, former.span.stop))
         if lease.number < self._next_number:
             return

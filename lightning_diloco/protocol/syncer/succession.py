@@ -4,17 +4,20 @@
    learner knows. Records of IN_FLIGHT kinds may be on their way together, and any message waits for all records before
    it. After any other record, the primary decides nothing until the standby has it, because of rule 5.
 2. If the standby is silent for ALONE_S, the primary may continue without it, but only if at least half of the learners
-   have talked to it without a pause of more than PAUSE_S for STEADY_S. Otherwise it waits: they may follow the standby.
+   have talked to it without a pause of more than PAUSE_S since BEFORE_S before the standby was last heard. Otherwise it
+   waits: they may follow the standby. A restarted primary does not know who did; it waits, or a person decides.
 3. A learner that has got no answer from one syncer for ASK_AFTER_S asks the other one.
 4. The standby may take over if the primary is silent for QUIET_S and more than half of the learners have asked it
    within ASKED_S. If it was without the primary for FRESH_S, it may not, because the primary may have continued without
    it. Then a person decides.
-5. Rules 2 and 4 exclude each other. A learner that has asked the standby has paused at the primary for ASK_AFTER_S
-   before. The primary remembers this pause for longer (STEADY_S) than a call and ASKED_S take. So no learner counts for
-   both, and two halves of which one is more than half do not fit into one fleet. Also, FRESH_S ends before ALONE_S.
+5. Rules 2 and 4 exclude each other. A standby that takes over was in step with the primary less than FRESH_S before,
+   and more than half of the learners have just asked it. Each of them had paused at the primary for ASK_AFTER_S. This
+   was later than BEFORE_S before the standby was in step, because a call takes at most CALL_S and counts for ASKED_S.
+   So these learners do not count for the primary, neither then nor later, and two halves of which one is more than half
+   do not fit into one fleet. Also, FRESH_S ends before ALONE_S.
    Both must count the same fleet. The standby counts the learners that its log has. The primary's log may be ahead by
    one record that changes the fleet, because only one is on its way at a time, and the primary's machine may be ahead
-   of its log by an event. So the primary's condition must hold for every fleet in between.
+   of its log. So the primary's condition must hold for every fleet in between.
 6. The rules compare times on one machine only. They assume that clocks run at the same rate, and that a process is not
    suspended between its decision and the next call. If such a rare event breaks them, both syncers have served; then
    learners prove the versions that they know, and a new generation begins (`machine.py`).
@@ -28,14 +31,15 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.syncer import records
 
 PAUSE_S = 2.5
 ASK_AFTER_S = 5.0
 ASKED_S = 5.0
 CALL_S = 10.0  # longest time until a call that was sent arrives, or fails
-STEADY_S = ASK_AFTER_S + CALL_S + ASKED_S + 1.0
-ALONE_S = STEADY_S
+BEFORE_S = CALL_S + ASKED_S
+ALONE_S = ASK_AFTER_S + CALL_S + ASKED_S + 1.0
 QUIET_S = 3.0
 FRESH_S = ALONE_S - 3.0
 MAX_SESSIONS = 4096
@@ -47,6 +51,13 @@ IN_FLIGHT = frozenset(
     )
 )  # fmt: skip
 """Kinds of records that do not change who takes part."""
+
+_CHANGES = frozenset(kind.__name__ for kind in (records.Activated, records.Returned, records.Lapsed, records.Departed))
+
+
+def changed_by(record: Json) -> set[str]:
+    """Return the session that a record, as in the log, adds to the fleet or removes from it."""
+    return {str(record["session"])} if record["kind"] in _CHANGES else set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +77,9 @@ class Fleets:
         """Return this fleet and no other one."""
         return cls(frozenset(fleet), frozenset(fleet))
 
-    def or_(self, fleet: Collection[str]) -> Fleets:
-        """Return these fleets and this one."""
-        return Fleets(self.certain & frozenset(fleet), self.possible | frozenset(fleet))
+    def or_(self, fleet: Collection[str], changed: Collection[str] = ()) -> Fleets:
+        """Return these fleets and this one, with and without each of the sessions that have changed on the way."""
+        return Fleets((self.certain & frozenset(fleet)) - frozenset(changed), self.possible.union(fleet, changed))
 
 
 class Primary:
@@ -104,7 +115,7 @@ class Primary:
             for session in fleets.possible
             if (stretch := self._stretches.get(session)) is not None
             and now_s - stretch[1] <= PAUSE_S
-            and now_s - stretch[0] >= STEADY_S
+            and stretch[0] <= self._standby_s - BEFORE_S
         }
         # The worst fleet has no steady learner that it can be without, and all others that it can have.
         num_steady = len(fleets.certain & steady)

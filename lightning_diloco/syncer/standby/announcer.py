@@ -1,8 +1,8 @@
 """Holds decisions back until the standby has all records before them.
 
 1. A message waits for the last record that the loop thread wrote before it, a commit for its own record. Messages leave
-   in the order in which they came, and so do commits. A message does not wait for the record of a commit, which may be
-   long, unless it was decided after it.
+   in the order in which they came, and so do commits. A message does not wait for a commit, which may be long, unless
+   the loop thread has written a record behind it.
 2. Without a standby, messages are sent at once.
 3. At most MAX_HELD messages wait. Then the loop thread waits, too.
 
@@ -15,7 +15,6 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer.merge_worker import DurableCommit
 from lightning_diloco.syncer.standby.replica import Replica
 from lightning_diloco.transport.base import Json
@@ -37,7 +36,7 @@ class Announcer:
 
     Args:
         replica: what the primary knows of its standby.
-        redo_log: the log with the records.
+        lsn: last record of the log.
         send: sends a message to a session.
         install: takes a commit that may be announced.
     """
@@ -45,14 +44,13 @@ class Announcer:
     def __init__(
         self,
         replica: Replica,
-        redo_log: RedoLog,
+        lsn: int,
         *,
         send: Callable[[str, Json], object],
         install: Callable[[DurableCommit], object],
     ) -> None:
-        self._replica, self._log = replica, redo_log
+        self._replica, self._lsn = replica, lsn
         self._send, self._install = send, install
-        self._lsn = redo_log.last_lsn
         self._commits: queue.SimpleQueue[DurableCommit | None] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[_Held | None] = queue.SimpleQueue()
         self._num_held = self._num_sent = 0  # written by the loop thread, and by the messages thread
@@ -69,7 +67,7 @@ class Announcer:
             self._send(session, message)
             return
         if num_waiting >= MAX_HELD:
-            self._replica.wait(self._log.durable_lsn)
+            self._replica.wait(self._lsn)
         self._num_held += 1
         self._messages.put(_Held(self._lsn, session, message))
 

@@ -1,8 +1,8 @@
 """The reign of a run: how often a standby has taken over. The syncer with the higher reign serves the run.
 
 RUN_DIR/syncer/reign holds the reign of the syncer whose history the directory has. A standby that takes over begins the
-next one. So a former primary that comes back knows who is newer, also after takeovers back and forth. It keeps the
-records up to the last one before this reign, which RUN_DIR/syncer/reign_after holds.
+next one. So a former primary that comes back knows who is newer, also after takeovers back and forth.
+RUN_DIR/syncer/reign_after holds the last record before this reign. A former primary may keep its records up to it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def set_reign(run_dir: Path, number: int) -> None:
     write_whole(run_dir / _FILE, str(number).encode())
 
 
-def reign_after(run_dir: Path, last_lsn: int) -> int:
-    """Return the last record before this syncer's reign.
+def begin_reign(run_dir: Path, last_lsn: int) -> int:
+    """Note the last record before this syncer's reign, unless it is noted already, and return it.
 
     Args:
         run_dir: RUN_DIR of a syncer that has taken over.
-        last_lsn: last record of its log. The first call notes it durably, before the syncer decides anything.
+        last_lsn: last record of its log, before the syncer decides anything.
     """
     file = run_dir / _AFTER
     if not file.exists():

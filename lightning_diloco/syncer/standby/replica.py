@@ -129,10 +129,10 @@ class Replica:
         with self._changed:
             self._changed.notify_all()
 
-    def fleet_changes_to(self, learners: Collection[str]) -> None:
-        """Note who takes part after an event whose records are not written yet."""
+    def fleet_changes_to(self, learners: Collection[str], changed: Collection[str]) -> None:
+        """Note who takes part after an event whose records are not written yet, and whom these records name."""
         with self._changed:
-            self._fleets = self._fleets.or_(learners)
+            self._fleets = self._fleets.or_(learners, changed)
 
     def fleet_is(self, learners: Collection[str]) -> None:
         """Note who takes part, when the standby has all records that decide it."""
@@ -305,5 +305,5 @@ class Replica:
         split_host_port(request.address)
         with self._changed:
             if request.reign > self._reign:
-                self.successor, self.common_lsn = request.address, request.lsn
+                self._reign, self.successor, self.common_lsn = request.reign, request.address, request.lsn
                 self._changed.notify_all()

@@ -182,28 +182,37 @@ def cut_to_common(source: Source, run_dir: Path) -> bool:
 
     Raises:
         TransportError: the primary cannot be reached.
-        CorruptLogError: this directory is damaged.
     """
     outdated, snapshots = run_dir / _OUTDATED, run_dir / "syncer" / "snapshot"
     if not outdated.exists():
         return False
-    lsn, newest = int(outdated.read_text()), max(snapshots.glob("[0-9]*[0-9]"), default=None)
+    lsn, newest = int(outdated.read_text() or 0), max(snapshots.glob("[0-9]*[0-9]"), default=None)
     if newest is None or int(newest.name) > lsn:
         return False
+    try:
+        if not _cut_log(source, run_dir, lsn):
+            return False
+    except CorruptLogError as error:  # this directory is damaged, or the primary has dropped its log
+        log.warning("this directory cannot be continued, and the run is copied: %s", error)
+        return False
+    write_whole(run_dir / TAPE, source.file(TAPE))  # its own has lines that the primary's does not have
+    with storage("remove", outdated):
+        outdated.unlink()
+        sync_directory(outdated.parent)
+    log.info("this directory keeps its records up to %d, and follows the primary from there", lsn)
+    return True
+
+
+def _cut_log(source: Source, run_dir: Path, lsn: int) -> bool:
+    """Cut the log after this record, if the primary has the same one; return whether it has."""
     redo_log = RedoLog(run_dir / "syncer" / "log")
     try:
         if not redo_log.first_lsn <= lsn <= redo_log.last_lsn:
             return False
-        own = next(redo_log.records(lsn))
-        with contextlib.suppress(CorruptLogError):  # the primary has dropped this record
-            theirs = source.log_after(lsn - 1, 0.0)[:1]
-            if [(record.header, bytes(record.payload)) for record in theirs] == [(own.header, bytes(own.payload))]:
-                redo_log.cut_after(lsn)
-                log.info("this directory keeps its records up to %d, and follows the primary from there", lsn)
-                with storage("remove", outdated):
-                    outdated.unlink()
-                    sync_directory(outdated.parent)
-                return True
+        own, theirs = next(redo_log.records(lsn)), source.log_after(lsn - 1, 0.0)[:1]
+        if [(record.header, bytes(record.payload)) for record in theirs] != [(own.header, bytes(own.payload))]:
+            return False
+        redo_log.cut_after(lsn)
+        return True
     finally:
         redo_log.close()
-    return False

@@ -118,11 +118,12 @@ def test_the_primary_continues_alone_with_half_of_each_fleet_that_the_standby_ma
 ) -> None:
     there, here = there_and_here
     monkeypatch.setattr(succession, "ALONE_S", 0.1)
-    monkeypatch.setattr(succession, "STEADY_S", 0.05)
+    monkeypatch.setattr(succession, "BEFORE_S", 0.0)
     replica = Replica(tmp_path, redo_log, KEY, Fleets())
+    replica.heard("a")
     have(replica, 0)
     replica.fleet_is(there)
-    replica.fleet_changes_to(here)
+    replica.fleet_changes_to(here, set(there) ^ set(here))
     replica.heard("a")
     thread = waiting(replica, write(redo_log))
     until_s = time.monotonic() + 0.6

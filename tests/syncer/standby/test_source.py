@@ -152,6 +152,8 @@ def former_primary(tmp_path: Path, *, snapshot: int = 2, num_records: int = 9, d
     (run_dir / "syncer" / "snapshot" / f"{snapshot:020d}").mkdir(parents=True)
     folder = run_dir / "syncer" / "log"
     folder.mkdir()
+    (run_dir / "tape").mkdir()
+    (run_dir / "tape" / "events.jsonl").write_text("of its own")
     (folder / f"{snapshot + 1:020d}.log").touch()
     log = RedoLog(folder)
     write(log, range(snapshot + 1, num_records + 1), differs_from)
@@ -176,11 +178,14 @@ def records_in(run_dir: Path) -> list[tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("num_records", [COMMON, COMMON + 1, 9, 13])
-def test_a_former_primary_keeps_the_records_that_both_have(tmp_path: Path, wire: Wire, num_records: int) -> None:
+def test_a_former_primary_keeps_the_records_that_both_have(
+    tmp_path: Path, primary: Path, wire: Wire, num_records: int
+) -> None:
     write(wire.replica._log, range(1, 12))
     run_dir = former_primary(tmp_path, num_records=num_records)
     assert cut_to_common(made(wire), run_dir)
     assert records_in(run_dir) == [(lsn, b"same") for lsn in range(3, COMMON + 1)]
+    assert (run_dir / "tape" / "events.jsonl").read_text() == (primary / "tape" / "events.jsonl").read_text()
     assert is_copied(run_dir)
 
 
@@ -213,3 +218,16 @@ def test_a_primary_that_nobody_has_told_what_both_have_copies_the_run(tmp_path: 
     write(wire.replica._log, range(1, 12))
     differs_after(run_dir := former_primary(tmp_path), 0)
     assert not cut_to_common(made(wire), run_dir)
+
+
+def test_a_former_primary_with_a_damaged_log_copies_the_run(tmp_path: Path, wire: Wire) -> None:
+    write(wire.replica._log, range(1, 12))
+    run_dir = former_primary(tmp_path)
+    first = min((run_dir / "syncer" / "log").iterdir())
+    data = bytearray(first.read_bytes())
+    data[5] ^= 1
+    first.write_bytes(data)
+    source = made(wire)
+    assert not cut_to_common(source, run_dir)
+    assert copy_run(source, run_dir, lambda: False)
+    assert is_copied(run_dir)
