@@ -125,6 +125,7 @@ def control(root: Path) -> dict[str, Any]:
         pair = Pair(processes, len(LEARNERS))
         learners = [processes.learner(name) for name in LEARNERS]
         pair.until_registered(0)
+        pair.until_in_contact()
         pair.kill(1)
         until(lambda: (s := pair.status(0)) and s["standby"] is None, "commits without the standby", processes)
         pair.until_commits(0, COMMITS_BETWEEN)
