@@ -2,7 +2,7 @@
 
 from lightning_diloco.simulate.crashes import CrashPoints
 from lightning_diloco.simulate.fleet import Fleet
-from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.learner import SimulatedLearner
 from lightning_diloco.simulate.reading import Data
 from lightning_diloco.simulate.settings import Network, Pace
 

@@ -16,7 +16,7 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
-from lightning_diloco.simulate.process import Update
+from lightning_diloco.simulate.learner import Update
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,8 @@ def violation(fleet: Observed) -> str | None:
 
 def merged(fleet: Observed) -> list[Counter[Sample]]:
     """Return how often each sample was merged, per fragment."""
-    counts: list[Counter[Sample]] = [Counter() for _ in fleet.disk.anchors]
-    for entry in fleet.disk.log:
+    counts: list[Counter[Sample]] = [Counter() for _ in fleet.syncer.disk.anchors]
+    for entry in fleet.syncer.disk.log:
         if isinstance(entry.record, records.CommitRecord):
             for merge in entry.record.merges:
                 reader = fleet.learners[merge.session].reader
@@ -56,7 +56,7 @@ def _history(fleet: Observed) -> tuple[dict[Range, list[Lease]], Counter[Range]]
     leases: dict[int, Lease] = {}
     leased: dict[Range, list[Lease]] = {}
     done: Counter[Range] = Counter()
-    for entry in fleet.disk.log:
+    for entry in fleet.syncer.disk.log:
         match entry.record:
             case records.RangesLeased(grants=grants):
                 for grant in grants:
@@ -68,7 +68,7 @@ def _history(fleet: Observed) -> tuple[dict[Range, list[Lease]], Counter[Range]]
 
 
 def _astray(fleet: Observed, leased: dict[Range, list[Lease]], done: Counter[Range]) -> str | None:
-    table, roster = fleet.syncer.leases, fleet.syncer.roster
+    table, roster = fleet.syncer.state.leases, fleet.syncer.state.roster
     there = {_name(h.lease) for h in table.held if (m := roster.get(h.session)) is not None and m.is_live}
     there |= {_name(holding.lease) for holding in table.pool}
     astray = leased.keys() - done.keys() - there
@@ -78,7 +78,7 @@ def _astray(fleet: Observed, leased: dict[Range, list[Lease]], done: Counter[Ran
 def _left_out(fleet: Observed, data: Data, leased: dict[Range, list[Lease]]) -> str | None:
     left_out = [
         (epoch, source, index)
-        for epoch in range(fleet.syncer.leases.epoch)
+        for epoch in range(fleet.syncer.state.leases.epoch)
         for source, size in enumerate(data.sizes)
         for index in range(-(-size // data.range_size))
         if (epoch, source, index) not in leased
@@ -88,7 +88,7 @@ def _left_out(fleet: Observed, data: Data, leased: dict[Range, list[Lease]]) -> 
 
 def _uncounted(fleet: Observed, counts: list[Counter[Sample]]) -> str | None:
     num_repeated = sum(count.total() - len(count) for count in counts)
-    counted = fleet.syncer.leases.num_repeated
+    counted = fleet.syncer.state.leases.num_repeated
     return f"{num_repeated} tokens were merged again, {counted} are counted" if num_repeated > counted else None
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.simulate.fleet import Fleet
-from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.learner import SimulatedLearner
 from lightning_diloco.simulate.reading import Data
 from lightning_diloco.simulate.settings import Network, Pace
 
@@ -160,7 +160,7 @@ class History:
             self._fleet.run_for(4.0)
             for number in self._kept:
                 self._do(self.steps[number])
-                if not self._fleet.is_in_between:
+                if not self._fleet.syncer.is_in_between:
                     self._fleet.invariants.audit()
             self._end()
         except (AssertionError, ValueError, KeyError, TimeoutError) as violation:
@@ -170,9 +170,9 @@ class History:
     def _do(self, step: Step) -> None:
         does: dict[str, Callable[[float], object]] = {
             "join": self._join,
-            "restart the syncer": lambda amount: self._fleet.restart_syncer(use_snapshot=amount < 0.5),
-            "kill the syncer": lambda amount: self._fleet.crashes.arm("", 1 + int(12 * amount)),
-            "suspend the syncer": lambda amount: self._fleet.suspend_syncer(10.0 * amount),
+            "restart the syncer": lambda amount: self._fleet.syncer.restart(use_snapshot=amount < 0.5),
+            "kill the syncer": lambda amount: self._fleet.syncer.crashes.arm("", 1 + int(12 * amount)),
+            "suspend the syncer": lambda amount: self._fleet.syncer.suspend(10.0 * amount),
             "fill the disk": self._fill_the_disk,
             "snapshot": lambda _: self._take_snapshot(),
             "roll back": self._roll_back,
@@ -181,7 +181,7 @@ class History:
             "cut off the standby": self._cut_off_standby,
             "heal the standby": lambda _: self._heal_standby(),
             "take over": self._take_over,
-            "continue alone": lambda _: self._fleet.continue_alone(),
+            "continue alone": lambda _: self._fleet.syncer.continue_alone(),
         }
         if step.kind in does:
             does[step.kind](step.amount)
@@ -226,35 +226,35 @@ class History:
         )
 
     def _fill_the_disk(self, amount: float) -> None:
-        self._fleet.disk_is_full = True
+        self._fleet.syncer.disk_is_full = True
         self._fleet.run_for(4.0 * amount)
-        self._fleet.disk_is_full = False
+        self._fleet.syncer.disk_is_full = False
 
     def _roll_back(self, amount: float) -> None:
         self._heal_all()
-        self._fleet.restart_syncer(lose=1 + int(8 * amount))
+        self._fleet.syncer.restart(lose=1 + int(8 * amount))
 
     def _take_snapshot(self) -> None:
-        if not self._fleet.is_in_between:  # nor does a real syncer take one then
-            self._fleet.disk.take_snapshot(self._fleet.syncer)
+        if not self._fleet.syncer.is_in_between:  # nor does a real syncer take one then
+            self._fleet.syncer.disk.take_snapshot(self._fleet.syncer.state)
 
     def _add_standby(self, amount: float) -> None:
-        if self._fleet.standby is None and self._fleet.syncer.manifest is not None:
-            self._fleet.add_standby(0.01 + amount**2, commit_s=amount**2)
+        if self._fleet.syncer.standby is None and self._fleet.syncer.state.manifest is not None:
+            self._fleet.syncer.add_standby(0.01 + amount**2, commit_s=amount**2)
 
     def _cut_off_standby(self, _: float) -> None:
-        if (standby := self._fleet.standby) is not None:
+        if (standby := self._fleet.syncer.standby) is not None:
             standby.is_cut = True
 
     def _heal_standby(self) -> None:
-        if (standby := self._fleet.standby) is not None and standby.is_cut:
+        if (standby := self._fleet.syncer.standby) is not None and standby.is_cut:
             standby.heal()
 
     def _take_over(self, amount: float) -> None:
-        if self._fleet.standby is not None:
+        if self._fleet.syncer.standby is not None:
             self._cut_off_standby(amount)
             self._fleet.run_for(2.0 * amount)  # the syncer writes records that the standby does not get
-            self._fleet.take_over()
+            self._fleet.syncer.take_over()
 
     def _heal_all(self) -> None:
         self._heal_standby()
@@ -279,8 +279,8 @@ class History:
         fleet.run_to_the_end(limit_s=fleet.now_s + LEAVE_S)
         fleet.run_for(RECONNECT_S)
         fleet.invariants.audit()
-        fleet.syncer.finish()
-        totals = fleet.syncer.ledger.totals()
+        fleet.syncer.state.finish()
+        totals = fleet.syncer.state.ledger.totals()
         assert totals.pending == 0, f"the run is over, and tokens are pending: {totals}"
         assert totals.is_exact, f"the ledger is not exact: {totals}"
 

@@ -7,33 +7,28 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.core.schedule import fragment_due
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages
-from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.learner.machine import LearnerState
-from lightning_diloco.protocol.syncer.machine import SyncerState
-from lightning_diloco.protocol.syncer.succession import IN_FLIGHT
-from lightning_diloco.simulate.crashes import CrashPoints, Killed
-from lightning_diloco.simulate.disk import Disk
+from lightning_diloco.simulate.crashes import CrashPoints
 from lightning_diloco.simulate.invariants import Invariants
-from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.learner import SimulatedLearner
 from lightning_diloco.simulate.settings import Network, Pace, manifest
-from lightning_diloco.simulate.standby import Standby
+from lightning_diloco.simulate.syncer import SimulatedSyncer
+from lightning_diloco.simulate.timeline import Timeline
 
 TICK_S = 0.25
 CONFIRM_AGAIN_S = 0.5
-NUM_NOTES_KEPT = 1000
 
 
 class Fleet:
@@ -67,36 +62,28 @@ class Fleet:
     ) -> None:
         self.config = config.validate()
         self.network = network or Network()
-        self.merge_s = merge_s
         self.random = random.Random(seed)
-        self.now_s = 0.0
-        self.syncer = SyncerState(run="simulated", expect=expect, secret="simulated")
-        self.disk = Disk(keeps_log=is_audited)
-        self.disk_is_full = False
         self.learners: dict[str, SimulatedLearner] = {}
-        self.notes: deque[tuple[float, do.Note]] = deque(maxlen=None if is_audited else NUM_NOTES_KEPT)
         self.history: deque[tuple[float, str, object]] = deque(maxlen=80)
         self.num_events = 0
         self.invariants = Invariants(self)
-        self.crashes = crashes or CrashPoints()
-        self._expect = expect
-        self._guard = guard
         self._is_audited = is_audited
         self._tick_s = tick_s
-        self._queue: list[tuple[float, int, Callable[[], object]]] = []
-        self._order = itertools.count()
+        self._timeline = Timeline()
         self._sessions = itertools.count(1)
-        self._boot = 0
-        self._suspended_until_s = 0.0
-        self.standby: Standby | None = None
-        self._todo: deque[do.SyncerAction] = deque()
-        self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
-        self._is_blocked = False  # whether the next action waits for the standby
-        self._num_decided = 0  # records up to the last one that is not a commit
-        self._is_restoring = False  # whether a restarted syncer waits for it
-        self._payloads: dict[tuple[str, int, int], int] = {}
-        self._gradients: dict[tuple[int, int], int] = {}
+        self.syncer = self._made_syncer(
+            expect=expect, merge_s=merge_s, crashes=crashes, guard=guard, keeps_log=is_audited
+        )
         self._after(tick_s, self._tick)
+
+    def _made_syncer(self, **options: Any) -> SimulatedSyncer:
+        """Make the syncer; see `SimulatedSyncer` for the options."""
+        return SimulatedSyncer(self, self.config, self._timeline, self.random, **options)
+
+    @property
+    def now_s(self) -> float:
+        """The present moment."""
+        return self._timeline.now_s
 
     # ---------------------------------------------------------------------------------------------------- from outside
 
@@ -142,73 +129,13 @@ class Fleet:
             learner.num_interruptions += 1
             self._step_after(for_s + self._step_s(learner), learner)
 
-    def restart_syncer(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
-        """Kill the syncer and restart it from its disk, which may have lost the newest `lose` records."""
-        if lose:
-            self.standby = None  # its copy is of another history
-            self.disk.lose(lose)
-            self.invariants.rolled_back()
-        self._boot += 1
-        self._suspended_until_s, self._is_blocked = 0.0, False
-        self._num_decided = len(self.disk.log)
-        for held in (self._payloads, self._todo, self._inbox):
-            held.clear()
-        if self.standby is not None:
-            self.standby.forget()
-        self._is_restoring = True  # until the standby has all records
-        self._when_copied(partial(self._serve, self._boot, use_snapshot))
-
-    def _serve(self, boot: int, use_snapshot: bool) -> None:
-        if boot == self._boot:
-            self._is_restoring = False
-            self.syncer = self.disk.recovered(expect=self._expect, now_s=self.now_s, use_snapshot=use_snapshot)
-            for learner in self.learners.values():
-                self._reconnect(learner)
-
-    def add_standby(self, delay_s: float, commit_s: float = 0.0) -> None:
-        """Register a standby that has all records; see `Standby`."""
-        self.standby = Standby(
-            delay_s=delay_s, commit_s=commit_s, has=len(self.disk.log), after=self._after, clock=lambda: self.now_s
-        )
-
-    def continue_alone(self) -> None:
-        """Let the syncer give up its standby, which may not take over any more."""
-        if self.standby is not None:
-            standby, self.standby = self.standby, None
-            standby.give_up()
-
-    def take_over(self) -> None:
-        """Lose the syncer and its disk; the standby serves the run from the records that it has."""
-        assert self.standby is not None
-        num_lost, self.standby = len(self.disk.log) - self.standby.has, None
-        self.disk.lose(num_lost)
-        self.restart_syncer()
-
-    @property
-    def is_in_between(self) -> bool:
-        """Return whether the syncer and its disk differ, because it waits for its standby."""
-        versions = [f.version for f in self.syncer.rounds.fragments]
-        return self._is_blocked or self._is_restoring or versions != [len(values) - 1 for values in self.disk.anchors]
-
-    @property
-    def _is_standby_behind(self) -> bool:
-        return self.standby is not None and self.standby.is_awaited(len(self.disk.log))
-
     def at(self, at_s: float, call: Callable[[], None]) -> None:
         """Call a function at this time, which has not passed yet."""
         self._after(at_s - self.now_s, call)
 
-    def suspend_syncer(self, for_s: float) -> None:
-        """Suspend the syncer's process: its events wait, and it notices the gap afterwards."""
-        self._suspended_until_s = self.now_s + for_s
-        self._after(for_s, partial(self._from_own_thread, on.StoodStill(for_s), self._boot))
-
     def run_until(self, until_s: float) -> None:
         """Run the simulation until this time."""
-        while self._queue and self._queue[0][0] <= until_s:
-            self.now_s, _, call = heapq.heappop(self._queue)
-            call()
-        self.now_s = until_s
+        self._timeline.run_until(until_s)
 
     def run_for(self, duration_s: float) -> None:
         """Run the simulation for this long."""
@@ -217,10 +144,11 @@ class Fleet:
     def run_to_the_end(self, *, limit_s: float) -> None:
         """Run the simulation until every learner is gone; raises TimeoutError after the limit."""
         while not all(learner.is_gone for learner in self.learners.values()):
-            if not self._queue or self._queue[0][0] > limit_s:
+            next_s = self._timeline.next_s
+            if next_s is None or next_s > limit_s:
                 there = [learner.session for learner in self.learners.values() if not learner.is_gone]
                 raise TimeoutError(f"{there} are still there at {self.now_s:.1f} s\n{self.story()}")
-            self.run_until(self._queue[0][0])
+            self.run_until(next_s)
 
     def story(self) -> str:
         """Return the last events as text, for error messages."""
@@ -229,12 +157,12 @@ class Fleet:
     @property
     def participation(self) -> float:
         """Return contributors divided by learners that were stepping when the round opened, over all commits."""
-        return self.syncer.rounds.counts.participation or 0.0
+        return self.syncer.state.rounds.counts.participation or 0.0
 
     # ------------------------------------------------------------------------------------------------------ machinery
 
     def _after(self, delay_s: float, call: Callable[[], object]) -> None:
-        heapq.heappush(self._queue, (self.now_s + delay_s, next(self._order), call))
+        self._timeline.after(delay_s, call)
 
     def _deliver(self, call: Callable[[], None]) -> None:
         """Deliver one control message, or lose it, or deliver it twice."""
@@ -243,15 +171,14 @@ class Fleet:
                 self._after(self.network.latency_s * (1 + self.network.jitter * self.random.random()), call)
 
     def _tick(self) -> None:
-        if not self._is_restoring:
-            self._syncer_handles(on.Tick())
+        self.syncer.tick()
         for learner in list(self.learners.values()):
             if learner.is_gone or not learner.connection:
                 continue
             if learner.state is None:
                 self._say(learner, self._hello(learner))
                 continue
-            if learner.boot != self._boot:
+            if learner.boot != self.syncer.boot:
                 self._reconnect(learner)
             self._learner_handles(learner, on.Tick())
             if learner.state.phase == "draining":
@@ -259,135 +186,42 @@ class Fleet:
                 self._learner_handles(learner, on.Pause(not learner.is_cut))
         self._after(self._tick_s, self._tick)
 
-    # ------------------------------------------------------------------------------------------------------ the syncer
+    # ------------------------------------------------------------------------------------------- around the syncer
 
-    def _reaches(self, learner: SimulatedLearner, boot: int) -> bool:
-        """Return whether the syncer that the learner has called is there."""
-        return not learner.is_cut and boot == self._boot and not self._is_restoring
-
-    def _tell_syncer(self, learner: SimulatedLearner, event: on.SyncerEvent, boot: int) -> None:
-        if self._reaches(learner, boot):
-            self._syncer_handles(event)
-
-    def _from_own_thread(self, event: on.SyncerEvent, boot: int) -> None:
-        if boot == self._boot:
-            self._syncer_handles(event)
-
-    def _syncer_handles(self, event: on.SyncerEvent) -> None:
-        if self.now_s < self._suspended_until_s:
-            self._after(self._suspended_until_s - self.now_s, partial(self._from_own_thread, event, self._boot))
-            return
-        self._inbox.append((self.now_s, event))
-        self._take_events()
-
-    def _take_events(self) -> None:
-        while self._inbox and not self._is_blocked:
-            came_s, event = self._inbox.popleft()
-            self.num_events += 1
-            self.history.append((self.now_s, "syncer", event))
-            with self._mortal():
-                self._todo.extend(self.syncer.handle(event, came_s))
-                self._carry_out()
-
-    def _carry_out(self) -> None:
-        """Carry out actions in order; after some records, the next one waits until the standby has them."""
-        while self._todo:
-            action = self._todo.popleft()
-            self.crashes.before(action)
-            self._do_for_syncer(action)
-            if isinstance(action, do.Record) and action.values["kind"] not in IN_FLIGHT and self._is_standby_behind:
-                self._is_blocked = True
-                self._when_copied(partial(self._go_on, self._boot))
-                return
-        if self._is_audited:
-            self.invariants.after_syncer_event()
-
-    def _go_on(self, boot: int) -> None:
-        if boot == self._boot:
-            self._is_blocked = False
-            with self._mortal():
-                self._carry_out()
-            self._take_events()
-
-    def _when_copied(self, call: Callable[[], object], num_records: int | None = None) -> None:
-        """Call a function when the standby has this number of records, or all; at once without a standby."""
-        if self.standby is None:
-            call()
-        else:
-            self.standby.wait(len(self.disk.log) if num_records is None else num_records, call)
-
-    def _append(self, values: Json, gradient: int = 0, *, is_commit: bool = False) -> None:
-        self.disk.append(values, gradient)
-        if self.standby is not None:
-            self.standby.send(len(self.disk.log), is_commit=is_commit)
-
-    def _do_for_syncer(self, action: do.SyncerAction) -> None:
-        boot = self._boot
-        match action:
-            case do.Send():
-                self._when_copied(partial(self._send, action, boot), self._num_decided)
-            case do.Record():
-                self._append(action.values)
-                self._num_decided = len(self.disk.log)
-            case do.Merge():
-                event = self._merge(action)
-                self._gradients[action.fragment, action.round] = sum(
-                    int(self._payloads[c.session, c.ready.fragment, c.ready.seq] * event.kept.get(c.session, 1.0))
-                    for c in action.contributions
-                )
-                self._after(self.merge_s, partial(self._from_own_thread, event, boot))
-            case do.Apply():
-                self._after(self.merge_s, partial(self._commit, action, boot))
-            case do.DropPayload():
-                self._payloads.pop((action.session, action.fragment, action.seq), None)
-            case do.StoreSeed():
-                digests = ("start",) * self.config.fragments_wanted
-                self._after(0.0, partial(self._from_own_thread, on.SeedStored(action.lease, digests), boot))
-            case do.Note():
-                self.notes.append((self.now_s, action))
-
-    def _send(self, action: do.Send, boot: int) -> None:
-        if boot != self._boot:
-            return
-        hears = partial(self._learner_hears, self.learners[action.session], action.message, boot)
-        if isinstance(action.message, messages.Welcome):
+    def deliver(self, session: str, message: messages.FromSyncer, boot: int) -> None:
+        """See `World`."""
+        hears = partial(self._learner_hears, self.learners[session], message, boot)
+        if isinstance(message, messages.Welcome):
             self._after(self.network.latency_s, hears)  # not lost: the hello is repeated until it arrives
         else:
             self._deliver(hears)
 
-    def _merge(self, action: do.Merge) -> on.Merged:
-        """Return the result of merging a round."""
-        return on.Merged(
-            action.fragment, action.round, {c.session: self._kept_by_guard() for c in action.contributions}
-        )
+    def reconnect(self) -> None:
+        """See `World`."""
+        for learner in self.learners.values():
+            self._reconnect(learner)
 
-    def _kept_by_guard(self) -> float:
-        return self.random.random() if self._guard and self.random.random() < self._guard else 1.0
+    def saw(self, whose: str, event: object) -> None:
+        """See `World`."""
+        self.num_events += 1
+        self.history.append((self.now_s, whose, event))
 
-    def _commit(self, action: do.Apply, boot: int) -> None:
-        if boot != self._boot:
-            return
-        if self.now_s < self._suspended_until_s:
-            self._after(self._suspended_until_s - self.now_s, partial(self._commit, action, boot))
-            return
-        p = action.fragment
-        if self.disk_is_full:
-            self._syncer_handles(on.CommitFailed(p, action.round, "no space left on device"))
-            return
-        with self._mortal():
-            self.crashes.reach("append")
-            self._append(action.record, self._gradients[p, action.round], is_commit=True)
-            self.crashes.reach("tell")
-            committed = on.Committed(p, action.round, self.disk.digests[p][-1])
-            self._when_copied(partial(self._from_own_thread, committed, boot))
+    def audit(self) -> None:
+        """See `World`."""
+        if self._is_audited:
+            self.invariants.after_syncer_event()
 
-    @contextmanager
-    def _mortal(self) -> Iterator[None]:
-        """Context for actions of the syncer that restarts it if it is killed."""
-        try:
-            yield
-        except Killed:
-            self.restart_syncer(use_snapshot=True)
+    def rolled_back(self) -> None:
+        """See `World`."""
+        self.invariants.rolled_back()
+
+    def _reaches(self, learner: SimulatedLearner, boot: int) -> bool:
+        """Return whether the syncer that the learner has called is there."""
+        return not learner.is_cut and self.syncer.is_there(boot)
+
+    def _tell_syncer(self, learner: SimulatedLearner, event: on.SyncerEvent, boot: int) -> None:
+        if self._reaches(learner, boot):
+            self.syncer.handle(event)
 
     # ------------------------------------------------------------------------------------------------ learners: joining
 
@@ -401,7 +235,7 @@ class Fleet:
     def _say(self, learner: SimulatedLearner, message: messages.FromLearner) -> None:
         if not learner.is_dead and not learner.is_cut:
             event = on.FromALearner(learner.session, self._over_the_wire(message))
-            self._deliver(partial(self._tell_syncer, learner, event, self._boot))
+            self._deliver(partial(self._tell_syncer, learner, event, self.syncer.boot))
 
     def _over_the_wire(self, message: messages.FromLearner) -> messages.FromLearner:
         """Return the message as the syncer decodes it; a long forecast skips this to save time."""
@@ -413,7 +247,7 @@ class Fleet:
         if learner.state is None or not learner.is_stepping or learner.is_gone or learner.is_cut:
             return
         learner.connection += 1
-        learner.boot = self._boot
+        learner.boot = self.syncer.boot
         known = tuple(
             messages.Mark(f.generation, f.held, learner.digests[p], f.proof)
             for p, f in enumerate(learner.state.fragments)
@@ -422,7 +256,7 @@ class Fleet:
             assert isinstance(action, do.Say)
             # A real learner repeats this message until it arrives, before it sends any other.
             event = on.FromALearner(learner.session, self._over_the_wire(action.message))
-            self._after(0.0, partial(self._tell_syncer, learner, event, self._boot))
+            self._after(0.0, partial(self._tell_syncer, learner, event, self.syncer.boot))
 
     def _learner_hears(self, learner: SimulatedLearner, message: messages.FromSyncer, boot: int) -> None:
         if learner.is_gone or learner.is_cut or boot < learner.boot:
@@ -453,17 +287,18 @@ class Fleet:
         """Adopt the current anchors, which may be newer than those of the welcome."""
         run = self.config
         num_fragments = run.fragments_wanted
-        generation, versions = self.syncer.rounds.generation, tuple(f.version for f in self.syncer.rounds.fragments)
-        learner.params = [values[v] for values, v in zip(self.disk.anchors, versions, strict=True)]
+        rounds, disk = self.syncer.state.rounds, self.syncer.disk
+        generation, versions = rounds.generation, tuple(f.version for f in rounds.fragments)
+        learner.params = [values[v] for values, v in zip(disk.anchors, versions, strict=True)]
         learner.anchors = list(learner.params)
-        learner.digests = [digests[v] for digests, v in zip(self.disk.digests, versions, strict=True)]
+        learner.digests = [digests[v] for digests, v in zip(disk.digests, versions, strict=True)]
         learner.state = LearnerState(
             learner=learner.name,
             incarnation=welcome.incarnation,
             generations=(generation,) * num_fragments,
             versions=versions,
             proofs=tuple(
-                self.syncer.proof(p, generation, *held)
+                self.syncer.state.proof(p, generation, *held)
                 for p, held in enumerate(zip(versions, learner.digests, strict=True))
             ),
             due=partial(fragment_due, sync_every=run.sync_every, num_fragments=num_fragments),
@@ -510,8 +345,7 @@ class Fleet:
     def _learner_handles(self, learner: SimulatedLearner, event: on.LearnerEvent) -> None:
         if learner.is_gone or learner.state is None:
             return
-        self.num_events += 1
-        self.history.append((self.now_s, learner.session, event))
+        self.saw(learner.session, event)
         todo = learner.state.handle(event, self.now_s)
         for action in todo:
             self._do_for_learner(learner, action)
@@ -528,9 +362,9 @@ class Fleet:
                 self._after(0.0, partial(self._learner_handles, learner, encoded))
             case do.Upload():
                 takes_s = self.network.upload_s * learner.pace.upload_factor * (0.9 + 0.2 * self.random.random())
-                self._after(takes_s, partial(self._upload_arrives, learner, action.ready, self._boot))
+                self._after(takes_s, partial(self._upload_arrives, learner, action.ready, self.syncer.boot))
             case do.Fetch():
-                self._after(self.network.download_s, partial(self._fetched, learner, action, self._boot))
+                self._after(self.network.download_s, partial(self._fetched, learner, action, self.syncer.boot))
             case do.Land():
                 assert learner.state is not None
                 learner.land(action.fragment)
@@ -556,24 +390,25 @@ class Fleet:
         error, learner.bad_payload = ("scales are not finite" if learner.bad_payload else None), False
         if (p, seq) in learner.kept:
             if error is None:
-                self._payloads[learner.session, p, seq] = learner.kept[p, seq]
-            self._syncer_handles(on.PayloadReceived(learner.session, ready, error))
+                self.syncer.payloads[learner.session, p, seq] = learner.kept[p, seq]
+            self.syncer.handle(on.PayloadReceived(learner.session, ready, error))
         self._learner_handles(learner, on.Uploaded(p, seq))
 
     def _fetched(self, learner: SimulatedLearner, action: do.Fetch, boot: int) -> None:
         p = action.fragment
-        member = self.syncer.roster.get(learner.session)
+        state, disk = self.syncer.state, self.syncer.disk
+        member = state.roster.get(learner.session)
         if not self._reaches(learner, boot) or member is None:
             self._learner_handles(learner, on.FetchFailed(p))
             return
-        generation, version = self.syncer.rounds.generation, self.syncer.rounds.fragments[p].version
+        generation, version = state.rounds.generation, state.rounds.fragments[p].version
         fate = member.fates.get(p)
         merged_seq = fate[0] if fate and fate[1] == "merged" else None
         sent = learner.kept.get((p, merged_seq)) if merged_seq is not None else None
         kept = fate[4] if fate else 1.0
         have = None if action.adopt or generation != action.generation else action.have
-        update = self.disk.update(p, have, version, int((sent or 0) * kept))
-        learner.staged[p], learner.adopts[p] = (update, self.disk.digests[p][version]), action.adopt
+        update = disk.update(p, have, version, int((sent or 0) * kept))
+        learner.staged[p], learner.adopts[p] = (update, disk.digests[p][version]), action.adopt
         seq = None if sent is None else merged_seq
-        proof = self.syncer.proof(p, generation, version, self.disk.digests[p][version])
+        proof = state.proof(p, generation, version, disk.digests[p][version])
         self._learner_handles(learner, on.Staged(p, generation, version, seq, update.full is not None, kept, proof))

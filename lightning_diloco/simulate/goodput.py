@@ -142,8 +142,12 @@ def simulate(scenario: Scenario) -> Outcome:
     for member in members:
         member.end()
     fleet.run_to_the_end(limit_s=until_s + _LATEST_DRAIN_S)
-    fleet.syncer.finish()
-    totals, counts, p = fleet.syncer.ledger.totals(), fleet.syncer.rounds.counts, scenario.config.fragments_wanted
+    fleet.syncer.state.finish()
+    totals, counts, p = (
+        fleet.syncer.state.ledger.totals(),
+        fleet.syncer.state.rounds.counts,
+        scenario.config.fragments_wanted,
+    )
     training = _training(all_pauses, until_s)
     return Outcome(
         goodput=totals.merged / p / (ideal + extra),

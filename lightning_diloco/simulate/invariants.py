@@ -28,8 +28,8 @@ from lightning_diloco.protocol.data_ranges import Holding, Span
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate import exactly_once
+from lightning_diloco.simulate.learner import SimulatedLearner
 from lightning_diloco.simulate.observed import Observed
-from lightning_diloco.simulate.process import SimulatedLearner
 
 Merges = dict[tuple[str, int, int], list[tuple[int, int]]]
 
@@ -56,7 +56,7 @@ class Invariants:
     # ------------------------------------------------------------------------------------------------ after every event
 
     def after_syncer_event(self) -> None:
-        syncer = self._fleet.syncer
+        syncer = self._fleet.syncer.state
         self.num_checks += 1
         versions = [f.version for f in syncer.rounds.fragments]
         if any(new < old for new, old in zip(versions, self._versions, strict=False)):
@@ -86,8 +86,10 @@ class Invariants:
         for p, f in enumerate(state.fragments):
             if f.must_adopt is not None:
                 continue
-            published = self._fleet.disk.anchors[p]
-            is_current = f.landed < len(published) and learner.digests[p] == self._fleet.disk.digests[p][f.landed]
+            published = self._fleet.syncer.disk.anchors[p]
+            is_current = (
+                f.landed < len(published) and learner.digests[p] == self._fleet.syncer.disk.digests[p][f.landed]
+            )
             if is_current and learner.anchors[p] != published[f.landed]:
                 self._fail(f"{learner.session} has {learner.anchors[p]} as version {f.landed} of fragment {p}")
             pending = sum(stop - start for start, stop in f.pending(state.tokens))
@@ -117,8 +119,8 @@ class Invariants:
         if found := exactly_once.violation(self._fleet):
             self._fail(found)
         for use_snapshot in (False, True):
-            again = self._fleet.disk.recovered(expect=None, now_s=self._fleet.now_s, use_snapshot=use_snapshot)
-            if (restarted := durable(again)) != (live := durable(self._fleet.syncer)):
+            again = self._fleet.syncer.disk.recovered(expect=None, now_s=self._fleet.now_s, use_snapshot=use_snapshot)
+            if (restarted := durable(again)) != (live := durable(self._fleet.syncer.state)):
                 differing = {key: (live[key], restarted[key]) for key in live if live[key] != restarted[key]}
                 self._fail(f"a restart (snapshot: {use_snapshot}) finds (live, restarted): {differing}")
 
@@ -126,7 +128,7 @@ class Invariants:
         """Return the merged token ranges per (learner, incarnation, fragment), from commit records alone."""
         who: dict[str, tuple[str, int]] = {}
         merges: Merges = defaultdict(list)
-        for entry in self._fleet.disk.log:
+        for entry in self._fleet.syncer.disk.log:
             record = entry.record
             if isinstance(record, records.Granted):
                 who[record.session] = record.learner, record.incarnation
@@ -142,14 +144,14 @@ class Invariants:
         return merges
 
     def _check_anchors(self, merges: Merges) -> None:
-        for p, values in enumerate(self._fleet.disk.anchors):
+        for p, values in enumerate(self._fleet.syncer.disk.anchors):
             merged = sum(stop - start for (_, _, q), ranges in merges.items() if q == p for start, stop in ranges)
             is_carry = all(learner.pace.align == "carry" for learner in self._fleet.learners.values())
             if is_carry and values[-1] != merged:
                 self._fail(f"the anchor of fragment {p} holds {values[-1]} tokens, {merged} were merged")
 
     def _check_books(self, merges: Merges) -> None:
-        ledger = self._fleet.syncer.ledger
+        ledger = self._fleet.syncer.state.ledger
         totals = ledger.totals()
         merged = sum(stop - start for ranges in merges.values() for start, stop in ranges)
         if totals.merged != merged:
@@ -157,9 +159,9 @@ class Invariants:
         discarded = sum(totals.discarded.values())
         if totals.seen != totals.merged + discarded + totals.pending:
             self._fail(f"the ledger does not balance: {totals}")
-        num_fragments = len(self._fleet.disk.anchors)
+        num_fragments = len(self._fleet.syncer.disk.anchors)
         for session, learner in self._fleet.learners.items():
-            member = self._fleet.syncer.roster.get(session)
+            member = self._fleet.syncer.state.roster.get(session)
             if learner.state is None or member is None:
                 continue
             account = ledger.accounts.get((member.learner, member.incarnation))

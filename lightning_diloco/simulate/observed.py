@@ -6,18 +6,22 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.protocol.syncer.machine import SyncerState
-from lightning_diloco.simulate.disk import Disk
-from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.learner import SimulatedLearner
+from lightning_diloco.simulate.syncer import SimulatedSyncer
 
 
 class Observed(Protocol):
     """A fleet (`fleet.Fleet`) at one moment."""
 
     config: RunConfig
-    now_s: float
-    syncer: SyncerState
-    disk: Disk
+
+    @property
+    def now_s(self) -> float:
+        """The present moment."""
+
+    @property
+    def syncer(self) -> SimulatedSyncer:
+        """The syncer."""
 
     @property
     def learners(self) -> Mapping[str, SimulatedLearner]:

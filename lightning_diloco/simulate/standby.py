@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-After = Callable[[float, Callable[[], object]], None]
+from lightning_diloco.simulate.timeline import Timeline
 
 
 class Standby:
@@ -18,27 +18,26 @@ class Standby:
         delay_s: time until a short record, or the word that it is there, arrives.
         commit_s: how much longer a commit takes, as do the records behind it.
         has: number of records that it has.
-        after: calls a function after this time.
-        clock: returns the current time.
+        timeline: simulated time.
 
     Attributes:
         has: number of records that it has.
         is_cut: whether the network between the primary and it is cut.
     """
 
-    def __init__(self, *, delay_s: float, commit_s: float, has: int, after: After, clock: Callable[[], float]) -> None:
+    def __init__(self, *, delay_s: float, commit_s: float, has: int, timeline: Timeline) -> None:
         self.has = has
         self.is_cut = False
-        self._delay_s, self._commit_s, self._after, self._clock = delay_s, commit_s, after, clock
+        self._delay_s, self._commit_s, self._timeline = delay_s, commit_s, timeline
         self._link_is_free_s = 0.0
         self._newest = self._reported = has
         self._waiting: list[tuple[int, Callable[[], object]]] = []
 
     def send(self, num_records: int, *, is_commit: bool = False) -> None:
         """Send it all records up to this number, the last of which may be a commit."""
-        self._newest, now_s = num_records, self._clock()
+        self._newest, now_s = num_records, self._timeline.now_s
         self._link_is_free_s = max(now_s, self._link_is_free_s) + self._commit_s * is_commit
-        self._after(self._link_is_free_s - now_s + self._delay_s, partial(self._receive, num_records))
+        self._timeline.after(self._link_is_free_s - now_s + self._delay_s, partial(self._receive, num_records))
 
     def heal(self) -> None:
         """Restore the network; it asks for the records that it lacks."""
@@ -67,7 +66,7 @@ class Standby:
     def _receive(self, num_records: int) -> None:
         if not self.is_cut:
             self.has = max(self.has, num_records)
-            self._after(self._delay_s, partial(self._arrived, self.has))
+            self._timeline.after(self._delay_s, partial(self._arrived, self.has))
 
     def _arrived(self, num_records: int) -> None:
         if not self.is_cut:

@@ -28,7 +28,7 @@ from lightning_diloco.core.quantize import decode, encode
 from lightning_diloco.errors import NonFiniteError
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.simulate.fleet import Pace
-from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.learner import SimulatedLearner
 from tests.bench import report
 from tests.bench.tasks import BATCH, Classifier, Task
 from tests.bench.training_fleet import TrainingFleet, Trains
@@ -137,7 +137,7 @@ class BrokenFleet(TrainingFleet):
 
     def events(self, kind: str) -> list[tuple[float, do.Note]]:
         """What was told of the culprit; fails if of anybody else."""
-        found = [(at_s, note) for at_s, note in self.notes if note.event == kind]
+        found = [(at_s, note) for at_s, note in self.syncer.notes if note.event == kind]
         assert all(note.fields["learner"] == self.culprit.name for _, note in found), found
         return found
 
@@ -165,7 +165,9 @@ def outcome(
             assert not guarded
             return {"loss": float("inf"), "refused": 0, "merged": 0, "quarantined at step": None, "told": None}
     first = next(iter(fleet.events("quarantine")), None)
-    merged = sum(fleet.culprit.name in note.fields["learners"] for _, note in fleet.notes if note.event == "commit")
+    merged = sum(
+        fleet.culprit.name in note.fields["learners"] for _, note in fleet.syncer.notes if note.event == "commit"
+    )
     told = [note.fields for _, note in (*fleet.events("rejected"), *fleet.events("quarantine"))]
     return {
         "loss": loss,

@@ -25,6 +25,7 @@ from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.simulate.fleet import Fleet, Network, Pace
 from lightning_diloco.simulate.reading import Data
+from lightning_diloco.simulate.syncer import SimulatedSyncer
 from lightning_diloco.syncer.inbox import TICK_S
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from tests.bench import report
@@ -59,33 +60,47 @@ class TimedService(SyncerService):
         self.aside.append(action)
 
 
-class LoopFleet(Fleet):
-    """Learners that train in virtual time, and the service, whose CPU time is counted.
+class TimedSyncer(SimulatedSyncer):
+    """The service in the place of a simulated syncer.
 
     Attributes:
         cpu_s: of the loop so far.
-        num_events: handled so far, ticks included.
     """
 
-    def __init__(self, run_dir: Path, config: RunConfig) -> None:
-        super().__init__(config, network=Network(latency_s=0.01, upload_s=0.4, download_s=0.4), merge_s=0.05)
-        self.invariants = SimpleNamespace(after_syncer_event=_nothing, after_learner_event=_nothing)  # type: ignore[assignment]
-        self.service = TimedService(run_dir)
-        self.syncer = self.service.state
-        self.cpu_s, self.num_events = 0.0, 0
-        self._after(TICK_S, self._syncer_ticks)
+    def __init__(self, *around: Any, service: TimedService, **options: Any) -> None:
+        super().__init__(*around, **options)
+        self.service, self.state = service, service.state
+        self.cpu_s = 0.0
 
-    def _syncer_handles(self, event: on.SyncerEvent) -> None:
+    def handle(self, event: on.SyncerEvent) -> None:
+        """What the loop thread does with an event, and others with the actions that it leaves to them."""
         began_s = time.thread_time()
-        self.service.handle(event, self.now_s)
+        self.service.handle(event, self._timeline.now_s)
         self.cpu_s += time.thread_time() - began_s
-        self.num_events += 1
+        self._world.saw("syncer", event)
         aside, self.service.aside = self.service.aside, []
         for action in aside:
-            self._do_for_syncer(action)
+            self._do(action)
+
+
+class LoopFleet(Fleet):
+    """Learners that train in virtual time, and the service, whose CPU time is counted."""
+
+    syncer: TimedSyncer
+
+    def __init__(self, run_dir: Path, config: RunConfig) -> None:
+        self._run_dir = run_dir
+        super().__init__(config, network=Network(latency_s=0.01, upload_s=0.4, download_s=0.4), merge_s=0.05)
+        self.invariants = SimpleNamespace(after_syncer_event=_nothing, after_learner_event=_nothing)  # type: ignore[assignment]
+        self._after(TICK_S, self._syncer_ticks)
+
+    def _made_syncer(self, **options: Any) -> TimedSyncer:
+        return TimedSyncer(
+            self, self.config, self._timeline, self.random, service=TimedService(self._run_dir), **options
+        )
 
     def _syncer_ticks(self) -> None:
-        self._syncer_handles(on.Tick())
+        self.syncer.handle(on.Tick())
         self._after(TICK_S, self._syncer_ticks)
 
     def _tick(self) -> None:
@@ -116,18 +131,18 @@ def measure(num_learners: int, *, leases: int, num_fragments: int, measured_s: f
             pace = Pace(step_s=STEP_S, jitter=0.02, tokens=TOKENS, starts_s=offsets.uniform(0.0, STEP_S), data=data)
             fleet.start(f"l{k}", pace)
         fleet.run_for(WARM_UP_PERIODS * num_fragments * STEP_S)
-        before = fleet.cpu_s, fleet.num_events, fleet.syncer.rounds.counts.num_commits
+        before = fleet.syncer.cpu_s, fleet.num_events, fleet.syncer.state.rounds.counts.num_commits
         fleet.run_for(measured_s)
-        commits = fleet.syncer.rounds.counts.num_commits - before[2]
+        commits = fleet.syncer.state.rounds.counts.num_commits - before[2]
         found = {
             "run": f"M = {num_learners}",
-            "cpu_s_per_s": (fleet.cpu_s - before[0]) / measured_s,
+            "cpu_s_per_s": (fleet.syncer.cpu_s - before[0]) / measured_s,
             "events_per_s": (fleet.num_events - before[1]) / measured_s,
             "commits_per_s": commits / measured_s,
-            "leases_each": len(fleet.syncer.leases.held) / num_learners,
+            "leases_each": len(fleet.syncer.state.leases.held) / num_learners,
             "participation": fleet.participation,
         }
-        fleet.service.stop()
+        fleet.syncer.service.stop()
     return found
 
 

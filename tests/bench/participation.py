@@ -39,7 +39,7 @@ def simulate(num_learners: int, seed: int, num_steps: int) -> dict[str, float]:
         starts_s = 0.0 if k == 0 else offsets.uniform(0, config.sync_every)
         fleet.start(f"l{k}", Pace(step_s=1.0, jitter=0.02, starts_s=starts_s, num_steps=num_steps))
     fleet.run_to_the_end(limit_s=3.0 * num_steps + 200)
-    versions = [f.version for f in fleet.syncer.rounds.fragments]
+    versions = [f.version for f in fleet.syncer.state.rounds.fragments]
     periods = num_steps / config.sync_every
     return {"participation": fleet.participation, "rounds per H": sum(versions) / len(versions) / periods}
 

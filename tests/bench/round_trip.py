@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from lightning_diloco.plots.style import FAINT, GRID, INK, LEARNERS, SETTINGS
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import messages
 from lightning_diloco.simulate.fleet import Fleet
-from lightning_diloco.simulate.process import SimulatedLearner
+from lightning_diloco.simulate.learner import SimulatedLearner
 from lightning_diloco.simulate.settings import Network, Pace
+from lightning_diloco.simulate.syncer import SimulatedSyncer
 
 PICTURE = Path(__file__).parent / "results" / "how_it_works.svg"
 SYNC_EVERY, NUM_FRAGMENTS, OVERLAP = 12, 4, 2
@@ -33,12 +35,31 @@ LATENCY_S = 0.08
 Moment = tuple[float, str, str, int]  # time in steps of l0 since the period began; party; event; fragment or step
 
 
+class _WatchedSyncer(SimulatedSyncer):
+    def __init__(self, *around: Any, note: Callable[[str, str, int], None], **options: Any) -> None:
+        super().__init__(*around, **options)
+        self._note = note
+
+    def _do(self, action: do.SyncerAction) -> None:
+        match action:
+            case do.Send(message=messages.Announce(fragment=p)):
+                self._note("syncer", "announcement", p)
+            case do.Merge(fragment=p):
+                self._note("syncer", "merge", p)
+            case do.Send(message=messages.Commit(fragment=p)):
+                self._note("syncer", "offer", p)
+        super()._do(action)
+
+
 class _Watched(Fleet):
     """Records the actions of the state machines and their times."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.moments: list[Moment] = []
+
+    def _made_syncer(self, **options: Any) -> _WatchedSyncer:
+        return _WatchedSyncer(self, self.config, self._timeline, self.random, note=self._note, **options)
 
     def _note(self, whose: str, what: str, number: int) -> None:
         self.moments.append((self.now_s, whose, what, number))
@@ -61,16 +82,6 @@ class _Watched(Fleet):
             case do.Land(fragment=p):
                 self._note(learner.name, "landing", p)
         super()._do_for_learner(learner, action)
-
-    def _do_for_syncer(self, action: do.SyncerAction) -> None:
-        match action:
-            case do.Send(message=messages.Announce(fragment=p)):
-                self._note("syncer", "announcement", p)
-            case do.Merge(fragment=p):
-                self._note("syncer", "merge", p)
-            case do.Send(message=messages.Commit(fragment=p)):
-                self._note("syncer", "offer", p)
-        super()._do_for_syncer(action)
 
     def _upload_arrives(self, learner: SimulatedLearner, ready: messages.Ready, boot: int) -> None:
         self._note(learner.name, "uploaded", ready.fragment)

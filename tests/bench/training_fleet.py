@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages
 from lightning_diloco.simulate.fleet import Fleet, Network, Pace, SimulatedLearner
+from lightning_diloco.simulate.syncer import SimulatedSyncer
 from lightning_diloco.strategy.trainer.parameters import describe, trainable_parameters
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.judging import Judge, Judgement
@@ -73,6 +74,8 @@ class TrainingFleet(Fleet):
         is_guarded: whether contributions are compared with each other.
     """
 
+    syncer: TrainingSyncer
+
     def __init__(
         self,
         config: RunConfig,
@@ -93,6 +96,8 @@ class TrainingFleet(Fleet):
             mean_names=model.mean_names,
         )
         assert self.plan.num_fragments == config.num_fragments, "the fragments asked for are not all there"
+        self.store = AnchorStore(self.plan, config)
+        self._is_guarded = is_guarded
         transfer_s = (config.overlap - 0.5) / 2 * paces[0].step_s
         super().__init__(
             config,
@@ -107,13 +112,6 @@ class TrainingFleet(Fleet):
         self._together = together or len(trainees)
         self._groups: dict[str, int] = {}
         self._openers: dict[int, int] = {}
-        self.store = AnchorStore(self.plan, config)
-        self._is_guarded = is_guarded
-        self._usual = NormGuard()
-        self.judge = Judge(self._usual)
-        self._last_gradients: dict[int, Tensor] = {}
-        self._cosines: list[float] = []
-        self._merges: dict[int, tuple[tuple[do.Contribution, ...], Tensor, MergeReport]] = {}
         self._crews: dict[str, _Crew] = {}
         for trainee, stream, pace in zip(trainees, batches, paces, strict=True):
             device = CpuFragments(self.plan, trainable_parameters(trainee.module), config, learner)
@@ -136,7 +134,20 @@ class TrainingFleet(Fleet):
     @property
     def correlation(self) -> float:
         """The mean cosine of two successive outer gradients of a fragment; NaN before there are two."""
-        return statistics.fmean(self._cosines) if self._cosines else math.nan
+        cosines = self.syncer.cosines
+        return statistics.fmean(cosines) if cosines else math.nan
+
+    def _made_syncer(self, **options: Any) -> TrainingSyncer:
+        return TrainingSyncer(
+            self,
+            self.config,
+            self._timeline,
+            self.random,
+            store=self.store,
+            sent=lambda c: self._crews[c.session].sent[c.ready.fragment, c.ready.seq],
+            is_guarded=self._is_guarded,
+            **options,
+        )
 
     def _board(self, learner: SimulatedLearner, crew: _Crew) -> None:
         for p in range(self.plan.num_fragments):
@@ -180,7 +191,7 @@ class TrainingFleet(Fleet):
     def _fetched(self, learner: SimulatedLearner, action: do.Fetch, boot: int) -> None:
         crew, p = self._crews[learner.session], action.fragment
         update = self.store.update_for(p, None if action.adopt else action.have)
-        fate = self.syncer.roster[learner.session].fates.get(p)
+        fate = self.syncer.state.roster[learner.session].fates.get(p)
         is_mine = fate is not None and fate[:2] == (action.seq, "merged")
         sent = crew.sent[p, fate[0]] if fate is not None and is_mine else None
         if sent is not None and fate is not None and fate[4] < 1:
@@ -197,42 +208,69 @@ class TrainingFleet(Fleet):
         """What reaches the syncer of a contribution."""
         return payload
 
-    # --------------------------------------------------------------------------------------------------------- syncer
+    # ------------------------------------------------------------------------------------------------------- messages
 
-    def _hears(self, action: do.Send) -> bool:
-        """Whether the receiver is in the group that opened the round, which sent the last intent before it."""
-        assert isinstance(action.message, messages.Announce)
-        opener = self._openers.setdefault(action.message.round, self._groups[self._speaker])
-        return self._groups[action.session] == opener
+    def _hears(self, session: str, announced: messages.Announce) -> bool:
+        """Whether a learner is in the group that opened the round, which sent the last intent before it."""
+        opener = self._openers.setdefault(announced.round, self._groups[self._speaker])
+        return self._groups[session] == opener
 
-    def _syncer_handles(self, event: on.SyncerEvent) -> None:
+    def _tell_syncer(self, learner: SimulatedLearner, event: on.SyncerEvent, boot: int) -> None:
         if isinstance(event, on.FromALearner) and isinstance(event.message, messages.Intent):
             self._speaker = event.session
-        super()._syncer_handles(event)
+        super()._tell_syncer(learner, event, boot)
 
-    def _do_for_syncer(self, action: do.SyncerAction) -> None:
-        if isinstance(action, do.Send) and isinstance(action.message, messages.Announce) and not self._hears(action):
-            return
-        super()._do_for_syncer(action)
+    def deliver(self, session: str, message: messages.FromSyncer, boot: int) -> None:
+        """See `World`."""
+        if not isinstance(message, messages.Announce) or self._hears(session, message):
+            super().deliver(session, message, boot)
+
+
+class TrainingSyncer(SimulatedSyncer):
+    """A syncer that merges tensors, as `syncer/merge_worker.py` does.
+
+    Args:
+        store: the anchors.
+        sent: returns the payload of a contribution.
+        is_guarded: whether contributions are compared with each other.
+
+    Attributes:
+        cosines: of each two successive outer gradients of a fragment.
+    """
+
+    def __init__(
+        self,
+        *around: Any,
+        store: AnchorStore,
+        sent: Callable[[do.Contribution], Tensor],
+        is_guarded: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(*around, **options)
+        self.cosines: list[float] = []
+        self._store, self._sent, self._is_guarded = store, sent, is_guarded
+        self._usual = NormGuard()
+        self._judge = Judge(self._usual)
+        self._last_gradients: dict[int, Tensor] = {}
+        self._merges: dict[int, tuple[tuple[do.Contribution, ...], Tensor, MergeReport]] = {}
 
     def _merge(self, action: do.Merge) -> on.Merged:
-        """As `syncer/merge_worker.py` does it."""
         p, members = action.fragment, action.contributions
-        payloads = [self._crews[c.session].sent[p, c.ready.seq] for c in (*members, *action.on_trial)]
-        measured = self.store.measure(p, payloads)
-        judged = self.judge.judge(p, members, action.on_trial, measured) if self._is_guarded else Judgement((), {})
+        payloads = [self._sent(c) for c in (*members, *action.on_trial)]
+        measured = self._store.measure(p, payloads)
+        judged = self._judge.judge(p, members, action.on_trial, measured) if self._is_guarded else Judgement((), {})
         if judged.refused.keys() & {c.session for c in members}:
             return on.Merged(p, action.round, verdicts=judged.refused)
         only, limits = payloads[: len(members)], judged.max_norms or None
-        self._merges[p] = members, *self.store.merge(p, only, action.shares, limits, measured.only(len(members)))
+        self._merges[p] = members, *self._store.merge(p, only, action.shares, limits, measured.only(len(members)))
         kept = {c.session: part for c, part in zip(members, self._merges[p][2].kept, strict=True)}
         return on.Merged(p, action.round, kept, judged.verdicts)
 
     def _commit(self, action: do.Apply, boot: int) -> None:
         members, gradient, found = self._merges.pop(action.fragment)
-        self.store.commit(action.fragment, gradient, work=action.work)
+        self._store.commit(action.fragment, gradient, work=action.work)
         if (last := self._last_gradients.get(action.fragment)) is not None:
-            self._cosines.append(float(cosine_similarity(last.float(), gradient.float(), dim=0)))
+            self.cosines.append(float(cosine_similarity(last.float(), gradient.float(), dim=0)))
         self._last_gradients[action.fragment] = gradient
         learners, steps = [c.learner for c in members], [c.steps for c in members]
         self._usual.learn(action.fragment, learners, found.norms, steps, found.kept)

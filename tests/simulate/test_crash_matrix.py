@@ -15,6 +15,7 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.protocol import actions as do
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.simulate import CrashPoints, Fleet, Network, Pace
+from lightning_diloco.simulate.syncer import SimulatedSyncer
 
 Patch = pytest.MonkeyPatch
 Points = list[tuple[str, int]]
@@ -30,7 +31,7 @@ def life(points: Points) -> CrashPoints:
     slow = fleet.start("slow", Pace(step_s=1.5, jitter=0.1, tokens=5, num_steps=10, upload_factor=12.0))
     zombie = fleet.start("gone", Pace(step_s=1.0, jitter=0.1, tokens=3))
     fleet.run_until(5.0)
-    fleet.disk.take_snapshot(fleet.syncer)
+    fleet.syncer.disk.take_snapshot(fleet.syncer.state)
     fleet.cut(zombie)
     fleet.run_until(10.5)
     fleet.heal(zombie)
@@ -52,12 +53,12 @@ def life(points: Points) -> CrashPoints:
 def check(fleet: Fleet) -> None:
     """What must be left of any run whose disk was honest."""
     fleet.invariants.audit()
-    fleet.syncer.finish()
-    totals = fleet.syncer.ledger.totals()
+    fleet.syncer.state.finish()
+    totals = fleet.syncer.state.ledger.totals()
     assert (totals.is_exact, totals.pending) == (True, 0), totals
-    assert fleet.syncer.rounds.generation == 0, "learners knew something that the disk did not"
+    assert fleet.syncer.state.rounds.generation == 0, "learners knew something that the disk did not"
     assert set(totals.discarded) <= {"refused", "lapsed"}, totals
-    finished = [m for m in fleet.syncer.roster.members.values() if m.state == "left"]
+    finished = [m for m in fleet.syncer.state.roster.members.values() if m.state == "left"]
     assert len(finished) == 3
 
 
@@ -89,17 +90,17 @@ def test_a_syncer_killed_while_it_begins_a_new_generation_begins_it_again(name: 
     fleet = Fleet(RunConfig(sync_every=4, num_fragments=2, overlap=1), network=Network(latency_s=0.05, upload_s=0.4))
     learners = [fleet.start(f"l{i}", Pace(step_s=1.0 + i, tokens=3 + i, num_steps=40)) for i in range(2)]
     fleet.run_until(20.3)
-    fleet.restart_syncer(lose=4)
-    fleet.crashes.arm(name, 1)
+    fleet.syncer.restart(lose=4)
+    fleet.syncer.crashes.arm(name, 1)
     fleet.run_to_the_end(limit_s=200.0)
     fleet.run_for(fleet.config.lease_s + 1.0)
     fleet.invariants.audit()
-    fleet.syncer.finish()
-    totals = fleet.syncer.ledger.totals()
-    assert fleet.crashes.hit == [name]
+    fleet.syncer.state.finish()
+    totals = fleet.syncer.state.ledger.totals()
+    assert fleet.syncer.crashes.hit == [name]
     assert [x.is_last for x in learners].count(None) == 0
     assert (totals.is_exact, totals.pending, set(totals.discarded)) == (True, 0, {"restored"})
-    assert fleet.syncer.rounds.generation == 1
+    assert fleet.syncer.state.rounds.generation == 1
 
 
 @pytest.mark.slow
@@ -122,13 +123,13 @@ def messages_leave_before_their_records(patch: Patch) -> None:
 
 
 def the_last_record_was_never_synced(patch: Patch) -> None:
-    restart = Fleet.restart_syncer
+    restart = SimulatedSyncer.restart
 
-    def torn(self: Fleet, **options: Any) -> None:
+    def torn(self: SimulatedSyncer, **options: Any) -> None:
         self.disk.lose(1)
         restart(self, **options)
 
-    patch.setattr(Fleet, "restart_syncer", torn)
+    patch.setattr(SimulatedSyncer, "restart", torn)
 
 
 @pytest.mark.parametrize("sabotage", [messages_leave_before_their_records, the_last_record_was_never_synced])

@@ -13,6 +13,7 @@ from lightning_diloco.protocol.syncer.records import Regenerated
 from lightning_diloco.simulate import Fleet, Network, Pace, SimulatedLearner
 from lightning_diloco.simulate.disk import Entry
 from lightning_diloco.simulate.explore import History, explore
+from lightning_diloco.simulate.syncer import SimulatedSyncer
 from tests.simulate import test_sabotage as sabotages
 
 Patch = pytest.MonkeyPatch
@@ -28,14 +29,14 @@ def test_histories_keep_the_invariants() -> None:
 def test_takeovers_lose_records_that_were_not_announced(monkeypatch: Patch) -> None:
     """Otherwise the histories would not try what a standby is for."""
     lost: list[str] = []
-    take_over = Fleet.take_over
+    take_over = SimulatedSyncer.take_over
 
-    def noted(fleet: Fleet) -> None:
-        assert fleet.standby is not None
-        lost.extend(type(entry.record).__name__ for entry in fleet.disk.log[fleet.standby.has :])
-        take_over(fleet)
+    def noted(syncer: SimulatedSyncer) -> None:
+        assert syncer.standby is not None
+        lost.extend(type(entry.record).__name__ for entry in syncer.disk.log[syncer.standby.has :])
+        take_over(syncer)
 
-    monkeypatch.setattr(Fleet, "take_over", noted)
+    monkeypatch.setattr(SimulatedSyncer, "take_over", noted)
     assert explore(1, num_seeds=40).violation is None
     assert {"CommitRecord", "RangesLeased"} <= set(lost)
 
@@ -115,12 +116,12 @@ def test_a_commit_that_is_lost_after_it_was_told_and_before_it_landed_holds_nobo
     fleet, learners = fleet_of_two(upload_s=0.1, download_s=1.0)
     fleet.run_for(10.0)
     run_until(fleet, lambda: all(is_told_of_a_merge(learner, 0) for learner in learners))
-    version = fleet.syncer.rounds.fragments[0].version
-    fleet.restart_syncer(lose=1)
-    assert fleet.syncer.rounds.fragments[0].version == version - 1
+    version = fleet.syncer.state.rounds.fragments[0].version
+    fleet.syncer.restart(lose=1)
+    assert fleet.syncer.state.rounds.fragments[0].version == version - 1
     fleet.run_for(30.0)
-    assert fleet.syncer.rounds.fragments[0].version > version + 3
-    assert fleet.syncer.rounds.generation == 0, "nobody had landed what was lost"
+    assert fleet.syncer.state.rounds.fragments[0].version > version + 3
+    assert fleet.syncer.state.rounds.generation == 0, "nobody had landed what was lost"
     fleet.invariants.audit()
 
 
@@ -131,15 +132,15 @@ def test_a_syncer_that_restarts_again_still_recognizes_versions_that_its_disk_ha
     fleet.run_for(20.0)
     fleet.cut(away)
     fleet.kill(other)
-    fleet.restart_syncer(lose=3)  # nobody is there who knows what was lost
+    fleet.syncer.restart(lose=3)  # nobody is there who knows what was lost
     fleet.start("l0", Pace(step_s=0.5, tokens=4))
     fleet.run_for(20.0)  # the versions grow beyond the lost ones
-    fleet.disk.take_snapshot(fleet.syncer)
-    fleet.restart_syncer(use_snapshot=use_snapshot)
-    before = fleet.syncer.rounds.generation
+    fleet.syncer.disk.take_snapshot(fleet.syncer.state)
+    fleet.syncer.restart(use_snapshot=use_snapshot)
+    before = fleet.syncer.state.rounds.generation
     fleet.heal(away)
     fleet.run_for(20.0)
-    assert fleet.syncer.rounds.generation == before + 1
+    assert fleet.syncer.state.rounds.generation == before + 1
     fleet.invariants.audit()
 
 
@@ -147,34 +148,36 @@ def test_a_generation_that_is_lost_before_anybody_adopted_it_is_not_taken_for_th
     """Both had the number 1; learners kept the books of the first."""
     fleet, learners = fleet_of_two(upload_s=0.1, download_s=3.0)
     fleet.run_for(30.0)
-    fleet.restart_syncer(lose=3)
+    fleet.syncer.restart(lose=3)
     run_until(fleet, lambda: all(learner.state is not None and learner.state.generation == 1 for learner in learners))
-    fleet.restart_syncer(lose=4)
+    fleet.syncer.restart(lose=4)
     fleet.run_for(40.0)
-    assert fleet.syncer.rounds.generation >= 1
+    assert fleet.syncer.state.rounds.generation >= 1
     fleet.invariants.audit()
     for learner in learners:
         fleet.finish(learner)
     fleet.run_to_the_end(limit_s=200.0)
     fleet.run_for(8.0)
-    fleet.syncer.finish()
-    assert fleet.syncer.ledger.totals().is_exact
+    fleet.syncer.state.finish()
+    assert fleet.syncer.state.ledger.totals().is_exact
 
 
 def test_a_learner_follows_a_syncer_that_has_lost_the_generation_it_was_told_of() -> None:
     """It ignored what was older than the generation that it had not adopted, and the syncer ignored what it sent."""
     fleet, learners = fleet_of_two(upload_s=0.1, download_s=3.0)
     fleet.run_for(30.0)
-    fleet.restart_syncer(lose=3)
+    fleet.syncer.restart(lose=3)
     run_until(fleet, lambda: all(learner.state is not None and learner.state.generation == 1 for learner in learners))
     for learner in learners:
         fleet.cut(learner)  # so that nobody proves anything before the restart
-    fleet.restart_syncer(lose=1 + max(k for k, entry in enumerate(reversed(fleet.disk.log)) if is_regenerated(entry)))
+    fleet.syncer.restart(
+        lose=1 + max(k for k, entry in enumerate(reversed(fleet.syncer.disk.log)) if is_regenerated(entry))
+    )
     for learner in learners:
         fleet.heal(learner)
-    before = sum(f.version for f in fleet.syncer.rounds.fragments)
+    before = sum(f.version for f in fleet.syncer.state.rounds.fragments)
     fleet.run_for(60.0)
-    assert sum(f.version for f in fleet.syncer.rounds.fragments) > before + 10
+    assert sum(f.version for f in fleet.syncer.state.rounds.fragments) > before + 10
     fleet.invariants.audit()
 
 
@@ -185,18 +188,18 @@ def is_regenerated(entry: Entry) -> bool:
 def test_a_restarted_syncer_waits_for_its_standby() -> None:
     fleet, _ = fleet_of_two(upload_s=0.1, download_s=0.1)
     fleet.run_for(10.0)
-    fleet.add_standby(0.1)
-    assert fleet.standby is not None
-    fleet.standby.is_cut = True
+    fleet.syncer.add_standby(0.1)
+    assert fleet.syncer.standby is not None
+    fleet.syncer.standby.is_cut = True
     fleet.run_for(5.0)
-    assert fleet.is_in_between
-    fleet.restart_syncer()
-    versions = [f.version for f in fleet.syncer.rounds.fragments]
+    assert fleet.syncer.is_in_between
+    fleet.syncer.restart()
+    versions = [f.version for f in fleet.syncer.state.rounds.fragments]
     fleet.run_for(5.0)
-    assert [f.version for f in fleet.syncer.rounds.fragments] == versions, "it serves nobody"
-    fleet.standby.heal()
+    assert [f.version for f in fleet.syncer.state.rounds.fragments] == versions, "it serves nobody"
+    fleet.syncer.standby.heal()
     fleet.run_for(20.0)
-    assert min(f.version for f in fleet.syncer.rounds.fragments) > max(versions)
-    fleet.take_over()
+    assert min(f.version for f in fleet.syncer.state.rounds.fragments) > max(versions)
+    fleet.syncer.take_over()
     fleet.run_for(20.0)
     fleet.invariants.audit()

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.simulate import Fleet, Network, Pace, SimulatedLearner
-from lightning_diloco.simulate import fleet as fleet_module
+from lightning_diloco.simulate import syncer as syncer_module
 from lightning_diloco.simulate.reading import Data
 
 STEADY_S = 50.0
@@ -56,8 +56,8 @@ def measure(
 
 
 def _state(fleet: Fleet) -> tuple[dict[str, float], ...]:
-    counts = fleet.syncer.rounds.counts
-    accounts = fleet.syncer.ledger.accounts
+    counts = fleet.syncer.state.rounds.counts
+    accounts = fleet.syncer.state.ledger.accounts
     return (
         {"commits": counts.num_commits, "contributors": counts.num_contributors, "stepping": counts.num_stepping},
         {x.name: x.state.step for x in fleet.learners.values() if x.state},
@@ -112,8 +112,8 @@ def test_without_faults_every_token_is_in_the_anchor_at_the_end(num_learners: in
     fleet.invariants.audit()
 
     trained = sum(x.state.tokens for x in fleet.learners.values() if x.state)
-    totals = fleet.syncer.ledger.totals()
-    assert [values[-1] for values in fleet.disk.anchors] == [trained] * 3
+    totals = fleet.syncer.state.ledger.totals()
+    assert [values[-1] for values in fleet.syncer.disk.anchors] == [trained] * 3
     assert (totals.merged, dict(totals.discarded), totals.pending) == (3 * trained, {}, 0)
     assert [x.is_last for x in fleet.learners.values()].count(True) == 1
 
@@ -125,9 +125,9 @@ def test_the_end_of_a_run_adds_no_rounds_for_questions_that_crossed_their_answer
     fleet.run_to_the_end(limit_s=200.0)
     fleet.invariants.audit()
 
-    assert fleet.syncer.rounds.counts.num_aborted == 0
+    assert fleet.syncer.state.rounds.counts.num_aborted == 0
     assert fleet.participation > 0.9, fleet.participation
-    assert dict(fleet.syncer.ledger.totals().discarded) == {}
+    assert dict(fleet.syncer.state.ledger.totals().discarded) == {}
 
 
 def test_a_learner_whose_uploads_are_slow_is_merged_within_a_bounded_number_of_rounds() -> None:
@@ -141,10 +141,10 @@ def test_a_learner_whose_uploads_are_slow_is_merged_within_a_bounded_number_of_r
     merged = 0
     for _ in range(600):
         fleet.run_for(1.0)
-        now = fleet.syncer.ledger.account("slow", 1).num_merged
+        now = fleet.syncer.state.ledger.account("slow", 1).num_merged
         if now > merged:
-            rounds_between.append(fleet.syncer.rounds.fragments[0].version - last)
-            merged, last = now, fleet.syncer.rounds.fragments[0].version
+            rounds_between.append(fleet.syncer.state.rounds.fragments[0].version - last)
+            merged, last = now, fleet.syncer.state.rounds.fragments[0].version
     fleet.invariants.audit()
 
     assert len(rounds_between) >= 3, rounds_between
@@ -157,14 +157,14 @@ def test_a_cut_learner_trains_on_and_everything_is_merged_after_its_return() -> 
     fleet.run_until(20.0)
     fleet.cut(one)
     fleet.run_until(40.0)
-    assert fleet.syncer.ledger.totals().absent > 0
+    assert fleet.syncer.state.ledger.totals().absent > 0
     assert one.state is not None
     assert one.state.step > 35
     fleet.heal(one)
     fleet.run_to_the_end(limit_s=200.0)
     fleet.invariants.audit()
 
-    assert dict(fleet.syncer.ledger.totals().discarded) == {}
+    assert dict(fleet.syncer.state.ledger.totals().discarded) == {}
     assert (one.is_last, two.is_last).count(None) == 0
 
 
@@ -180,7 +180,7 @@ def test_a_killed_learner_loses_what_was_not_merged_and_its_successor_goes_on() 
 
     assert new.state is not None
     assert (new.state.incarnation, new.error) == (2, None)
-    discarded = fleet.syncer.ledger.totals().discarded
+    discarded = fleet.syncer.state.ledger.totals().discarded
     assert set(discarded) == {"lapsed"}
     assert discarded["lapsed"] <= 2 * 100 * 6  # a period and what was in flight
 
@@ -201,10 +201,10 @@ def test_an_evaluating_learner_is_not_waited_for() -> None:
     fleet.run_until(20.0)
     fleet.evaluate(learners[0], 20.0)
     fleet.run_until(22.0)
-    before, landings = sum(f.version for f in fleet.syncer.rounds.fragments), len(learners[0].landings)
+    before, landings = sum(f.version for f in fleet.syncer.state.rounds.fragments), len(learners[0].landings)
     fleet.run_until(39.0)
 
-    assert sum(f.version for f in fleet.syncer.rounds.fragments) - before >= 6
+    assert sum(f.version for f in fleet.syncer.state.rounds.fragments) - before >= 6
     assert len(learners[0].landings) == landings
     fleet.run_until(60.0)
     assert len(learners[0].landings) > landings
@@ -216,14 +216,14 @@ def test_a_rolled_back_disk_costs_what_was_lost_and_nothing_is_counted_twice() -
     for i in range(2):
         fleet.start(f"l{i}", Pace(step_s=1.0, num_steps=60))
     fleet.run_until(30.0)
-    before = [values[-1] for values in fleet.disk.anchors]
-    fleet.restart_syncer(lose=5)
-    assert [values[-1] for values in fleet.disk.anchors] != before
+    before = [values[-1] for values in fleet.syncer.disk.anchors]
+    fleet.syncer.restart(lose=5)
+    assert [values[-1] for values in fleet.syncer.disk.anchors] != before
     fleet.run_to_the_end(limit_s=200.0)
     fleet.invariants.audit()
 
-    assert fleet.syncer.rounds.generation == 1
-    assert set(fleet.syncer.ledger.totals().discarded) == {"restored"}
+    assert fleet.syncer.state.rounds.generation == 1
+    assert set(fleet.syncer.state.ledger.totals().discarded) == {"restored"}
 
 
 # ----------------------------------------------------------------------------------------------------- random schedules
@@ -278,9 +278,9 @@ def schedule(seed: int, *, may_roll_back: bool) -> None:
     fleet.run_to_the_end(limit_s=fleet.now_s + 300)
     fleet.run_for(config.lease_s + 1.0)
     fleet.invariants.audit()
-    fleet.syncer.finish()
-    assert fleet.syncer.ledger.totals().pending == 0
-    assert fleet.syncer.ledger.totals().is_exact
+    fleet.syncer.state.finish()
+    assert fleet.syncer.state.ledger.totals().pending == 0
+    assert fleet.syncer.state.ledger.totals().is_exact
     if not may_roll_back:
         assert [learner.error for learner in fleet.learners.values() if learner.error] == []
 
@@ -296,11 +296,11 @@ def _strike(fleet: Fleet, pick: random.Random, learner: SimulatedLearner, pace, 
         case "heal":
             _recover(fleet)
         case "restart":
-            fleet.restart_syncer(use_snapshot=pick.random() < 0.5)
+            fleet.syncer.restart(use_snapshot=pick.random() < 0.5)
         case "join":
             fleet.start(f"late{len(fleet.learners)}", pace(0.0))
         case "snapshot":
-            fleet.disk.take_snapshot(fleet.syncer)
+            fleet.syncer.disk.take_snapshot(fleet.syncer.state)
         case "evaluate" if learner.is_stepping and learner.state and learner.state.phase == "stepping":
             fleet.evaluate(learner, 10 * pick.random())
         case "stall":
@@ -308,13 +308,13 @@ def _strike(fleet: Fleet, pick: random.Random, learner: SimulatedLearner, pace, 
         case "spoil":
             learner.bad_payload = True
         case "fill the disk":
-            fleet.disk_is_full = not fleet.disk_is_full
+            fleet.syncer.disk_is_full = not fleet.syncer.disk_is_full
         case "roll back":
-            fleet.restart_syncer(lose=pick.randint(1, 10), use_snapshot=pick.random() < 0.5)
+            fleet.syncer.restart(lose=pick.randint(1, 10), use_snapshot=pick.random() < 0.5)
 
 
 def _recover(fleet: Fleet) -> None:
-    fleet.disk_is_full = False
+    fleet.syncer.disk_is_full = False
     for learner in fleet.learners.values():
         if learner.is_cut:
             fleet.heal(learner)
@@ -328,15 +328,15 @@ def rounds_with_a_standby(delay_s: float) -> int:
     for k in range(16):
         fleet.start(f"l{k}", Pace(step_s=0.5, tokens=16, jitter=0.1, data=data))
     fleet.run_for(10.0)
-    fleet.add_standby(delay_s)
+    fleet.syncer.add_standby(delay_s)
     fleet.run_for(60.0)
-    return sum(f.version for f in fleet.syncer.rounds.fragments)
+    return sum(f.version for f in fleet.syncer.state.rounds.fragments)
 
 
 def test_a_far_standby_does_not_slow_the_rounds_down(monkeypatch: pytest.MonkeyPatch) -> None:
     near = rounds_with_a_standby(0.001)
     assert rounds_with_a_standby(0.2) > 0.7 * near
-    monkeypatch.setattr(fleet_module, "IN_FLIGHT", frozenset())
+    monkeypatch.setattr(syncer_module, "IN_FLIGHT", frozenset())
     assert rounds_with_a_standby(0.2) < 0.5 * near, "if each record waited for the one before"
 
 

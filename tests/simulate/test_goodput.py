@@ -14,7 +14,7 @@ import lightning_diloco.simulate
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.protocol.syncer.machine import SyncerState
-from lightning_diloco.simulate import Fleet, Network, Pace, fleet, goodput
+from lightning_diloco.simulate import Fleet, Network, Pace, goodput, syncer
 from lightning_diloco.simulate.chips import Chips, pauses, trained_s
 from lightning_diloco.simulate.goodput import Outcome, Scenario, data_parallel, simulate
 from lightning_diloco.syncer import service
@@ -147,7 +147,7 @@ def test_bad_input_is_refused(change: dict[str, object], said: str) -> None:
 
 
 def test_the_simulator_has_no_protocol_of_its_own() -> None:
-    assert fleet.SyncerState is service.SyncerState is SyncerState
+    assert syncer.SyncerState is service.SyncerState is SyncerState
     taken = ("quorum", "grace", "ledger", "lease", "electorate")
     for path in Path(lightning_diloco.simulate.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -23,7 +23,7 @@ def pace(data: Data, **more: object) -> Pace:
 def num_repeated(fleet: Fleet) -> tuple[int, int]:
     """Token x fragment merged more than once: counted from what was read, and by the syncer."""
     truth = sum(count.total() - len(count) for count in exactly_once.merged(fleet))
-    return truth, fleet.syncer.leases.num_repeated
+    return truth, fleet.syncer.state.leases.num_repeated
 
 
 @EACH
@@ -35,7 +35,7 @@ def test_without_faults_every_sample_is_merged_once_per_epoch(data: Data) -> Non
     fleet.invariants.audit()
 
     trained = {sample for count in exactly_once.merged(fleet)[:1] for sample in count}
-    assert fleet.syncer.leases.epoch >= 2
+    assert fleet.syncer.state.leases.epoch >= 2
     assert {sample[0] for sample in trained} >= {0, 1}
     assert num_repeated(fleet)[0] == 0
     first_steps = sum(x.reader.trained.count(None) for x in fleet.learners.values() if x.reader)
@@ -54,7 +54,7 @@ def test_from_one_learner_to_eight_and_back_nothing_is_left_out_or_repeated(data
     fleet.invariants.audit()
 
     assert [x.state.phase for x in fleet.learners.values() if x.state and not x.is_gone] == ["stepping"]
-    assert fleet.syncer.leases.epoch >= 1
+    assert fleet.syncer.state.leases.epoch >= 1
     assert num_repeated(fleet)[0] == 0
 
 
@@ -65,13 +65,13 @@ def test_ranges_of_a_killed_learner_go_to_others_and_what_they_train_again_is_co
     dies = fleet.start("dies", pace(data))
     fleet.run_until(22.3)
     fleet.kill(dies)
-    held = {h.lease.number for h in fleet.syncer.leases.held.of(dies.session)}
+    held = {h.lease.number for h in fleet.syncer.state.leases.held.of(dies.session)}
     assert held
     fleet.run_until(90.0)
     fleet.invariants.audit()
 
-    assert fleet.syncer.leases.held.of(dies.session) == []
-    assert not held & {h.lease.number for h in fleet.syncer.leases.pool}, "somebody has taken them"
+    assert fleet.syncer.state.leases.held.of(dies.session) == []
+    assert not held & {h.lease.number for h in fleet.syncer.state.leases.pool}, "somebody has taken them"
     truth, counted = num_repeated(fleet)
     again = sum(x.reader.trained.count(None) for x in fleet.learners.values() if x.reader)
     assert 0 < truth <= counted <= truth + 2 * again
@@ -83,12 +83,12 @@ def test_a_learner_that_was_cut_off_takes_up_what_nobody_else_has_taken() -> Non
     fleet.run_until(20.0)
     fleet.cut(one)
     fleet.run_until(30.0)
-    assert fleet.syncer.leases.pool
+    assert fleet.syncer.state.leases.pool
     fleet.heal(one)
     fleet.run_until(40.0)
     fleet.invariants.audit()
 
-    assert not fleet.syncer.leases.pool
+    assert not fleet.syncer.state.leases.pool
     assert num_repeated(fleet)[0] == 0
 
 
@@ -120,8 +120,8 @@ def test_a_refused_contribution_gives_its_ranges_back() -> None:
     fleet.run_until(60.0)
     fleet.invariants.audit()
 
-    assert fleet.syncer.ledger.totals().discarded["refused"] > 0
-    assert any(isinstance(e.record, records.RangesSettled) and e.record.back for e in fleet.disk.log)
+    assert fleet.syncer.state.ledger.totals().discarded["refused"] > 0
+    assert any(isinstance(e.record, records.RangesSettled) and e.record.back for e in fleet.syncer.disk.log)
     assert num_repeated(fleet)[0] > 0, "the other fragment had merged them"
 
 
@@ -131,11 +131,11 @@ def test_leases_survive_a_restart_of_the_syncer() -> None:
         fleet.start(f"l{i}", pace(STREAM, num_steps=120))
     for use_snapshot in (False, True):
         fleet.run_for(15.0)
-        fleet.disk.take_snapshot(fleet.syncer)
+        fleet.syncer.disk.take_snapshot(fleet.syncer.state)
         fleet.run_for(3.0)
-        before = fleet.syncer.leases.held.of(next(iter(fleet.learners)))
-        fleet.restart_syncer(use_snapshot=use_snapshot)
-        after = fleet.syncer.leases.held.of(next(iter(fleet.learners)))
+        before = fleet.syncer.state.leases.held.of(next(iter(fleet.learners)))
+        fleet.syncer.restart(use_snapshot=use_snapshot)
+        after = fleet.syncer.state.leases.held.of(next(iter(fleet.learners)))
         assert [h.lease for h in after] == [h.lease for h in before] != []
     fleet.run_to_the_end(limit_s=300.0)
     fleet.invariants.audit()

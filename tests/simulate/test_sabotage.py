@@ -35,18 +35,18 @@ def history() -> Fleet:
     fleet.cut(zombie)
     fleet.run_until(20.0)
     fleet.start("gone", Pace(step_s=1.0, jitter=0.1, tokens=4, num_steps=20))
-    fleet.disk.take_snapshot(fleet.syncer)
+    fleet.syncer.disk.take_snapshot(fleet.syncer.state)
     fleet.run_until(25.0)
     fleet.heal(zombie)
     fleet.start("brief", Pace(step_s=1.0, tokens=2, num_steps=9, drain_s=0.0))
     next(iter(fleet.learners.values())).bad_payload = True
     fleet.run_until(35.0)
-    fleet.restart_syncer(use_snapshot=True)
+    fleet.syncer.restart(use_snapshot=True)
     fleet.run_to_the_end(limit_s=300.0)
     fleet.run_for(10.0)
     fleet.invariants.audit()
-    fleet.syncer.finish()
-    assert fleet.syncer.ledger.totals().is_exact
+    fleet.syncer.state.finish()
+    assert fleet.syncer.state.ledger.totals().is_exact
     assert zombie.error is not None
     assert "was replaced by a newer process" in zombie.error
     return fleet
@@ -55,8 +55,8 @@ def history() -> Fleet:
 def test_the_history_itself_is_sound_and_has_every_kind_of_loss() -> None:
     fleet = history()
 
-    assert {"lapsed", "undrained", "refused"} <= set(fleet.syncer.ledger.totals().discarded)
-    assert "superseded" in {note.event for _, note in fleet.notes}
+    assert {"lapsed", "undrained", "refused"} <= set(fleet.syncer.state.ledger.totals().discarded)
+    assert "superseded" in {note.event for _, note in fleet.syncer.notes}
 
 
 def commit_is_booked_twice(patch: Patch) -> None:
@@ -100,7 +100,7 @@ def a_landed_merge_is_not_taken_off_the_parameters(patch: Patch) -> None:
         self.is_fetching, self.staged = False, update
 
     patch.setattr(Fragment, "stage", fates_never_name_it)
-    patch.setattr("lightning_diloco.simulate.process.Update.__init__", _without_sent)
+    patch.setattr("lightning_diloco.simulate.learner.Update.__init__", _without_sent)
 
 
 def _without_sent(self: Any, full: int | None, increment: int, sent: int) -> None:

@@ -1,0 +1,291 @@
+"""The process of a simulated syncer: its state machine, its disk and its standby.
+
+1. It carries out the actions of the state machine in order, as `syncer/service.py` does. After a record that changes
+   the fleet, it waits until its standby has it.
+2. It may be killed between any two of its actions (`crashes.py`), suspended, or replaced by its standby.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+from lightning_diloco.config import RunConfig
+from lightning_diloco.protocol import actions as do
+from lightning_diloco.protocol import events as on
+from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.codec import Json
+from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.protocol.syncer.succession import IN_FLIGHT
+from lightning_diloco.simulate.crashes import CrashPoints, Killed
+from lightning_diloco.simulate.disk import Disk
+from lightning_diloco.simulate.standby import Standby
+from lightning_diloco.simulate.timeline import Timeline
+
+NUM_NOTES_KEPT = 1000
+
+
+class World(Protocol):
+    """What is around a simulated syncer."""
+
+    def deliver(self, session: str, message: messages.FromSyncer, boot: int) -> None:
+        """Bring a message to a learner."""
+
+    def reconnect(self) -> None:
+        """Let learners find a restarted syncer."""
+
+    def saw(self, whose: str, event: object) -> None:
+        """Take note of an event that is handled now."""
+
+    def audit(self) -> None:
+        """Check the syncer after an event."""
+
+    def rolled_back(self) -> None:
+        """Take note that the disk has lost records."""
+
+
+class SimulatedSyncer:
+    """A syncer.
+
+    Args:
+        world: what is around it.
+        config: the run's config.
+        timeline: simulated time.
+        chance: source of randomness.
+        expect: number of learners that the first step waits for; None: it does not wait.
+        merge_s: duration of one merge, and of one commit.
+        crashes: points where it is killed; it restarts immediately.
+        guard: probability that the norm guard scales a contribution down.
+        keeps_log: keep all records and notes; otherwise it cannot restart.
+
+    Attributes:
+        state: the state machine of the present process.
+        boot: number of restarts.
+        payloads: contributions that have arrived, by session, fragment and seq.
+        standby: its standby; None: it has none.
+        disk_is_full: no commit can be written.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: RunConfig,
+        timeline: Timeline,
+        chance: random.Random,
+        *,
+        expect: int | None,
+        merge_s: float,
+        crashes: CrashPoints | None,
+        guard: float,
+        keeps_log: bool,
+    ) -> None:
+        self.state = SyncerState(run="simulated", expect=expect, secret="simulated")
+        self.disk = Disk(keeps_log=keeps_log)
+        self.disk_is_full = False
+        self.standby: Standby | None = None
+        self.crashes = crashes or CrashPoints()
+        self.notes: deque[tuple[float, do.Note]] = deque(maxlen=None if keeps_log else NUM_NOTES_KEPT)
+        self.payloads: dict[tuple[str, int, int], int] = {}
+        self.boot = 0
+        self._world, self._config, self._timeline, self._chance = world, config, timeline, chance
+        self._expect, self._merge_s, self._guard = expect, merge_s, guard
+        self._gradients: dict[tuple[int, int], int] = {}
+        self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
+        self._todo: deque[do.SyncerAction] = deque()
+        self._suspended_until_s = 0.0
+        self._is_blocked = False  # whether the next action waits for the standby
+        self._is_restoring = False  # whether a restarted syncer waits for it
+        self._num_decided = 0  # records up to the last one that is not a commit
+
+    # ---------------------------------------------------------------------------------------------------- from outside
+
+    def is_there(self, boot: int) -> bool:
+        """Return whether the process with this number answers."""
+        return boot == self.boot and not self._is_restoring
+
+    def handle(self, event: on.SyncerEvent) -> None:
+        """Take an event, now or when the process is no longer suspended."""
+        if self._timeline.now_s < self._suspended_until_s:
+            wait_s = self._suspended_until_s - self._timeline.now_s
+            self._timeline.after(wait_s, partial(self._handle_own, event, self.boot))
+            return
+        self._inbox.append((self._timeline.now_s, event))
+        self._take_events()
+
+    def tick(self) -> None:
+        """Let time pass for the state machine."""
+        if not self._is_restoring:
+            self.handle(on.Tick())
+
+    def suspend(self, for_s: float) -> None:
+        """Suspend the process: its events wait, and it notices the gap afterwards."""
+        self._suspended_until_s = self._timeline.now_s + for_s
+        self._timeline.after(for_s, partial(self._handle_own, on.StoodStill(for_s), self.boot))
+
+    def restart(self, *, use_snapshot: bool = False, lose: int = 0) -> None:
+        """Kill the process and restart it from its disk, which may have lost the newest `lose` records."""
+        if lose:
+            self.standby = None  # its copy is of another history
+            self.disk.lose(lose)
+            self._world.rolled_back()
+        self.boot += 1
+        self._suspended_until_s, self._is_blocked = 0.0, False
+        self._num_decided = len(self.disk.log)
+        for held in (self.payloads, self._todo, self._inbox):
+            held.clear()
+        if self.standby is not None:
+            self.standby.forget()
+        self._is_restoring = True  # until the standby has all records
+        self._when_copied(partial(self._serve, self.boot, use_snapshot))
+
+    def _serve(self, boot: int, use_snapshot: bool) -> None:
+        if boot == self.boot:
+            self._is_restoring = False
+            now_s = self._timeline.now_s
+            self.state = self.disk.recovered(expect=self._expect, now_s=now_s, use_snapshot=use_snapshot)
+            self._world.reconnect()
+
+    def add_standby(self, delay_s: float, commit_s: float = 0.0) -> None:
+        """Register a standby that has all records; see `Standby`."""
+        self.standby = Standby(delay_s=delay_s, commit_s=commit_s, has=len(self.disk.log), timeline=self._timeline)
+
+    def continue_alone(self) -> None:
+        """Give up the standby, which may not take over any more."""
+        if self.standby is not None:
+            standby, self.standby = self.standby, None
+            standby.give_up()
+
+    def take_over(self) -> None:
+        """Lose the process and its disk; the standby serves the run from the records that it has."""
+        assert self.standby is not None
+        num_lost, self.standby = len(self.disk.log) - self.standby.has, None
+        self.disk.lose(num_lost)
+        self.restart()
+
+    @property
+    def is_in_between(self) -> bool:
+        """Return whether process and disk differ, because it waits for its standby."""
+        versions = [f.version for f in self.state.rounds.fragments]
+        return self._is_blocked or self._is_restoring or versions != [len(values) - 1 for values in self.disk.anchors]
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    def _handle_own(self, event: on.SyncerEvent, boot: int) -> None:
+        """Take an event of a thread of this process, unless it has been killed since."""
+        if boot == self.boot:
+            self.handle(event)
+
+    def _take_events(self) -> None:
+        while self._inbox and not self._is_blocked:
+            came_s, event = self._inbox.popleft()
+            self._world.saw("syncer", event)
+            with self._mortal():
+                self._todo.extend(self.state.handle(event, came_s))
+                self._carry_out()
+
+    def _carry_out(self) -> None:
+        """Carry out actions in order; after some records, the next one waits until the standby has them."""
+        while self._todo:
+            action = self._todo.popleft()
+            self.crashes.before(action)
+            self._do(action)
+            if isinstance(action, do.Record) and action.values["kind"] not in IN_FLIGHT and self._is_standby_behind:
+                self._is_blocked = True
+                self._when_copied(partial(self._go_on, self.boot))
+                return
+        self._world.audit()
+
+    def _go_on(self, boot: int) -> None:
+        if boot == self.boot:
+            self._is_blocked = False
+            with self._mortal():
+                self._carry_out()
+            self._take_events()
+
+    @contextmanager
+    def _mortal(self) -> Iterator[None]:
+        """Context for actions of the process that restarts it if it is killed."""
+        try:
+            yield
+        except Killed:
+            self.restart(use_snapshot=True)
+
+    # --------------------------------------------------------------------------------------------------------- actions
+
+    def _do(self, action: do.SyncerAction) -> None:
+        now_s, boot = self._timeline.now_s, self.boot
+        match action:
+            case do.Send():
+                self._when_copied(partial(self._send, action, boot), self._num_decided)
+            case do.Record():
+                self._append(action.values)
+                self._num_decided = len(self.disk.log)
+            case do.Merge():
+                event = self._merge(action)
+                self._gradients[action.fragment, action.round] = sum(
+                    int(self.payloads[c.session, c.ready.fragment, c.ready.seq] * event.kept.get(c.session, 1.0))
+                    for c in action.contributions
+                )
+                self._timeline.after(self._merge_s, partial(self._handle_own, event, boot))
+            case do.Apply():
+                self._timeline.after(self._merge_s, partial(self._commit, action, boot))
+            case do.DropPayload():
+                self.payloads.pop((action.session, action.fragment, action.seq), None)
+            case do.StoreSeed():
+                digests = ("start",) * self._config.fragments_wanted
+                self._timeline.after(0.0, partial(self._handle_own, on.SeedStored(action.lease, digests), boot))
+            case do.Note():
+                self.notes.append((now_s, action))
+
+    def _send(self, action: do.Send, boot: int) -> None:
+        if boot == self.boot:
+            self._world.deliver(action.session, action.message, boot)
+
+    def _merge(self, action: do.Merge) -> on.Merged:
+        """Return the result of merging a round."""
+        return on.Merged(
+            action.fragment, action.round, {c.session: self._kept_by_guard() for c in action.contributions}
+        )
+
+    def _kept_by_guard(self) -> float:
+        return self._chance.random() if self._guard and self._chance.random() < self._guard else 1.0
+
+    def _commit(self, action: do.Apply, boot: int) -> None:
+        if boot != self.boot:
+            return
+        if self._timeline.now_s < self._suspended_until_s:
+            wait_s = self._suspended_until_s - self._timeline.now_s
+            self._timeline.after(wait_s, partial(self._commit, action, boot))
+            return
+        p = action.fragment
+        if self.disk_is_full:
+            self.handle(on.CommitFailed(p, action.round, "no space left on device"))
+            return
+        with self._mortal():
+            self.crashes.reach("append")
+            self._append(action.record, self._gradients[p, action.round], is_commit=True)
+            self.crashes.reach("tell")
+            committed = on.Committed(p, action.round, self.disk.digests[p][-1])
+            self._when_copied(partial(self._handle_own, committed, boot))
+
+    # --------------------------------------------------------------------------------------------------------- standby
+
+    @property
+    def _is_standby_behind(self) -> bool:
+        return self.standby is not None and self.standby.is_awaited(len(self.disk.log))
+
+    def _when_copied(self, call: Callable[[], object], num_records: int | None = None) -> None:
+        """Call a function when the standby has this number of records, or all; at once without a standby."""
+        if self.standby is None:
+            call()
+        else:
+            self.standby.wait(len(self.disk.log) if num_records is None else num_records, call)
+
+    def _append(self, values: Json, gradient: int = 0, *, is_commit: bool = False) -> None:
+        self.disk.append(values, gradient)
+        if self.standby is not None:
+            self.standby.send(len(self.disk.log), is_commit=is_commit)
