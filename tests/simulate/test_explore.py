@@ -37,8 +37,11 @@ def test_takeovers_lose_records_that_were_not_announced(monkeypatch: Patch) -> N
         take_over(syncer)
 
     monkeypatch.setattr(SimulatedSyncer, "take_over", noted)
-    assert explore(1, num_seeds=40).violation is None
-    assert {"CommitRecord", "RangesLeased"} <= set(lost)
+    for seed in range(1, 41, 4):
+        assert explore(seed, num_seeds=4).violation is None
+        if {"CommitRecord", "RangesLeased"} <= set(lost):
+            return
+    pytest.fail(f"only {set(lost)} were lost")
 
 
 @pytest.mark.slow
