@@ -16,6 +16,8 @@ from lightning_diloco.protocol.syncer.roster import SILENT_HEARTBEATS, Member
 from lightning_diloco.protocol.syncer.succession import ALONE_S
 from lightning_diloco.transport.base import Json
 
+LATE_S = 2.0  # more than a syncer takes to give its standby up
+
 _THEN = {
     "transferring": "late contributions are held for the next round",
     "merging": "the outer gradient is written to disk",
@@ -48,7 +50,9 @@ def waits(
     )
     if standby is not None and standby["waits_s"] is not None:
         what, then = f"the standby at {standby['address']} to have the last decisions on disk", "commits continue"
-        until_s = max(0.0, ALONE_S - standby["silent_s"])
+        until_s: float | None = max(0.0, ALONE_S - standby["silent_s"])
+        if standby["silent_s"] > ALONE_S + LATE_S:  # too few learners count (`protocol/syncer/succession.py`)
+            until_s, then = None, "commits continue when it returns; if it is lost, restart with --take-over"
         found.append(_wait(what, ["the standby"], standby["waits_s"], until_s, then))
     found += _start(state, now_s)
     found += [

@@ -8,14 +8,33 @@ import pytest
 
 from lightning_diloco.protocol import events as on
 from lightning_diloco.protocol import messages
+from lightning_diloco.protocol.syncer.succession import ALONE_S
 from lightning_diloco.syncer.status import report
 from tests.protocol.harness import Syncer, confirm, ready
 
 
-def waits(syncer: Syncer, disk: tuple[str, float] | None = None, end_s: float | None = None) -> list[tuple[Any, ...]]:
+def waits(
+    syncer: Syncer, disk: tuple[str, float] | None = None, end_s: float | None = None, standby: Any = None
+) -> list[tuple[Any, ...]]:
     figures = {"uptime_s": 0.0, "now_s": syncer.now_s, "bytes_up": 0, "bytes_down": 0}
-    status = report.status(syncer.state, disk=disk, end_s=end_s, **figures)
+    status = report.status(syncer.state, disk=disk, standby=standby, end_s=end_s, **figures)
     return [(wait["what"], wait["for"], wait["since_s"], wait["until_s"], wait["then"]) for wait in status["waits"]]
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "until_s", "then"),
+    [
+        (1.0, ALONE_S - 1.0, "commits continue"),
+        (ALONE_S + 1.0, 0.0, "commits continue"),
+        (ALONE_S + 3.0, None, "commits continue when it returns; if it is lost, restart with --take-over"),
+    ],
+)
+def test_a_standby_is_waited_for_until_learners_allow_to_go_on_without_it(
+    silent_s: float, until_s: float | None, then: str
+) -> None:
+    standby = {"address": "h:1", "silent_s": silent_s, "waits_s": 0.5, "records_behind": 1}
+    found = waits(Syncer("l0", "l1"), standby=standby)
+    assert found == [("the standby at h:1 to have the last decisions on disk", ["the standby"], 0.5, until_s, then)]
 
 
 def test_an_empty_run_waits_for_a_learner_and_then_for_its_values() -> None:
