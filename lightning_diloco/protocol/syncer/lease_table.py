@@ -121,6 +121,7 @@ class LeaseTable:
         self._sizes = dict(saved.sizes)
         self._next_number = saved.next_number
         self._gap = 0
+        self._merged_to: dict[int, int] = {}  # tokens of present holdings that commits name, up to this one
 
     @property
     def epoch(self) -> int:
@@ -215,6 +216,7 @@ class LeaseTable:
                     self._lease(record.session, grant, record.drops)
             case records.RangesSettled():
                 for number in record.done:
+                    self._merged_to.pop(number, None)
                     found = self.held.pop(number) or self.pool.pop(number)
                     self.num_done += found is not None
                 for number in record.back:
@@ -228,8 +230,10 @@ class LeaseTable:
                 self.held.put(former)
             return
         if former is not None:
-            # A replay applies a commit before this grant even if it was installed after it. The span is longer then.
-            self._repeat(former.session, grant.lost_from, max(grant.lost_to, former.span.stop))
+            # A replay applies a commit before this grant even if it was installed after it, and then knows more.
+            lost_from = max(grant.lost_from, former.span.start)
+            lost_to = max(grant.lost_to, self._merged_to.pop(former.lease.number, 0))
+            self._repeat(former.session, lost_from, lost_to)
         if lease.number < self._next_number:
             return
         self._next_number, self._gap = lease.number + 1, 0
@@ -255,6 +259,8 @@ class LeaseTable:
             holding = self.held.get(span.number) or self.pool.get(span.number)
             if holding is None or holding.session != session:
                 self._repeat(session, max(span.start, ready.start), min(span.stop, ready.stop))
+            else:
+                self._merged_to[span.number] = max(self._merged_to.get(span.number, 0), min(span.stop, ready.stop))
         for start, stop in ready.repeats:
             self._repeat(session, max(start, ready.start), min(stop, ready.stop))
 

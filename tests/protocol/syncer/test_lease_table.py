@@ -84,7 +84,7 @@ def test_what_was_heard_and_not_recorded_changes_nothing_that_counts() -> None:
         lease(one, "a", 1)
         one.apply(records.RangesSettled("a", (), (1,)))
     again.hear("a", [Span(1, 3, 0, 30)])
-    grant = records.RangesLeased("b", again.grants("b", (), 1), drops=False)
+    grant = records.RangesLeased("b", made.grants("b", (), 1), drops=False)
     for one in (made, again):
         one.apply(grant)
     assert made.saved() == again.saved()
