@@ -90,24 +90,23 @@ def test_what_was_heard_and_not_recorded_changes_nothing_that_counts() -> None:
     assert made.saved() == again.saved()
 
 
-def test_tokens_of_a_commit_that_was_installed_after_their_range_was_leased_again_are_repeated_in_a_replay_too() -> (
-    None
-):
+@pytest.mark.parametrize("heard", [[], [Span(1, 2, 20, 40)], [Span(1, 4, 20, 60)]])
+def test_a_replay_counts_repeated_tokens_of_a_commit_that_was_installed_late(heard: list[Span]) -> None:
     """The commit is written first, and installed when a standby has it; meanwhile the range goes to another learner."""
     books = account([], ())
     live, replayed = (LeaseTable(lambda session: books) for _ in range(2))
     for one in (live, replayed):
         one.apply(records.Catalogued(Catalogue("text", 1, 9)))
         lease(one, "a", 1)
-        one.hear("a", [Span(1, 2, 0, 20)])
         one.apply(records.RangesSettled("a", (), (1,)))
-    commit = Ready(0, 0, 0, 0, start=0, stop=40, steps=1, spans=(Span(1, 4, 0, 40),))
+    live.hear("a", heard)
+    commit = Ready(0, 0, 0, 0, start=20, stop=60, steps=1, spans=(Span(1, 4, 20, 60),))
     grant = records.RangesLeased("b", live.grants("b", (), 1), drops=False)
     live.apply(grant)
     live.follow("a", commit)
     replayed.follow("a", commit)
     replayed.apply(grant)
-    books.merged[0].add(0, 40)
+    books.merged[0].add(20, 60)
     assert live.num_repeated == replayed.num_repeated == 2 * 40, "in two fragments"
 
 
