@@ -76,11 +76,11 @@ class SnapshotStore:
             StorageError: writing failed; the previous snapshot is kept.
         """
         make_directory(self.directory)
-        older = self._lsns()
+        older = self.lsns()
         assert not older or older[-1] <= lsn, f"a snapshot of lsn {older[-1]} is there, {lsn} was to be written"
         if lsn in older:
             return
-        final = self._path(lsn)
+        final = self.path(lsn)
         partial = final.with_name(final.name + _PARTIAL)
         remove_tree(partial)
         with storage("write the snapshot", final):
@@ -92,7 +92,7 @@ class SnapshotStore:
             sync_directory(self.directory)
             self._faults("snapshot:after_rename")
             for old in older[keeps_oldest:]:
-                remove_tree(self._path(old))
+                remove_tree(self.path(old))
             self._faults("snapshot:after_remove")
 
     def oldest(self) -> Snapshot | None:
@@ -113,18 +113,20 @@ class SnapshotStore:
     def _open(self, which: int) -> Snapshot | None:
         for partial in self.directory.glob("*" + _PARTIAL):
             remove_tree(partial)
-        lsns = self._lsns()
+        lsns = self.lsns()
         if not lsns:
             return None
-        path = self._path(lsns[which])
+        path = self.path(lsns[which])
         sums = _read_sums(path)
         state = json.loads(_read_verified(path / _STATE, sums))
         return Snapshot(lsn=lsns[which], state=state, tensors=_TensorFiles(path, sums))
 
-    def _path(self, lsn: int) -> Path:
+    def path(self, lsn: int) -> Path:
+        """Return the directory of a snapshot."""
         return self.directory / f"{lsn:020d}"
 
-    def _lsns(self) -> list[int]:
+    def lsns(self) -> list[int]:
+        """Return the lsns of all complete snapshots, in order."""
         return sorted(int(path.name) for path in self.directory.glob("[0-9]*") if path.name.isdigit())
 
     def _fill(

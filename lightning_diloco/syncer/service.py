@@ -167,7 +167,7 @@ class SyncerService:
 
     def start(self) -> None:
         """Start the threads. The standby has all records of the log, or has been given up."""
-        self.replica.fleet_is(self._learners())
+        self.replica.fleet_is(self.state.roster.fleet())
         self._loop_thread.start()
         self._merge_thread.start()
         self._commits_thread.start()
@@ -306,10 +306,6 @@ class SyncerService:
         if session is not None and self._is_member(session):
             self.replica.heard(session)
 
-    def _learners(self) -> list[str]:
-        """Return the sessions of all learners that take part. Loop thread."""
-        return [member.session for member in self.state.roster.live()]
-
     def _is_member(self, session: str) -> bool:
         return self.state.roster.get(session) is not None
 
@@ -368,7 +364,7 @@ class SyncerService:
         written = [action.values for action in todo if isinstance(action, actions.Record)]
         if any(record["kind"] not in IN_FLIGHT for record in written):
             self._changes_fleet = True
-            self.replica.fleet_changes_to(self._learners(), set[str]().union(*map(changed_by, written)))
+            self.replica.fleet_changes_to(self.state.roster.fleet(), set[str]().union(*map(changed_by, written)))
         self._do([replace(action, at_s=now_s) if isinstance(action, actions.Note) else action for action in todo])
 
     def _do(self, todo: Sequence[actions.SyncerAction]) -> None:
@@ -390,7 +386,7 @@ class SyncerService:
     def _end_event(self) -> None:
         if self._changes_fleet:
             self._changes_fleet = False
-            self.replica.fleet_is(self._learners())
+            self.replica.fleet_is(self.state.roster.fleet())
 
     def _comes_again(self, action: actions.SyncerAction) -> bool:
         """Return whether an action can be dropped while the disk fails, because it will be repeated."""

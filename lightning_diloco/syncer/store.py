@@ -104,12 +104,12 @@ class SyncerStore:
                 self._tell("reading the snapshot")
                 store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors, do=threads.do)
                 threads.settle()
-            before = _fleet(state)
+            before = state.roster.fleet()
             for record in self.log.records(snapshot.lsn + 1 if snapshot else self.log.first_lsn):
                 self._tell(f"replaying the log, record {record.lsn} of {self.log.last_lsn}")
                 change = records.decode(record.header)
                 if record.header["kind"] not in IN_FLIGHT:
-                    before = _fleet(state)
+                    before = state.roster.fleet()
                 state.apply(change)
                 in_log += _told_of(change, state)
                 if isinstance(change, records.CommitRecord):
@@ -126,7 +126,7 @@ class SyncerStore:
             self._tell("computing digests")
             for p in range(len(store.layouts) if store and store.is_seeded else 0):
                 threads.do(p, cast("AnchorStore", store).digest, p)
-        self.fleets = Fleets.only(before).or_(_fleet(state))
+        self.fleets = Fleets.only(before).or_(state.roster.fleet())
         self._remember(state, in_log, now_s, unix_s)
         return store
 
@@ -304,10 +304,6 @@ class SyncerStore:
             self.log.close()
         finally:
             self.tape.close()
-
-
-def _fleet(state: SyncerState) -> list[str]:
-    return [member.session for member in state.roster.live()]
 
 
 def _told_of(change: records.LogRecord, state: SyncerState) -> list[Json]:

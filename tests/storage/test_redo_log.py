@@ -364,11 +364,16 @@ def test_sync_reaches_the_disk_once_per_batch(folder: Path, monkeypatch: pytest.
     log.close()
 
 
-@pytest.mark.parametrize("lsn", range(3, 13))
-def test_records_after_one_are_cut_off_also_after_a_crash(log: RedoLog, folder: Path, lsn: int) -> None:
+def fill_segments(log: RedoLog) -> None:
+    """Twelve records in four segments, and an empty fifth one."""
     for _ in range(4):
         fill(log, 3)
         log.rotate()
+
+
+@pytest.mark.parametrize("lsn", range(3, 13))
+def test_records_after_one_are_cut_off_also_after_a_crash(log: RedoLog, folder: Path, lsn: int) -> None:
+    fill_segments(log)
     log.drop_before(4)
     log.cut_after(lsn)
     last = expected(range(4, lsn + 1))
@@ -382,9 +387,7 @@ def test_records_after_one_are_cut_off_also_after_a_crash(log: RedoLog, folder: 
 
 @pytest.mark.parametrize("lsn", [2, 13])
 def test_records_that_are_not_there_cannot_be_the_end(log: RedoLog, lsn: int) -> None:
-    for _ in range(4):
-        fill(log, 3)
-        log.rotate()
+    fill_segments(log)
     log.drop_before(4)
     with pytest.raises(CorruptLogError):
         log.cut_after(lsn)
@@ -394,9 +397,7 @@ def test_records_that_are_not_there_cannot_be_the_end(log: RedoLog, lsn: int) ->
 def test_a_crash_while_segments_are_removed_leaves_no_gap(
     log: RedoLog, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for _ in range(4):
-        fill(log, 3)
-        log.rotate()
+    fill_segments(log)
     unlink, removed = Path.unlink, []
 
     def crash(path: Path, **kwargs: object) -> None:

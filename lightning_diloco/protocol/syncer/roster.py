@@ -157,6 +157,10 @@ class Roster:
     def live(self) -> list[Member]:
         return [m for m in self.members.values() if m.is_live]
 
+    def fleet(self) -> frozenset[str]:
+        """Return the sessions that take part; a syncer and its standby must count the same (`succession.py`)."""
+        return frozenset(m.session for m in self.live())
+
     def is_quarantined(self, session: str) -> bool:
         """Return whether its learner is in quarantine: no round waits for it, and it is not merged."""
         return self.members[session].learner in self.quarantined

@@ -275,8 +275,7 @@ class Follower:
 
     def _may_take_over(self) -> bool:
         assert self._run is not None
-        learners = [member.session for member in self._run.state.roster.live()]
-        return self._rule.may_take_over(learners, time.monotonic())
+        return self._rule.may_take_over(self._run.state.roster.fleet(), time.monotonic())
 
     def _has_missed_the_end(self) -> bool:
         """Return whether the primary is gone because the run is over, as far as the log shows."""

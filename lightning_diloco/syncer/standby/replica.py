@@ -23,6 +23,7 @@ from lightning_diloco.protocol.syncer.succession import Fleets, Primary
 from lightning_diloco.storage.files import storage, sync_directory, write_whole
 from lightning_diloco.storage.log_cursor import LogCursor
 from lightning_diloco.storage.redo_log import RedoLog
+from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.syncer.standby.reign import reign
 from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, HaveLog, Request, TookOver, decode
 from lightning_diloco.transport.address import split_host_port
@@ -118,7 +119,6 @@ class Replica:
     def wait(self, lsn: int) -> None:
         """Wait until a durable record may be announced; at most LAST_WAIT_S if the syncer stops."""
         with self._changed:
-            self._changed.notify_all()
             self._waiting.setdefault(lsn, time.monotonic())
             while self._must_wait(lsn):
                 self._changed.wait(LOOK_S)
@@ -237,11 +237,11 @@ class Replica:
 
     def _listing(self) -> Json:
         """Return the files of the newest snapshot; none if the run has no start values yet."""
-        snapshots = sorted((self._run_dir / "syncer" / "snapshot").glob("[0-9]*[0-9]"))
-        if not snapshots:
+        snapshots = SnapshotStore(self._run_dir / "syncer" / "snapshot")
+        if not (lsns := snapshots.lsns()):
             return {"lsn": None, "files": []}
-        files = sorted(path.relative_to(self._run_dir).as_posix() for path in snapshots[-1].iterdir())
-        return {"lsn": int(snapshots[-1].name), "files": files}
+        files = sorted(path.relative_to(self._run_dir).as_posix() for path in snapshots.path(lsns[-1]).iterdir())
+        return {"lsn": lsns[-1], "files": files}
 
     def _file_from(self, name: str, start: int) -> memoryview:
         path = (self._run_dir / name).resolve()

@@ -24,6 +24,7 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.storage.files import make_directory, remove_tree, storage, sync_directory, write_file, write_whole
 from lightning_diloco.storage.log_frames import Record, read_at
 from lightning_diloco.storage.redo_log import RedoLog
+from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.requests import STANDBY, AskFile, AskListing, AskLog, HaveLog, Request, TookOver
 from lightning_diloco.transport.base import Connection, Json
@@ -183,11 +184,11 @@ def cut_to_common(source: Source, run_dir: Path) -> bool:
     Raises:
         TransportError: the primary cannot be reached.
     """
-    outdated, snapshots = run_dir / _OUTDATED, run_dir / "syncer" / "snapshot"
+    outdated = run_dir / _OUTDATED
     if not outdated.exists():
         return False
-    lsn, newest = int(outdated.read_text() or 0), max(snapshots.glob("[0-9]*[0-9]"), default=None)
-    if newest is None or int(newest.name) > lsn:
+    lsn, snapshots = int(outdated.read_text() or 0), SnapshotStore(run_dir / "syncer" / "snapshot").lsns()
+    if not snapshots or snapshots[-1] > lsn:
         return False
     try:
         if not _cut_log(source, run_dir, lsn):
