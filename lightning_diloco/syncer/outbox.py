@@ -26,6 +26,7 @@ MAX_SESSIONS = 2048
 @dataclass(slots=True)
 class _Queue:
     first: int
+    changed: threading.Condition
     messages: deque[Json] = field(default_factory=deque)
 
     @property
@@ -44,23 +45,23 @@ class Outbox:
         self._is_member = is_member
         self._start = time.time_ns() // 1000
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._is_closed = False
 
     def put(self, session: str, message: Json) -> None:
         """Queue a message for a session."""
-        with self._changed:
+        with self._lock:
             queue = self._queue(session)
             queue.messages.append(message)
             while len(queue.messages) > MAX_WAITING:
                 queue.messages.popleft()
                 queue.first += 1
-            self._changed.notify_all()
+            queue.changed.notify_all()
 
     def poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         """Return the messages after `cursor`; wait up to `wait_s` if there are none."""
         until_s = time.monotonic() + wait_s
-        with self._changed:
+        with self._lock:
             queue = self._queue(session)
             if not queue.first <= cursor <= queue.head:
                 return Polled(queue.first, (RESET,))
@@ -71,17 +72,20 @@ class Outbox:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     break
-                self._changed.wait(left_s)
+                queue.changed.wait(left_s)
             return Polled(queue.head, tuple(queue.messages))
 
     def close(self) -> None:
         """End all waiting polls."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
-            self._changed.notify_all()
+            for queue in self._queues.values():
+                queue.changed.notify_all()
 
     def _queue(self, session: str) -> _Queue:
-        queue = self._queues.setdefault(session, _Queue(self._start))
+        if session not in self._queues:
+            self._queues[session] = _Queue(self._start, threading.Condition(self._lock))
+        queue = self._queues[session]
         self._queues.move_to_end(session)
         if len(self._queues) > MAX_SESSIONS:
             strangers = (each for each in self._queues if each != session and not self._is_member(each))

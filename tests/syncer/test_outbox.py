@@ -36,6 +36,37 @@ def test_sessions_do_not_hear_each_other() -> None:
     assert box.poll("a", cursor, 0.0).messages == ()
 
 
+def test_a_message_wakes_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+    waiting, taken = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Watched(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            if (name := threading.current_thread().name) in "ab":  # starting a thread waits as well
+                waits.append(name)
+                waiting.release()
+            return super().wait(timeout)
+
+    box = Outbox()
+    monkeypatch.setattr(outbox.threading, "Condition", Watched)
+    cursors = {name: joined(box, name) for name in "ab"}
+
+    def poll(name: str) -> None:
+        box.poll(name, cursors[name], 60.0)
+        taken.release()
+
+    threads = [threading.Thread(target=poll, args=(name,), name=name) for name in "ab"]
+    for thread in threads:
+        thread.start()
+        waiting.acquire()
+    for name in "ba":
+        box.put(name, {"n": 1})
+        taken.acquire()
+    for thread in threads:
+        thread.join()
+    assert waits == ["a", "b"], "a poll that wakes up for another session waits again"
+
+
 def test_waiting_poll_returns_with_the_message() -> None:
     box, answers = Outbox(), []
     cursor = joined(box)
