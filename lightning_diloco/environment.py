@@ -37,6 +37,7 @@ VARIABLES = {
     "DILOCO_RUN_DIR": Variable(
         "run directory, which contains this learner's folder", ("learner/whereabouts.py", "strategy/trainer/paths.py")
     ),
+    "DILOCO_SITE": Variable("site of this learner, by which status and live page group learners", ("learner/join.py",)),
     "GRPC_VERBOSITY": Variable("log level of gRPC; default for a syncer: ERROR", ("process/grpc_log.py",)),
     "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local/run.py",)),
     "PJRT_DEVICE": Variable("platform of XLA devices, TPU or CPU", ("strategy/backends/xla_accelerator.py",)),

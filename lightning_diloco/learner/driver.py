@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_diloco import errors
@@ -23,7 +22,7 @@ from lightning_diloco.core.digest import digest
 from lightning_diloco.learner import status
 from lightning_diloco.learner.control_channel import ControlChannel
 from lightning_diloco.learner.exchange import FragmentExchange
-from lightning_diloco.learner.join import where
+from lightning_diloco.learner.join import placed
 from lightning_diloco.learner.link import Link
 from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.protocol.learner.machine import LearnerState
@@ -90,7 +89,8 @@ class Driver(Link):
     def _do(self, action: actions.LearnerAction) -> int:
         match action:
             case actions.Say():
-                self._line.say(_signed(action.message))
+                message = action.message
+                self._line.say(placed(message) if isinstance(message, messages.Hello) else message)
             case actions.Snapshot():
                 self._freight.encode(action.ready)
                 return 1
@@ -177,8 +177,3 @@ class Driver(Link):
         """See `Link.standing`."""
         with self._changed:
             return status.standing(self._machine, self._line)
-
-
-def _signed(message: messages.FromLearner) -> messages.FromLearner:
-    """Add host and process id to a hello."""
-    return replace(message, where=where()) if isinstance(message, messages.Hello) else message

@@ -42,7 +42,7 @@ from lightning_diloco.errors import (
     TransportError,
 )
 from lightning_diloco.manifest import ModelDescription, check_model, make_manifest, plan_of
-from lightning_diloco.protocol import messages
+from lightning_diloco.protocol import limits, messages
 from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.storage import local_runs
 from lightning_diloco.storage.local_runs import is_over
@@ -163,7 +163,7 @@ class Joining:
             ConfigError: an explicit option contradicts the run's.
             PlanMismatchError: the model is not the run's.
         """
-        hello = messages.Hello(self._learner, 1, PROTOCOL_VERSION, self._options, run=self._address.run, where=where())
+        hello = placed(messages.Hello(self._learner, 1, PROTOCOL_VERSION, self._options, run=self._address.run))
         answer = self._ask(hello, messages.Welcome | messages.SeedGrant)
         seeded = None
         while isinstance(answer, messages.SeedGrant):
@@ -350,9 +350,10 @@ def full_values(bulk: Bulk, numel: int) -> Tensor:
     return values_P
 
 
-def where() -> str:
-    """Return host and process id, for messages to users."""
-    return f"{socket.gethostname()}:{os.getpid()}"
+def placed(hello: messages.Hello) -> messages.Hello:
+    """Add host, process id and site of this process to a hello."""
+    site = os.environ.get("DILOCO_SITE", "")[: limits.MAX_CHARS]
+    return replace(hello, where=f"{socket.gethostname()}:{os.getpid()}", site=site)
 
 
 def _raise(rejected: messages.Rejected) -> NoReturn:

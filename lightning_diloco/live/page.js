@@ -171,18 +171,26 @@ function figures(told) {
 
 function learners(told) {
   const ago = (seconds) => `${duration(seconds)} ${known(told.wall_s) ? "before the end" : "ago"}`;
-  const made = (told.learners || []).slice().sort((a, b) => (a.id < b.id ? -1 : 1)).map((one) => {
+  const cardOf = (one) => {
     const rows = {
       step: count(one.trainer_step), loss: number(one.metrics.loss, 3), "tokens/s": count(one.tokens_per_s),
       staleness: one.staleness_versions, stall: duration(one.metrics["diloco/stall_s"]),
       merged: known(one.last_contribution_s_ago) ? ago(one.last_contribution_s_ago) : "–",
     };
     const facts = Object.entries(rows).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, String(value))]);
-    const name = element("span", {}, element("i", { css: { background: colorOf(one.id) } }), one.id);
+    const name = element("span", { title: one.where ?? "" }, element("i", { css: { background: colorOf(one.id) } }), one.id);
     const [word, tone] = one.quarantined ? ["quarantine", "bad"] : [one.phase, PHASES[one.phase] ?? ""];
     const phase = element("span", { className: `phase ${tone}`, title: one.quarantined ?? "" }, word);
     const away = one.phase === "lapsed" ? " away" : "";
     return element("div", { className: `learner${away}` }, element("div", {}, name, phase), element("dl", {}, ...facts));
+  };
+  const all = (told.learners || []).slice().sort((a, b) => (a.id < b.id ? -1 : 1));
+  const sites = [...new Set(all.map((one) => one.site ?? ""))].sort();
+  const made = sites.flatMap((site) => {
+    const there = all.filter((one) => (one.site ?? "") === site);
+    const rate = there.filter((one) => one.phase === "stepping").reduce((sum, one) => sum + one.tokens_per_s, 0);
+    const heading = element("h3", {}, site || "no site given", element("small", {}, `${count(rate)} tokens/s`));
+    return [...(sites.some(Boolean) ? [heading] : []), ...there.map(cardOf)];
   });
   $("learners").replaceChildren(...(made.length ? made : [element("p", { className: "faint" }, "nobody yet")]));
 }

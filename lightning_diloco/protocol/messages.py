@@ -66,6 +66,7 @@ class Hello(Tagged, frozen=True):
         run: run id that the learner expects; None: any.
         known: one mark per fragment if the process has adopted the anchors; empty otherwise.
         where: host and process id, shown to users.
+        site: site of its machine, shown to users; "": not given.
         proof: proof from `Active` that the process takes part.
     """
 
@@ -76,6 +77,7 @@ class Hello(Tagged, frozen=True):
     run: Text | None = None
     known: Items[Mark] = ()
     where: Text = ""
+    site: Text = ""
     proof: Text = ""
 
 

@@ -1,7 +1,8 @@
 """A learner of the fleets bench: the real link of a learner, without a Trainer, which sleeps in each step.
 
 1. It imports neither Lightning nor a model, so that a machine can hold 64 of them.
-2. A step sleeps, and changes one matrix of the model a little. Step times differ by a few percent.
+2. A step sleeps, moves all parameters a little, and one matrix in a direction of its own. Step times differ by a few
+   percent.
 3. Hooks are timed around the link's calls. The last one to leave says that it did not validate the anchor.
 """
 
@@ -46,6 +47,7 @@ def main() -> None:
         link.settle()
         settled_s = time.monotonic()
         with torch.no_grad():
+            torch._foreach_add_(list(params.values()), 1e-4)  # a contribution of zeros would look broken
             params[f"w{steps % len(params)}"].add_(torch.randn(width, width, generator=own), alpha=0.01)
         stepped_s = time.monotonic()
         link.step(TOKENS, "tokens")

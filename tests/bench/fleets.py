@@ -3,7 +3,8 @@
 python -m tests.bench.fleets --out tests/bench/results/fleets.json   # 20 minutes
 
 1. Real syncer, TLS and links, one process each. Learners sleep instead of computing (`fleet_learner.py`), so that a
-   small machine holds them. With them, the cores are nearly busy at 64: "cores busy" says how much of the machine is.
+   small machine holds them; "cores busy" says how much of it they need. The syncer has priority over them, as if it had
+   a machine of its own (this needs root).
 2. Measured over MEASURED_PERIODS periods of H steps, from the second period after all learners train. Who takes part is
    read from the run's tape. CPU time and memory are the kernel's.
 3. hold: how long the loop thread of the syncer is busy with one event, timed around its handlers.
@@ -33,6 +34,7 @@ from tests.resident import resident_now
 
 SYNC_EVERY = 24
 MEASURED_PERIODS = 2
+PRIORITY = -10
 SLOW_S, SLOWER = 0.2, 4
 PARTICIPATION, ROUNDS, MERGED = 0.9, 0.9, 1.0
 HOLD_S = 0.1
@@ -50,6 +52,8 @@ def measure(num_learners: int, *, step_s: float, width: int, is_control: bool = 
         given = json.dumps({"out": str(times), "slow_s": SLOW_S * is_control})
         options = ("--run-dir", processes.run_dir, "--expect", num_learners, "--sync-every", SYNC_EVERY)
         syncer = processes.start("syncer", "-m", "tests.bench.timed_syncer", given, *options)
+        with contextlib.suppress(psutil.AccessDenied):
+            psutil.Process(syncer.pid).nice(PRIORITY)  # threads that start later inherit it
         until((processes.run_dir / "join").exists, "the join file", processes)
         model = {"width": width, "num_matrices": SYNC_EVERY, "until": str(processes.stop_file)}
         crew = []

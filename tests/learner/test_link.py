@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from functools import partial
@@ -168,7 +169,10 @@ def test_learner_trains_on_without_a_syncer_and_catches_up(tmp_path: Path) -> No
     assert_exact(summary)
 
 
-def test_syncer_restarted_at_its_address_has_every_bit_and_learners_come_back(tmp_path: Path) -> None:
+def test_syncer_restarted_at_its_address_has_every_bit_and_learners_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_SITE", "us-east1")
     with Fleet(tmp_path) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(6)
@@ -180,6 +184,10 @@ def test_syncer_restarted_at_its_address_has_every_bit_and_learners_come_back(tm
         assert (fleet.versions, list(second._store.digests())) == before
         fleet.transport.handler, fleet.summary = second, None
         fleet.until_commits(6)
+        shown = second.on_status()["learners"]
+        assert {(learner["site"], learner["where"]) for learner in shown} == {
+            ("us-east1", f"{socket.gethostname()}:{os.getpid()}")
+        }
         finish(*learners)
         summary = fleet.stop()
     assert summary["tokens_seen"] == sum(learner.steps for learner in learners) * 7 * 3

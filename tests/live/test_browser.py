@@ -58,6 +58,14 @@ def text_of(html: str) -> str:
     return " ".join(re.sub(r"<[^>]*>", " ", html).split())
 
 
+def test_learners_are_grouped_by_site(rendered: Callable[..., str]) -> None:
+    fleet = [learner(name, 7) | {"site": site} for name, site in (("l0", "west"), ("l1", "east"), ("l2", "west"))]
+    text = text_of(rendered(Answering(lambda watch: watch.saw(status(10, *fleet)))))
+    shown = ("east 5.12k tokens/s", "l1 stepping", "west 10.2k tokens/s", "l0 stepping", "l2 stepping")
+    places = [text.index(words) for words in shown]
+    assert places == sorted(places)
+
+
 def test_the_page_shows_the_run_and_updates_by_itself(rendered: Callable[..., str]) -> None:
     odd = learner("<b>odd</b>", 7, loss=2.345)
     lapse = {"t": START + 50, "event": "lapse", "learner": "l1", "silent_s": 15.0}

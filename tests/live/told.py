@@ -10,7 +10,8 @@ START = 1_700_000_000.0
 def learner(name: str, step: int, *, phase: str = "stepping", loss: float | None = None, **more: Any) -> dict[str, Any]:
     metrics = {"diloco/stall_s": 0.01 * step, **({} if loss is None else {"loss": loss}), **more}
     return {
-        "id": name, "incarnation": 1, "phase": phase, "step": step, "trainer_step": step,
+        "id": name, "incarnation": 1, "where": f"{name}.example.com:17", "site": "", "phase": phase, "step": step,
+        "trainer_step": step,
         "tokens": 2048 * step, "metrics": metrics,
         "tokens_per_s": 5123.0, "staleness_versions": 1, "num_refused": 0, "num_clipped": 0,
         "quarantined": None, "last_contribution_s_ago": 0.8, "last_heard_s_ago": 0.2,

@@ -47,8 +47,8 @@ def test_a_message_wakes_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
                 waiting.release()
             return super().wait(timeout)
 
-    box = Outbox()
     monkeypatch.setattr(outbox.threading, "Condition", Watched)
+    box = Outbox()
     cursors = {name: joined(box, name) for name in "ab"}
 
     def poll(name: str) -> None:

@@ -108,12 +108,15 @@ class Screen:
 def status_view(status: Status, *, num_waits: int | None = None) -> Group:
     """Return the state as a table of learners, a line about the run, and one line per wait (at most num_waits)."""
     status = printable(status)
-    table = Table("learner", "phase", title=Text(f"run {status['run']}"), title_justify="left")
+    has_sites = any(learner["site"] for learner in status["learners"])
+    table = Table("learner", *(["site"] if has_sites else []), "phase")
+    table.title, table.title_justify = Text(f"run {status['run']}"), "left"
     for heading in ("step", "loss", "tokens/s", "staleness", "last contribution"):
         table.add_column(heading, justify="right")
-    for learner in status["learners"]:
+    for learner in sorted(status["learners"], key=_by_site):
         table.add_row(
             Text(learner["id"]),
+            *([Text(learner["site"])] if has_sites else []),
             _phase(learner),
             str(learner["trainer_step"]),
             _number(learner["metrics"].get("loss"), ".4f"),
@@ -130,6 +133,10 @@ def status_view(status: Status, *, num_waits: int | None = None) -> Group:
         for k, line in enumerate(lines):
             below.add_row("" if k else name, Text(line))
     return Group(table, below)
+
+
+def _by_site(learner: Mapping[str, Any]) -> tuple[str, str]:
+    return learner["site"], learner["id"]
 
 
 def _phase(learner: Mapping[str, Any]) -> Text:

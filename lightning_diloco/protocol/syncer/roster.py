@@ -51,6 +51,7 @@ class Member:
     phase: Phase = "stepping"
     connection: int = 0
     where: str = ""
+    site: str = ""
     heard_s: float = 0.0
     step: int = 0
     stepped_s: float = 0.0

@@ -201,6 +201,8 @@ def _learner(state: SyncerState, m: Member, now_s: float) -> dict[str, Any]:
     return {
         "id": m.learner,
         "incarnation": m.incarnation,
+        "where": m.where,
+        "site": m.site,
         "phase": _phase(state, m, now_s),
         "step": m.step,
         "trainer_step": int(m.metrics.get(TRAINER_STEP, m.step)),

@@ -10,7 +10,7 @@
 #SBATCH --gpus-per-node=1  # set: devices
 RECIPE=llama/1b  # set: recipe
 
-export DILOCO_LEARNER=l$SLURM_ARRAY_TASK_ID DILOCO_RUN_DIR=$PWD/run
+export DILOCO_LEARNER=l$SLURM_ARRAY_TASK_ID DILOCO_RUN_DIR=$PWD/run DILOCO_SITE=$SLURM_CLUSTER_NAME
 trap 'kill -TERM $learner 2>/dev/null' TERM
 while true; do
     DILOCO_JOIN=$(cat run/join) diloco fit "$RECIPE" &

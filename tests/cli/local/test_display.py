@@ -16,6 +16,8 @@ def status(**changes: Any) -> dict[str, Any]:
     learner = {
         "id": "l0",
         "incarnation": 1,
+        "where": "host:17",
+        "site": "",
         "phase": "stepping",
         "trainer_step": 120,
         "tokens": 30_720,
@@ -58,6 +60,15 @@ def drawn(renderable: Any) -> str:
 def cells(text: str, name: str) -> list[str]:
     line = next(line for line in text.splitlines() if name in line)
     return [cell.strip() for cell in line.strip("│ ").split("│")]
+
+
+def test_learners_are_grouped_by_site_if_they_have_one() -> None:
+    assert " site " not in drawn(status_view(status()))
+    l0, l1 = status()["learners"]
+    text = drawn(status_view(status(learners=[{**l0, "site": "us-east"}, {**l1, "site": "eu-west"}])))
+    assert " site " in text
+    assert cells(text, "l1")[:2] == ["l1", "eu-west"]
+    assert text.index("eu-west") < text.index("us-east")
 
 
 def test_the_table_shows_each_learner() -> None:

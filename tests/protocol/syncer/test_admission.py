@@ -158,6 +158,13 @@ def test_a_name_that_is_in_use_is_refused_with_its_owner() -> None:
     assert "DILOCO_LEARNER" in rejected.text
 
 
+def test_a_member_says_where_it_runs_again_when_it_comes_back() -> None:
+    syncer = Syncer("a")
+    syncer.hello("a", connection=2, where="here:1", site="east")
+    member = syncer.state.roster["a"]
+    assert (member.where, member.site) == ("here:1", "east")
+
+
 def test_a_name_whose_owner_is_silent_is_granted_after_three_heartbeats() -> None:
     syncer = Syncer("a")
     syncer.hello("x", "a")
