@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -55,13 +56,9 @@ def measure(num_learners: int, *, step_s: float, width: int, is_control: bool = 
         with contextlib.suppress(psutil.AccessDenied):
             psutil.Process(syncer.pid).nice(PRIORITY)  # threads that start later inherit it
         until((processes.run_dir / "join").exists, "the join file", processes)
-        model = {"width": width, "num_matrices": SYNC_EVERY, "until": str(processes.stop_file)}
-        crew = []
-        for k in range(num_learners):
-            own_s = SLOWER * step_s if is_control and k % 2 else step_s
-            held = json.dumps({**model, "step_s": own_s, "root": str(processes.root), "seed": k})
-            env = {"DILOCO_JOIN": processes.address.join_string(), "DILOCO_LEARNER": f"l{k}"}
-            crew.append(processes.start(f"l{k}", "-m", "tests.bench.fleet_learner", held, **env))
+        model = {"width": width, "num_matrices": SYNC_EVERY}
+        paces_s = [SLOWER * step_s if is_control and k % 2 else step_s for k in range(num_learners)]
+        crew = [_started(processes, k, {**model, "step_s": paces_s[k]}) for k in range(num_learners)]
         until(lambda: _num_training(processes.status()) == num_learners, "all learners to train", processes)
         period_s = SYNC_EVERY * step_s
         time.sleep(period_s)
@@ -77,7 +74,7 @@ def measure(num_learners: int, *, step_s: float, width: int, is_control: bool = 
         holds = [took_s for ended_s, took_s in json.loads(times.read_text()) if began[0] < ended_s < ended[0]]
         lines = list(read_tape(processes.run_dir / "tape" / "events.jsonl"))
     rounds = [line["learners"] for line in lines if line["event"] == "outer" and began[1] < line["t"] < ended[1]]
-    sizes = [len(learners) for learners in rounds]
+    sizes = [len(merged) for merged in rounds]
     wall_s = ended[0] - began[0]
     hooks = [hook_s for one in learners for left_s, hook_s in one["hooks"] if began[0] < left_s < ended[0]]
     return {
@@ -97,6 +94,12 @@ def measure(num_learners: int, *, step_s: float, width: int, is_control: bool = 
         "cores busy": 1 - idle_s / wall_s / (psutil.cpu_count() or 1),
         "ledger_exact": summary["ledger_exact"],
     }
+
+
+def _started(processes: Processes, k: int, given: dict[str, Any]) -> subprocess.Popen[bytes]:
+    own = {"until": str(processes.stop_file), "root": str(processes.root), "seed": k}
+    env = {"DILOCO_JOIN": processes.address.join_string(), "DILOCO_LEARNER": f"l{k}"}
+    return processes.start(f"l{k}", "-m", "tests.bench.fleet_learner", json.dumps({**given, **own}), **env)
 
 
 def _num_training(status: dict[str, Any]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import fine_tuning, goodput_table, outer_rules, quality, report, wide_area
+from tests.bench import fine_tuning, fleets, goodput_table, outer_rules, quality, report, wide_area
 from tests.bench.tiny import RECIPE, Tiny
 
 Results = dict[str, Any]
@@ -93,6 +93,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("streams", "soak", "takeovers"), _rows),
     "bandwidth": _bandwidth,
     "gpu": _gpu,
+    "fleets": lambda found: f"{report.table(found['rows'], fleets.COLUMNS)}\n\n{_checks(found)}",
     "wide_area": lambda found: f"{report.table(found['rows'], wide_area.COLUMNS)}\n\n{_checks(found)}",
 }
 

@@ -1,11 +1,11 @@
 """Runs the short benchmarks, or the named ones, one by one: `python tests/bench/run.py [names] [--out DIR]`.
 
-exchange, straggler, participation, survivors (5 minutes), busy_survivors (5), wide_area (11) and forecast (14) need an
-idle machine with two cores, chaos (40) one with four. quality, loss_by_participation (15), broken_learner (20), memory
-(5) and goodput_table (8) give the same results on any machine, loop (5), syncer_round (3), at_size (5, 24 GB of
-memory), attacks (2) and ranks_step (14) nearly so. recoveries (6), takeovers (8) and soak (53) mostly sleep. streams
-(7) needs root, Linux and an idle machine. Unknown options are passed to all of them. bandwidth is arithmetic. xla_step
-needs torch_xla, gpu needs a GPU; both are run separately.
+exchange, straggler, participation, survivors (5 minutes), busy_survivors (5), wide_area (11), forecast (14) and fleets
+(20, 24 GB of memory) need an idle machine with two cores, chaos (40) one with four. quality, loss_by_participation
+(15), broken_learner (20), memory (5) and goodput_table (8) give the same results on any machine, loop (5), syncer_round
+(3), at_size (5, 24 GB), attacks (2) and ranks_step (14) nearly so. recoveries (6), takeovers (8) and soak (53) mostly
+sleep. streams (7) needs root, Linux and an idle machine. Unknown options are passed to all of them. bandwidth is
+arithmetic. xla_step needs torch_xla, gpu needs a GPU; both are run separately.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ NAMES = (
     "forecast",
     "memory",
     "loop",
+    "fleets",
     "syncer_round",
     "goodput_table",
     "at_size",

@@ -26,6 +26,7 @@ from tests.bench import (
     busy_survivors,
     chaos,
     exchange,
+    fleets,
     forecast,
     loop,
     loss_by_participation,
@@ -50,6 +51,17 @@ def test_the_loop_of_a_syncer_is_measured_while_leases_come_and_go() -> None:
     assert 0.0 < found["cpu_s_per_s"] < 1.0
     assert found["commits_per_s"] > 0.5
     assert 4 < found["leases_each"] < 20
+
+
+@pytest.mark.slow
+def test_a_fleet_without_a_trainer_takes_part_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "MEASURED_PERIODS", 1)
+    found = fleets.measure(2, step_s=0.3, width=16)
+    assert found["take part"] > 0.9
+    assert 0.8 < found["rounds / period"] < 1.2
+    assert found["merged"] == 1.0
+    assert found["ledger_exact"]
+    assert found["hold p99.9 [ms]"] > 0.0
 
 
 @pytest.mark.slow
