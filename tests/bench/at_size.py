@@ -4,8 +4,9 @@
    several rounds. The default size is that of a 12B model in 24 fragments. Peers train nothing and send the same.
 2. Seconds are measured here: from the return of the last upload to the first commit message that arrives, when the
    record has been fsynced and the update can be fetched. Then all peers fetch it at once.
-3. The syncer's memory is what the kernel says, its log is measured on disk. The machine is shared with the peers, so
-   uploads and downloads are slower than between machines.
+3. The syncer's memory is what the kernel says, its log is measured on disk. "disk alone" is the time in which the same
+   disk takes as many bytes as the log of a round. The machine is shared with the peers, so uploads and downloads are
+   slower than between machines.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def measure(numel: int, contributors: int, threads: int, *, rounds: int) -> dict
                         "last byte to offer [s]": commit_s - last_byte_s,
                         "download_s": fetched_s - commit_s,
                         "log bytes per parameter": (_size(log) - logged) / numel,
+                        "disk alone [s]": _write_s(Path(root) / "alone", _size(log) - logged),
                     }
                 )
             nbytes = contributors * payloads[0].nbytes
@@ -138,6 +140,20 @@ def _started(run_dir: Path, threads: int) -> subprocess.Popen[bytes]:
             raise SystemExit("the syncer did not start, see above")
         time.sleep(0.1)
     return syncer
+
+
+def _write_s(path: Path, num_bytes: int) -> float:
+    """Write so many bytes, and return the seconds until they are on disk."""
+    block = os.urandom(1 << 24)
+    began_s = time.monotonic()
+    with path.open("wb") as file:
+        for begin in range(0, num_bytes, len(block)):
+            file.write(block[: num_bytes - begin])
+        file.flush()
+        os.fsync(file.fileno())
+    took_s = time.monotonic() - began_s
+    path.unlink()
+    return took_s
 
 
 def _size(log: Path) -> int:

@@ -90,7 +90,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("exchange", "straggler", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows),
     "goodput_table": _goodput,
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
-    **dict.fromkeys(("streams", "soak", "takeovers"), _rows),
+    **dict.fromkeys(("streams", "soak", "takeovers", "at_size"), _rows),
     "bandwidth": _bandwidth,
     "gpu": _gpu,
     "fleets": lambda found: f"{report.table(found['rows'], fleets.COLUMNS)}\n\n{_checks(found)}",
