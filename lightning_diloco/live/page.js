@@ -185,7 +185,7 @@ function learners(told) {
     return element("div", { className: `learner${away}` }, element("div", {}, name, phase), element("dl", {}, ...facts));
   };
   const all = (told.learners || []).slice().sort((a, b) => (a.id < b.id ? -1 : 1));
-  const sites = [...new Set(all.map((one) => one.site ?? ""))].sort();
+  const sites = [...new Set(all.map((one) => one.site ?? ""))].sort((a, b) => !a - !b || (a < b ? -1 : 1));
   const made = sites.flatMap((site) => {
     const there = all.filter((one) => (one.site ?? "") === site);
     const rate = there.filter((one) => one.phase === "stepping").reduce((sum, one) => sum + one.tokens_per_s, 0);

@@ -173,6 +173,14 @@ SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
         "wide_area",
         lambda found: f"compute utilization at least {min(row['utilization'] for row in found['rows'][:-1]):.1%}",
     ),
+    "64 learners at one syncer; they sleep instead of computing": (
+        "fleets",
+        lambda found: f"{_row(found, 'M = 64')['take part']:.0%} take part in a round",
+    ),
+    "a round of 490M parameters, a 24th of a 12B model, with four contributions": (
+        "at_size",
+        lambda found: f"{found['rows'][0]['last byte to offer [s]']:.1f} s from the last byte to the update",
+    ),
     "a learner beside one that is four times slower": (
         "straggler",
         lambda found: _sentence(found, "its steps are"),

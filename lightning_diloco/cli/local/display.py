@@ -6,6 +6,7 @@ learners, so each passes through `printable`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,22 +109,6 @@ class Screen:
 def status_view(status: Status, *, num_waits: int | None = None) -> Group:
     """Return the state as a table of learners, a line about the run, and one line per wait (at most num_waits)."""
     status = printable(status)
-    has_sites = any(learner["site"] for learner in status["learners"])
-    table = Table("learner", *(["site"] if has_sites else []), "phase")
-    table.title, table.title_justify = Text(f"run {status['run']}"), "left"
-    for heading in ("step", "loss", "tokens/s", "staleness", "last contribution"):
-        table.add_column(heading, justify="right")
-    for learner in sorted(status["learners"], key=_by_site):
-        table.add_row(
-            Text(learner["id"]),
-            *([Text(learner["site"])] if has_sites else []),
-            _phase(learner),
-            str(learner["trainer_step"]),
-            _number(learner["metrics"].get("loss"), ".4f"),
-            _count(learner["tokens_per_s"]),
-            str(learner["staleness_versions"]),
-            _ago(learner["last_contribution_s_ago"]),
-        )
     waits = list(wait_lines(status))
     left_out = [] if num_waits is None or len(waits) <= num_waits else [f"and {len(waits) - num_waits} more waits"]
     below = Table.grid(padding=(0, 2))
@@ -132,11 +117,34 @@ def status_view(status: Status, *, num_waits: int | None = None) -> Group:
     for name, lines in {**_parts(status), "waits": [*waits[:num_waits], *left_out]}.items():
         for k, line in enumerate(lines):
             below.add_row("" if k else name, Text(line))
-    return Group(table, below)
+    return Group(_learners(status), below)
 
 
-def _by_site(learner: Mapping[str, Any]) -> tuple[str, str]:
-    return learner["site"], learner["id"]
+def _learners(status: Status) -> Table:
+    """Return the table of learners; those of a site stand below its name."""
+    table = Table("learner", "phase", title=Text(f"run {status['run']}"), title_justify="left")
+    for heading in ("step", "loss", "tokens/s", "staleness", "last contribution"):
+        table.add_column(heading, justify="right")
+    has_sites = any(learner["site"] for learner in status["learners"])
+    for site, learners in itertools.groupby(sorted(status["learners"], key=_by_site), lambda learner: learner["site"]):
+        if has_sites:
+            table.add_row(Text(site or "no site given", style="bold"))
+        for learner in learners:
+            table.add_row(
+                Text(learner["id"]),
+                _phase(learner),
+                str(learner["trainer_step"]),
+                _number(learner["metrics"].get("loss"), ".4f"),
+                _count(learner["tokens_per_s"]),
+                str(learner["staleness_versions"]),
+                _ago(learner["last_contribution_s_ago"]),
+            )
+        table.add_section()
+    return table
+
+
+def _by_site(learner: Mapping[str, Any]) -> tuple[bool, str, str]:
+    return not learner["site"], learner["site"], learner["id"]
 
 
 def _phase(learner: Mapping[str, Any]) -> Text:
