@@ -25,6 +25,8 @@ AnchorDevice = Literal["device", "host"]
 Grace = Literal["adaptive"] | float
 
 PROTOCOL_VERSION = 2
+CHAIN_LENGTH = 3
+"""Versions behind up to which a learner gets the updates that it misses; beyond, the published values in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

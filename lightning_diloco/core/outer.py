@@ -28,9 +28,6 @@ from lightning_diloco.core.blocks import all_finite
 from lightning_diloco.core.quantize import Decoder, encode, wire_nbytes
 from lightning_diloco.errors import ConfigError, NonFiniteError
 
-CHAIN_LENGTH = 3
-"""Versions behind up to which a learner gets the updates that it misses; beyond, the published values in full."""
-
 
 @dataclass(frozen=True, slots=True)
 class Momentum:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_diloco.config import Align, AnchorDevice, RunConfig
+from lightning_diloco.config import CHAIN_LENGTH, Align, AnchorDevice, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
-from lightning_diloco.core.outer import CHAIN_LENGTH
 from lightning_diloco.core.quantize import wire_nbytes
 
 Items = dict[str, int]

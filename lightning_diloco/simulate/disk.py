@@ -11,7 +11,7 @@ import json
 import zlib
 from dataclasses import dataclass, field
 
-from lightning_diloco.core.outer import CHAIN_LENGTH
+from lightning_diloco.config import CHAIN_LENGTH
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json
 from lightning_diloco.protocol.syncer import records

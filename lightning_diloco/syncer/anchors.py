@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_diloco.config import RunConfig
+from lightning_diloco.config import CHAIN_LENGTH, RunConfig
 from lightning_diloco.core import native
 from lightning_diloco.core.blocks import all_finite
 from lightning_diloco.core.buffers import bytes_of, tensor_of
@@ -36,7 +36,7 @@ from lightning_diloco.core.digest import digest
 from lightning_diloco.core.encoded import Encoded, Measured
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.merge import MergeReport, merge_fragment
-from lightning_diloco.core.outer import CHAIN_LENGTH, OuterState, momentum_by_work, outer_step
+from lightning_diloco.core.outer import OuterState, momentum_by_work, outer_step
 from lightning_diloco.core.outer_lr import Correlation
 from lightning_diloco.core.quantize import wire_nbytes
 from lightning_diloco.errors import CorruptLogError, NonFiniteError, PlanMismatchError

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.config import CHAIN_LENGTH, LearnerConfig, RunConfig
 from lightning_diloco.core.merge import MergeReport
-from lightning_diloco.core.outer import CHAIN_LENGTH, Momentum, momentum_by_work, publish
+from lightning_diloco.core.outer import Momentum, momentum_by_work, publish
 from lightning_diloco.core.quantize import decode
 from lightning_diloco.syncer.anchors import Anchor, AnchorStore
 from tests.bench import quality, report, training_fleet

@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.core.outer import CHAIN_LENGTH
+from lightning_diloco.config import CHAIN_LENGTH, LearnerConfig, RunConfig
 from lightning_diloco.core.quantize import encode, wire_nbytes
 from lightning_diloco.devices.cpu import CpuFragments
 from lightning_diloco.planner import bandwidth, goodput, memory

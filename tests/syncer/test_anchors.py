@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_diloco.config import RunConfig, Wire
+from lightning_diloco.config import CHAIN_LENGTH, RunConfig, Wire
 from lightning_diloco.core.buffers import bytes_of, tensor_of
 from lightning_diloco.core.fragments import FragmentPlan
-from lightning_diloco.core.outer import CHAIN_LENGTH, apply_update
+from lightning_diloco.core.outer import apply_update
 from lightning_diloco.core.quantize import encode, wire_nbytes
 from lightning_diloco.errors import CorruptLogError, CorruptMessageError, NonFiniteError, PlanMismatchError
 from lightning_diloco.syncer.anchors import AnchorStore, Update

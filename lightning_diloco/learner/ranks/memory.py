@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_diloco.config import LearnerConfig, RunConfig
+from lightning_diloco.config import CHAIN_LENGTH, LearnerConfig, RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
-from lightning_diloco.core.outer import CHAIN_LENGTH
 from lightning_diloco.core.quantize import wire_nbytes
 from lightning_diloco.devices.part import PartPlan
 
