@@ -146,13 +146,16 @@ function health(state, age) {
   return [status.state === "open" ? "good" : "info", { open: "training", idle: "waiting for learners" }[status.state] ?? status.state, null];
 }
 
+const rateOf = (learners) =>
+  learners.filter((one) => one.phase === "stepping").reduce((sum, one) => sum + one.tokens_per_s, 0);
+
 function figures(told) {
   const learners = told.learners || [];
   const all = new Set(learners.map((one) => one.id)).size;
   const there = learners.filter((one) => !["left", "lapsed"].includes(one.phase)).length;
   const rate = known(told.wall_s)
     ? told.fleet_tokens / told.wall_s // mean of the whole run
-    : learners.filter((one) => one.phase === "stepping").reduce((sum, one) => sum + one.tokens_per_s, 0);
+    : rateOf(learners);
   const rounds = told.num_commits ?? told.rounds;
   const shown = {
     learners: known(told.wall_s) ? all : `${there} of ${all}`, // wall_s is known only when the run is over
@@ -188,8 +191,7 @@ function learners(told) {
   const sites = [...new Set(all.map((one) => one.site ?? ""))].sort((a, b) => !a - !b || (a < b ? -1 : 1));
   const made = sites.flatMap((site) => {
     const there = all.filter((one) => (one.site ?? "") === site);
-    const rate = there.filter((one) => one.phase === "stepping").reduce((sum, one) => sum + one.tokens_per_s, 0);
-    const heading = element("h3", {}, site || "no site given", element("small", {}, `${count(rate)} tokens/s`));
+    const heading = element("h3", {}, site || "no site given", element("small", {}, `${count(rateOf(there))} tokens/s`));
     return [...(sites.some(Boolean) ? [heading] : []), ...there.map(cardOf)];
   });
   $("learners").replaceChildren(...(made.length ? made : [element("p", { className: "faint" }, "nobody yet")]));

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_diloco.cli.sites.measure import disk_bytes_per_s
 from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.quantize import encode
 from lightning_diloco.manifest import ModelDescription
@@ -109,13 +110,14 @@ def measure(numel: int, contributors: int, threads: int, *, rounds: int) -> dict
                 last_byte_s = max(together.map(Large.contribute, peers, [payloads[k % 2]] * contributors))
                 commit_s = max(together.map(Large.committed, peers))
                 fetched_s = max(together.map(Large.fetch, peers))
+                num_logged = _size(log) - logged
                 found.append(
                     {
                         "upload_s": last_byte_s - began_s,
                         "last byte to offer [s]": commit_s - last_byte_s,
                         "download_s": fetched_s - commit_s,
-                        "log bytes per parameter": (_size(log) - logged) / numel,
-                        "disk alone [s]": _write_s(Path(root) / "alone", _size(log) - logged),
+                        "log bytes per parameter": num_logged / numel,
+                        "disk alone [s]": num_logged / disk_bytes_per_s(Path(root)),
                     }
                 )
             nbytes = contributors * payloads[0].nbytes
@@ -140,20 +142,6 @@ def _started(run_dir: Path, threads: int) -> subprocess.Popen[bytes]:
             raise SystemExit("the syncer did not start, see above")
         time.sleep(0.1)
     return syncer
-
-
-def _write_s(path: Path, num_bytes: int) -> float:
-    """Write so many bytes, and return the seconds until they are on disk."""
-    block = os.urandom(1 << 24)
-    began_s = time.monotonic()
-    with path.open("wb") as file:
-        for begin in range(0, num_bytes, len(block)):
-            file.write(block[: num_bytes - begin])
-        file.flush()
-        os.fsync(file.fileno())
-    took_s = time.monotonic() - began_s
-    path.unlink()
-    return took_s
 
 
 def _size(log: Path) -> int:

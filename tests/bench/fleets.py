@@ -5,8 +5,8 @@ python -m tests.bench.fleets --out tests/bench/results/fleets.json   # 20 minute
 1. Real syncer, TLS and links, one process each. Learners sleep instead of computing (`fleet_learner.py`), so that a
    small machine holds them; "cores busy" says how much of it they need. The syncer has priority over them, as if it had
    a machine of its own (this needs root).
-2. Measured over MEASURED_PERIODS periods of H steps, from the second period after all learners train. Who takes part is
-   read from the run's tape. CPU time and memory are the kernel's.
+2. Measured over MEASURED_PERIODS periods of H steps, from the second period after all learners train. The run's tape
+   names the learners of each round. CPU time and memory are the kernel's.
 3. hold: how long the loop thread of the syncer is busy with one event, timed around its handlers.
 4. Control: a fleet in which every second learner is SLOWER times slower, at a syncer whose loop takes SLOW_S longer for
    one event of a hundred, must miss the bounds on participation and on the loop.
@@ -30,12 +30,12 @@ import psutil
 
 from lightning_diloco.storage.tape import read_tape
 from tests.bench import report
+from tests.bench.processes import start_syncer
 from tests.e2e.conftest import Processes, until
 from tests.resident import resident_now
 
 SYNC_EVERY = 24
 MEASURED_PERIODS = 2
-PRIORITY = -10
 SLOW_S, SLOWER = 0.2, 4
 PARTICIPATION, ROUNDS, MERGED = 0.9, 0.9, 1.0
 HOLD_S = 0.1
@@ -51,11 +51,9 @@ def measure(num_learners: int, *, step_s: float, width: int, is_control: bool = 
         stack.callback(processes.kill_all)
         times = processes.root / "loop.json"
         given = json.dumps({"out": str(times), "slow_s": SLOW_S * is_control})
-        options = ("--run-dir", processes.run_dir, "--expect", num_learners, "--sync-every", SYNC_EVERY)
-        syncer = processes.start("syncer", "-m", "tests.bench.timed_syncer", given, *options)
-        with contextlib.suppress(psutil.AccessDenied):
-            psutil.Process(syncer.pid).nice(PRIORITY)  # threads that start later inherit it
-        until((processes.run_dir / "join").exists, "the join file", processes)
+        syncer = start_syncer(
+            processes, num_learners, {"sync_every": SYNC_EVERY}, ("tests.bench.timed_syncer", given, "syncer")
+        )
         model = {"width": width, "num_matrices": SYNC_EVERY}
         paces_s = [SLOWER * step_s if is_control and k % 2 else step_s for k in range(num_learners)]
         crew = [_started(processes, k, {**model, "step_s": paces_s[k]}) for k in range(num_learners)]

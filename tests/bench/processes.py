@@ -32,6 +32,7 @@ LOOK_S = 0.01
 DELAY_S = 0.01
 STEPPING = "stepping"  # a file in the learner's folder that appears when it may step
 MEASURED = "measured.json"
+_DILOCO = ("lightning_diloco.cli.main", "syncer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +132,23 @@ def run(
         return [learner.measured for learner in crew], processes.summary()
 
 
-def start_syncer(processes: Processes, expect: int, options: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a syncer with these options of the run, and wait until it can be joined."""
+def start_syncer(
+    processes: Processes,
+    expect: int,
+    options: Mapping[str, Any],
+    module: Sequence[str] = ("lightning_diloco.cli.main",),
+) -> subprocess.Popen[bytes]:
+    """Start a syncer with these options of the run, and wait until it can be joined.
+
+    Args:
+        processes: among which it is started.
+        expect: number of learners.
+        options: of the run.
+        module: that runs it, followed by arguments of its own.
+    """
     given = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", value)]
-    own = ("syncer", "--run-dir", processes.run_dir, "--listen", "127.0.0.1:0", "--expect", expect)
-    syncer = processes.start("syncer", "-m", "lightning_diloco.cli.main", *own, *given)
+    own = ("--run-dir", processes.run_dir, "--listen", "127.0.0.1:0", "--expect", expect)
+    syncer = processes.start("syncer", "-m", *module, *own, *given)
     until((processes.run_dir / "join").exists, "the join file", processes)
     return syncer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ HERE = Path(__file__).parent
 def _rows(found: Results) -> str:
     columns = sorted(found["rows"][0], key=lambda name: name != "run")
     return "\n\n".join(filter(None, (report.table(found["rows"], columns), _checks(found))))
+
+
+def _with(columns: Iterable[str]) -> Callable[[Results], str]:
+    return lambda found: f"{report.table(found['rows'], columns)}\n\n{_checks(found)}"
 
 
 def _checks(found: Results) -> str:
@@ -82,7 +86,7 @@ BENCH, PROJECT = HERE / "README.md", report.ROOT / "README.md"
 OF_THE_RECIPE = ("quality", "quality_by_learners", "fine_tuning", "outer_rules", "forecast", "memory", "chaos")
 TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("quality", "quality_by_learners"), _losses),
-    "fine_tuning": lambda found: f"{report.table(found['rows'], fine_tuning.COLUMNS)}\n\n{_checks(found)}",
+    "fine_tuning": _with(fine_tuning.COLUMNS),
     "outer_rules": outer_rules.summary,
     "loss_by_participation": _loss_by_participation,
     "broken_learner": _broken_learner,
@@ -93,8 +97,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("streams", "soak", "takeovers", "at_size"), _rows),
     "bandwidth": _bandwidth,
     "gpu": _gpu,
-    "fleets": lambda found: f"{report.table(found['rows'], fleets.COLUMNS)}\n\n{_checks(found)}",
-    "wide_area": lambda found: f"{report.table(found['rows'], wide_area.COLUMNS)}\n\n{_checks(found)}",
+    "fleets": _with(fleets.COLUMNS),
+    "wide_area": _with(wide_area.COLUMNS),
 }
 
 

@@ -82,7 +82,7 @@ class Joins(Leasing):
             return self._newcomer(session, hello, now_s)
         if hello.connection < member.connection:
             return []
-        member.connection, member.where, member.site = hello.connection, hello.where, hello.site
+        member.greet(hello)
         todo = self._heard_from(member, now_s)
         if member.state == "fenced":
             return [*todo, self._fenced(member)]
@@ -127,7 +127,7 @@ class Joins(Leasing):
         record = records.Granted(session, name, roster.next_incarnation(name), roster.slot_for(name, parts))
         self.apply(record)
         member = self.roster[session]
-        member.connection, member.where, member.site = hello.connection, hello.where, hello.site
+        member.greet(hello)
         member.heard_s = now_s
         return [*todo, do.Record(records.encode(record)), *self._invite(member)]
 

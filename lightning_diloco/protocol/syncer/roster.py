@@ -13,7 +13,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_diloco.protocol.messages import Fate, Phase, Progress, Reason
+from lightning_diloco.protocol.messages import Fate, Hello, Phase, Progress, Reason
 
 FateOf = tuple[int, Fate, int | None, str | None, float]
 State = Literal["joining", "confirmed", "active", "left", "fenced"]
@@ -99,6 +99,10 @@ class Member:
     def is_at_work(self, now_s: float, heartbeat_s: float) -> bool:
         """Return whether it produces work for the anchor: it steps, evaluates between steps, or drains."""
         return self.is_live and self.step > 0 and not self.is_stalled(now_s, heartbeat_s)
+
+    def greet(self, hello: Hello) -> None:
+        """Take a hello: the connection that is in use now, and where the process runs."""
+        self.connection, self.where, self.site = hello.connection, hello.where, hello.site
 
     def hear(self, progress: Progress, phase: Phase, now_s: float) -> None:
         """Take a progress report."""
