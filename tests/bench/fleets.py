@@ -51,9 +51,7 @@ def measure(num_learners: int, *, step_s: float, width: int, is_control: bool = 
         stack.callback(processes.kill_all)
         times = processes.root / "loop.json"
         given = json.dumps({"out": str(times), "slow_s": SLOW_S * is_control})
-        syncer = start_syncer(
-            processes, num_learners, {"sync_every": SYNC_EVERY}, ("tests.bench.timed_syncer", given, "syncer")
-        )
+        syncer = start_syncer(processes, num_learners, {"sync_every": SYNC_EVERY}, ("tests.bench.timed_syncer", given))
         model = {"width": width, "num_matrices": SYNC_EVERY}
         paces_s = [SLOWER * step_s if is_control and k % 2 else step_s for k in range(num_learners)]
         crew = [_started(processes, k, {**model, "step_s": paces_s[k]}) for k in range(num_learners)]

@@ -144,11 +144,11 @@ def start_syncer(
         processes: among which it is started.
         expect: number of learners.
         options: of the run.
-        module: that runs it, followed by arguments of its own.
+        module: the module that runs `diloco`, followed by its own arguments.
     """
     given = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", value)]
     own = ("--run-dir", processes.run_dir, "--listen", "127.0.0.1:0", "--expect", expect)
-    syncer = processes.start("syncer", "-m", *module, *own, *given)
+    syncer = processes.start("syncer", "-m", *module, "syncer", *own, *given)
     until((processes.run_dir / "join").exists, "the join file", processes)
     return syncer
 
