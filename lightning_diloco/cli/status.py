@@ -10,21 +10,25 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import page
 from lightning_diloco.cli.verbs import add_verb
-from lightning_diloco.errors import ConfigError, TransportError
+from lightning_diloco.errors import ConfigError, RemoteError
 
 if TYPE_CHECKING:
+    from lightning_diloco.cli.local.feed import Fetch, Status
     from lightning_diloco.transport.address import JoinAddress
 
 _EXAMPLE = "examples:\n  diloco status runs/mine --watch\n  diloco status runs/mine --serve"
 _WATCH_S = 1.0
+_QUIET_S, PATIENCE_S = 3.0, 60.0
 
 
 def add_parser(verbs: Any) -> None:
@@ -60,17 +64,36 @@ def call(arguments: argparse.Namespace) -> int:
         return 0
     join = run_dir / "join" if run_dir.is_dir() else None
     with asking(address(arguments), join) as fetch:
-        show(status := fetch())
-        while arguments.watch and status["state"] != "finished":
-            time.sleep(_WATCH_S)
-            try:
-                show(status := fetch())
-            except TransportError:
-                if (summary := finished(run_dir)) is None:
-                    raise
-                show_end(summary)
-                break
+        show(fetch())
+        for status in _until_finished(fetch, run_dir) if arguments.watch else ():
+            show(status)
+    if arguments.watch and (summary := finished(run_dir)):
+        show_end(summary)
     return 0
+
+
+def _until_finished(fetch: Fetch, run_dir: Path) -> Iterator[Status]:
+    """Yield the state of a run every second until the run is finished.
+
+    A syncer may be silent for PATIENCE_S: it is restarted, the run gets a new token, or its standby takes over.
+
+    Raises:
+        RemoteError: the syncer was silent for longer.
+    """
+    answered_s, is_finished = time.monotonic(), False
+    while not is_finished:
+        time.sleep(_WATCH_S)
+        try:
+            status = fetch()
+        except RemoteError as error:
+            is_finished, silent_s = finished(run_dir) is not None, time.monotonic() - answered_s
+            if not is_finished and silent_s > PATIENCE_S:
+                raise
+            if not is_finished and silent_s > _QUIET_S:
+                print(f"no answer for {silent_s:.0f} s: {error}", file=sys.stderr)
+        else:
+            answered_s, is_finished = time.monotonic(), status["state"] == "finished"
+            yield status
 
 
 def _serve(arguments: argparse.Namespace, run_dir: Path) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +19,6 @@ from lightning_diloco.cli.local.interruption import Interruption
 from lightning_diloco.cli.local.run import Ended, Plan
 from lightning_diloco.cli.main import main
 from lightning_diloco.cli.run import split
-from lightning_diloco.cli.status import address
 from lightning_diloco.cli.text.spelling import SECTIONS
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, StorageError, TransportError
@@ -348,44 +345,6 @@ def test_errors_are_one_clean_block(
     _Syncer(monkeypatch, error)
     assert main(["syncer", "--run-dir", str(tmp_path)]) == exit_code
     assert capsys.readouterr().err == f"diloco: {error}\n"
-
-
-def test_status_of_a_finished_run_is_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "join").write_text(JOIN)
-    (tmp_path / "summary.json").write_text(json.dumps({"status": "finished"}))
-    os.utime(tmp_path / "join", (1, 1))
-    assert main(["status", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"status": "finished"}
-
-
-def namespace(target: object, join: str | None = None) -> argparse.Namespace:
-    return argparse.Namespace(target=str(target), join=join)
-
-
-def test_status_asks_the_syncer_of_a_run_directory(tmp_path: Path) -> None:
-    (tmp_path / "join").write_text(JOIN)
-    assert address(namespace(tmp_path)).join_string() == JOIN
-    assert address(namespace(JOIN)).join_string() == JOIN
-
-
-def test_status_of_an_address_takes_the_token_from_option_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DILOCO_JOIN", JOIN)
-    assert address(namespace("10.0.0.1:99")).join_string() == "diloco://10.0.0.1:99/run#secret"
-    assert address(namespace("10.0.0.1:99", JOIN.replace("secret", "other"))).token == "other"
-
-
-def test_status_of_an_address_without_a_token_says_where_to_find_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("DILOCO_JOIN", raising=False)
-    assert main(["status", "127.0.0.1:7654"]) == 2
-    assert "set DILOCO_JOIN to the join string in RUN_DIR/join, or pass it with --join" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("target", ["nowhere", "."])
-def test_status_of_what_is_no_run_is_an_error(project: Path, capsys: pytest.CaptureFixture[str], target: str) -> None:
-    assert main(["status", target]) == 2
-    assert capsys.readouterr().err.startswith("diloco: ")
 
 
 @pytest.mark.parametrize("verb", VERBS)
