@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _EXAMPLE = """examples:
   diloco plan recipes/tiny/gpt.yaml --learners 2 --link 1Gbit --step 200ms
-  diloco plan gemma/12b-8gpu --learners 8 --link 2Gbit --rtt 40ms --mtbf 6h --json"""
+  diloco plan gemma/12b-8gpu --learners 8 --link 5Gbit --rtt 40ms --mtbf 6h --json"""
 _RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "wire")
 _DEFAULTS = {
     "learners": 2,
