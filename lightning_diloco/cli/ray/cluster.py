@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import AuthenticationError, RayError
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from lightning_diloco import __version__
-from lightning_diloco.cli.ray.files import FOLDER, write_in_place
+from lightning_diloco.cli.ray.files import AUTH_MODE, FOLDER, write_in_place
 from lightning_diloco.cli.ray.host import Host
 from lightning_diloco.errors import ConfigError
 
@@ -93,14 +93,19 @@ def check_head(address: str) -> None:
     """Refuse an address at which no Ray head answers. `ray.init` would wait for minutes.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it refuses this machine's token.
     """
     words = (sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address)
     try:
-        is_healthy = subprocess.run(words, capture_output=True, timeout=_HEALTH_S, check=False).returncode == 0
+        found = subprocess.run(words, capture_output=True, text=True, timeout=_HEALTH_S, check=False)
     except subprocess.TimeoutExpired:
-        is_healthy = False
-    if not is_healthy:
+        found = None
+    if found is not None and AuthenticationError.__name__ in found.stderr:
+        raise ConfigError(
+            f"--address {address}: the Ray head refused the token; set {AUTH_MODE}=token, and RAY_AUTH_TOKEN to the "
+            "cluster's token unless ~/.ray/auth_token contains it (`ray get-auth-token` prints it)"
+        )
+    if found is None or found.returncode:
         raise ConfigError(
             f"--address {address}: no Ray head answers there; it must be HOST:PORT as `ray start --head` prints it, "
             "such as 10.0.0.1:6379; without --address, a cluster of this machine is started"

@@ -30,6 +30,7 @@ from lightning_diloco.transport.address import read_join_file
 
 Wish = Literal["run", "leave", "kill"]
 FOLDER = "ray"
+AUTH_MODE = "RAY_AUTH_MODE"  # Ray's variable: "token" or "disabled"
 _JOIN = "DILOCO_JOIN"
 
 
@@ -166,11 +167,18 @@ class Wants:
         num_learners: number of learners that the run should have.
         address: address of the Ray cluster.
         needs: resources of a learner.
+        auth_mode: RAY_AUTH_MODE of `diloco run`, which Ray sets when it starts a cluster of this machine; None: unset.
     """
 
     num_learners: int
     address: str
     needs: Mapping[str, float]
+    auth_mode: str | None = None
+
+    def authenticate(self) -> None:
+        """Set RAY_AUTH_MODE as `diloco run` has it; before Ray is imported."""
+        if self.auth_mode is not None:
+            os.environ.setdefault(AUTH_MODE, self.auth_mode)
 
 
 class Wanted:

@@ -40,6 +40,7 @@ def call(arguments: argparse.Namespace) -> int:
     wanted = Wanted(run_dir)
     if (wants := wanted.read()) is None or not is_claimed(run_dir):
         raise ConfigError(f"no `diloco run --engine ray` runs in {run_dir}; see `diloco status {run_dir}`")
+    wants.authenticate()
     if num_learners > wants.num_learners:
         from lightning_diloco.cli.ray.cluster import check_room, connected
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,20 @@ def test_what_a_node_lacks_is_said(run_dir: Path, changed: dict[str, str], said:
 def test_a_run_directory_that_is_only_here_is_found(tmp_path: Path) -> None:
     (found,) = problems(tmp_path)
     assert "is not shared with it (No such file or directory)" in found
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        ("ray.exceptions.RpcError: Timed out while waiting for GCS", "no Ray head answers there"),
+        ("ray.exceptions.AuthenticationError: InvalidAuthToken", "refused the token; set RAY_AUTH_MODE=token"),
+    ],
+)
+def test_a_head_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, printed: str, said: str) -> None:
+    unhealthy = subprocess.CompletedProcess[str]((), returncode=1, stderr=printed)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: unhealthy)
+    with pytest.raises(ConfigError, match=said):
+        cluster.check_head("10.0.0.1:6379")
 
 
 def with_nodes(monkeypatch: pytest.MonkeyPatch, *have: dict[str, float]) -> None:
