@@ -1,9 +1,9 @@
 """All environment variables that this package reads. An explicit argument always takes precedence.
 
 1. Each variable is read where and when it is used, never on import. A test compares `read_in` with the code.
-2. The package does not set variables in its own process; it passes them to child processes. There are two exceptions.
+2. The package does not set variables in its own process; it passes them to child processes. There are three exceptions.
    The learner id is set while Lightning starts ranks, because they inherit Lightning's environment. gRPC's log level is
-   set in a syncer, because no call can set it.
+   set in a syncer, and Ray's token mode in `diloco scale`, because no call can set them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ VARIABLES = {
     "GRPC_VERBOSITY": Variable("log level of gRPC; default for a syncer: ERROR", ("process/grpc_log.py",)),
     "OMP_NUM_THREADS": Variable("threads of a learner; default: cores / learners", ("cli/local/run.py",)),
     "PJRT_DEVICE": Variable("platform of XLA devices, TPU or CPU", ("strategy/backends/xla_accelerator.py",)),
+    "RAY_AUTH_MODE": Variable("token mode of the Ray cluster, token or disabled", ("cli/ray/fleet.py",)),
     "XDG_CACHE_HOME": Variable(
         "cache folder of texts and graphs; default: ~/.cache", ("devices/xla/ops.py", "hf/text_data.py")
     ),
@@ -51,8 +52,9 @@ VARIABLES = {
 WHOLE_IN = (
     "cli/fit.py",
     "cli/local/fleet.py",
+    "cli/ray/files.py",
     "learner/embedded_syncer.py",
     "process/grpc_log.py",
     "strategy/backends/launchers.py",
 )
-"""Modules that read the whole environment, for a learner's arguments and for child processes."""
+"""Modules that read the whole environment, for a learner's arguments and for child processes, or set a variable."""

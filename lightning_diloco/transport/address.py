@@ -89,18 +89,19 @@ class JoinAddress:
             ConfigError: the text does not have the form `diloco://host:port/run#token,sha256`; the message never
                 contains the token.
         """
-        shown = text.strip().partition("#")[0]
+        shown, _, secret = text.strip().partition("#")
+        scheme, _, rest = shown.partition("://")
+        places, _, run = rest.partition("/")
+        first, _, standby = places.partition(",")
         try:
-            parts = urlsplit(text.strip())
-            first, _, standby = parts.netloc.partition(",")
             place = urlsplit(f"//{first}")
             host, port = place.hostname, place.port
         except ValueError as error:
             raise ConfigError(f"join string {shown!r}: {error}; must be {_FORM}; copy it from RUN_DIR/join") from None
-        if parts.scheme != SCHEME or not host or port is None or parts.query or not parts.fragment:
+        if scheme != SCHEME or not host or port is None or not secret:
             raise ConfigError(f"join string {shown!r}: must be {_FORM}; copy all of it from RUN_DIR/join, in quotes")
-        token, _, fingerprint = parts.fragment.partition(",")
-        return cls(host, port, parts.path.removeprefix("/"), token, fingerprint.lower() or None, standby or None)
+        token, _, fingerprint = secret.partition(",")
+        return cls(host, port, run, token, fingerprint.lower() or None, standby or None)
 
     @property
     def host_port(self) -> str:

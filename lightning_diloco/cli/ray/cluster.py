@@ -28,7 +28,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from lightning_diloco import __version__
-from lightning_diloco.cli.ray.files import AUTH_MODE, FOLDER, write_in_place
+from lightning_diloco.cli.ray.files import FOLDER, write_in_place
 from lightning_diloco.cli.ray.host import Host
 from lightning_diloco.errors import ConfigError
 
@@ -102,7 +102,7 @@ def check_head(address: str) -> None:
         found = None
     if found is not None and AuthenticationError.__name__ in found.stderr:
         raise ConfigError(
-            f"--address {address}: the Ray head refused the token; set {AUTH_MODE}=token, and RAY_AUTH_TOKEN to the "
+            f"--address {address}: the Ray head refused the token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the "
             "cluster's token unless ~/.ray/auth_token contains it (`ray get-auth-token` prints it)"
         )
     if found is None or found.returncode:

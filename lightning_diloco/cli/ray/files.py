@@ -30,7 +30,6 @@ from lightning_diloco.transport.address import read_join_file
 
 Wish = Literal["run", "leave", "kill"]
 FOLDER = "ray"
-AUTH_MODE = "RAY_AUTH_MODE"  # Ray's variable: "token" or "disabled"
 _JOIN = "DILOCO_JOIN"
 
 
@@ -178,7 +177,7 @@ class Wants:
     def authenticate(self) -> None:
         """Set RAY_AUTH_MODE as `diloco run` has it; before Ray is imported."""
         if self.auth_mode is not None:
-            os.environ.setdefault(AUTH_MODE, self.auth_mode)
+            os.environ.setdefault("RAY_AUTH_MODE", self.auth_mode)
 
 
 class Wanted:

@@ -23,7 +23,7 @@ from lightning_diloco.cli.local.fleet import Command, Outcome
 from lightning_diloco.cli.local.interruption import GRACE_S
 from lightning_diloco.cli.local.run import SYNCER, Plan
 from lightning_diloco.cli.ray import cluster
-from lightning_diloco.cli.ray.files import AUTH_MODE, Desk, Order, Wanted, Wants, Wish
+from lightning_diloco.cli.ray.files import Desk, Order, Wanted, Wants, Wish
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.transport.address import read_join_file
 
@@ -85,7 +85,8 @@ class RayFleet:
         if self._plan.is_served:
             self._take_over()
         else:
-            self._wanted.write(Wants(self._num_learners, self._address, self._needs, os.environ.get(AUTH_MODE)))
+            auth_mode = os.environ.get("RAY_AUTH_MODE")
+            self._wanted.write(Wants(self._num_learners, self._address, self._needs, auth_mode))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
