@@ -9,7 +9,7 @@ Source: our choice.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,11 @@ class RunHistory:
     steps: pa.Table
     losses: pa.Table
     summary: dict[str, Any]
+
+    def __repr__(self) -> str:
+        tables = [field.name for field in fields(self) if field.name != "summary"]
+        num_rows = ", ".join(f"{name}: {getattr(self, name).num_rows:,} rows" for name in tables)
+        return f"RunHistory({num_rows}, summary: {self.summary.get('status', 'none yet')})"
 
 
 def run_history(run_dir: str | os.PathLike[str]) -> RunHistory:

@@ -43,6 +43,8 @@ def test_the_history_of_a_run_is_tables(make_run: Callable[..., Path]) -> None:
     assert losses[0] == ("l1", 2.0, "train", 5.5)
     assert losses[-1] == ("l1", 11.0, "val", 2.6)
     assert history.summary == {}
+    assert repr(history).startswith("RunHistory(progress: 5 rows, commits: 2 rows, phases: ")
+    assert repr(history).endswith("summary: none yet)")
 
 
 def test_a_folder_without_a_tape_has_no_history(tmp_path: Path) -> None:

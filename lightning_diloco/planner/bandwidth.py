@@ -107,7 +107,7 @@ class Exchange:
     def of(cls, sizes: FragmentSizes, config: RunConfig, fleet: Machines) -> Exchange:
         """Compute the times for these fragments in this fleet."""
         transfer_s = fleet.rtt_s + _BITS * sizes.nbytes / fleet.stream_bps
-        merge_s = sizes.numel * _merge_s(fleet)
+        merge_s = sizes.numel * merge_s_per_value(fleet)
         log_s = sizes.numel * max(_LOG_BYTES / fleet.disk_bytes_per_s, DIGEST_S)
         whole_s = _BITS * _FLOAT32_BYTES * sizes.total_numel / fleet.learner_stream_bps
         return cls(
@@ -123,8 +123,8 @@ class Exchange:
         )
 
 
-def _merge_s(fleet: Machines) -> float:
-    """Return the seconds per value of a merge of all learners' contributions and of the outer step."""
+def merge_s_per_value(fleet: Machines) -> float:
+    """Return the seconds, per value of a fragment, of a merge of all learners' contributions and of the outer step."""
     m, cores, memory = fleet.num_learners, fleet.syncer_cores, fleet.memory_bytes_per_s
     pairs = m * (m + 1) / 2
     merging_s = max((CONTRIBUTION_S * m + PAIR_S * pairs) / cores, _MERGE_BYTES * (m + 1) / memory)

@@ -11,7 +11,9 @@ python -m tests.bench.syncer_round --numel 64e6 256e6 --contributors 4 8 --out t
    gradient are read (14), the new state and the update are written (13).
 3. Peak memory is measured by the kernel, in a process of its own per row, as a multiple of a float32 fragment: what a
    round needs beyond state, payloads, outer gradient and the next state.
-4. Control: torch, without the compiled loops, must miss the bounds.
+4. `plan_over_measured` is the time that `diloco plan` forecasts for the merge and the outer step, from the cores and
+   from the memory rate that `diloco doctor` measures, over the time that they took.
+5. Control: torch, without the compiled loops, must miss the bounds.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_diloco.cli.sites.measure import memory_bytes_per_s
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core import native
 from lightning_diloco.core.digest import digest
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.quantize import Decoder, encode
+from lightning_diloco.planner.bandwidth import Machines, merge_s_per_value
 from lightning_diloco.syncer.anchors import AnchorStore
 from tests.bench import report
 from tests.resident import forget_peak, resident_at_most, resident_now
@@ -43,6 +47,7 @@ from tests.resident import forget_peak, resident_at_most, resident_now
 BLOCK_SIZE = 256
 BOUNDS = {"encode_over_memcpy": 2.5, "decode_over_memcpy": 1.2, "merge_over_floor": 4.0, "commit_over_floor": 2.0}
 PEAK_BOUND = 0.25  # float32 fragments
+FORECAST = 0.15
 
 
 def measure(numel: int, contributors: int, threads: int, *, repeats: int, compiled: bool) -> dict[str, Any]:
@@ -73,6 +78,7 @@ def measure(numel: int, contributors: int, threads: int, *, repeats: int, compil
     peak = resident_at_most(os.getpid()) - before
     merge_s, commit_s = statistics.median(merges), statistics.median(commits)
     digest_s = _median(lambda: digest(store.anchor(0).published), repeats)
+    fleet = Machines(num_learners=contributors, syncer_cores=threads, memory_bytes_per_s=memory_bytes_per_s(threads))
     byte_s = memcpy_s / (8 * numel)
     next_nbytes = (2 + 12 + 1 + 2 / BLOCK_SIZE) * numel
     return {
@@ -86,6 +92,8 @@ def measure(numel: int, contributors: int, threads: int, *, repeats: int, compil
         "commit_s": commit_s,
         "digest_s": digest_s,
         "memcpy_gb_s": 1e-9 / byte_s,
+        "memory_gb_s": 1e-9 * fleet.memory_bytes_per_s,
+        "plan_over_measured": numel * merge_s_per_value(fleet) / (merge_s + commit_s),
         "peak_over_fragment": (peak - next_nbytes) / (4 * numel),
     }
 
@@ -139,6 +147,8 @@ def main(argv: Sequence[str] | None = None, say: Callable[[str], None] = print) 
         f"{name} {max(row[name] for row in rows):.2f} at most, bound {bound}": all(row[name] <= bound for row in rows)
         for name, bound in {**BOUNDS, "peak_over_fragment": PEAK_BOUND}.items()
     }
+    worst = max((row["plan_over_measured"] for row in rows), key=lambda ratio: abs(ratio - 1))
+    checks[f"plan_over_measured {worst:.2f} at worst, bound 1 +- {FORECAST}"] = abs(worst - 1) <= FORECAST
     by_threads = {(row["numel"], row["contributors"], row["threads"]): row["merge_s"] for row in rows}
     gains = [s / by_threads[n, m, 2] for (n, m, t), s in by_threads.items() if t == 1 and (n, m, 2) in by_threads]
     if gains:
