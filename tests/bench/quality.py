@@ -169,9 +169,14 @@ def _groups(results: Sequence[Trial], keys: Sequence[str]) -> dict[tuple[Any, ..
     return groups
 
 
-def summary(rows: Sequence[Trial]) -> str:
-    """Return a table with a row for each setting: losses of each seed, mean and worst gap."""
-    varied = [key for key in KEYS if len({row[key] for row in rows}) > 1]
+def summary(rows: Sequence[Trial], always: Sequence[str] = ()) -> str:
+    """Return a table with a row for each setting: losses of each seed, mean and worst gap.
+
+    Args:
+        rows: rows of `compared`.
+        always: settings that are shown even if they are the same in all rows.
+    """
+    varied = [key for key in KEYS if key in always or len({row[key] for row in rows}) > 1]
     return report.table([{**{key: row[key] for key in varied}, **_shown(row)} for row in rows])
 
 

@@ -30,20 +30,23 @@ def _checks(found: Results) -> str:
 
 
 def _losses(found: Results) -> str:
-    """Return a table of the runs with default options, and one of all others."""
-    rows = quality.compared(found)
-    by_options = [[row for row in rows if _is_usual(row) == is_usual] for is_usual in (True, False)]
-    return "\n\n".join(quality.summary(sorted(some, key=_by_task)) for some in by_options if some)
+    """Return a table of the runs with default options, one of larger models, and one of all others."""
+    rows = sorted(quality.compared(found), key=_by_task)
+    usual, larger, other = ([row for row in rows if _kind(row) == kind] for kind in ("usual", "larger", "other"))
+    tables = (usual, ()), (larger, ("model", "learners", "steps")), (other, ())
+    return "\n\n".join(quality.summary(some, always) for some, always in tables if some)
 
 
-def _is_usual(row: dict[str, Any]) -> bool:
+def _kind(row: dict[str, Any]) -> str:
+    if row["model"] != "recipe":
+        return "larger"
     usual = Tiny().strategy | {
         "merge": "mean",
         "outer_lr": "auto",
         "outer_momentum": 0.6,
         "batch_size": Tiny().batch_size,
     }
-    return all(row[name] == value for name, value in usual.items())
+    return "usual" if all(row[name] == value for name, value in usual.items()) else "other"
 
 
 def _by_task(row: dict[str, Any]) -> tuple[Any, ...]:
