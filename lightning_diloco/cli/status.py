@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,36 +63,36 @@ def call(arguments: argparse.Namespace) -> int:
         return 0
     join = run_dir / "join" if run_dir.is_dir() else None
     with asking(address(arguments), join) as fetch:
-        show(fetch())
-        for status in _until_finished(fetch, run_dir) if arguments.watch else ():
+        show(status := fetch())
+        while arguments.watch and status["state"] != "finished":
+            if (status := _next(fetch, run_dir)) is None:
+                break
             show(status)
     if arguments.watch and (summary := finished(run_dir)):
         show_end(summary)
     return 0
 
 
-def _until_finished(fetch: Fetch, run_dir: Path) -> Iterator[Status]:
-    """Yield the state of a run every second until the run is finished.
+def _next(fetch: Fetch, run_dir: Path) -> Status | None:
+    """Return the state of a run a second later; None if the run has finished and its syncer has ended.
 
     A syncer may be silent for PATIENCE_S: it is restarted, the run gets a new token, or its standby takes over.
 
     Raises:
         RemoteError: the syncer was silent for longer.
     """
-    answered_s, is_finished = time.monotonic(), False
-    while not is_finished:
+    answered_s = time.monotonic()
+    while True:
         time.sleep(_WATCH_S)
         try:
-            status = fetch()
+            return fetch()
         except RemoteError as error:
-            is_finished, silent_s = finished(run_dir) is not None, time.monotonic() - answered_s
-            if not is_finished and silent_s > PATIENCE_S:
+            if finished(run_dir) is not None:
+                return None
+            if (silent_s := time.monotonic() - answered_s) > PATIENCE_S:
                 raise
-            if not is_finished and silent_s > _QUIET_S:
+            if silent_s > _QUIET_S:
                 print(f"no answer for {silent_s:.0f} s: {error}", file=sys.stderr)
-        else:
-            answered_s, is_finished = time.monotonic(), status["state"] == "finished"
-            yield status
 
 
 def _serve(arguments: argparse.Namespace, run_dir: Path) -> int:

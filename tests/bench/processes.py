@@ -32,7 +32,6 @@ LOOK_S = 0.01
 DELAY_S = 0.01
 STEPPING = "stepping"  # a file in the learner's folder that appears when it may step
 MEASURED = "measured.json"
-_DILOCO = ("lightning_diloco.cli.main", "syncer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,8 @@ def _gaps(found: Results) -> str:
 
 
 def _long_run(found: Results, learners: int) -> Results:
-    runs = [row for row in quality.compared(found) if row["steps"] == 2400 and row["learners"] == learners]
+    usual = [row for row in quality.compared(found) if _kind(row) == "usual"]
+    runs = [row for row in usual if row["steps"] == 2400 and row["learners"] == learners]
     return max(runs, key=lambda row: len(row["seeds"]))
 
 

@@ -111,6 +111,10 @@ def test_a_watch_outlasts_a_new_token_and_a_restart(watched: Watched) -> None:
     assert watched({0: "training", late: "training", late + 1: "finished"}) == (0, [TRAINING, TRAINING, FINISHED])
 
 
+def test_a_watch_of_a_finished_run_asks_once(watched: Watched) -> None:
+    assert watched({0: "finished"}) == (0, [FINISHED])
+
+
 def test_a_watch_ends_with_an_error_after_a_long_silence(watched: Watched) -> None:
     assert watched({0: "training", int(PATIENCE_S) + 2: "training"}) == (2, [TRAINING])
 
