@@ -91,6 +91,10 @@ class StandbyError(TransportError):
     """The syncer is the standby of the run, and another syncer serves it."""
 
 
+class ShardError(RemoteError):
+    """The process of a shard has failed or cannot be reached; the syncer starts it again, or waits for it."""
+
+
 class CorruptMessageError(TransportError):
     """A message had a wrong length, checksum or field, and was dropped."""
 

@@ -25,6 +25,7 @@ from lightning_diloco.learner.link import AskedToLeave, never
 from lightning_diloco.learner.name import own_name
 from lightning_diloco.learner.retry import retry
 from lightning_diloco.learner.rotation import Followed
+from lightning_diloco.learner.shards import Sharded
 from lightning_diloco.learner.whereabouts import Whereabouts, given_run_dir
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.protocol import events, limits, messages
@@ -101,7 +102,8 @@ class Member(Driver):
 
     def _connected(self, address: JoinAddress) -> LargeConnection:
         self._followed = Followed(self._connect, address, self._whereabouts.join_file)
-        return Portioned(self._followed)
+        self._sharded = Sharded(self._followed, self._connect)
+        return Portioned(self._sharded)
 
     @property
     def own_run_dir(self) -> Path | None:

@@ -112,6 +112,11 @@ class Followed:
     def close(self) -> None:
         self._connection.close()
 
+    @property
+    def address(self) -> JoinAddress:
+        """The address that is dialled now."""
+        return self._address
+
     def move_to(self, syncer: str) -> None:
         """Dial this syncer (`host:port`), if another one is dialled, which then counts as its standby."""
         with self._replacing:

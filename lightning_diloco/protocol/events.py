@@ -252,10 +252,19 @@ class CommitFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class PayloadsLost:
+    """A shard was restarted: the payloads of these fragments that had arrived are gone."""
+
+    fragments: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StoodStill:
     """The syncer's process was suspended for `for_s` seconds and could not receive messages."""
 
     for_s: float
 
 
-SyncerEvent = FromALearner | PayloadReceived | SeedStored | Merged | Committed | CommitFailed | Tick | StoodStill
+SyncerEvent = (
+    FromALearner | PayloadReceived | SeedStored | Merged | Committed | CommitFailed | PayloadsLost | Tick | StoodStill
+)

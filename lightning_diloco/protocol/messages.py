@@ -411,9 +411,11 @@ class News(Value, frozen=True):
         fleet_tokens: tokens seen by all learners so far; the x-axis of every curve.
         cosine: cosine of this learner's last merged contribution and the outer gradient of its round.
         standby: `host:port` of the syncer's standby; None: there is none.
+        shards: `host:port` of shards 1, 2, ... of the run; without a host, it is the syncer's.
     """
 
     num_learners: Count | None = None
     fleet_tokens: Finite | None = None
     cosine: Finite | None = None
     standby: Text | None = None
+    shards: Items[Text] = ()

@@ -104,6 +104,6 @@ class Disk:
         for entry in self.log[first:]:
             state.apply(entry.record)
         if state.manifest is not None:
-            state.set_digests(tuple(digests[-1] for digests in self.digests))
+            state.set_digests({p: digests[-1] for p, digests in enumerate(self.digests)})
         state.resume(now_s)
         return state

@@ -42,7 +42,14 @@ from lightning_diloco.core.quantize import wire_nbytes
 from lightning_diloco.errors import CorruptLogError, NonFiniteError, PlanMismatchError
 from lightning_diloco.storage.files import Buffer
 
+WHOLE = (0, 1)
 _TENSORS = ("master", "published", "momentum")
+
+
+def fragments_of(part: tuple[int, int], num_fragments: int) -> range:
+    """Return the fragments of a shard, which is given as (shard, number of shards)."""
+    shard, num_shards = part
+    return range(shard, num_fragments, num_shards)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,23 +107,36 @@ class Update:
 
 
 class AnchorStore:
-    """Anchors and outer optimizer state of all fragments of a run. One thread changes them; all threads may read.
+    """Anchors and outer optimizer state of the fragments of a run, or of a shard's fragments.
+
+    A fragment is changed by one thread at a time; all threads may read.
 
     Args:
         plan: the run's fragment plan.
         config: the run's config; `wire`, `block_size`, `merge`, `outer_lr` and `outer_momentum` are used here.
+        part: (shard, number of shards).
+
+    Attributes:
+        layouts: layouts of all fragments of the run.
+        mine: fragments that are held here.
     """
 
-    def __init__(self, plan: FragmentPlan, config: RunConfig) -> None:
+    def __init__(self, plan: FragmentPlan, config: RunConfig, part: tuple[int, int] = WHOLE) -> None:
         self.layouts = tuple(plan.layout(p, config.block_size) for p in range(plan.num_fragments))
-        self._config = config
+        self.mine = fragments_of(part, plan.num_fragments)
+        self.config = config
         native.warm_up(max(layout.padded_numel for layout in self.layouts))
-        self._anchors: list[Anchor | None] = [None] * plan.num_fragments
+        self._anchors: dict[int, Anchor | None] = dict.fromkeys(self.mine)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of the fragments that are held here, without chains."""
+        return sum(12 * self.layouts[p].padded_numel for p in self.mine)
 
     @property
     def is_seeded(self) -> bool:
         """Whether every fragment has values."""
-        return None not in self._anchors
+        return None not in self._anchors.values()
 
     def anchor(self, p: int) -> Anchor:
         """Return the current state of a seeded fragment."""
@@ -147,7 +167,7 @@ class AnchorStore:
 
     def measure(self, p: int, contributions: Sequence[Tensor]) -> Measured:
         """Compute norms and cosines of encoded contributions; changes nothing."""
-        config = self._config
+        config = self.config
         return Encoded(contributions, self.layouts[p].padded_numel, config.wire, config.block_size).measured(
             self.layouts[p]
         )
@@ -175,7 +195,7 @@ class AnchorStore:
         Raises:
             CorruptMessageError: a contribution has the wrong length or values that are not finite.
         """
-        config = self._config
+        config = self.config
         return merge_fragment(
             self.layouts[p],
             contributions,
@@ -199,7 +219,7 @@ class AnchorStore:
         Raises:
             NonFiniteError: the outer gradient or the next state is not finite.
         """
-        now, config = self.anchor(p), self._config
+        now, config = self.anchor(p), self.config
         assert outer_gradient.dtype == torch.bfloat16, f"outer gradient is {outer_gradient.dtype}"
         assert outer_gradient.shape == now.master.shape, f"{outer_gradient.shape} for {now.master.shape}"
         mu, correlation = config.outer_momentum, now.correlation
@@ -268,7 +288,7 @@ class AnchorStore:
 
     def regenerate(self, generation: int) -> None:
         """Begin a new generation: versions continue, but all learners adopt the anchor in full."""
-        for p in range(len(self._anchors)):
+        for p in self.mine:
             self._anchors[p] = replace(self.anchor(p), generation=generation, chain=())
 
     def update_for(self, p: int, have_version: int | None, *, generation: int | None = None) -> Update:
@@ -296,8 +316,8 @@ class AnchorStore:
         return self.anchor(p).digest
 
     def digests(self) -> tuple[str, ...]:
-        """Return the digests of all fragments."""
-        return tuple(self.digest(p) for p in range(len(self._anchors)))
+        """Return the digests of all fragments that are held here."""
+        return tuple(self.digest(p) for p in self.mine)
 
     def freeze(self) -> tuple[list[dict[str, int]], Iterator[tuple[str, dict[str, Tensor]]]]:
         """Return the current state for `SnapshotStore.write`; commits may continue while it is written.
@@ -305,9 +325,9 @@ class AnchorStore:
         Returns:
             Generation and version per fragment, for the snapshot's JSON, and (stem, tensors) per fragment.
         """
-        anchors = [self.anchor(p) for p in range(len(self._anchors))]
-        numbers = [{"generation": anchor.generation, "version": anchor.version} for anchor in anchors]
-        return numbers, ((_stem(p), anchor.tensors()) for p, anchor in enumerate(anchors))
+        anchors = {p: self.anchor(p) for p in self.mine}
+        numbers = [{"generation": anchor.generation, "version": anchor.version} for anchor in anchors.values()]
+        return numbers, ((_stem(p), anchor.tensors()) for p, anchor in anchors.items())
 
     def restore(
         self,
@@ -328,7 +348,7 @@ class AnchorStore:
         """
         if len(numbers) != len(self._anchors):
             raise _not_ours(f"{len(numbers)} fragments", f"{len(self._anchors)}")
-        for p, fragment in enumerate(numbers):
+        for p, fragment in zip(self.mine, numbers, strict=True):
             do(p, lambda p, fragment: self.load_tensors(p, tensors[_stem(p)], **fragment), p, fragment)
 
     def state_tensors(self, p: int) -> dict[str, Tensor]:
@@ -345,7 +365,7 @@ class AnchorStore:
         found = {name: (str(x.dtype), tuple(x.shape)) for name, x in tensors.items() if name in _TENSORS}
         if found != (wanted := dict.fromkeys(_TENSORS, ("torch.float32", (numel,)))):
             raise _not_ours(f"fragment {p} as {found}", f"{wanted}")
-        size, chain = wire_nbytes(numel, self._config.wire, self._config.block_size), tensors["chain"]
+        size, chain = wire_nbytes(numel, self.config.wire, self.config.block_size), tensors["chain"]
         if chain.numel() % size or chain.numel() > size * CHAIN_LENGTH:
             raise _not_ours(f"a chain of {chain.numel()} bytes for fragment {p}", f"up to {CHAIN_LENGTH} times {size}")
         values = {name: tensors[name] for name in _TENSORS}
@@ -355,7 +375,7 @@ class AnchorStore:
         self._anchors[p] = Anchor(generation, version, **values, chain=updates, correlation=correlation)
 
     def _outer_lr(self, correlation: Correlation) -> float:
-        config = self._config
+        config = self.config
         return correlation.lr(config.outer_momentum) if config.outer_lr == "auto" else config.outer_lr
 
 

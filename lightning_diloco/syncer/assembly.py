@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +23,21 @@ from lightning_diloco.core.quantize import integers_nbytes, wire_nbytes
 from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.intervals import Ranges
-from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.transport.base import Bulk, Json
 from lightning_diloco.transport.portions import Received, place
 
 MAX_PARTS = 1 << 16
+
+
+class Admission(Protocol):
+    """What decides which payloads are kept: the syncer's state machine, or what a shard knows of it."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Options of the run."""
+
+    def may_merge(self, session: str, ready: messages.Ready) -> bool:
+        """Return whether a payload could still be merged, so that it is worth keeping. Any thread."""
 
 
 @dataclass(slots=True)
@@ -107,7 +118,12 @@ class Assemblies:
             if found is not None and found.ready.seq <= seq:
                 del self._open[session, fragment]
 
-    def prune(self, state: SyncerState) -> None:
+    def clear(self) -> None:
+        """Drop all parts."""
+        with self._lock:
+            self._open = {}
+
+    def prune(self, state: Admission) -> None:
         """Drop contributions that cannot be merged any more."""
         if self._open:
             with self._lock:

@@ -1,41 +1,33 @@
 """Compute outer gradients from contributions, and durable commits from outer gradients.
 
-1. The merge thread does this work, one round at a time. A `MergeJob` holds its payloads, so they stay valid even if the
-   loop thread drops them in the meantime.
+1. The thread of a shard does this work, one round at a time (`shards/shard.py`).
 2. `merge` changes no anchor. `commit` computes the next state of a fragment and then makes its log record durable. The
-   loop thread installs the state, so that anchors and state machine change together.
+   state is installed afterwards, when the commit may be announced.
 3. The judge compares the contributions of a round before the merge (`judging.py`). If it refuses a contribution,
    `merge` merges nothing, and the state machine starts the merge again without this contribution. If a contribution is
    scaled down, its learner keeps the part that was cut off, as local progress. If all contributions are finite but
    their sum is not, the syncer refuses the longest contribution and merges the others again.
+4. If the process of a shard fails during a merge, there is no result. The state machine gets `PayloadsLost` when the
+   shard is back, and starts the merge again.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from torch import Tensor
-
-from lightning_diloco.core.blocks import all_finite
-from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.merge import MergeReport
-from lightning_diloco.errors import NonFiniteError, StorageError
+from lightning_diloco.errors import NonFiniteError, ShardError, StorageError
 from lightning_diloco.protocol import actions, events
-from lightning_diloco.syncer.anchors import Anchor, AnchorStore
 from lightning_diloco.syncer.contribution_archive import Recorded, Recorder
 from lightning_diloco.syncer.judging import Judge
+from lightning_diloco.syncer.shards.shard import MergeJob, Prepared, Shard
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.base import Json
 
-
-@dataclass(frozen=True, slots=True)
-class MergeJob:
-    """A merge of one round, with the payloads of its contributions, followed by those of contributions on trial."""
-
-    action: actions.Merge
-    payloads: tuple[Tensor, ...]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +36,28 @@ class DurableCommit:
 
     lsn: int
     event: events.Committed
-    anchor: Anchor
+    action: actions.Apply
+    prepared: Prepared
     contributions: tuple[actions.Contribution, ...]
     report: MergeReport
 
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """An outer gradient, bfloat16 (P,), with its inputs and its report."""
+    """An outer gradient that the shard keeps: its inputs and its report."""
 
     job: MergeJob
     max_norms: tuple[float, ...]
-    values: Tensor
     report: MergeReport
 
     def recorded(self, record: Json) -> Recorded:
-        return Recorded(
-            record=record,
-            sessions=tuple(c.session for c in self.job.action.contributions),
-            max_norms=self.max_norms,
-            payloads=self.job.payloads,
-        )
+        sessions = tuple(c.session for c in self.job.action.contributions)
+        payloads = self.job.payloads[: len(sessions)]
+        return Recorded(record=record, sessions=sessions, max_norms=self.max_norms, payloads=payloads)
 
 
 class MergeWorker:
-    """The work of the merge thread.
+    """The work of the threads of all shards.
 
     Args:
         durable: store that makes commits durable.
@@ -83,48 +72,55 @@ class MergeWorker:
         self._gradients: dict[int, _Gradient] = {}
         self._judge = Judge(durable.past.usual)
 
-    def merge(self, store: AnchorStore, job: MergeJob) -> list[events.SyncerEvent]:
+    def merge(self, shard: Shard, job: MergeJob) -> list[events.SyncerEvent]:
         """Compute a round's outer gradient; return events for the state machine."""
         p, contributions = job.action.fragment, job.action.contributions
-        measured = store.measure(p, job.payloads)
-        judged = self._judge.judge(p, contributions, job.action.on_trial, measured)
-        if judged.refused.keys() & {c.session for c in contributions}:
-            return [events.Merged(p, job.action.round, verdicts=judged.refused)]
-        job = replace(job, payloads=job.payloads[: len(contributions)])
-        values_P, found = store.merge(
-            p, job.payloads, job.action.shares, judged.max_norms, measured.only(len(contributions))
-        )
-        gradient = _Gradient(job, judged.max_norms, values_P, found)
-        kept = {c.session: part for c, part in zip(contributions, found.kept, strict=True) if part < 1}
+        try:
+            measured = shard.measure(job)
+            judged = self._judge.judge(p, contributions, job.action.on_trial, measured)
+            if judged.refused.keys() & {c.session for c in contributions}:
+                return [events.Merged(p, job.action.round, verdicts=judged.refused)]
+            outcome = shard.merge(job, judged.max_norms, measured)
+        except ShardError as error:
+            log.warning("fragment %d is merged again when its shard is back: %s", p, error)
+            return []
+        gradient = _Gradient(job, judged.max_norms, outcome.report)
+        kept = {c.session: part for c, part in zip(contributions, outcome.report.kept, strict=True) if part < 1}
         merged = events.Merged(p, job.action.round, kept, judged.verdicts)
-        if not all_finite(values_P):
+        if not outcome.is_finite:
             return [_refuse_longest(gradient, "the sum of this round's contributions is not finite"), merged]
         self._gradients[p] = gradient
         return [merged]
 
-    def commit(self, store: AnchorStore, job: actions.Apply) -> list[events.SyncerEvent | DurableCommit]:
+    def commit(self, shard: Shard, action: actions.Apply) -> list[events.SyncerEvent | DurableCommit]:
         """Make a commit durable; return the commit to install, or events for the state machine if it failed."""
-        p, gradient = job.fragment, self._gradients.pop(job.fragment)
-        assert gradient.job.action.round == job.round
+        p, gradient = action.fragment, self._gradients.pop(action.fragment)
+        assert gradient.job.action.round == action.round
         try:
-            anchor = store.next_state(p, gradient.values, work=job.work)
+            with shard.deciding():
+                prepared = shard.prepare(action.commit)
+                lsn = self._write(action, gradient, prepared)
+                shard.decided(action.commit)
         except NonFiniteError as error:
             # In this order: while a commit is being written, the state machine ignores payloads of its members.
-            return [events.CommitFailed(p, job.round, str(error)), _refuse_longest(gradient, str(error))]
-        hashing = threading.Thread(target=getattr, args=(anchor, "digest"), name="diloco-digest")
+            return [events.CommitFailed(p, action.round, str(error)), _refuse_longest(gradient, str(error))]
+        except (StorageError, ShardError) as error:
+            self._disk_failed(str(error))
+            return [events.CommitFailed(p, action.round, str(error))]
+        event = events.Committed(p, action.round, prepared.digest)
+        return [DurableCommit(lsn, event, action, prepared, gradient.job.action.contributions, gradient.report)]
+
+    def _write(self, action: actions.Apply, gradient: _Gradient, prepared: Prepared) -> int:
+        """Write the record of a commit to the log; return its lsn."""
+        hashing = threading.Thread(target=prepared.finish, name="diloco-digest")
         hashing.start()  # in parallel with the disk write
         try:
-            record = job.record
+            record = action.record
             if self._recorder is not None:
                 self._recorder.keep(gradient.recorded(record))
-            lsn = self._durable.write(record, bytes_of(gradient.values))
-        except StorageError as error:
-            self._disk_failed(str(error))
-            return [events.CommitFailed(p, job.round, str(error))]
+            return self._durable.write(record, prepared.gradient)
         finally:
             hashing.join()
-        made = events.Committed(p, job.round, anchor.digest)
-        return [DurableCommit(lsn, made, anchor, gradient.job.action.contributions, gradient.report)]
 
 
 def _refuse_longest(gradient: _Gradient, problem: str) -> events.PayloadReceived:

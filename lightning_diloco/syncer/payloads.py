@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,17 +25,18 @@ from lightning_diloco.core.buffers import tensor_of
 from lightning_diloco.core.quantize import Decoder, check_fragment, wire_nbytes
 from lightning_diloco.errors import CorruptMessageError, JoinError
 from lightning_diloco.process.machine import memory_here
-from lightning_diloco.protocol import actions, events, limits, messages
+from lightning_diloco.protocol import events, limits, messages
 from lightning_diloco.protocol.intervals import Ranges
 from lightning_diloco.protocol.syncer import manifests
-from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.records import CommitRecord
 from lightning_diloco.protocol.syncer.roster import Roster
 from lightning_diloco.syncer.anchors import AnchorStore
-from lightning_diloco.syncer.assembly import Assemblies
+from lightning_diloco.syncer.assembly import Admission, Assemblies
 from lightning_diloco.transport import portions
 from lightning_diloco.transport.base import Bulk, Json
 from lightning_diloco.transport.frames import MAX_PROBE_BYTES
+
+Merged = tuple[str, int, int, int, float]  # session, fragment, seq, version, kept
 
 GIVING_S = 600.0
 _TOO_LATE = "already decided, or from a process that is not active"
@@ -92,17 +93,23 @@ class Payloads:
     # -------------------------------------------------------------------------------------------- called by transport
 
     def take_contribution(
-        self, session: str, bulk: Bulk, store: AnchorStore | None, state: SyncerState
+        self, session: str, bulk: Bulk, store: AnchorStore | None, state: Admission
     ) -> tuple[events.PayloadReceived | None, Ranges]:
         """Keep a contribution's payload, if it may be merged.
+
+        Args:
+            session: the sender.
+            bulk: the payload, a part of it, or an error instead.
+            store: the anchors, if there are any.
+            state: says what may be merged.
 
         Returns:
             The event for the state machine, if any; and the bytes of this part that must still be sent.
         """
         self._count_up(bulk)
         config, ready = state.config, _described(bulk.header)
-        if store is None or not 0 <= ready.fragment < len(store.layouts):
-            raise CorruptMessageError(f"a contribution to fragment {ready.fragment}; the run has no such fragment yet")
+        if store is None or ready.fragment not in store.mine:
+            raise CorruptMessageError(f"a contribution to fragment {ready.fragment}, which is not held here")
         layout, (_, of) = store.layouts[ready.fragment], portions.place(bulk)
         if (error := bulk.header.get("error")) is not None:  # the learner reports an error instead of a payload
             if not isinstance(error, str) or len(error) > limits.MAX_CHARS:
@@ -238,8 +245,8 @@ class Payloads:
         mark: str,
     ) -> _Given:
         p = header.get("fragment")
-        if store is None or type(p) is not int or not 0 <= p < len(store.layouts):
-            raise CorruptMessageError(f"fragment {p!r} was asked for; the run has no such fragment, or no values yet")
+        if store is None or type(p) is not int or p not in store.mine:
+            raise CorruptMessageError(f"fragment {p!r} was asked for; it is not held here, or has no values yet")
         have, generation = header.get("have"), header.get("generation")
         if not all(number is None or type(number) is int for number in (have, generation)):
             raise CorruptMessageError(
@@ -266,35 +273,39 @@ class Payloads:
 
     # ------------------------------------------------------------------------------------------- called by the service
 
-    def payloads(self, action: actions.Merge) -> tuple[Tensor, ...]:
-        """Return the payloads of the contributions to a round, followed by those of learners in quarantine."""
-        wanted = (*action.contributions, *action.on_trial)
-        kept = [(self._payloads[c.session, action.fragment], c.ready.seq) for c in wanted]
-        assert all(seq == wanted for (seq, _), wanted in kept)
+    def payloads(self, p: int, wanted: Sequence[tuple[str, int]]) -> tuple[Tensor, ...]:
+        """Return the payloads of contributions to a fragment, given by session and seq."""
+        kept = [(self._payloads[session, p], seq) for session, seq in wanted]
+        assert all(seq == wanted_seq for (seq, _), wanted_seq in kept)
         return tuple(payload for (_, payload), _ in kept)
 
-    def drop(self, action: actions.DropPayload) -> None:
+    def drop(self, session: str, p: int, seq: int) -> None:
         """Drop a payload that is no longer needed."""
         with self._keeping:
-            seq, _ = self._payloads.get((action.session, action.fragment), (None, None))
-            if seq == action.seq:
-                del self._payloads[action.session, action.fragment]
-        self._assemblies.drop(action.session, action.fragment, action.seq)
+            if self._payloads.get((session, p), (None, None))[0] == seq:
+                del self._payloads[session, p]
+        self._assemblies.drop(session, p, seq)
 
-    def prune(self, state: SyncerState) -> None:
+    def prune(self, state: Admission) -> None:
         """Drop parts of contributions that cannot be merged any more, and updates that no learner fetches any more."""
         self._assemblies.prune(state)
         for session, given in self._given.copy().items():
             if time.monotonic() - given.asked_s > GIVING_S:
                 self._given.pop(session, None)
 
-    def seed(self, action: actions.StoreSeed) -> list[Tensor] | None:
-        """Return the start values of all fragments; None until all have arrived."""
-        num_fragments = action.manifest["num_fragments"]
-        assert isinstance(num_fragments, int)
-        found = [self._seed.get((action.session, action.lease, p)) for p in range(num_fragments)]
-        seeds = [seed for seed in found if seed is not None and not seed.received.missing]
-        return [seed.values.view(torch.float32) for seed in seeds] if len(seeds) == num_fragments else None
+    def seed(self, session: str, lease: int, fragments: Collection[int]) -> dict[int, Tensor] | None:
+        """Return the start values of these fragments; None until all have arrived."""
+        found = {p: self._seed.get((session, lease, p)) for p in fragments}
+        seeds = {p: seed for p, seed in found.items() if seed is not None and not seed.received.missing}
+        return {p: seed.values.view(torch.float32) for p, seed in seeds.items()} if len(seeds) == len(found) else None
+
+    def clear(self) -> None:
+        """Drop all payloads and start values."""
+        with self._keeping:
+            self._payloads.clear()
+            self._seed.clear()
+        self._assemblies.clear()
+        self._merged.clear()
 
     def drop_seed(self) -> None:
         """Drop received start values."""
@@ -305,12 +316,20 @@ class Payloads:
         for merge in commit.merges:
             self._merged[merge.session, commit.fragment] = (merge.ready.seq, commit.version, merge.kept)
 
-    def remember_merged(self, roster: Roster) -> None:
-        """Restore the merged contributions after a restart, from the recorded fates."""
-        for member in roster.members.values():
-            for p, (seq, fate, version, _, kept) in member.fates.items():
-                if fate == "merged" and version is not None:
-                    self._merged[member.session, p] = (seq, version, kept)
+    def remember_merged(self, merged: Iterable[Merged]) -> None:
+        """Restore the merged contributions after a restart."""
+        for session, p, seq, version, kept in merged:
+            self._merged[session, p] = (seq, version, kept)
+
+
+def merged_by(roster: Roster) -> list[Merged]:
+    """Return the merged contributions of the recorded fates."""
+    return [
+        (member.session, p, seq, version, kept)
+        for member in roster.members.values()
+        for p, (seq, fate, version, _, kept) in member.fates.items()
+        if fate == "merged" and version is not None
+    ]
 
 
 def _described(header: Json) -> messages.Ready:

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -25,11 +26,21 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
-from lightning_diloco.errors import CorruptMessageError, NonFiniteError, PlanMismatchError, StorageError, TransportError
+from lightning_diloco.errors import (
+    CorruptMessageError,
+    NonFiniteError,
+    PlanMismatchError,
+    ShardError,
+    StorageError,
+    TransportError,
+)
 from lightning_diloco.manifest import manifest_file
 from lightning_diloco.process.threads import compute_alone
 from lightning_diloco.protocol import actions, codec, events, messages
@@ -37,14 +48,17 @@ from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.succession import IN_FLIGHT, changed_by
 from lightning_diloco.storage.files import write_whole
-from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.anchors import AnchorStore, fragments_of
 from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.inbox import Inbox
-from lightning_diloco.syncer.merge_worker import DurableCommit, MergeJob, MergeWorker
+from lightning_diloco.syncer.merge_worker import DurableCommit, MergeWorker
 from lightning_diloco.syncer.outbox import Outbox
-from lightning_diloco.syncer.payloads import Payloads, made_up
+from lightning_diloco.syncer.payloads import Payloads, made_up, merged_by
 from lightning_diloco.syncer.quota import Place, Placed, Quota
 from lightning_diloco.syncer.run_end import RunEnd
+from lightning_diloco.syncer.shards.remote import RemoteShard
+from lightning_diloco.syncer.shards.requests import Admitted, Attach, Position
+from lightning_diloco.syncer.shards.shard import MergeJob, OwnShard, Shard
 from lightning_diloco.syncer.standby.announcer import Announcer
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.replica import Replica
@@ -99,6 +113,7 @@ class SyncerService:
         durable: the opened run directory; None opens it here.
         followed: state machine and anchors of a standby that takes over; None restores them from disk.
         standby_key: key that a standby must send; "" refuses standbys.
+        remote: shards 1, 2, ... of the run, in other processes.
 
     Attributes:
         replica: what this syncer knows of its standby.
@@ -112,6 +127,7 @@ class SyncerService:
         durable: SyncerStore | None = None,
         followed: tuple[SyncerState, AnchorStore] | None = None,
         standby_key: str = "",
+        remote: Sequence[RemoteShard] = (),
     ) -> None:
         RunConfig.from_dict(options.run_options)
         self._options = options
@@ -123,22 +139,28 @@ class SyncerService:
         about = {"options": dict(options.run_options), "expect": options.expect, "secret": secrets.token_hex(16)}
         self.state = SyncerState(run=run, **about)
         if followed is None:
-            self._store = self._durable.restore(self.state, time.monotonic())
+            store = self._durable.restore(self.state, time.monotonic())
         else:
-            self._store = self._durable.take_over(self.state, *followed, time.monotonic())
+            store = self._durable.take_over(self.state, *followed, time.monotonic())
         self.replica = Replica(options.run_dir, self._durable.log, standby_key, self._durable.fleets)
         if self._durable.past.was_closed:
             self._ending.reopened()
         self._desk = Payloads()
-        self._desk.remember_merged(self.state.roster)
-        self._board = StatusPublisher(self.state, self._desk, self._durable.past, self._ending, self.replica)
+        self._desk.remember_merged(merged_by(self.state.roster))
+        self._own = OwnShard(self._desk)
+        self._own.anchors = store
+        self._remote = remote
+        self._shards: list[Shard] = [self._own, *remote]
+        self._board = StatusPublisher(
+            self.state, self._desk, self._durable.past, self._ending, self.replica, shards=remote
+        )
         self._merger = MergeWorker(self._durable, self._recorder, self._board.disk_failed)
         self._outbox = Outbox(is_member=self._is_member)
         self._inbox: Inbox[events.SyncerEvent | Placed | DurableCommit] = Inbox()
         self._quota = Quota()
-        self._jobs: queue.SimpleQueue[MergeJob | actions.Apply | None] = queue.SimpleQueue()
+        self._jobs = [queue.SimpleQueue[MergeJob | actions.Apply | None]() for _ in self._shards]
         lsn = self._durable.log.last_lsn
-        self._announcer = Announcer(self.replica, lsn, send=self._outbox.put, install=self._inbox.put)
+        self._announcer = Announcer(self.replica, lsn, send=self._outbox.put, install=self._publish)
         self._changes_fleet = False
         self._seed: actions.StoreSeed | None = None
         self._todo: deque[actions.SyncerAction] = deque()
@@ -153,12 +175,12 @@ class SyncerService:
             self._write_manifest(self.state.manifest)
         threads = {
             "loop": self._loop,
-            "merge": self._merge_loop,
             "commits": self._announcer.run_commits,
             "messages": self._announcer.run_messages,
             "clock": self._inbox.run_clock,
+            **{f"merge-{k}": partial(self._merge_loop, k) for k in range(len(self._shards))},
         }
-        self._loop_thread, self._merge_thread, self._commits_thread, self._messages_thread, self._clock_thread = (
+        self._loop_thread, self._commits_thread, self._messages_thread, self._clock_thread, *self._merge_threads = (
             threading.Thread(target=self._guarded, args=(run_thread,), name=f"diloco-{name}", daemon=True)
             for name, run_thread in threads.items()
         )
@@ -166,13 +188,26 @@ class SyncerService:
     # ------------------------------------------------------------------------------------------------------- lifetime
 
     def start(self) -> None:
-        """Start the threads. The standby has all records of the log, or has been given up."""
+        """Start the threads. The standby has all records of the log, or has been given up; all shards are attached."""
+        for shard in self._remote:
+            self.state.set_digests(shard.digests)
         self.replica.fleet_is(self.state.roster.fleet())
         self._loop_thread.start()
-        self._merge_thread.start()
+        for thread in self._merge_threads:
+            thread.start()
         self._commits_thread.start()
         self._messages_thread.start()
         self._clock_thread.start()
+
+    def attach(self) -> None:
+        """Begin to attach to the shards."""
+        for shard in self._remote:
+            shard.start(partial(self._attachment, shard.part), self._inbox.put)
+
+    @property
+    def missing(self) -> RemoteShard | None:
+        """A shard that is not attached; None if all are."""
+        return next((shard for shard in self._remote if not shard.is_attached), None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run has ended or the syncer has failed; return False after timeout_s."""
@@ -213,8 +248,10 @@ class SyncerService:
         with self._board.looking:
             is_over = self.error is None and self.state.is_finished and self.state.ended_by_finishing
         self.replica.end(is_over=is_over)
-        self._jobs.put(None)
-        _join(self._merge_thread)
+        for jobs in self._jobs:
+            jobs.put(None)
+        for thread in self._merge_threads:
+            _join(thread)
         self._announcer.end_commits()
         _join(self._commits_thread)
         self._inbox.close()  # after the last durable commit was queued
@@ -222,6 +259,8 @@ class SyncerService:
         _join(self._clock_thread)
         self._announcer.end_messages()
         _join(self._messages_thread)
+        for shard in self._remote:
+            shard.stop()
         self._outbox.close()
 
     def _rest(self, saved: Json) -> None:
@@ -361,6 +400,8 @@ class SyncerService:
     def _handle(self, event: events.SyncerEvent, now_s: float) -> None:
         with self._board.looking:
             todo = self.state.handle(event, now_s)
+            for shard in self._remote:
+                shard.admit(self._admitted())
         written = [action.values for action in todo if isinstance(action, actions.Record)]
         if any(record["kind"] not in IN_FLIGHT for record in written):
             self._changes_fleet = True
@@ -382,6 +423,20 @@ class SyncerService:
         if not self._todo and self.replica.may_announce:
             self._end_event()
             self._snapshot_if_quiet()
+
+    def _admitted(self) -> Admitted:
+        sessions = tuple(member.session for member in self.state.roster.in_state("active"))
+        return Admitted(sessions, self.state.seed_grant)
+
+    def _attachment(self, part: tuple[int, int]) -> Attach:
+        """Return what a shard must know. A thread of the shard."""
+        with self._board.looking:
+            state, (k, num_shards) = self.state, part
+            fragments, generation = state.rounds.fragments, state.rounds.generation
+            versions = [(p, fragments[p].version) for p in fragments_of(part, len(fragments))]
+            positions = None if state.manifest is None else tuple(Position(p, generation, v) for p, v in versions)
+            merged = tuple(each for each in merged_by(state.roster) if each[1] % num_shards == k)
+            return Attach("", state.run, k, num_shards, state.secret, positions, merged, self._admitted())
 
     def _end_event(self) -> None:
         if self._changes_fleet:
@@ -405,18 +460,19 @@ class SyncerService:
                 self._board.disk_works()
                 if action.values["kind"] not in IN_FLIGHT:
                     self.replica.wait(lsn)
-                if action.values["kind"] == records.Regenerated.__name__ and self._store is not None:
-                    self._store.regenerate(self.state.rounds.generation)
+                if action.values["kind"] == records.Regenerated.__name__:
+                    for shard in self._shards:
+                        shard.regenerate(self.state.rounds.generation)
             case actions.Send():
                 if self._said is None or self._said[0] is not action.message:  # encode a message to all learners once
                     self._said = action.message, messages.encode(action.message)
                 self._announcer.send(action.session, self._said[1])
             case actions.Merge():
-                self._jobs.put(MergeJob(action, self._desk.payloads(action)))
+                self._jobs_of(action.fragment).put(self._shard_of(action.fragment).job(action))
             case actions.Apply():
                 self._held_back.append(action)  # `_snapshot_if_quiet` may start a snapshot first
             case actions.DropPayload():
-                self._desk.drop(action)
+                self._shard_of(action.fragment).drop(action)
             case actions.StoreSeed():
                 self._seed = action
             case actions.Note():
@@ -437,20 +493,17 @@ class SyncerService:
         held_back, self._held_back = self._held_back, []
         for action in held_back:
             self._num_applying += 1
-            self._jobs.put(action)
+            self._jobs_of(action.fragment).put(action)
 
     def _install(self, made: DurableCommit, now_s: float) -> None:
-        assert self._store is not None
-        p, record, found = made.event.fragment, self.state.applying(made.event.fragment), made.report
-        self._desk.note_merged(record)
-        self._store.install(p, made.anchor)
+        p, found = made.event.fragment, made.report
         steps = tuple(c.steps for c in made.contributions)
         learners = tuple(c.learner for c in made.contributions)
         self._durable.past.usual.learn(p, learners, found.norms, steps, found.kept)
         self._board.merged(tuple(c.session for c in made.contributions), found.cosines)
         lengths = {"merged_norm": found.merged_norm, "norms": found.norms, "kept": found.kept, "cosines": found.cosines}
-        whose = {"learners": learners, "steps": steps, "lr": self._store.outer_lr(made.anchor)}
-        self._durable.note("outer", fragment=p, version=record.version, **whose, **lengths)
+        whose = {"learners": learners, "steps": steps, "lr": made.prepared.lr}
+        self._durable.note("outer", fragment=p, version=made.action.commit.version, **whose, **lengths)
         self._num_applying -= 1
         self._board.disk_works()
         self._handle(made.event, now_s)
@@ -464,27 +517,53 @@ class SyncerService:
         if self.state.seed_grant != (self._seed.session, self._seed.lease):
             self._seed = None  # another learner has the seed lease now
             return
-        action, values = self._seed, self._desk.seed(self._seed)
-        if values is None:
+        action, num_fragments = self._seed, cast("int", self._seed.manifest["num_fragments"])
+        values = self._desk.seed(action.session, action.lease, fragments_of(self._durable.part, num_fragments))
+        num_remote = self._num_remote_values(action, num_fragments)
+        if values is None or num_remote is None:
             return
-        self._seed, error, is_refused = None, None, False
-        digests: tuple[str, ...] = ()
+        with contextlib.ExitStack() as deciding:
+            for shard in self._remote:
+                deciding.enter_context(shard.deciding())
+            self._store_values(action, values, num_remote, now_s)
+
+    def _num_remote_values(self, action: actions.StoreSeed, num_fragments: int) -> int | None:
+        """Return the number of start values in other processes; None until all have arrived."""
         try:
-            store = seeded_store(action.manifest, values)
+            found = [shard.size_of_seed(action.session, action.lease, num_fragments) for shard in self._remote]
+        except ShardError:
+            return None
+        return None if None in found else sum(num for num in found if num is not None)
+
+    def _store_values(
+        self, action: actions.StoreSeed, values: dict[int, Tensor], num_remote: int, now_s: float
+    ) -> None:
+        self._seed, error, is_refused = None, None, False
+        digests: dict[int, str] = {}
+        num_values = num_remote + sum(each.numel() for each in values.values())
+        try:
+            store = seeded_store(action.manifest, values, part=self._durable.part, num_values=num_values)
             if self._recorder is not None:
                 self._recorder.keep_seed(store)
+            for shard in self._remote:
+                digests |= shard.store_seed(action.session, action.lease, action.manifest, num_values)
             self._durable.store_seed(codec.dump(self.state.saved()), action.manifest, store)
-            self._store, digests = store, store.digests()
+            self._own.anchors = store
+            digests |= dict(zip(store.mine, store.digests(), strict=True))
             self._desk.drop_seed()
             self._board.disk_works()
-        except StorageError as problem:
+        except (StorageError, ShardError) as problem:
             self._retry_s = time.monotonic() + RETRY_S
             self._board.disk_failed(str(problem))
             error = str(problem)  # the values are kept; the seeder asks again
         except (NonFiniteError, PlanMismatchError) as problem:
             error, is_refused = str(problem), True
             self._desk.drop_seed()
-        self._handle(events.SeedStored(action.lease, digests, error, is_refused), now_s)
+        if error is not None:  # some may have stored their values
+            for shard in self._remote:
+                shard.reattach()
+        in_order = tuple(digests[p] for p in sorted(digests))
+        self._handle(events.SeedStored(action.lease, in_order, error, is_refused), now_s)
         if error is None:
             self._write_manifest(action.manifest)
 
@@ -496,16 +575,30 @@ class SyncerService:
 
     # ---------------------------------------------------------------------------------------------------- merge thread
 
-    def _merge_loop(self) -> None:
-        compute_alone()
-        while (job := self._jobs.get()) is not None:
-            assert self._store is not None
+    def _merge_loop(self, k: int) -> None:
+        if k == 0:
+            compute_alone()
+        while (job := self._jobs[k].get()) is not None:
             do = self._merger.merge if isinstance(job, MergeJob) else self._merger.commit
-            for made in do(self._store, job):  # type: ignore[arg-type]
+            for made in do(self._shards[k], job):  # type: ignore[arg-type]
                 if isinstance(made, DurableCommit):
                     self._announcer.commit(made)
                 else:
                     self._inbox.put(made)
+
+    def _publish(self, made: DurableCommit) -> None:
+        self._shard_of(made.event.fragment).install(made.action.commit, made.prepared)
+        self._inbox.put(made)
+
+    def _shard_of(self, p: int) -> Shard:
+        return self._shards[p % len(self._shards)]
+
+    def _jobs_of(self, p: int) -> queue.SimpleQueue[MergeJob | actions.Apply | None]:
+        return self._jobs[p % len(self._shards)]
+
+    @property
+    def _store(self) -> AnchorStore | None:
+        return self._own.anchors
 
 
 def _checked(session: object) -> str:

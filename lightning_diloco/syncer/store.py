@@ -30,7 +30,7 @@ from lightning_diloco.storage.files import Buffer, Faults, no_faults
 from lightning_diloco.storage.redo_log import Record, RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.storage.tape import Tape, read_tape
-from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.anchors import WHOLE, AnchorStore
 from lightning_diloco.syncer.status.history import History, recall
 from lightning_diloco.transport.base import Json
 
@@ -48,6 +48,7 @@ class SyncerStore:
         faults: hook at named points, for crash tests.
         locked: called when this process has locked the directory, before anything is read.
         tell: called with a description of the progress of opening and `restore`.
+        num_shards: number of shards of the run.
 
     Attributes:
         past: history of the run before this process; set by `restore`.
@@ -62,7 +63,9 @@ class SyncerStore:
         faults: Faults = no_faults,
         locked: Callable[[], None] = lambda: None,
         tell: Callable[[str], None] = lambda _: None,
+        num_shards: int = 1,
     ) -> None:
+        self.part = (0, num_shards)
         self._tell = tell
         self.log = RedoLog(run_dir / "syncer" / "log", faults=faults, locked=locked, tell=tell)
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
@@ -98,7 +101,7 @@ class SyncerStore:
         store = None
         if snapshot is not None:
             state.restore(codec.load(records.SavedState, snapshot.state["machine"]), now_s)
-            store = _new_store(cast("Json", snapshot.state["manifest"]))
+            store = AnchorStore(*plan_of(cast("Json", snapshot.state["manifest"])), self.part)
         with ByFragment(len(store.layouts) if store else 1) as threads:
             if snapshot is not None and store is not None:
                 self._tell("reading the snapshot")
@@ -117,6 +120,8 @@ class SyncerStore:
                         raise CorruptLogError(
                             f"log record {record.lsn} is a commit, but no snapshot has the start values"
                         )
+                    if change.fragment not in store.mine:
+                        continue  # its shard has the outer gradient
                     follows = {"work": change.work, "version": change.version, "in_place": True}
                     threads.do(change.fragment, store.commit, change.fragment, record.payload, **follows)
                 elif isinstance(change, records.Regenerated) and store is not None:
@@ -124,7 +129,7 @@ class SyncerStore:
                     store.regenerate(change.generation)
             threads.settle()
             self._tell("computing digests")
-            for p in range(len(store.layouts) if store and store.is_seeded else 0):
+            for p in store.mine if store and store.is_seeded else ():
                 threads.do(p, cast("AnchorStore", store).digest, p)
         self.fleets = Fleets.only(before).or_(state.roster.fleet())
         self._remember(state, in_log, now_s, unix_s)
@@ -141,7 +146,7 @@ class SyncerStore:
     def _resumed(self, state: SyncerState, store: AnchorStore | None, now_s: float) -> AnchorStore | None:
         if state.manifest is None or store is None:
             return None  # start values without a log record are stored again
-        state.set_digests(store.digests())
+        state.set_digests(dict(zip(store.mine, store.digests(), strict=True)))
         state.resume(now_s)
         return store
 
@@ -227,7 +232,7 @@ class SyncerStore:
         """Return whether the log has grown as large as the state; False for a while after a failed attempt."""
         if self.is_writing or time.monotonic() < self._snapshot_again_s:
             return False
-        return self.log.nbytes > max(MIN_LOG_BYTES, sum(12 * layout.padded_numel for layout in store.layouts))
+        return self.log.nbytes > max(MIN_LOG_BYTES, store.nbytes)
 
     def begin_snapshot(
         self,
@@ -318,44 +323,50 @@ def _told_of(change: records.LogRecord, state: SyncerState) -> list[Json]:
     return []
 
 
-def seeded_store(manifest: Json, values: Sequence[Tensor]) -> AnchorStore:
+def seeded_store(
+    manifest: Json, values: Mapping[int, Tensor], *, part: tuple[int, int] = WHOLE, num_values: int | None = None
+) -> AnchorStore:
     """Create anchors at version 0 from start values.
 
     Args:
         manifest: the seeder's manifest.
-        values: start values of each fragment, float32 (P,).
+        values: start values of each fragment of this part, float32 (P,).
+        part: (shard, number of shards).
+        num_values: number of start values of all parts; None: these are all.
 
     Raises:
         PlanMismatchError: the manifest is invalid, its digest is not that of its plan, or the values do not fit.
         NonFiniteError: the values hold NaN or Inf.
     """
     try:
-        _check_size(manifest["shapes"], values)
+        came = sum(each.numel() for each in values.values()) if num_values is None else num_values
+        _check_size(manifest["shapes"], came)
         plan, config = plan_of(manifest)
     except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanMismatchError(
             f"no plan can be made from the manifest ({type(error).__name__}: {error}); it must have config, shapes and "
             "mean_names; do both sides run the same version?"
         ) from error
-    if (plan.digest, plan.num_fragments) != (manifest["plan_digest"], len(values)):
+    store = AnchorStore(plan, config, part)
+    if (plan.digest, [*store.mine]) != (manifest["plan_digest"], sorted(values)):
         raise PlanMismatchError(
             f"the manifest has the plan digest {manifest['plan_digest']!s:.12} for {len(values)} fragments, its plan "
-            f"has {plan.digest:.12} for {plan.num_fragments}; they must be equal; do both sides run the same version?"
+            f"has {plan.digest:.12} for {len(store.mine)}; they must be equal; do both sides run the same version?"
         )
-    store = AnchorStore(plan, config)
-    for p, values_P in enumerate(values):
+    if not store.mine:
+        raise PlanMismatchError(
+            f"the run has {plan.num_fragments} fragments for {part[1]} shards; each shard needs one; start the run "
+            "with fewer --shards, or with a larger num_fragments"
+        )
+    for p, values_P in values.items():
         store.seed(p, values_P)
     return store
 
 
-def _check_size(shapes: Mapping[str, Sequence[int]], values: Sequence[Tensor]) -> None:
+def _check_size(shapes: Mapping[str, Sequence[int]], came: int) -> None:
     """Refuse shapes with more values than were sent, before a plan is computed for them."""
-    claimed, came = sum(map(math.prod, shapes.values())), sum(each.numel() for each in values)
+    claimed = sum(map(math.prod, shapes.values()))
     if claimed > came:
         raise PlanMismatchError(
             f"the shapes in the manifest have {claimed} values, but {came} came; do both sides run the same version?"
         )
-
-
-def _new_store(manifest: Json) -> AnchorStore:
-    return AnchorStore(*plan_of(manifest))

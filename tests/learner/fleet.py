@@ -22,7 +22,11 @@ from lightning_diloco.errors import TransportError
 from lightning_diloco.learner.link import Link
 from lightning_diloco.learner.member import Member
 from lightning_diloco.manifest import ModelDescription
+from lightning_diloco.storage.files import no_faults
+from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
+from lightning_diloco.syncer.shards.remote import RemoteShard
+from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Connection, Json
@@ -30,6 +34,7 @@ from lightning_diloco.transport.memory import MemoryTransport
 
 RUN = "toy"
 JOIN = f"diloco://127.0.0.1:1/{RUN}#token"
+KEY = "key of the shards"
 SHAPES = {"embedding": (24, 8), "hidden": (16, 12), "bias": (16,)}
 OPTIONS = {"sync_every": 6, "num_fragments": 3, "overlap": 2, "block_size": 16, "lease_s": 3.0}
 TOKENS = 7
@@ -72,7 +77,7 @@ class Learner:
         self.frozen = options.pop("frozen", {})
         own = {key: options.pop(key) for key in ("align", "drain_s") if key in options}
         config = LearnerConfig(learner=name, join=JOIN, **{"drain_s": 10.0, **own})
-        self.wire = Wire(fleet.connect())
+        self.wire, self.shard_wires, self.fleet = Wire(fleet.connect()), dict[int, Wire](), fleet
         self.link: Link = Member(options, config, fleet.run_dir, connect=self._connected)
         self.name, self.steps, self.is_last = name, 0, None
         self._enough = threading.Event()
@@ -81,7 +86,10 @@ class Learner:
 
     def _connected(self, address: JoinAddress) -> Connection:
         assert address.run == RUN
-        return self.wire
+        if address.port == 1:
+            return self.wire
+        wire = self.shard_wires[address.port - 1] = Wire(self.fleet.shards[address.port - 2].transport.connect())
+        return wire
 
     # ---------------------------------------------------------------------------------------- in the caller's thread
 
@@ -187,11 +195,35 @@ class Wire:
         self._connection.close()
 
 
+class ShardProcess:
+    """A shard with its own directory, which can be killed and started again."""
+
+    def __init__(self, directory: Path, part: tuple[int, int]) -> None:
+        self.directory, self.part = directory, part
+        self.service = ShardService(directory, part, KEY)
+        self.transport = MemoryTransport(self.service)
+
+    def remote(self) -> RemoteShard:
+        return RemoteShard(self.part, address=lambda: f":{self.part[0] + 1}", connect=self.transport.connect, key=KEY)
+
+    def crash(self) -> None:
+        """What a killed shard leaves on its disk."""
+        self.service.stop()
+
+    def restart(self) -> None:
+        """Another process on the same directory, at the same address."""
+        self.crash()
+        self.service = self.transport.handler = ShardService(self.directory, self.part, KEY)
+
+
 class Fleet:
     """A syncer on a run directory, and learners; a context that leaves nothing running."""
 
-    def __init__(self, run_dir: Path, *, faults: Callable[[str], None] | None = None, **options: Any) -> None:
+    def __init__(
+        self, run_dir: Path, *, faults: Callable[[str], None] | None = None, num_shards: int = 1, **options: Any
+    ) -> None:
         self.run_dir = run_dir
+        self.shards = [ShardProcess(run_dir / f"shard-{k}", (k, num_shards)) for k in range(1, num_shards)]
         run_options = options.pop("run_options", OPTIONS)
         self.options = SyncerOptions(run_dir=run_dir, run_options=run_options, **options)
         self.faults = faults
@@ -202,8 +234,11 @@ class Fleet:
         self.connect: Callable[[], Connection] = self.transport.connect
 
     def _served(self) -> SyncerService:
-        durable = SyncerStore(self.run_dir, faults=self.faults) if self.faults else None
-        service = SyncerService(self.options, run=RUN, durable=durable)
+        durable = SyncerStore(self.run_dir, faults=self.faults or no_faults, num_shards=1 + len(self.shards))
+        remote = [shard.remote() for shard in self.shards]
+        service = SyncerService(self.options, run=RUN, durable=durable, remote=remote)
+        service.attach()
+        until(lambda: service.missing is None, "all shards")
         service.start()
         return service
 
@@ -245,8 +280,15 @@ class Fleet:
         return self.transport.connect().status()
 
     def published(self) -> list[Tensor]:
-        store = self.service._store
-        return [store.anchor(p).published for p in range(len(store.layouts))]
+        return [self.store_of(p).anchor(p).published for p in range(len(self.service._store.layouts))]
+
+    def store_of(self, p: int) -> AnchorStore:
+        """Return the anchors that this fragment is in."""
+        k = p % (1 + len(self.shards))
+        return self.service._store if k == 0 else self.shards[k - 1].service._own.anchors
+
+    def digests(self) -> list[str]:
+        return [self.store_of(p).digest(p) for p in range(len(self.service._store.layouts))]
 
     def __enter__(self) -> Fleet:
         return self
@@ -261,3 +303,5 @@ class Fleet:
             learner._pool.shutdown()
         if self.summary is None:
             self.stop()
+        for shard in self.shards:
+            shard.service.stop()

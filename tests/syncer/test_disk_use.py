@@ -28,7 +28,7 @@ def test_log_and_snapshots_stay_under_three_times_the_state(tmp_path: Path, monk
     options = {"sync_every": 4, "num_fragments": NUM_FRAGMENTS, "overlap": 1}
     manifest, plan = make_manifest(ModelDescription(SHAPES, frozenset({"embedding"}), {}, "tokens"), options)
     numels = [plan.layout(p, manifest["config"]["block_size"]).padded_numel for p in range(NUM_FRAGMENTS)]
-    store = seeded_store(manifest, [torch.randn(numel) for numel in numels])
+    store = seeded_store(manifest, {p: torch.randn(numel) for p, numel in enumerate(numels)})
     machine, disk, sizes = codec.dump(SyncerState(run="r").saved()), tmp_path / "syncer", list[int]()
     durable = SyncerStore(tmp_path, faults=lambda point: sizes.append(nbytes(disk)))
     durable.store_seed(machine, manifest, store)

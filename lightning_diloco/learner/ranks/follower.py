@@ -19,6 +19,7 @@ from lightning_diloco.learner.ranks.one_of_several import OneOfSeveral
 from lightning_diloco.learner.ranks.partial_uploads import PartSender
 from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
 from lightning_diloco.learner.rotation import Followed
+from lightning_diloco.learner.shards import Sharded
 from lightning_diloco.learner.whereabouts import given_address
 from lightning_diloco.manifest import ModelDescription, plan_of
 from lightning_diloco.process.threads import Jobs, compute_alone, yield_cores
@@ -54,7 +55,9 @@ class Follower(OneOfSeveral):
         super().__init__(**of_ranks)
         self._given = given_address(learner)  # None: rank 0 starts a syncer, whose run directory has it
         self._join_file: Path | None = None
-        self._sender = PartSender(self._ranks.uploads, lambda address: Followed(connect, address, self._join_file))
+        self._sender = PartSender(
+            self._ranks.uploads, lambda address: Sharded(Followed(connect, address, self._join_file), connect)
+        )
         self._copies: Jobs | None = None
 
     def start(self, model: ModelDescription, make_device: MakeDevice) -> None:

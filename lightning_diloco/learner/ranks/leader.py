@@ -57,7 +57,9 @@ class Leader(OneOfSeveral, Member):
 
     def _connected(self, address: JoinAddress) -> LargeConnection:
         connection = super()._connected(address)
-        self._parted = PartedConnection(connection, self._ranks.uploads, lambda: self._followed.moved_to)
+        self._parted = PartedConnection(
+            connection, self._ranks.uploads, lambda: (self._sharded.moved_to, self._sharded.shards)
+        )
         return self._parted
 
     def _make_devices(self, make_device: MakeDevice, plan: FragmentPlan, config: RunConfig) -> ReplicatedDevice:

@@ -64,7 +64,9 @@ class Taker(Protocol):
 
 
 class Movable(Connection, Protocol):
-    """A connection to a syncer whose place another one may take."""
+    """A connection to a syncer whose place another one may take, and to its shards."""
+
+    shards: tuple[str, ...]
 
     def move_to(self, syncer: str) -> None: ...
 
@@ -75,14 +77,16 @@ class PartedConnection:
     Args:
         connection: rank 0's connection, which takes parts of any size.
         orders: channel to the other ranks.
-        moved_to: returns the `host:port` of the syncer, if it is not the one that the ranks were given.
+        places: returns the `host:port` of the syncer, if it is not the one that the ranks were given, and its shards.
     """
 
-    def __init__(self, connection: LargeConnection, orders: Giver, moved_to: Callable[[], str | None]) -> None:
+    def __init__(
+        self, connection: LargeConnection, orders: Giver, places: Callable[[], tuple[str | None, tuple[str, ...]]]
+    ) -> None:
         self._connection = connection
         self.send, self.poll, self.get = connection.send, connection.poll, connection.get
         self.status, self.close = connection.status, connection.close
-        self._put, self._orders, self._moved_to = connection.put, orders, moved_to
+        self._put, self._orders, self._places = connection.put, orders, places
         self._alone_until_s = float("-inf")
         self._seqs: dict[int, int] = {}  # per fragment, of the last contribution that was uploaded together
 
@@ -147,12 +151,14 @@ class PartedConnection:
             return bytes_of(part_of(payload, k, n, numel=numel, wire=config.wire, block_size=config.block_size))
 
         checksums = [zlib.crc32(part(k)) for k in range(n)]
+        moved_to, shards = self._places()
         order = {
             "do": "upload",
             "header": bulk.header,
             "checksums": checksums,
             "deadline_s": deadline_s,
-            "syncer": self._moved_to(),
+            "syncer": moved_to,
+            "shards": shards,
         }
         own = Bulk(_part_header(bulk.header, 0, n), part(0))
         if not self._orders.give(order, partial(self._put, own, deadline_s=deadline_s)):
@@ -227,6 +233,7 @@ class PartSender:
             assert self._connection is not None
             if order["syncer"] is not None:
                 self._syncer.move_to(order["syncer"])
+            self._syncer.shards = tuple(order["shards"])
             bulk = Bulk(_part_header(header, k, self._orders.size), bytes_of(part))
             self._connection.put(bulk, deadline_s=order["deadline_s"])
         except DiLoCoError as error:

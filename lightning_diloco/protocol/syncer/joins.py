@@ -14,6 +14,7 @@ Source: our choice. The rules for refusing a join are in `admission.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 from lightning_diloco.protocol import actions as do
@@ -203,7 +204,7 @@ class Joins(Leasing):
             return [do.Note("suspended", {"reason": event.error})]
         record = records.Seeded(event.lease, manifest, self.secret)
         self.apply(record)
-        self.set_digests(event.digests)
+        self.set_digests(dict(enumerate(event.digests)))
         todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Note("seeded", {"lease": event.lease})]
         return todo + [a for member in self.roster.in_state("joining") for a in self._invite(member)]
 
@@ -220,9 +221,10 @@ class Joins(Leasing):
         others = [m for m in self.roster.in_state("joining") if now_s - m.heard_s <= self.config.lease_s]
         return self._invite(others[0]) if others else []
 
-    def set_digests(self, digests: tuple[str, ...]) -> None:
-        """Set the digests of the published values at the current versions, one per fragment."""
-        for f, digest in zip(self.rounds.fragments, digests, strict=True):
+    def set_digests(self, digests: Mapping[int, str]) -> None:
+        """Set digests of the published values at the current versions, by fragment."""
+        for p, digest in digests.items():
+            f = self.rounds.fragments[p]
             f.note_digest(f.version, digest)
 
     def _confirm(self, member: Member, confirm: msg.Confirm, now_s: float) -> list[SyncerAction]:

@@ -90,6 +90,8 @@ class SyncerState(Joins):
             case on.CommitFailed():
                 self._applying.pop(event.fragment, None)
                 return self.rounds.commit_failed(event.fragment, event.round, event.error, now_s)
+            case on.PayloadsLost():
+                return self.rounds.payloads_lost(event.fragments, now_s)
             case on.Tick():
                 return self._tick(event, now_s)
             case on.StoodStill():

@@ -5,9 +5,10 @@
     collecting    ready or decline from the whole electorate;  transferring; over (none has progress)
                   or the quorum, then the grace window
     transferring  members' payloads, up to a deadline          merging; over (no payload came)
-    merging       the outer gradient                           committing; merging (a member was fenced off); over (all)
+    merging       the outer gradient                           committing; merging (a member was fenced off);
+                                                               transferring (payloads were lost); over (all left)
     committing    the disk                                     over (the fragment has a new version); suspended
-    suspended     the next attempt to write to disk            merging; over (all members are gone)
+    suspended     the next attempt to write to disk            transferring
 
 Only a round that reaches `committing` changes durable state.
 """
@@ -27,9 +28,9 @@ Stage = Literal["collecting", "transferring", "merging", "committing", "suspende
 NEXT: dict[Stage, tuple[Stage, ...]] = {
     "collecting": ("transferring", "over"),
     "transferring": ("merging", "over"),
-    "merging": ("committing", "merging", "over"),
+    "merging": ("committing", "merging", "over", "transferring"),
     "committing": ("over", "suspended"),
-    "suspended": ("merging", "over"),
+    "suspended": ("transferring",),
     "over": (),
 }
 

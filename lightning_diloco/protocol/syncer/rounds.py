@@ -23,7 +23,7 @@ The stages of a round and their order are the table in `round.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median_low
 
 from msgspec.structs import replace
@@ -134,6 +134,23 @@ class Rounds:
         if not had_it and member.session in held and held[member.session].has_payload:
             self.transfer_s.add(now_s - held[member.session].ready_s)
         return todo + self._try_close(p, now_s) + self._try_merge(p, now_s)
+
+    def payloads_lost(self, fragments: Sequence[int], now_s: float) -> list[SyncerAction]:
+        """Ask for the payloads of these fragments again; a round that needs them waits for them."""
+        todo: list[SyncerAction] = []
+        for p in fragments:
+            f = self.fragments[p]
+            for session, held in f.held.items():
+                if held.has_payload:
+                    held.has_payload = False
+                    todo += self.tell_fate(self.roster[session], p, held.contribution.ready.seq)
+            if f.round is not None and f.round.stage == "merging":
+                self._transfer_again(f.round, now_s)
+        return todo
+
+    def _transfer_again(self, r: Round, now_s: float) -> None:
+        r.go("transferring")
+        r.until_s = now_s + self._transfer_deadline_s(r)
 
     def tell_fate(self, member: Member, p: int, seq: int) -> list[SyncerAction]:
         return self.contributions.tell_fate(member, p, seq)
@@ -438,8 +455,7 @@ class Rounds:
                     todo += self._open_wanted(p, f, now_s)
                 continue
             if r.stage == "suspended" and now_s >= r.until_s:
-                members = self._still_there(f, r)
-                todo += self._merge(p, f, r, members, now_s) if members else self._abort(p, f, "contributors left")
+                self._transfer_again(r, now_s)  # normally all payloads are here
             elif r.stage == "collecting" and now_s >= r.announced_s + ANNOUNCE_AGAIN_S:
                 r.announced_s = now_s
                 todo += self._announce(p, r, r.electorate - f.held.keys())

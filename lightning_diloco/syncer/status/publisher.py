@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -21,6 +21,7 @@ from lightning_diloco.protocol.messages import News
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.syncer.payloads import Payloads
 from lightning_diloco.syncer.run_end import RunEnd
+from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.standby.replica import Replica
 from lightning_diloco.syncer.status import report
 from lightning_diloco.syncer.status.history import History
@@ -44,6 +45,7 @@ class StatusPublisher:
         past: history of the run before this process.
         ending: decides when the run ends; None: it does not end by itself.
         replica: the standby; None: there can be none.
+        shards: shards in other processes.
     """
 
     def __init__(
@@ -53,18 +55,20 @@ class StatusPublisher:
         past: History | None = None,
         ending: RunEnd | None = None,
         replica: Replica | None = None,
+        *,
+        shards: Sequence[RemoteShard] = (),
     ) -> None:
         self._state = state
         self._past = past or History()
         self._ending = ending or RunEnd(expect=None, embedded_by=None)
-        self._desk, self._replica = desk, replica
+        self._desk, self._replica, self._shards = desk, replica, shards
         self._started_s = time.monotonic()
         self._began_s = self._started_s if self._past.began_s is None else self._past.began_s
         self._disk: tuple[str, float] | None = None
         self._numbers = itertools.count()
         self._recent: deque[Json] = deque(maxlen=NUM_RECENT)
         self._cosines: dict[str, float | None] = {}
-        self._news = News()
+        self._news = News(shards=self._shard_addresses())
         self.looking = threading.Lock()
 
     # --------------------------------------------------------------------------------------------------------- input
@@ -72,7 +76,8 @@ class StatusPublisher:
     def refresh(self) -> None:
         """Update the news. The loop thread calls this at each tick."""
         standby = None if self._replica is None else self._replica.address
-        self._news = News(len(self._state.roster.live()), float(self._state.ledger.seen), standby=standby)
+        num_learners, fleet_tokens = len(self._state.roster.live()), float(self._state.ledger.seen)
+        self._news = News(num_learners, fleet_tokens, standby=standby, shards=self._shard_addresses())
 
     def noted(self, event: str, fields: Mapping[str, object]) -> None:
         """Keep an event in `recent` if it is of interest to users."""
@@ -108,6 +113,9 @@ class StatusPublisher:
         """Return the news for a session."""
         return replace(self._news, cosine=self._cosines.get(session))
 
+    def _shard_addresses(self) -> tuple[str, ...]:
+        return tuple(shard.address for shard in self._shards)
+
     def status(self) -> Json:
         """Return the status of the run."""
         standby = None if self._replica is None else self._replica.status()  # it takes the two locks in this order
@@ -125,5 +133,6 @@ class StatusPublisher:
 
     def _figures(self) -> Json:
         past, desk = self._past, self._desk
-        up, down = past.bytes_up + desk.bytes_up, past.bytes_down + desk.bytes_down
+        each = (past, desk, *self._shards)
+        up, down = sum(it.bytes_up for it in each), sum(it.bytes_down for it in each)
         return {"now_s": time.monotonic(), "pauses": past.pauses, "bytes_up": up, "bytes_down": down}

@@ -81,7 +81,7 @@ class Ranks:
         self.learner, self.other = fleet.learner("l0"), CountingWire(fleet)
         self.learner.wire = self.own = CountingWire(fleet)
         self.moved_to: str | None = None
-        self.connection = PartedConnection(self.own, orders, lambda: self.moved_to)
+        self.connection = PartedConnection(self.own, orders, lambda: (self.moved_to, ()))
         self.sender = PartSender(orders, lambda address: self.other)
         self.learner.link._connect = lambda address: self.connection
         self.encoded: Callable[[Any], Any] = lambda payload: payload

@@ -93,7 +93,8 @@ def test_messages_wait_for_the_records_before_them_and_keep_their_order(primary:
 def test_a_message_does_not_wait_for_a_commit_that_was_written_after_it(primary: Primary) -> None:
     primary.standby_has(before := primary.lsn)
     lsn = primary.service._durable.write({"kind": "CommitRecord"}, b"long")
-    commit = DurableCommit(lsn, None, None, (), None)  # type: ignore[arg-type]
+    commit = DurableCommit(lsn, None, None, None, (), None)  # type: ignore[arg-type]
+    primary.service._announcer._install = primary.service._inbox.put  # a commit without values
     primary.service._announcer.commit(commit)
     primary.decide(1)
     primary.wait_for(1)

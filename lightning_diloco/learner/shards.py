@@ -1,0 +1,76 @@
+"""A learner's connection to a syncer whose run has shards: each fragment travels to the process that holds it.
+
+The syncer names its shards in the answer to each message (`News.shards`). They have the syncer's token and certificate.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lightning_diloco.learner.rotation import Followed
+from lightning_diloco.transport.address import JoinAddress, split_host_port
+from lightning_diloco.transport.base import Bulk, Connection, Json
+
+
+class Sharded:
+    """Implements `Connection`.
+
+    Args:
+        syncer: connection to the syncer, which is shard 0.
+        connect: makes the connections to the other shards.
+
+    Attributes:
+        shards: `host:port` of shards 1, 2, ...; without a host, it is the syncer's.
+    """
+
+    def __init__(self, syncer: Followed, connect: Callable[[JoinAddress], Connection]) -> None:
+        self._syncer, self._connect = syncer, connect
+        self.poll, self.status, self.move_to = syncer.poll, syncer.status, syncer.move_to
+        self.shards: tuple[str, ...] = ()
+        self._connections: dict[int, tuple[JoinAddress, Connection]] = {}
+        self._connecting = threading.Lock()
+
+    @property
+    def moved_to(self) -> str | None:
+        """See `Followed`."""
+        return self._syncer.moved_to
+
+    def send(self, session: str, messages: Sequence[Json]) -> Json:
+        answer = self._syncer.send(session, messages)
+        self.shards = tuple(answer.get("shards", ()))
+        return answer
+
+    def put(self, bulk: Bulk, *, deadline_s: float) -> Json:
+        ready = bulk.header.get("ready")
+        p = ready.get("fragment") if isinstance(ready, dict) else bulk.header.get("fragment")
+        return self._of(p).put(bulk, deadline_s=deadline_s)
+
+    def get(self, header: Json, *, deadline_s: float) -> Bulk:
+        return self._of(header.get("fragment")).get(header, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        with self._connecting:
+            for _, connection in self._connections.values():
+                connection.close()
+        self._syncer.close()
+
+    def _of(self, p: object) -> Connection:
+        """Return the connection to the process that holds this fragment; without a fragment, to the syncer."""
+        shards = self.shards
+        k = p % (len(shards) + 1) if isinstance(p, int) else 0
+        return self._syncer if k == 0 else self._shard(k, shards[k - 1])
+
+    def _shard(self, k: int, place: str) -> Connection:
+        syncer = self._syncer.address
+        host, port = split_host_port(place if place.partition(":")[0] else syncer.host_port.rpartition(":")[0] + place)
+        address = replace(syncer, host=host, port=port, standby=None)
+        with self._connecting:
+            known, connection = self._connections.get(k, (None, None))
+            if connection is None or known != address:  # it has moved, or the run has a new token
+                if connection is not None:
+                    connection.close()
+                connection = self._connect(address)
+                self._connections[k] = address, connection
+            return connection

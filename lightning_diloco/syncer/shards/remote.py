@@ -1,0 +1,299 @@
+"""A shard in another process, as its syncer sees it.
+
+1. A thread attaches to the shard and polls for its events. If a call fails, it attaches again, as soon as the shard can
+   be reached. The state machine then gets `PayloadsLost`, and the learners upload again.
+2. The syncer's word on who may upload and what to drop goes out in order, in a second thread. The words are not needed
+   while the shard is detached, because `Attach` says everything.
+3. Between `prepare` and `decided`, the thread does not attach. Otherwise the shard would drop a version that the run's
+   log is about to get.
+4. A drop of a payload that a merge uses waits for the end of the merge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+from msgspec.structs import replace
+
+from lightning_diloco.core.buffers import tensor_of
+from lightning_diloco.core.encoded import Measured
+from lightning_diloco.core.merge import MergeReport
+from lightning_diloco.errors import NonFiniteError, RemoteError, ShardError
+from lightning_diloco.protocol import actions, codec, events, messages
+from lightning_diloco.protocol.syncer.records import CommitRecord
+from lightning_diloco.syncer.shards import requests as ask
+from lightning_diloco.syncer.shards.shard import MergeJob, Outcome, Prepared
+from lightning_diloco.transport.base import RESET, Bulk, Connection, Json
+
+log = logging.getLogger(__name__)
+
+CALL_S = 10.0
+COMPUTE_S = 600.0
+POLL_S = 2.0
+AGAIN_S = 0.2
+
+
+class RemoteShard:
+    """A `Shard` in another process.
+
+    Args:
+        part: (shard, number of shards).
+        address: returns `host:port` for learners; without a host, it is the syncer's.
+        connect: makes a connection.
+        key: key of the shard.
+
+    Attributes:
+        digests: digests of its fragments at the last `Attach`.
+        bytes_up, bytes_down: payload bytes that it has received and sent, as of the last event.
+    """
+
+    def __init__(
+        self, part: tuple[int, int], *, address: Callable[[], str], connect: Callable[[], Connection], key: str
+    ) -> None:
+        self.part = part
+        self._address, self._connect, self._key = address, connect, key
+        self._connection: Connection | None = None
+        self._nonce = ""
+        self._attaching = threading.RLock()
+        self._attached = threading.Event()
+        self._is_stopping = threading.Event()
+        self._decided: dict[int, CommitRecord] = {}
+        self._commands: queue.SimpleQueue[ask.Request | None] = queue.SimpleQueue()
+        self._admitted: ask.Admitted | None = None
+        self._in_use: dict[int, set[tuple[str, int]]] = {}
+        self._later: dict[int, list[actions.DropPayload]] = {}
+        self._dropping = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self.digests: dict[int, str] = {}
+        self.bytes_up = self.bytes_down = 0
+
+    @property
+    def name(self) -> str:
+        return f"shard {self.part[0]} of {self.part[1]}"
+
+    @property
+    def address(self) -> str:
+        """`host:port` for learners; without a host, it is the syncer's."""
+        return self._address()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the shard works."""
+        return self._attached.is_set()
+
+    def start(self, attach: Callable[[], ask.Attach], hear: Callable[[events.SyncerEvent], object]) -> None:
+        """Start to attach.
+
+        Args:
+            attach: returns what to tell the shard, without its nonce; called in a thread.
+            hear: called with events for the state machine.
+        """
+        self._say, self._hear = attach, hear
+        for run in (self._link, self._command):
+            thread = threading.Thread(target=run, name=f"diloco-shard-{self.part[0]}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the shard is attached; return False after timeout_s."""
+        return self._attached.wait(timeout_s)
+
+    def stop(self) -> None:
+        """End the threads."""
+        self._is_stopping.set()
+        self._commands.put(None)
+        if self._connection is not None:
+            self._connection.close()
+        for thread in self._threads:
+            thread.join()
+
+    # --------------------------------------------------------------------------------------------------------- threads
+
+    def _link(self) -> None:
+        said, has_worked = "", False
+        while not self._is_stopping.is_set():
+            try:
+                nonce = self._attach()
+                log.log(logging.WARNING if has_worked else logging.INFO, "%s is attached", self.name)
+                said, has_worked = "", True
+                self._hear(events.PayloadsLost(tuple(self.digests)))
+                self._poll(nonce)
+            except RemoteError as error:
+                if self._is_stopping.is_set():
+                    return
+                self.reattach()
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("%s is away, its fragments wait for it: %s", self.name, error)
+                self._is_stopping.wait(AGAIN_S)
+
+    def _attach(self) -> str:
+        with self._attaching:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = self._connect()
+            request = self._with_decided(self._say())
+            answer = self._ask(request, deadline_s=COMPUTE_S).header
+            self._nonce, self._admitted = request.nonce, request.admitted
+            self.digests = {int(p): digest for p, digest in answer["digests"].items()}
+            with self._dropping:
+                self._in_use.clear()
+                self._later.clear()
+            self._attached.set()
+            return request.nonce
+
+    def _with_decided(self, said: ask.Attach) -> ask.Attach:
+        """Add a nonce, and the commits that the run's log has, but the state machine does not know yet."""
+        positions, merged = said.positions, said.merged
+        for p, commit in self._decided.items():
+            at = next((each for each in positions or () if each.fragment == p), None)
+            if at is not None and at.generation == commit.generation and at.version < commit.version:
+                new = ask.Position(p, commit.generation, commit.version)
+                positions = tuple(new if each is at else each for each in positions or ())
+                merged = (*merged, *((m.session, p, m.ready.seq, commit.version, m.kept) for m in commit.merges))
+        return replace(said, nonce=secrets.token_hex(16), positions=positions, merged=merged)
+
+    def _poll(self, nonce: str) -> None:
+        assert self._connection is not None
+        cursor = 0
+        while not self._is_stopping.is_set() and self.is_attached and self._nonce == nonce:
+            polled = self._connection.poll(nonce, cursor, POLL_S)
+            if RESET in polled.messages and cursor:
+                raise ShardError(f"{self.name} has lost events")
+            cursor = polled.cursor
+            figures = self._call(ask.Figures(), CALL_S).header
+            self.bytes_up, self.bytes_down = figures["bytes_up"], figures["bytes_down"]
+            for told in polled.messages:
+                if told != RESET:
+                    self._hear_of(told)
+
+    def _hear_of(self, told: Json) -> None:
+        ready = messages.decode({**told["ready"], "kind": messages.Ready.__name__}, messages.FromLearner)
+        self._hear(events.PayloadReceived(told["session"], cast("messages.Ready", ready), told["error"]))
+
+    def _command(self) -> None:
+        while (request := self._commands.get()) is not None:
+            with contextlib.suppress(ShardError):
+                self._call(request, CALL_S)
+
+    # ----------------------------------------------------------------------------------------------------------- calls
+
+    def _call(self, request: ask.Request, deadline_s: float = COMPUTE_S) -> Bulk:
+        """Ask the attached shard.
+
+        Raises:
+            ShardError: it is away.
+        """
+        if not self.is_attached:
+            raise ShardError(f"{self.name} is away")
+        nonce = self._nonce
+        try:
+            return self._ask(request, deadline_s=deadline_s)
+        except RemoteError as error:
+            if self._nonce == nonce:
+                self.reattach()
+            raise ShardError(f"{self.name}: {error}") from error
+
+    def _ask(self, request: ask.Request, *, deadline_s: float) -> Bulk:
+        assert self._connection is not None
+        header = {"what": ask.SHARD, "key": self._key, "nonce": self._nonce, "request": codec.dump(request)}
+        return self._connection.get(header, deadline_s=deadline_s)
+
+    def reattach(self) -> None:
+        """Make the thread attach again, because the shard may have what the run does not have."""
+        self._attached.clear()
+
+    def admit(self, admitted: ask.Admitted) -> None:
+        """Say who may upload, if it has changed. Loop thread."""
+        if admitted != self._admitted:
+            self._admitted = admitted
+            self._commands.put(ask.Admit(admitted))
+
+    def size_of_seed(self, session: str, lease: int, num_fragments: int) -> int | None:
+        """Return the number of start values here; None until all have arrived."""
+        return self._call(ask.SizeOfSeed(session, lease, num_fragments), CALL_S).header["num_values"]
+
+    def store_seed(self, session: str, lease: int, manifest: Json, num_values: int) -> dict[int, str]:
+        """Make the start values durable; return their digests by fragment. See `seeded_store` for errors."""
+        digests = self._call(ask.StoreSeed(session, lease, manifest, num_values)).header["digests"]
+        return {int(p): digest for p, digest in digests.items()}
+
+    # ----------------------------------------------------------------------------------------------------- see `Shard`
+
+    def job(self, action: actions.Merge) -> MergeJob:
+        """See `Shard`."""
+        with self._dropping:
+            self._in_use[action.fragment] = {
+                (c.session, c.ready.seq) for c in (*action.contributions, *action.on_trial)
+            }
+        return MergeJob(action)
+
+    def measure(self, job: MergeJob) -> Measured:
+        """See `Shard`."""
+        action = job.action
+        wanted = tuple((c.session, c.ready.seq) for c in (*action.contributions, *action.on_trial))
+        found = self._call(ask.Measure(action.fragment, wanted))
+        return Measured(tensor_of(found.payload, torch.float64).reshape(found.header["shape"]))
+
+    def merge(self, job: MergeJob, max_norms: Sequence[float], measured: Measured) -> Outcome:
+        """See `Shard`."""
+        action = job.action
+        request = ask.Merge(action.fragment, action.round, action.shares, ask.numbers(max_norms))
+        found = codec.load(ask.Merged, self._call(request).header)
+        lists = map(ask.floats, (found.norms, found.kept, found.cosines))
+        return Outcome(MergeReport(*lists, float(found.merged_norm)), found.is_finite)
+
+    def deciding(self) -> AbstractContextManager[object]:
+        """See `Shard`. If the block fails, the shard may have a version that the run does not have: attach again."""
+
+        @contextlib.contextmanager
+        def decide() -> Iterator[None]:
+            with self._attaching:
+                try:
+                    yield
+                except NonFiniteError:  # nothing was prepared
+                    raise
+                except BaseException:
+                    self.reattach()
+                    raise
+
+        return decide()
+
+    def prepare(self, commit: CommitRecord) -> Prepared:
+        """See `Shard`."""
+        answer = self._call(ask.Prepare(commit)).header
+        return Prepared(answer["lr"], answer["digest"])
+
+    def decided(self, commit: CommitRecord) -> None:
+        """See `Shard`."""
+        self._decided[commit.fragment] = commit
+
+    def install(self, commit: CommitRecord, prepared: Prepared) -> None:
+        """See `Shard`. If the shard is away, it installs this version when it attaches again."""
+        with contextlib.suppress(ShardError):
+            self._call(ask.Install(commit), CALL_S)
+        with self._dropping:
+            self._in_use.pop(commit.fragment, None)
+            later = self._later.pop(commit.fragment, [])
+        for action in later:
+            self.drop(action)
+
+    def drop(self, action: actions.DropPayload) -> None:
+        """See `Shard`."""
+        with self._dropping:
+            if (action.session, action.seq) in self._in_use.get(action.fragment, ()):
+                self._later.setdefault(action.fragment, []).append(action)
+                return
+        self._commands.put(ask.Drop(action.session, action.fragment, action.seq))
+
+    def regenerate(self, generation: int) -> None:
+        """See `Shard`."""
+        self._commands.put(ask.Regenerate(generation))

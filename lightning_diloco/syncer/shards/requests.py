@@ -1,0 +1,180 @@
+"""What the syncer asks of a shard.
+
+A request is in the header of a download: {"what": SHARD, "key", "nonce", "request"}. The key is that of a standby. The
+nonce is that of the last `Attach`; a shard refuses the requests of a syncer that is not attached any more.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Iterable
+
+from lightning_diloco.errors import CorruptMessageError
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.codec import Json, Tagged, Value
+from lightning_diloco.protocol.limits import Count, Finite, Text
+from lightning_diloco.protocol.syncer.records import CommitRecord
+
+SHARD = "shard"
+Number = float | Text  # "inf" and "nan", which JSON has no numbers for
+
+
+class Position(Value, frozen=True):
+    """The version of a fragment that the run's log has decided."""
+
+    fragment: Count
+    generation: Count
+    version: Count
+
+
+class Admitted(Value, frozen=True):
+    """Who may upload.
+
+    Args:
+        sessions: sessions that take part.
+        seeder: session and number of the seed lease.
+    """
+
+    sessions: tuple[Text, ...] = ()
+    seeder: tuple[Text, Count] | None = None
+
+
+class Attach(Tagged, frozen=True):
+    """Begin to work for this syncer, at these positions. All payloads are dropped.
+
+    The answer is {"digests"}: the digest of each position.
+
+    Args:
+        nonce: nonce of the next requests, and of the polls for events.
+        run: run id.
+        shard, num_shards: what this shard must be.
+        secret: secret of the run's proofs.
+        positions: all fragments of this shard; None if the run has no start values.
+        merged: merged contributions, see `Payloads.remember_merged`.
+        admitted: who may upload.
+    """
+
+    nonce: Text
+    run: Text
+    shard: Count
+    num_shards: Count
+    secret: Text
+    positions: tuple[Position, ...] | None
+    merged: tuple[tuple[Text, Count, Count, Count, Finite], ...]
+    admitted: Admitted
+
+
+class Admit(Tagged, frozen=True):
+    """From now on, these may upload. Payloads of other sessions are dropped by `Drop`."""
+
+    admitted: Admitted
+
+
+class Drop(Tagged, frozen=True):
+    """Drop a payload that is no longer needed."""
+
+    session: Text
+    fragment: Count
+    seq: Count
+
+
+class Measure(Tagged, frozen=True):
+    """Return the dot products of contributions, given by session and seq: {"shape"} and float64 values."""
+
+    fragment: Count
+    payloads: tuple[tuple[Text, Count], ...]
+
+
+class Merge(Tagged, frozen=True):
+    """Merge the first of the contributions that were measured last. The answer is `Merged`."""
+
+    fragment: Count
+    round: Count
+    shares: tuple[Finite, ...]
+    max_norms: tuple[Number, ...]
+
+
+class Merged(Value, frozen=True):
+    """An `Outcome`."""
+
+    norms: tuple[Number, ...]
+    kept: tuple[Number, ...]
+    cosines: tuple[Number, ...]
+    merged_norm: Number
+    is_finite: bool
+
+
+class Prepare(Tagged, frozen=True):
+    """Compute the next version and log it. The answer is {"digest", "lr"}."""
+
+    commit: CommitRecord
+
+
+class Install(Tagged, frozen=True):
+    """Make a prepared version the current one."""
+
+    commit: CommitRecord
+
+
+class Regenerate(Tagged, frozen=True):
+    """Begin a new generation."""
+
+    generation: Count
+
+
+class SizeOfSeed(Tagged, frozen=True):
+    """Return {"num_values"}: how many start values have arrived; null until all of this shard's have."""
+
+    session: Text
+    lease: Count
+    num_fragments: Count
+
+
+class StoreSeed(Tagged, frozen=True):
+    """Make the start values durable. The answer is {"digests"}.
+
+    Args:
+        manifest: the seeder's manifest.
+        num_values: number of start values of all shards.
+    """
+
+    session: Text
+    lease: Count
+    manifest: Json
+    num_values: Count
+
+
+class Figures(Tagged, frozen=True):
+    """Return {"bytes_up", "bytes_down"}: payload bytes that this process has received and sent."""
+
+
+Request = (
+    Attach | Admit | Drop | Measure | Merge | Prepare | Install | Regenerate | SizeOfSeed | StoreSeed | Figures
+)  # fmt: skip
+_KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in typing.get_args(Request)}
+
+
+def decode(values: object) -> Request:
+    """Return the request of a JSON object.
+
+    Raises:
+        CorruptMessageError: unknown kind, or wrong fields.
+    """
+    kind = _KINDS.get(str(values.get("kind"))) if isinstance(values, dict) else None
+    if kind is None:
+        raise CorruptMessageError(
+            f"found {values!r:.80} as a request to a shard; must be one of {', '.join(_KINDS)}; do both sides run the "
+            "same version?"
+        )
+    return codec.load(kind, values)
+
+
+def numbers(values: Iterable[float]) -> tuple[Number, ...]:
+    """Return values as JSON can hold them."""
+    return tuple(value if math.isfinite(value) else str(value) for value in values)
+
+
+def floats(values: Iterable[Number]) -> tuple[float, ...]:
+    """Return the values of `numbers`."""
+    return tuple(map(float, values))

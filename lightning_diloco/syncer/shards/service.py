@@ -1,0 +1,302 @@
+"""The service of a shard's process: learners exchange its fragments, and the syncer tells it what to do.
+
+1. Before a syncer attaches, and after each `Attach`, the shard has no payloads. Learners upload them again.
+2. The arrival of a payload is an event for the syncer, which polls for it with the nonce of its `Attach`.
+3. Uploads are kept only for sessions that the syncer admits. An upload that is a moment ahead of the syncer's word
+   waits for up to ADMIT_S.
+4. One computation runs at a time. `Attach` waits for it, so nothing that an earlier syncer has asked for comes late.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
+from lightning_diloco.core.buffers import bytes_of
+from lightning_diloco.core.encoded import Measured
+from lightning_diloco.errors import AuthError, ConfigError, CorruptMessageError, RestoringError, TransportError
+from lightning_diloco.protocol import actions, codec, messages
+from lightning_diloco.protocol.syncer.proofs import proof_of_version
+from lightning_diloco.storage.files import Faults, no_faults
+from lightning_diloco.syncer.anchors import AnchorStore, fragments_of
+from lightning_diloco.syncer.outbox import Outbox
+from lightning_diloco.syncer.payloads import Payloads, made_up
+from lightning_diloco.syncer.shards import requests as ask
+from lightning_diloco.syncer.shards.shard import MergeJob, OwnShard, Prepared
+from lightning_diloco.syncer.shards.store import ShardStore
+from lightning_diloco.transport.base import Bulk, Json, Polled
+
+log = logging.getLogger(__name__)
+
+ADMIT_S = 5.0
+_EMPTY = memoryview(b"")
+
+
+class ShardService:
+    """Implements the transport's `Handler`.
+
+    Args:
+        directory: directory of this shard.
+        part: (shard, number of shards).
+        key: key that the syncer must send.
+        faults: hook at named points, for crash tests.
+    """
+
+    def __init__(self, directory: Path, part: tuple[int, int], key: str, *, faults: Faults = no_faults) -> None:
+        self.part = part
+        self._key = key
+        self._disk = ShardStore(directory, part, faults=faults)
+        self._desk = Payloads()
+        self._own = OwnShard(self._desk)
+        self._own.anchors = self._disk.anchors
+        self._attached: ask.Attach | None = None
+        self._config = RunConfig()
+        self._admitted = ask.Admitted()
+        self._measured: dict[int, tuple[MergeJob, Measured]] = {}
+        self._prepared: dict[int, Prepared] = {}
+        self._events = Outbox()
+        self._working, self._changing = threading.RLock(), threading.Condition()
+        self._is_stopping = False
+        self._answers: dict[type[ask.Request], Callable[..., Bulk]] = {
+            ask.Admit: self._admit,
+            ask.Drop: self._drop,
+            ask.Measure: self._measure,
+            ask.Merge: self._merge,
+            ask.Prepare: self._prepare,
+            ask.Install: self._install,
+            ask.Regenerate: self._regenerate,
+            ask.SizeOfSeed: self._size_of_seed,
+            ask.StoreSeed: self._store_seed,
+            ask.Figures: lambda request: Bulk(self._figures(), _EMPTY),
+        }
+
+    def stop(self) -> None:
+        """Refuse calls, and close the files after the present computation."""
+        self._is_stopping = True
+        self._events.close()
+        with self._working:
+            self._disk.close()
+
+    # -------------------------------------------------------------------------------------------- called by transport
+
+    def on_send(self, session: str, messages_: Sequence[Json]) -> Json:
+        """Refuse control messages: they go to the syncer."""
+        raise CorruptMessageError(
+            f"a control message came to shard {self.part[0]}; the syncer takes them; nothing was used"
+        )
+
+    def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
+        """Return events for the attached syncer."""
+        self._attachment(session)
+        return self._events.poll(session, cursor, wait_s)
+
+    def on_put(self, bulk: Bulk) -> Json:
+        """Accept a contribution or a part of the seed; discard bytes that only measure a link."""
+        if bulk.header.get("what") == "probe":
+            return {"missing": []}
+        session = str(bulk.header.get("session"))
+        attached = self._attachment()
+        if bulk.header.get("what") == "seed":
+            if self._own.anchors is not None:  # the run already has its start values
+                return {"missing": []}
+            return {"missing": self._desk.take_seed(session, bulk, self._seeder(bulk.header.get("lease")))}
+        self._await(lambda: session in self._admitted.sessions)
+        event, missing = self._desk.take_contribution(session, bulk, self._own.anchors, self)
+        if event is not None:
+            told = {"session": event.session, "ready": messages.encode(event.ready), "error": event.error}
+            self._events.put(attached.nonce, told)
+        return {"missing": missing}
+
+    def on_get(self, header: Json) -> Bulk:
+        """Answer the syncer; or return the update that a learner needs, or bytes that measure a link."""
+        if header.get("what") == ask.SHARD:
+            return self._answer(header)
+        if header.get("what") == "probe":
+            return made_up(header)
+        session, attached = str(header.get("session")), self._attachment()
+
+        def proof(p: int, generation: int, version: int, digest: str) -> str:
+            return proof_of_version(attached.secret, p, messages.Mark(generation, version, digest, ""))
+
+        is_known = session in self._admitted.sessions
+        return self._desk.give(session, header, self._own.anchors, is_known=is_known, proof=proof)
+
+    def on_status(self) -> Json:
+        """Return what `diloco doctor` compares, and what a user may want to know of a shard."""
+        return {"protocol": PROTOCOL_VERSION, "shard": self.part[0], "num_shards": self.part[1], **self._figures()}
+
+    # ------------------------------------------------------------------------------------------------------ admission
+
+    @property
+    def config(self) -> RunConfig:
+        """See `Admission`."""
+        return self._config
+
+    def may_merge(self, session: str, ready: messages.Ready) -> bool:
+        """See `Admission`. The syncer drops what it has decided already."""
+        return session in self._admitted.sessions
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        with self._changing:
+            if not self._changing.wait_for(condition, ADMIT_S):
+                raise TransportError(
+                    "the syncer has not announced this session to its shard yet; nothing was used; try again"
+                )
+
+    def _seeder(self, lease: object) -> tuple[str, int] | None:
+        """Return session and number of the seed lease, when this one or a later one was granted."""
+        self._await(
+            lambda: (granted := self._admitted.seeder) is None or not isinstance(lease, int) or lease <= granted[1]
+        )
+        return self._admitted.seeder
+
+    # ------------------------------------------------------------------------------------------- called by the syncer
+
+    def _attachment(self, nonce: str | None = None) -> ask.Attach:
+        """Return what the attached syncer has said; refuse calls of another one."""
+        if self._is_stopping:
+            raise TransportError(f"shard {self.part[0]} is stopping; nothing of the call was used; try again")
+        attached = self._attached
+        if attached is None:
+            raise RestoringError(f"shard {self.part[0]} waits for its syncer; nothing of the call was used")
+        if nonce is not None and attached.nonce != nonce:
+            raise TransportError(f"another syncer has attached to shard {self.part[0]}; nothing of the call was used")
+        return attached
+
+    def _answer(self, header: Json) -> Bulk:
+        if header.get("key") != self._key:
+            raise AuthError(f"a request to shard {self.part[0]} came without the key of RUN_DIR/standby")
+        request = ask.decode(header.get("request"))
+        if isinstance(request, ask.Attach):
+            return self._attach(request)
+        self._attachment(str(header.get("nonce")))
+        return self._answers[type(request)](request)
+
+    def _attach(self, request: ask.Attach) -> Bulk:
+        if (request.shard, request.num_shards) != self.part:
+            raise ConfigError(
+                f"this is shard {self.part[0]} of {self.part[1]}; the syncer wants {request.shard} of "
+                f"{request.num_shards}; start both with the same --shards"
+            )
+        with self._working:
+            self._attached = None
+            self._measured.clear()
+            self._prepared.clear()
+            self._desk.clear()
+            self._desk.remember_merged(request.merged)
+            if request.positions is None:
+                self._disk.forget()
+            elif self._disk.anchors is None:
+                raise ConfigError(
+                    f"shard {self.part[0]} has no files of run {request.run}, which has start values; restore its "
+                    "directory, or begin a new run"
+                )
+            else:
+                self._disk.settle({each.fragment: each.version for each in request.positions})
+                self._disk.regenerate(max(each.generation for each in request.positions))
+            self._use(self._disk.anchors)
+            self._admit(ask.Admit(request.admitted))
+            digests = {} if self._own.anchors is None else _digests(self._own.anchors)
+            self._attached = request
+        log.info("shard %d of %d works for run %s", *self.part, request.run)
+        return Bulk({"digests": digests}, _EMPTY)
+
+    def _use(self, store: AnchorStore | None) -> None:
+        self._own.anchors = store
+        if store is not None:
+            self._config = store.config
+
+    def _admit(self, request: ask.Admit) -> Bulk:
+        with self._changing:
+            self._admitted = request.admitted
+            self._changing.notify_all()
+        self._desk.prune(self)
+        return Bulk({}, _EMPTY)
+
+    def _drop(self, request: ask.Drop) -> Bulk:
+        self._desk.drop(request.session, request.fragment, request.seq)
+        return Bulk({}, _EMPTY)
+
+    def _measure(self, request: ask.Measure) -> Bulk:
+        p = request.fragment
+        with self._working:
+            job = MergeJob(actions.Merge(p, 0, (), ()), self._desk.payloads(p, request.payloads))
+            measured = self._own.measure(job)
+            self._measured[p] = job, measured
+        gram_EMM = measured.gram_EMM
+        return Bulk({"shape": list(gram_EMM.shape)}, bytes_of(gram_EMM.flatten()))
+
+    def _merge(self, request: ask.Merge) -> Bulk:
+        p = request.fragment
+        with self._working:
+            job, measured = self._measured.pop(p)
+            found = self._own.merge_payloads(
+                p,
+                job.payloads,
+                request.shares,
+                max_norms=ask.floats(request.max_norms),
+                measured=measured,
+                number=request.round,
+            )
+        report = found.report
+        lists = (ask.numbers(values) for values in (report.norms, report.kept, report.cosines))
+        merged = ask.Merged(*lists, ask.numbers([report.merged_norm])[0], found.is_finite)
+        return Bulk(codec.dump(merged), _EMPTY)
+
+    def _prepare(self, request: ask.Prepare) -> Bulk:
+        commit = request.commit
+        with self._working:
+            gradient = self._own.gradient(commit)
+            prepared = self._own.prepare(commit)
+            hashing = threading.Thread(target=prepared.finish, name="diloco-digest")
+            hashing.start()  # in parallel with the disk write
+            try:
+                self._disk.write(commit, gradient)
+            finally:
+                hashing.join()
+            self._prepared[commit.fragment] = prepared
+        return Bulk({"digest": prepared.digest, "lr": prepared.lr}, _EMPTY)
+
+    def _install(self, request: ask.Install) -> Bulk:
+        commit = request.commit
+        prepared = self._prepared.pop(commit.fragment, None)
+        if prepared is None:  # a syncer has attached meanwhile, which settles it
+            raise TransportError(f"version {commit.version} of fragment {commit.fragment} was not prepared here")
+        self._own.install(commit, prepared)
+        self._disk.undecided.pop(commit.fragment)
+        self._disk.snapshot_if_due()
+        return Bulk({}, _EMPTY)
+
+    def _regenerate(self, request: ask.Regenerate) -> Bulk:
+        with self._working:
+            self._disk.regenerate(request.generation)
+        return Bulk({}, _EMPTY)
+
+    def _size_of_seed(self, request: ask.SizeOfSeed) -> Bulk:
+        values = self._desk.seed(request.session, request.lease, fragments_of(self.part, request.num_fragments))
+        num_values = None if values is None else sum(each.numel() for each in values.values())
+        return Bulk({"num_values": num_values}, _EMPTY)
+
+    def _store_seed(self, request: ask.StoreSeed) -> Bulk:
+        mine = fragments_of(self.part, cast("int", request.manifest["num_fragments"]))
+        with self._working:
+            values = self._desk.seed(request.session, request.lease, mine)
+            if values is None:
+                raise TransportError(f"shard {self.part[0]} has lost start values; send them again")
+            self._use(self._disk.store_seed(request.manifest, values, request.num_values))
+            self._desk.drop_seed()
+            assert self._own.anchors is not None
+            digests = _digests(self._own.anchors)
+        return Bulk({"digests": digests}, _EMPTY)
+
+    def _figures(self) -> Json:
+        return {"bytes_up": self._desk.bytes_up, "bytes_down": self._desk.bytes_down}
+
+
+def _digests(store: AnchorStore) -> dict[str, str]:
+    """Return digests by fragment; the keys are texts, as in JSON."""
+    return {str(p): store.digest(p) for p in store.mine}

@@ -1,0 +1,205 @@
+"""What the merge thread needs of a shard, and the shard in this process.
+
+A round of a fragment goes through `job`, `measure`, `merge`, `prepare` and `install`, in this order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_diloco.core.blocks import all_finite
+from lightning_diloco.core.buffers import bytes_of
+from lightning_diloco.core.encoded import Measured
+from lightning_diloco.core.merge import MergeReport
+from lightning_diloco.errors import TransportError
+from lightning_diloco.protocol import actions
+from lightning_diloco.protocol.syncer.records import CommitRecord
+from lightning_diloco.storage.files import Buffer
+from lightning_diloco.syncer.anchors import Anchor, AnchorStore
+from lightning_diloco.syncer.payloads import Payloads
+
+
+@dataclass(frozen=True, slots=True)
+class MergeJob:
+    """A merge of one round.
+
+    Args:
+        action: the round and its contributions.
+        payloads: payloads of its contributions, followed by those of contributions on trial; empty if another process
+            holds them.
+    """
+
+    action: actions.Merge
+    payloads: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a merge. Its outer gradient stays in the shard.
+
+    Args:
+        report: statistics of the contributions.
+        is_finite: whether the outer gradient is finite.
+    """
+
+    report: MergeReport
+    is_finite: bool
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A version that is computed, but not decided yet.
+
+    Args:
+        lr: outer learning rate of this step.
+        digest: digest of the published values; "" before `finish`.
+        gradient: bytes of the outer gradient for the run's log; empty if the shard has logged them.
+        anchor: the next state; None if another process holds it.
+    """
+
+    lr: float
+    digest: str = ""
+    gradient: Buffer = b""
+    anchor: Anchor | None = field(default=None, repr=False)
+
+    def finish(self) -> None:
+        """Compute the digest, if it is not known yet."""
+        self.digest = self.digest or (self.anchor.digest if self.anchor else "")
+
+
+class Shard(Protocol):
+    """The tensors of some fragments."""
+
+    def job(self, action: actions.Merge) -> MergeJob:
+        """Return a job whose payloads stay valid until it is done, even if they are dropped meanwhile. Loop thread."""
+
+    def measure(self, job: MergeJob) -> Measured:
+        """Compute norms and cosines of the contributions. Merge thread."""
+
+    def merge(self, job: MergeJob, max_norms: Sequence[float], measured: Measured) -> Outcome:
+        """Compute the outer gradient, and keep it until `prepare`. Merge thread.
+
+        Args:
+            job: as measured; contributions on trial are not merged.
+            max_norms: norm limit of each contribution.
+            measured: result of `measure`.
+        """
+
+    def prepare(self, commit: CommitRecord) -> Prepared:
+        """Compute the next version. Merge thread.
+
+        Raises:
+            NonFiniteError: it is not finite.
+            StorageError: the shard's disk has failed.
+        """
+
+    def deciding(self) -> AbstractContextManager[object]:
+        """Return a context for `prepare`, the write to the run's log, and `decided`. Merge thread."""
+
+    def decided(self, commit: CommitRecord) -> None:
+        """Note that the run's log has this commit. Merge thread."""
+
+    def install(self, commit: CommitRecord, prepared: Prepared) -> None:
+        """Make a decided version the current one, so that learners can fetch it."""
+
+    def drop(self, action: actions.DropPayload) -> None:
+        """Drop a payload that is no longer needed. Loop thread."""
+
+    def regenerate(self, generation: int) -> None:
+        """Begin a new generation, see `AnchorStore.regenerate`. Loop thread."""
+
+
+class OwnShard:
+    """A `Shard` in this process.
+
+    Args:
+        desk: payloads of its contributions.
+
+    Attributes:
+        anchors: anchors of its fragments; None before the run has start values.
+    """
+
+    def __init__(self, desk: Payloads) -> None:
+        self._desk = desk
+        self._gradients: dict[int, tuple[int, Tensor]] = {}  # by fragment, with the number of the round
+        self.anchors: AnchorStore | None = None
+
+    @property
+    def _store(self) -> AnchorStore:
+        assert self.anchors is not None, "the run has no start values yet"
+        return self.anchors
+
+    def job(self, action: actions.Merge) -> MergeJob:
+        """See `Shard`."""
+        wanted = [(c.session, c.ready.seq) for c in (*action.contributions, *action.on_trial)]
+        return MergeJob(action, self._desk.payloads(action.fragment, wanted))
+
+    def measure(self, job: MergeJob) -> Measured:
+        """See `Shard`."""
+        return self._store.measure(job.action.fragment, job.payloads)
+
+    def merge(self, job: MergeJob, max_norms: Sequence[float], measured: Measured) -> Outcome:
+        """See `Shard`."""
+        about = {"max_norms": max_norms, "measured": measured, "number": job.action.round}
+        return self.merge_payloads(job.action.fragment, job.payloads, job.action.shares, **about)
+
+    def merge_payloads(
+        self,
+        p: int,
+        payloads: Sequence[Tensor],
+        shares: Sequence[float],
+        *,
+        max_norms: Sequence[float],
+        measured: Measured,
+        number: int,
+    ) -> Outcome:
+        """Merge the first of these payloads, one for each share, in the round of this number."""
+        num = len(shares)
+        values_P, report = self._store.merge(p, payloads[:num], shares, max_norms, measured.only(num))
+        self._gradients[p] = number, values_P
+        return Outcome(report, all_finite(values_P))
+
+    def gradient(self, commit: CommitRecord) -> Tensor:
+        """Return the outer gradient of a commit's round.
+
+        Raises:
+            TransportError: there is none.
+        """
+        number, values_P = self._gradients.get(commit.fragment, (None, None))
+        if values_P is None or number != commit.round:
+            raise TransportError(f"round {commit.round} of fragment {commit.fragment} was not merged here")
+        return values_P
+
+    def prepare(self, commit: CommitRecord) -> Prepared:
+        """See `Shard`."""
+        values_P = self.gradient(commit)
+        del self._gradients[commit.fragment]
+        anchor = self._store.next_state(commit.fragment, values_P, work=commit.work)
+        return Prepared(self._store.outer_lr(anchor), gradient=bytes_of(values_P), anchor=anchor)
+
+    def deciding(self) -> AbstractContextManager[object]:
+        """See `Shard`."""
+        return nullcontext()
+
+    def decided(self, commit: CommitRecord) -> None:
+        """See `Shard`."""
+
+    def install(self, commit: CommitRecord, prepared: Prepared) -> None:
+        """See `Shard`."""
+        assert prepared.anchor is not None
+        self._desk.note_merged(commit)
+        self._store.install(commit.fragment, prepared.anchor)
+
+    def drop(self, action: actions.DropPayload) -> None:
+        """See `Shard`."""
+        self._desk.drop(action.session, action.fragment, action.seq)
+
+    def regenerate(self, generation: int) -> None:
+        """See `Shard`."""
+        if self.anchors is not None:
+            self.anchors.regenerate(generation)

@@ -1,0 +1,223 @@
+"""The disk of a shard's process: outer gradients, and snapshots of its fragments.
+
+    DIR/log        outer gradients, in the order in which they were prepared
+    DIR/snapshot   anchors
+
+1. A gradient is on disk before the syncer decides about it. The last gradient of each fragment is undecided until the
+   syncer says which version the run has. All earlier ones were decided, because a fragment has at most one undecided
+   version.
+2. A gradient that was not decided is withdrawn by a record of its own.
+3. A snapshot is written when the log has grown as large as the state, and no version is undecided.
+
+Source: our choice, after two-phase commit; the syncer is the coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_diloco.core.buffers import bytes_of, tensor_of
+from lightning_diloco.errors import ConfigError, CorruptLogError
+from lightning_diloco.manifest import plan_of
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.codec import Tagged
+from lightning_diloco.protocol.limits import Count, Finite
+from lightning_diloco.protocol.syncer.records import CommitRecord
+from lightning_diloco.storage.files import Faults, no_faults, remove_tree
+from lightning_diloco.storage.redo_log import RedoLog
+from lightning_diloco.storage.snapshots import SnapshotStore
+from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.store import MIN_LOG_BYTES, SNAPSHOT_AGAIN_S, seeded_store
+from lightning_diloco.transport.base import Json
+
+log = logging.getLogger(__name__)
+
+
+class Gradient(Tagged, frozen=True):
+    """The payload of this record is the outer gradient of an undecided version, bfloat16 (P,)."""
+
+    fragment: Count
+    version: Count
+    work: Finite
+
+
+class Withdrawn(Tagged, frozen=True):
+    """This version was not decided."""
+
+    fragment: Count
+    version: Count
+
+
+class Regenerated(Tagged, frozen=True):
+    """A new generation has begun."""
+
+    generation: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """A version that was prepared, with its outer gradient, bfloat16 (P,)."""
+
+    version: int
+    work: float
+    gradient: Tensor
+
+
+class ShardStore:
+    """Log and snapshots of one shard.
+
+    Args:
+        directory: DIR.
+        part: (shard, number of shards).
+        faults: hook at named points, for crash tests.
+
+    Attributes:
+        anchors: the fragments; None before the run has start values.
+        undecided: the last version of a fragment in the log, if it may be undecided.
+    """
+
+    def __init__(self, directory: Path, part: tuple[int, int], *, faults: Faults = no_faults) -> None:
+        self._part = part
+        self._log = RedoLog(directory / "log", faults=faults)
+        self._snapshots = SnapshotStore(directory / "snapshot", faults=faults)
+        self._manifest: Json = {}
+        self._writing: threading.Thread | None = None
+        self._again_s = 0.0
+        self._one_record = threading.Lock()
+        self.anchors: AnchorStore | None = None
+        self.undecided: dict[int, Undecided] = {}
+        self._load()
+
+    def _load(self) -> None:
+        snapshot = self._snapshots.latest()
+        if snapshot is None:
+            return
+        if (found := tuple(cast("list[int]", snapshot.state["part"]))) != self._part:
+            raise ConfigError(
+                f"{self._snapshots.directory} is of shard {found[0]} of {found[1]}; this is shard {self._part[0]} of "
+                f"{self._part[1]}; each shard of a run needs its own directory"
+            )
+        self._manifest = cast("Json", snapshot.state["manifest"])
+        self.anchors = store = AnchorStore(*plan_of(self._manifest), self._part)
+        store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors)
+        for record in self._log.records(snapshot.lsn + 1):
+            kind = record.header["kind"]
+            if kind == Gradient.__name__:
+                made = codec.load(Gradient, record.header)
+                self._apply(made.fragment, in_place=True)
+                gradient = tensor_of(record.payload, torch.bfloat16).clone()
+                self.undecided[made.fragment] = Undecided(made.version, made.work, gradient)
+            elif kind == Withdrawn.__name__:
+                self.undecided.pop(codec.load(Withdrawn, record.header).fragment)
+            else:
+                for p in list(self.undecided):
+                    self._apply(p, in_place=True)
+                store.regenerate(codec.load(Regenerated, record.header).generation)
+
+    def _apply(self, p: int, *, in_place: bool) -> None:
+        """Install an undecided version that turns out to be decided, if there is one."""
+        found = self.undecided.pop(p, None)
+        if found is not None:
+            assert self.anchors is not None
+            self.anchors.commit(p, found.gradient, work=found.work, version=found.version, in_place=in_place)
+
+    def settle(self, positions: Mapping[int, int]) -> None:
+        """Install the undecided versions that were decided, and withdraw the others.
+
+        Args:
+            positions: version of each fragment in the run.
+
+        Raises:
+            CorruptLogError: this shard has other versions, so its files or the syncer's were lost or replaced.
+        """
+        assert self.anchors is not None
+        for p, version in positions.items():
+            found = self.undecided.get(p)
+            if found is not None and found.version != version:
+                self.withdraw(p)
+            self._apply(p, in_place=False)
+            if (own := self.anchors.anchor(p).version) != version:
+                raise CorruptLogError(
+                    f"shard {self._part[0]} has fragment {p} at version {own}; the run has it at version {version}; "
+                    "restore the syncer's directory and those of all shards as of one moment"
+                )
+
+    def write(self, commit: CommitRecord, gradient: Tensor) -> None:
+        """Make the outer gradient of an undecided version durable. Raises `StorageError`."""
+        p = commit.fragment
+        self._append(Gradient(p, commit.version, commit.work), gradient)
+        self.undecided[p] = Undecided(commit.version, commit.work, gradient)
+
+    def withdraw(self, p: int) -> None:
+        """Note that a version was not decided."""
+        found = self.undecided.pop(p, None)
+        if found is not None:
+            self._append(Withdrawn(p, found.version))
+
+    def regenerate(self, generation: int) -> None:
+        """Begin a new generation, if it is not the present one. No version may be undecided."""
+        assert self.anchors is not None
+        if generation != self.anchors.anchor(self.anchors.mine[0]).generation:
+            self._append(Regenerated(generation))
+            self.anchors.regenerate(generation)
+
+    def _append(self, record: Tagged, gradient: Tensor | None = None) -> None:
+        with self._one_record:
+            self._log.append(codec.dump(record), b"" if gradient is None else bytes_of(gradient))
+            self._log.sync()
+
+    # ----------------------------------------------------------------------------------------------------- snapshots
+
+    def forget(self) -> None:
+        """Drop start values that the run's log does not have."""
+        self.anchors = None
+        remove_tree(self._snapshots.directory)
+
+    def store_seed(self, manifest: Json, values: Mapping[int, Tensor], num_values: int) -> AnchorStore:
+        """Make start values durable; see `seeded_store`."""
+        store = seeded_store(manifest, values, part=self._part, num_values=num_values)
+        self._manifest = manifest
+        remove_tree(self._snapshots.directory)
+        self._write_snapshot(self._log.last_lsn, store.freeze())
+        self.anchors = store
+        return store
+
+    def snapshot_if_due(self) -> None:
+        """Begin to write a snapshot if the log has grown as large as the state. No version may be undecided."""
+        store = self.anchors
+        assert store is not None
+        is_writing = self._writing is not None and self._writing.is_alive()
+        is_due = self._log.nbytes > max(MIN_LOG_BYTES, store.nbytes) and time.monotonic() >= self._again_s
+        if is_due and not is_writing and not self.undecided:
+            self._log.rotate()
+            lsn, frozen = self._log.last_lsn, store.freeze()
+            self._writing = threading.Thread(target=self._snapshot, args=(lsn, frozen), daemon=True)
+            self._writing.start()
+
+    def _snapshot(self, lsn: int, frozen: Any) -> None:
+        try:
+            self._write_snapshot(lsn, frozen)
+            self._log.drop_before(lsn + 1)
+        except Exception as error:
+            self._again_s = time.monotonic() + SNAPSHOT_AGAIN_S
+            log.error("the snapshot was not written, the log keeps growing: %s", error)
+
+    def _write_snapshot(self, lsn: int, frozen: Any) -> None:
+        numbers, tensors = frozen
+        state = {"manifest": self._manifest, "anchors": numbers, "part": list(self._part)}
+        self._snapshots.write(lsn, state, tensors)
+
+    def close(self) -> None:
+        """Wait for a snapshot that is being written, and close the files."""
+        if self._writing is not None:
+            self._writing.join()
+        self._log.close()
