@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import os
 import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 
 _EXPECT = "delay the first step until N learners are ready, and end when N have finished (default: stay open)"
+_SHARDS = "share the fragments among S processes, on ports PORT, PORT+1, ... (default: as the run began, else 1)"
 _EXAMPLE = "example:\n  diloco syncer --run-dir runs/mine --listen 0.0.0.0:7654 --expect 4 --sync-every 96"
 NO_WANDB = "--wandb {project}: wandb is not installed; pip install 'lightning-diloco[wandb]'"
 _DEFAULT_LISTEN = "127.0.0.1:0"
@@ -44,6 +46,8 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--take-over", action="store_true", help="serve the run of a standby now; its primary must be lost"
     )
+    parser.add_argument("--shards", type=int, metavar="S", help=_SHARDS)
+    parser.add_argument("--shard", metavar="K/S", help=argparse.SUPPRESS)
     parser.add_argument("--reseed", action="store_true", help="open an empty directory although learners know the run")
     parser.add_argument("--record", choices=["contributions"], help="also store received contributions, for replay")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the run to Weights & Biases; see diloco run --wandb")
@@ -61,8 +65,12 @@ def call(arguments: argparse.Namespace) -> int:
     """Serve until the run is finished; returns the exit code."""
     with kept():
         from lightning_diloco.syncer.process import SyncerOptions, serve
+        from lightning_diloco.syncer.shards.process import parsed_part, serve_shard
         from lightning_diloco.syncer.standby.invitation import Invitation
 
+    if arguments.shard is not None:
+        part, parent = parsed_part(arguments.shard), arguments.embedded_by or os.getppid()
+        return serve_shard(arguments.run_dir, part, arguments.listen or _DEFAULT_LISTEN, parent)
     given = vars(arguments)
     options = SyncerOptions(
         run_dir=arguments.run_dir,
@@ -74,6 +82,7 @@ def call(arguments: argparse.Namespace) -> int:
         record_contributions=arguments.record == "contributions",
         standby_of=None if arguments.standby_of is None else Invitation.parse(arguments.standby_of),
         takes_over=arguments.take_over,
+        num_shards=arguments.shards,
     )
     with _tracked(arguments):
         return serve(options)

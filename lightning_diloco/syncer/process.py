@@ -17,6 +17,7 @@ import secrets
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,8 @@ from lightning_diloco.storage import local_runs
 from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
+from lightning_diloco.syncer.shards.layout import fix_num_shards, num_shards_of, tell_token
+from lightning_diloco.syncer.shards.process import ShardProcess
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.reign import begin_reign, reign
@@ -91,6 +94,7 @@ class _Opened:
     Args:
         is_listening: the front has started.
         telling: tells the former primary of a takeover; None: there was none.
+        processes: shards on this machine.
     """
 
     service: SyncerService
@@ -99,6 +103,7 @@ class _Opened:
     identity: ServerIdentity
     is_listening: bool
     telling: _Telling | None
+    processes: Sequence[ShardProcess] = ()
 
 
 def _first_primary(options: SyncerOptions) -> Invitation | None:
@@ -125,21 +130,31 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
 def _opened(options: SyncerOptions) -> _Opened:
     """Open a run directory as the primary."""
     address, identity = _address_and_identity(options)
+    num_shards = fix_num_shards(options.run_dir, options.num_shards)
+    if num_shards > 1 and options.record_contributions:
+        raise ConfigError("--record contributions: not possible with --shards, whose contributions do not come here")
     door = RestoringHandler()
     front = _front(options, door, address, identity)
     is_known = (options.run_dir / "join").exists()
+    processes: list[ShardProcess] = []
     try:
         # In a known run, listen first, so that learners get the progress. A new run has nothing to restore.
         locked = partial(_listen, front, options) if is_known else lambda: None
-        durable = SyncerStore(options.run_dir, locked=locked, tell=door.tell)
+        durable = SyncerStore(options.run_dir, locked=locked, tell=door.tell, num_shards=num_shards)
         key = Invitation.of(address, identity).key
-        service = SyncerService(options, run=address.run, durable=durable, standby_key=key)
+        for k in range(1, num_shards):
+            tell_token(options.run_dir, k, address)
+            processes.append(ShardProcess(options.run_dir, (k, num_shards), options.listen, key))
+        remote, standby_key = [process.shard for process in processes], "" if processes else key
+        service = SyncerService(options, run=address.run, durable=durable, standby_key=standby_key, remote=remote)
         former = taken_from(options.run_dir)
         telling = None if former is None else _Telling(former, front, options.run_dir, durable.log.last_lsn)
     except BaseException:
         front.stop()
+        for process in processes:
+            process.stop()
         raise
-    return _Opened(service, door, front, identity, is_known, telling)
+    return _Opened(service, door, front, identity, is_known, telling, processes)
 
 
 def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event) -> _Opened | None:
@@ -192,6 +207,8 @@ def _front(options: SyncerOptions, door: RestoringHandler, address: JoinAddress,
     """Make the server of a run. With RUN_DIR/join, it writes RUN_DIR/standby."""
 
     def invite(own: JoinAddress) -> None:
+        for k in range(1, num_shards_of(options.run_dir)):
+            tell_token(options.run_dir, k, own)
         if options.embedded_by is None:
             Invitation.of(replace(own, standby=None), identity).write(options.run_dir)
 
@@ -221,6 +238,10 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
             )
         while replica.is_behind and not stop.is_set():
             stop.wait(LOOK_S)
+        service.attach()
+        while (missing := service.missing) is not None and not stop.is_set():
+            door.tell(f"waiting for {missing.name}")
+            stop.wait(LOOK_S)
         if replica.successor is None and not stop.is_set():
             service.start()
             door.open(service)
@@ -240,6 +261,8 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
         else:
             door.close()
             service.abandon()
+        for process in opened.processes:
+            process.stop()
         front.stop()
     if service.error is not None:
         raise service.error

@@ -91,6 +91,7 @@ class SyncerOptions:
         record_contributions: also keep the received bytes, for replay.
         standby_of: the primary that this syncer follows, until it takes over; None: it serves the run.
         takes_over: serve the run now, although this directory is a standby's.
+        num_shards: number of processes that share the fragments (`shards/`); None: as the run began, 1 for a new run.
     """
 
     run_dir: Path
@@ -102,6 +103,7 @@ class SyncerOptions:
     record_contributions: bool = False
     standby_of: Invitation | None = None
     takes_over: bool = False
+    num_shards: int | None = None
 
 
 class SyncerService:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Connection, Json
-from lightning_diloco.transport.memory import MemoryTransport
+from lightning_diloco.transport.memory import MemoryConnection, MemoryTransport
+from tests.storage.faults import Crash
 
 RUN = "toy"
 JOIN = f"diloco://127.0.0.1:1/{RUN}#token"
@@ -88,7 +90,7 @@ class Learner:
         assert address.run == RUN
         if address.port == 1:
             return self.wire
-        wire = self.shard_wires[address.port - 1] = Wire(self.fleet.shards[address.port - 2].transport.connect())
+        wire = self.shard_wires[address.port - 1] = Wire(Mortal(self.fleet.shards[address.port - 2].transport))
         return wire
 
     # ---------------------------------------------------------------------------------------- in the caller's thread
@@ -195,25 +197,58 @@ class Wire:
         self._connection.close()
 
 
+class Mortal(MemoryConnection):
+    """A connection to a shard that may die during a call."""
+
+    def _call(self, name: str, run: Callable[[Any], Any]) -> Any:
+        try:
+            return super()._call(name, run)
+        except Crash:
+            raise TransportError(f"{name}: the shard has died") from None
+
+
 class ShardProcess:
     """A shard with its own directory, which can be killed and started again."""
 
     def __init__(self, directory: Path, part: tuple[int, int]) -> None:
         self.directory, self.part = directory, part
         self.service = ShardService(directory, part, KEY)
-        self.transport = MemoryTransport(self.service)
+        self.transport = MemoryTransport(self.service, fault=self._called)
+        self.is_dead = False
+
+    def _called(self, name: str) -> None:
+        if self.is_dead:
+            raise TransportError(f"{name}: the shard is dead")
+
+    def dies(self, point: str) -> None:
+        """Where the service writes to its disk: end here, if it is to end here."""
+        if self.is_dead:
+            raise Crash
+        try:
+            self._faults(point)
+        except Crash:
+            self.is_dead = True
+            raise
 
     def remote(self) -> RemoteShard:
-        return RemoteShard(self.part, address=lambda: f":{self.part[0] + 1}", connect=self.transport.connect, key=KEY)
+        return RemoteShard(
+            self.part, address=lambda: f":{self.part[0] + 1}", connect=lambda: Mortal(self.transport), key=KEY
+        )
 
     def crash(self) -> None:
         """What a killed shard leaves on its disk."""
-        self.service.stop()
+        with suppress(Crash):
+            self.service.stop()
 
-    def restart(self) -> None:
-        """Another process on the same directory, at the same address."""
+    def restart(self, faults: Callable[[str], None] = no_faults) -> None:
+        """Another process on the same directory, at the same address.
+
+        Args:
+            faults: called at each point of its disk; it dies where this raises `Crash`.
+        """
         self.crash()
-        self.service = self.transport.handler = ShardService(self.directory, self.part, KEY)
+        self.is_dead, self._faults = False, faults
+        self.service = self.transport.handler = ShardService(self.directory, self.part, KEY, faults=self.dies)
 
 
 class Fleet:

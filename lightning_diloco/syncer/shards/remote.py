@@ -132,7 +132,8 @@ class RemoteShard:
                 self.reattach()
                 if str(error) != said:
                     said = str(error)
-                    log.warning("%s is away, its fragments wait for it: %s", self.name, error)
+                    level = logging.WARNING if has_worked else logging.INFO  # at first it is still starting
+                    log.log(level, "%s cannot be reached, its fragments wait for it: %s", self.name, error)
                 self._is_stopping.wait(AGAIN_S)
 
     def _attach(self) -> str:

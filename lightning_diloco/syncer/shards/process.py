@@ -1,0 +1,135 @@
+"""The process of a shard, and the syncer's threads that start it again whenever it ends.
+
+1. The process ends when its parent has ended. A syncer that is started again starts all its shards again.
+2. It has the certificate of the run, and its own join file with the run's token.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from lightning_diloco.errors import ConfigError
+from lightning_diloco.process import descriptors, grpc_log
+from lightning_diloco.process.exit import let_threads_become_idle
+from lightning_diloco.process.malloc import keep_few_heaps
+from lightning_diloco.syncer.front import Front
+from lightning_diloco.syncer.restoring import RestoringHandler
+from lightning_diloco.syncer.shards.layout import directory_of, listen_of
+from lightning_diloco.syncer.shards.remote import RemoteShard
+from lightning_diloco.syncer.shards.service import ShardService
+from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.transport.address import read_join_file
+from lightning_diloco.transport.base import Connection
+from lightning_diloco.transport.flight import FlightConnection
+from lightning_diloco.transport.identity import ServerIdentity
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+AGAIN_S, AGAIN_AT_MOST_S = 0.5, 30.0
+END_S = 60.0  # a snapshot may be under way
+
+
+def serve_shard(run_dir: Path, part: tuple[int, int], listen: str, parent: int) -> int:
+    """Serve a shard until SIGTERM, or until the parent process has ended; return the exit code."""
+    keep_few_heaps()
+    form = f"%(asctime)s %(levelname)s shard {part[0]}: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form)
+    descriptors.allow_all()
+    grpc_log.keep_to_errors()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the syncer, which then ends its shards
+    directory = directory_of(run_dir, part[0])
+    address, identity = read_join_file(directory / "join"), ServerIdentity.load_or_create(run_dir / "syncer")
+    door = RestoringHandler()
+    front = Front(door, directory, listen, address, identity)
+    service = ShardService(directory, part, Invitation.of(address, identity).key)
+    try:
+        door.open(service)
+        front.listen()
+        while not stop.wait(LOOK_S) and os.getppid() == parent:
+            front.follow_rotation()
+    finally:
+        service.stop()
+        front.stop()
+    let_threads_become_idle()
+    return 0
+
+
+class ShardProcess:
+    """A shard's process on this machine.
+
+    Args:
+        run_dir: RUN_DIR.
+        part: (shard, number of shards).
+        listen: `host:port` of the syncer.
+        key: key that the shard expects.
+
+    Attributes:
+        shard: the shard, as the syncer sees it.
+    """
+
+    def __init__(self, run_dir: Path, part: tuple[int, int], listen: str, key: str) -> None:
+        self._run_dir, self._part, self._listen = run_dir, part, listen
+        self._join = directory_of(run_dir, part[0]) / "join"
+        self._ending = threading.Event()
+        self.shard = RemoteShard(part, address=self._address, connect=self._connect, key=key)
+        self._process = self._start()
+        self._thread = threading.Thread(target=self._watch, name=f"diloco-shard-{part[0]}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the process."""
+        self._ending.set()
+        self._thread.join()
+        self._process.terminate()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            log.error("%s did not end within %.0f s and is killed", self.shard.name, END_S)
+            self._process.kill()
+            self._process.wait()
+
+    def _address(self) -> str:
+        return f":{read_join_file(self._join).port}"
+
+    def _connect(self) -> Connection:
+        return FlightConnection(read_join_file(self._join))
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        k, num_shards = self._part
+        argv = [sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(self._run_dir)]
+        argv += ["--shard", f"{k}/{num_shards}", "--listen", listen_of(self._run_dir, k, self._listen)]
+        return subprocess.Popen([*argv, "--embedded-by", str(os.getpid())], stdin=subprocess.DEVNULL)
+
+    def _watch(self) -> None:
+        pause_s = AGAIN_S
+        while not self._ending.wait(LOOK_S):
+            if self.shard.is_attached:
+                pause_s = AGAIN_S
+            if (code := self._process.poll()) is None:
+                continue
+            log.warning("%s has ended (exit code %d) and is started again; training goes on", self.shard.name, code)
+            if self._ending.wait(pause_s):
+                return
+            pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
+            self._process = self._start()
+
+
+def parsed_part(text: str) -> tuple[int, int]:
+    """Return (shard, number of shards) of "1/2".
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    k, _, num_shards = text.partition("/")
+    if not (k.isdigit() and num_shards.isdigit() and 0 < int(k) < int(num_shards)):
+        raise ConfigError(f"--shard {text}: must be k/S with 0 < k < S, for example 1/2; shard 0 is the syncer itself")
+    return int(k), int(num_shards)
