@@ -11,6 +11,7 @@
     │   ├── AuthError         wrong token, or a certificate that is not the pinned one
     │   ├── FencedError       a newer process runs under this learner id
     │   ├── RefusedError      contributions were refused three times in a row
+    │   ├── ShardError        a process that holds a part of the fragments has failed or cannot be reached
     │   └── TransportError    a call failed or exceeded its deadline; it may be retried
     │       ├── RestoringError        the syncer is reading its disk and will be ready by itself
     │       ├── StandbyError          the syncer is a standby, and does not serve the run

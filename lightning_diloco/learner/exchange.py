@@ -34,6 +34,7 @@ from lightning_diloco.transport.base import Bulk, Connection, Json
 log = logging.getLogger(__name__)
 
 FETCH_AGAIN_S = 1.0
+UPLOAD_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class FragmentExchange:
         self._expect = expect
         self._wanted: set[tuple[int, int]] = set()
         self._kept: dict[tuple[int, int], _Kept] = {}
+        self._failed: dict[int, str] = {}  # last error of an upload, by fragment
         self._staged: dict[int, tuple[Any, Tensor | None]] = {}
         self._work, self._up, self._down = (Jobs(crew, name) for name in ("worker", "uploads", "downloads"))
         self._copies = Jobs(crew, "copies", yields=False)
@@ -189,12 +191,19 @@ class FragmentExchange:
                 header |= {"error": kept.error}
                 self._connection.put(Bulk(header, bytes_of(kept.payload)), deadline_s=BULK_S)
                 self.bytes_up += kept.payload.numel()
+                self._failed.pop(ready.fragment, None)
                 self._handle(events.Uploaded(ready.fragment, ready.seq))
                 return
         except DiLoCoError as error:
-            if not self._crew.stopping.is_set():
-                log.warning("an upload of fragment %d failed, its fate is asked: %s", ready.fragment, error)
+            self._upload_failed(ready.fragment, error)
         self._handle(events.UploadFailed(ready.fragment, ready.seq))
+
+    def _upload_failed(self, p: int, error: DiLoCoError) -> None:
+        if not self._crew.stopping.is_set():
+            if self._failed.get(p) != str(error):  # once for a shard that is away
+                self._failed[p] = str(error)
+                log.warning("an upload of fragment %d failed, its fate is asked: %s", p, error)
+            self._crew.stopping.wait(UPLOAD_AGAIN_S)
 
     def _fetch(self, wanted: actions.Fetch) -> None:
         try:

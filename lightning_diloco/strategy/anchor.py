@@ -14,7 +14,6 @@ Source: our choice.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_diloco.core.fragments import scatter
-from lightning_diloco.errors import ConfigError, PlanMismatchError, StorageError
+from lightning_diloco.errors import ConfigError, CorruptLogError, PlanMismatchError, StorageError
 from lightning_diloco.manifest import check_model, plan_of
-from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.strategy.recovery.own_state import copies_of_trained
 from lightning_diloco.strategy.trainer.parameters import describe, named_values, trainable_parameters
 from lightning_diloco.syncer.anchors import AnchorStore
-from lightning_diloco.syncer.store import SyncerStore
+from lightning_diloco.syncer.shards.whole import read_run
 from lightning_diloco.transport.base import Json
 
 
@@ -59,16 +57,13 @@ def read_anchor(run_dir: Path) -> tuple[Json, AnchorStore]:
     if not (run_dir / "syncer" / "log").is_dir():
         raise ConfigError(f"{run_dir} has no syncer/log: no syncer ever ran there; give the RUN_DIR of a run")
     try:
-        durable = SyncerStore(run_dir)
+        state, store = read_run(run_dir)
+    except CorruptLogError:
+        raise
     except StorageError as error:
         raise StorageError(
             error.errno, f"{run_dir} cannot be read: {error}; wait for the run's end, or stop its syncer (SIGTERM)"
         ) from error
-    try:
-        state = SyncerState(run=run_dir.name)
-        store = durable.restore(state, time.monotonic())
-    finally:
-        durable.close()
     if store is None or state.manifest is None:
         raise ConfigError(f"the run in {run_dir} has no start values yet: nothing was trained; let a learner join")
     return state.manifest, store

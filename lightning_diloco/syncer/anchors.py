@@ -286,6 +286,10 @@ class AnchorStore:
         self.install(p, self.next_state(p, gradient, work=work, in_place=in_place))
         return present.version + 1
 
+    def include(self, part: AnchorStore) -> None:
+        """Take over the anchors of a part of the run."""
+        self._anchors.update(part._anchors)
+
     def regenerate(self, generation: int) -> None:
         """Begin a new generation: versions continue, but all learners adopt the anchor in full."""
         for p in self.mine:

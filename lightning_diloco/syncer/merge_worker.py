@@ -105,7 +105,8 @@ class MergeWorker:
             # In this order: while a commit is being written, the state machine ignores payloads of its members.
             return [events.CommitFailed(p, action.round, str(error)), _refuse_longest(gradient, str(error))]
         except (StorageError, ShardError) as error:
-            self._disk_failed(str(error))
+            if isinstance(error, StorageError):
+                self._disk_failed(str(error))
             return [events.CommitFailed(p, action.round, str(error))]
         event = events.Committed(p, action.round, prepared.digest)
         return [DurableCommit(lsn, event, action, prepared, gradient.job.action.contributions, gradient.report)]

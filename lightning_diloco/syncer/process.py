@@ -56,6 +56,7 @@ LOOK_S = 0.1
 REACH_S = 60.0
 AGAIN_S = 2.0
 TELLING_S = 6.0
+WARN_S = 30.0
 
 
 def serve(options: SyncerOptions) -> int:
@@ -207,9 +208,10 @@ def _front(options: SyncerOptions, door: RestoringHandler, address: JoinAddress,
     """Make the server of a run. With RUN_DIR/join, it writes RUN_DIR/standby."""
 
     def invite(own: JoinAddress) -> None:
-        for k in range(1, num_shards_of(options.run_dir)):
+        num_shards = num_shards_of(options.run_dir)
+        for k in range(1, num_shards):
             tell_token(options.run_dir, k, own)
-        if options.embedded_by is None:
+        if options.embedded_by is None and num_shards == 1:  # a standby follows one log
             Invitation.of(replace(own, standby=None), identity).write(options.run_dir)
 
     return Front(door, options.run_dir, options.listen, address, identity, written=invite)
@@ -239,8 +241,12 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
         while replica.is_behind and not stop.is_set():
             stop.wait(LOOK_S)
         service.attach()
+        warn_s = time.monotonic() + WARN_S
         while (missing := service.missing) is not None and not stop.is_set():
             door.tell(f"waiting for {missing.name}")
+            if time.monotonic() > warn_s:
+                warn_s += WARN_S
+                log.warning("still waiting for %s; learners cannot join before", missing.name)
             stop.wait(LOOK_S)
         if replica.successor is None and not stop.is_set():
             service.start()

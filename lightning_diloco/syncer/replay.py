@@ -37,6 +37,7 @@ from lightning_diloco.storage.snapshots import Snapshot, SnapshotStore
 from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.contribution_archive import Recorded, read_commit, read_seed
+from lightning_diloco.syncer.shards.whole import refuse_shards
 from lightning_diloco.transport.base import Json
 
 Level = Literal["merges", "outer steps"]
@@ -75,6 +76,7 @@ def replay(run_dir: Path) -> Replayed:
         CorruptLogError: a file is damaged, or a result differs.
         StorageError: there is nothing to replay, or the run is being served.
     """
+    refuse_shards(run_dir, "replay")
     with held(run_dir / "syncer" / "log"):
         return _Replay(run_dir).run()
 

@@ -33,6 +33,7 @@ from lightning_diloco.errors import ConfigError, CorruptLogError, StorageError
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.checkpoint_store import CheckpointStore, Entry
 from lightning_diloco.storage.files import make_directory, storage, write_whole
+from lightning_diloco.syncer.shards.whole import refuse_shards
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import is_loopback, read_join_file, write_join_file
 from lightning_diloco.transport.base import Json
@@ -125,6 +126,7 @@ def _cut(run_dir: Path, to: Path) -> RunSnapshot:
     """Copy the syncer's files; try again if they change during the copy."""
     if not (run_dir / "join").exists():
         raise ConfigError(f"{run_dir} holds no run: it has no join file; name the directory of a run that was started")
+    refuse_shards(run_dir, "snapshot")
     if not (run_dir / "syncer" / "snapshot").exists():
         raise ConfigError(f"{run_dir} has no start values yet; wait until a learner trains")
     for attempt in range(1, NUM_ATTEMPTS + 1):

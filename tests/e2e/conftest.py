@@ -79,7 +79,13 @@ class Processes:
         return process
 
     def learner(
-        self, name: str, through: FaultProxy | None = None, *, deadline_s: float = 1.0, verdict: Path | None = None
+        self,
+        name: str,
+        through: FaultProxy | None = None,
+        *,
+        deadline_s: float = 1.0,
+        verdict: Path | None = None,
+        **env: str,
     ) -> subprocess.Popen[bytes]:
         """Start it.
 
@@ -88,6 +94,7 @@ class Processes:
             through: a bad network, on which it gives a call up after `deadline_s`.
             deadline_s: see `through`.
             verdict: a file for which it waits before it says what the final anchor is worth.
+            env: environment variables.
         """
         address, patience = self.address, ()
         if through is not None:
@@ -97,7 +104,8 @@ class Processes:
         arguments = ("--out", self.root / f"{name}.json", "--until", self.stop_file, "--seed", sum(name.encode()))
         if verdict is not None:
             patience += ("--verdict", verdict)
-        return self.start(name, HERE / "learner.py", *arguments, *patience, DILOCO_JOIN=join, DILOCO_LEARNER=name)
+        env = {"DILOCO_JOIN": join, "DILOCO_LEARNER": name, **env}
+        return self.start(name, HERE / "learner.py", *arguments, *patience, **env)
 
     def alone(self, **changed: object) -> subprocess.Popen[bytes]:
         """A learner that nobody told of a run."""

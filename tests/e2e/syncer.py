@@ -22,7 +22,9 @@ def main() -> int:
     given = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     if given.pop("waits_for_all", False):  # for learners that compile while they should be stepping or sending
         roster.SILENT_HEARTBEATS, rounds.TRANSFER_FLOOR_S = 1000, rounds.TRANSFER_CAP_S
-    own = {name: given.pop(name) for name in ("expect", "reseed", "record_contributions") if name in given}
+    own = {
+        name: given.pop(name) for name in ("expect", "reseed", "record_contributions", "num_shards") if name in given
+    }
     if (primary := given.pop("standby_of", None)) is not None:
         own["standby_of"] = Invitation.parse(primary)
     return syncer.serve(syncer.SyncerOptions(run_dir=run_dir, listen=listen, run_options={**options, **given}, **own))

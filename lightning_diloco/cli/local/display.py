@@ -185,8 +185,15 @@ def _parts(status: Status) -> dict[str, list[str]]:
         "run": [f"{word}{why}: {status['num_commits']} commits, {span}, quorum {status['effective_quorum']}"],
         "fleet": [fleet],
         "syncer": [f"{_bytes(status['bytes_up'])} received, {_bytes(status['bytes_down'])} sent"],
+        **({"shards": [_shards(shards)]} if (shards := status.get("shards")) else {}),
         **({} if standby is None else {"standby": [f"standby {standby['address']} {_standing(standby)}"]}),
     }
+
+
+def _shards(shards: Sequence[Mapping[str, Any]]) -> str:
+    away = [str(shard["shard"]) for shard in shards if not shard["is_attached"]]
+    said = f"{1 + len(shards)} processes hold the fragments"
+    return f"{said}; away: shard {', '.join(away)}, whose fragments wait" if away else said
 
 
 def _standing(standby: Mapping[str, Any]) -> str:

@@ -89,6 +89,11 @@ class RemoteShard:
         """Whether the shard works."""
         return self._attached.is_set()
 
+    def status(self) -> Json:
+        """Return what the status of the run says about this shard."""
+        figures = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
+        return {"shard": self.part[0], "is_attached": self.is_attached, **figures}
+
     def start(self, attach: Callable[[], ask.Attach], hear: Callable[[events.SyncerEvent], object]) -> None:
         """Start to attach.
 
@@ -109,6 +114,7 @@ class RemoteShard:
     def stop(self) -> None:
         """End the threads."""
         self._is_stopping.set()
+        self._attached.clear()
         self._commands.put(None)
         if self._connection is not None:
             self._connection.close()

@@ -125,7 +125,7 @@ class StatusPublisher:
             end_s = self._ending.waits_until_s(self._state, figures["now_s"])
             about = {"disk": self._disk, "standby": standby, "end_s": end_s, "uptime_s": uptime_s}
             status = report.status(self._state, **about, **figures)
-        return {**status, "recent": list(self._recent)}
+        return {**status, "recent": list(self._recent), "shards": [shard.status() for shard in self._shards]}
 
     def summary(self, status: str) -> Json:
         """Return the summary of the run."""

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from lightning_diloco.syncer.shards import remote
 from lightning_diloco.syncer.shards import store as shard_store
 from tests.learner.fleet import Fleet, Learner, assert_exact, finish, until
 from tests.storage.faults import POINTS, Faults
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call over the in-memory transport cannot be ended from outside."""
+    monkeypatch.setattr(remote, "POLL_S", 0.1)
 
 
 def end(fleet: Fleet, *learners: Learner) -> None:

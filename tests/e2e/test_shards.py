@@ -1,0 +1,76 @@
+"""A run with shards as processes, over Flight with TLS: it survives the death of each of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from lightning_diloco.errors import AuthError
+from lightning_diloco.learner.rotation import rotate
+from lightning_diloco.syncer.shards.whole import read_run
+from tests.e2e.conftest import Processes, until
+from tests.e2e.learner import TOKENS
+from tests.e2e.test_processes import NUM_FRAGMENTS, assert_exact
+
+pytestmark = [pytest.mark.slow, pytest.mark.chaos]
+
+
+def shards(syncer: int) -> dict[str, psutil.Process]:
+    """Return the shards' processes by the argument that says which one it is."""
+    found = {}
+    for child in psutil.Process(syncer).children():
+        argv = child.cmdline()
+        if "--shard" in argv:
+            found[argv[argv.index("--shard") + 1]] = child
+    return found
+
+
+def is_accepted(processes: Processes) -> bool:
+    """Return whether the syncer accepts the token in the join file."""
+    with suppress(AuthError):
+        return bool(processes.status())
+    return False
+
+
+def test_killed_shards_and_a_killed_syncer_lose_nothing(processes: Processes) -> None:
+    syncer = processes.syncer(expect=2, num_shards=3)
+    learners = [processes.learner(name, DILOCO_RUN_DIR=str(processes.run_dir)) for name in ("l0", "l1")]
+    until(lambda: processes.status()["num_commits"] >= 8, "commits", processes)
+    first = shards(syncer.pid)
+    assert sorted(first) == ["1/3", "2/3"]
+    for each in ("1/3", "2/3"):
+        os.kill(first[each].pid, signal.SIGKILL)
+        until(lambda: not all(shard["is_attached"] for shard in processes.status()["shards"]), "the death", processes)
+        until(lambda: all(shard["is_attached"] for shard in processes.status()["shards"]), "the return", processes)
+        processes.until_commits(8)
+    again = shards(syncer.pid)
+    assert {child.pid for child in again.values()}.isdisjoint(child.pid for child in first.values())
+
+    os.kill(syncer.pid, signal.SIGKILL)
+    processes.end(syncer)
+    until(lambda: not any(child.is_running() for child in again.values()), "the end of its shards", processes)
+    syncer = processes.syncer(expect=2)  # it knows how many shards the run has
+    processes.until_commits(8)
+    rotate(processes.run_dir)
+    until(lambda: is_accepted(processes), "the new token to be accepted", processes)
+    processes.until_commits(8)
+    status = processes.status()
+    processes.stop_file.touch()
+    assert [processes.end(process) for process in (*learners, syncer)] == [0, 0, 0]
+
+    summary, held = processes.summary(), [processes.held(name) for name in ("l0", "l1")]
+    assert all(shard["bytes_up"] > 0 and shard["bytes_down"] > 0 for shard in status["shards"])
+    assert summary["status"] == "finished"
+    assert summary["tokens_seen"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS
+    assert summary["tokens_merged"] == summary["tokens_seen"]
+    assert_exact(summary)
+    shutil.copytree(processes.run_dir, copy := processes.root / "copy")
+    state, store = read_run(copy)
+    assert store is not None
+    last = next(h for h in held if h["is_last"])
+    assert (last["landed"], tuple(last["digests"])) == ([f.version for f in state.rounds.fragments], store.digests())
