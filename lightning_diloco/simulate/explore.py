@@ -33,7 +33,7 @@ _WEIGHTS = {
     "join": 2, "replace": 2, "cut": 2, "heal": 3, "finish": 1, "spoil a payload": 1, "restart the syncer": 1,
     "kill the syncer": 3, "suspend the syncer": 1, "evaluate": 1, "hang": 1, "fill the disk": 1, "snapshot": 1,
     "roll back": 1, "wait": 6, "add a standby": 2, "cut off the standby": 1, "heal the standby": 1, "take over": 2,
-    "continue alone": 1,
+    "continue alone": 1, "restart a shard": 2,
 }  # fmt: skip
 
 
@@ -172,6 +172,7 @@ class History:
             "join": self._join,
             "restart the syncer": lambda amount: self._fleet.syncer.restart(use_snapshot=amount < 0.5),
             "kill the syncer": lambda amount: self._fleet.syncer.crashes.arm("", 1 + int(12 * amount)),
+            "restart a shard": lambda _: self._fleet.syncer.restart_shard(),
             "suspend the syncer": lambda amount: self._fleet.syncer.suspend(10.0 * amount),
             "fill the disk": self._fill_the_disk,
             "snapshot": lambda _: self._take_snapshot(),

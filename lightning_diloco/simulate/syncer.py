@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -94,6 +94,7 @@ class SimulatedSyncer:
         self._world, self._config, self._timeline, self._chance = world, config, timeline, chance
         self._expect, self._merge_s, self._guard = expect, merge_s, guard
         self._gradients: dict[tuple[int, int], int] = {}
+        self._num_lost: Counter[int] = Counter()  # restarts of its shard, by fragment
         self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
         self._todo: deque[do.SyncerAction] = deque()
         self._suspended_until_s = 0.0
@@ -148,6 +149,15 @@ class SimulatedSyncer:
             now_s = self._timeline.now_s
             self.state = self.disk.recovered(expect=self._expect, now_s=now_s, use_snapshot=use_snapshot)
             self._world.reconnect()
+
+    def restart_shard(self) -> None:
+        """Kill the process of a shard with half of the fragments, and start it again: it has lost all payloads."""
+        lost = tuple(range(1, len(self.state.rounds.fragments), 2))
+        for p in lost:
+            self._num_lost[p] += 1
+        self.payloads = {key: value for key, value in self.payloads.items() if key[1] not in lost}
+        self._gradients = {key: value for key, value in self._gradients.items() if key[0] not in lost}
+        self.handle(on.PayloadsLost(lost))
 
     def add_standby(self, delay_s: float, commit_s: float = 0.0) -> None:
         """Register a standby that has all records; see `Standby`."""
@@ -230,7 +240,8 @@ class SimulatedSyncer:
                     int(self.payloads[c.session, c.ready.fragment, c.ready.seq] * event.kept.get(c.session, 1.0))
                     for c in action.contributions
                 )
-                self._timeline.after(self._merge_s, partial(self._handle_own, event, boot))
+                num_lost = self._num_lost[action.fragment]
+                self._timeline.after(self._merge_s, partial(self._merged, event, boot, num_lost))
             case do.Apply():
                 self._timeline.after(self._merge_s, partial(self._commit, action, boot))
             case do.DropPayload():
@@ -251,6 +262,10 @@ class SimulatedSyncer:
             action.fragment, action.round, {c.session: self._kept_by_guard() for c in action.contributions}
         )
 
+    def _merged(self, event: on.Merged, boot: int, num_lost: int) -> None:
+        if num_lost == self._num_lost[event.fragment]:
+            self._handle_own(event, boot)
+
     def _kept_by_guard(self) -> float:
         return self._chance.random() if self._guard and self._chance.random() < self._guard else 1.0
 
@@ -264,6 +279,9 @@ class SimulatedSyncer:
         p = action.fragment
         if self.disk_is_full:
             self.handle(on.CommitFailed(p, action.round, "no space left on device"))
+            return
+        if (p, action.round) not in self._gradients:
+            self.handle(on.CommitFailed(p, action.round, "the shard was restarted"))
             return
         with self._mortal():
             self.crashes.reach("append")

@@ -30,7 +30,7 @@ from lightning_diloco.protocol.intervals import Ranges
 from lightning_diloco.protocol.syncer import manifests
 from lightning_diloco.protocol.syncer.records import CommitRecord
 from lightning_diloco.protocol.syncer.roster import Roster
-from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.anchors import WHOLE, AnchorStore
 from lightning_diloco.syncer.assembly import Admission, Assemblies
 from lightning_diloco.transport import portions
 from lightning_diloco.transport.base import Bulk, Json
@@ -76,11 +76,15 @@ def made_up(header: Json) -> Bulk:
 class Payloads:
     """Payloads of contributions and of the seed.
 
+    Args:
+        part: (shard, number of shards), of whose fragments payloads are kept.
+
     Attributes:
         bytes_up, bytes_down: payload bytes received and sent so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, part: tuple[int, int] = WHOLE) -> None:
+        self._part = part
         self._payloads: dict[tuple[str, int], tuple[int, Tensor]] = {}
         self._seed: dict[tuple[str, int, int], _Seed] = {}
         self._given: dict[str, _Given] = {}
@@ -181,6 +185,8 @@ class Payloads:
                 f"start values with fragment={p!r}, lease={lease!r} in {of} bytes; fragment and lease must "
                 "be integers, the values whole float32 numbers; do both sides run the same version?"
             )
+        if p % self._part[1] != self._part[0]:
+            raise CorruptMessageError(f"start values of fragment {p}, which is not held here; send them to its shard")
         if granted != (session, lease) or not 0 <= p < manifests.MAX_FRAGMENTS:
             return []
         if of > (there := memory_here()):

@@ -147,7 +147,7 @@ class SyncerService:
         self.replica = Replica(options.run_dir, self._durable.log, standby_key, self._durable.fleets)
         if self._durable.past.was_closed:
             self._ending.reopened()
-        self._desk = Payloads()
+        self._desk = Payloads(self._durable.part)
         self._desk.remember_merged(merged_by(self.state.roster))
         self._own = OwnShard(self._desk)
         self._own.anchors = store

@@ -50,7 +50,7 @@ class ShardService:
         self.part = part
         self._key = key
         self._disk = ShardStore(directory, part, faults=faults)
-        self._desk = Payloads()
+        self._desk = Payloads(part)
         self._own = OwnShard(self._desk)
         self._own.anchors = self._disk.anchors
         self._attached: ask.Attach | None = None

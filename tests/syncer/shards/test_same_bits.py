@@ -48,7 +48,7 @@ class Syncer:
     def __init__(self, run_dir: Path, num_shards: int) -> None:
         self.heard: list[events.SyncerEvent] = []
         self.part = (0, num_shards)
-        self.desk = Payloads()
+        self.desk = Payloads(self.part)
         self.own = OwnShard(self.desk)
         self.services = [ShardService(run_dir / str(k), (k, num_shards), KEY) for k in range(1, num_shards)]
         self.remote = [self._remote(service) for service in self.services]

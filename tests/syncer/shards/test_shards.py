@@ -72,6 +72,7 @@ def test_a_syncer_that_is_started_again_continues_with_its_shards(tmp_path: Path
         end(fleet, *learners)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_a_shard_that_is_killed_at_any_point_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
@@ -82,7 +83,7 @@ def test_a_shard_that_is_killed_at_any_point_loses_nothing(
         shard = fleet.shards[0]
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(4)
-        for countdown in (0, 1, 3):
+        for countdown in (0, 2):
             shard.restart(faults=Faults(point, countdown))
             until(lambda: shard.is_dead, f"a crash at {point}")
             shard.restart()
@@ -90,12 +91,13 @@ def test_a_shard_that_is_killed_at_any_point_loses_nothing(
         end(fleet, *learners)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["append:before", "append:after_payload", "sync:before", "sync:after"])
 def test_a_syncer_that_dies_between_the_two_steps_of_a_commit_loses_nothing(tmp_path: Path, point: str) -> None:
     with Fleet(tmp_path, num_shards=3) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(4)
-        for countdown in range(4):
+        for countdown in range(3):
             fleet.faults = Faults(point, countdown)
             fleet.restart()
             until(lambda: fleet.service.error is not None, f"a crash at {point}")

@@ -1,0 +1,139 @@
+"""What a run with shards refuses, before anything is lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightning_diloco.errors import (
+    AuthError,
+    ConfigError,
+    CorruptLogError,
+    CorruptMessageError,
+    PlanMismatchError,
+    TransportError,
+)
+from lightning_diloco.protocol import codec
+from lightning_diloco.storage.redo_log import RedoLog
+from lightning_diloco.syncer.payloads import Payloads
+from lightning_diloco.syncer.process import SyncerOptions, _opened
+from lightning_diloco.syncer.replay import replay
+from lightning_diloco.syncer.run_snapshot import _cut
+from lightning_diloco.syncer.shards import requests as ask
+from lightning_diloco.syncer.shards.layout import directory_of, fix_num_shards, listen_of, tell_token
+from lightning_diloco.syncer.shards.process import parsed_part
+from lightning_diloco.syncer.shards.service import ShardService
+from lightning_diloco.syncer.shards.whole import read_run
+from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.base import Bulk, Json
+from tests.learner.fleet import KEY, Fleet, finish
+
+
+@pytest.mark.parametrize("text", ["0/2", "2/2", "3/2", "1", "1/", "/2", "-1/2", "one/2", "1/2/3"])
+def test_a_shard_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--shard .*: must be k/S"):
+        parsed_part(text)
+    assert parsed_part("1/2") == (1, 2)
+
+
+def test_a_run_keeps_its_number_of_shards(tmp_path: Path) -> None:
+    assert fix_num_shards(tmp_path / "new", None) == 1
+    assert fix_num_shards(tmp_path, 3) == 3
+    assert fix_num_shards(tmp_path, 2) == 2, "nothing was written yet"
+    RedoLog(tmp_path / "syncer" / "log").close()
+    assert fix_num_shards(tmp_path, None) == fix_num_shards(tmp_path, 2) == 2
+    with pytest.raises(ConfigError, match=r"--shards 1: the run in .* has 2.*--shards 2"):
+        fix_num_shards(tmp_path, 1)
+    for wrong in (0, -1, 65):
+        with pytest.raises(ConfigError, match=r"must be 1\.\.64"):
+            fix_num_shards(tmp_path, wrong)
+
+
+def test_a_shard_keeps_its_port(tmp_path: Path) -> None:
+    assert listen_of(tmp_path, 2, "0.0.0.0:7000") == "0.0.0.0:7002"
+    assert listen_of(tmp_path, 2, "127.0.0.1:0") == "127.0.0.1:0"
+    tell_token(tmp_path, 2, JoinAddress("host", 7000, "run", "token"))
+    assert listen_of(tmp_path, 2, "0.0.0.0:7000") == "0.0.0.0:7002", "it has not listened yet"
+    (directory_of(tmp_path, 2) / "join").write_text("diloco://host:7012/run#token\n")
+    assert listen_of(tmp_path, 2, "0.0.0.0:7000") == "0.0.0.0:7012"
+
+
+def test_what_does_not_work_with_shards_says_so(tmp_path: Path) -> None:
+    fix_num_shards(tmp_path, 2)
+    (tmp_path / "join").touch()
+    with pytest.raises(ConfigError, match=r"replay: the run in .* has 2 shards"):
+        replay(tmp_path)
+    with pytest.raises(ConfigError, match=r"snapshot: the run in .* has 2 shards"):
+        _cut(tmp_path, tmp_path / "to")
+    (tmp_path / "join").unlink()
+    with pytest.raises(ConfigError, match=r"--record contributions: not possible with --shards"):
+        _opened(SyncerOptions(run_dir=tmp_path, record_contributions=True))
+
+
+def test_more_shards_than_fragments_are_refused_at_the_seed(tmp_path: Path) -> None:
+    with (
+        Fleet(tmp_path, num_shards=4) as fleet,
+        pytest.raises((ConfigError, PlanMismatchError), match="fewer --shards"),
+    ):
+        fleet.learner("l0").join()
+
+
+def attach(shard: ShardService, **changed: object) -> Json:
+    said = ask.Attach("nonce", "run", *shard.part, "secret", None, (), ask.Admitted())
+    header = {"what": ask.SHARD, "key": KEY, "nonce": "", "request": codec.dump(said) | changed}
+    return shard.on_get(header).header
+
+
+def test_a_shard_works_only_for_the_syncer_that_has_its_key_and_attached_last(tmp_path: Path) -> None:
+    shard = ShardService(tmp_path, (1, 2), KEY)
+    figures = {"what": ask.SHARD, "key": KEY, "nonce": "nonce", "request": codec.dump(ask.Figures())}
+    with pytest.raises(TransportError, match="waits for its syncer"):
+        shard.on_get(figures)
+    with pytest.raises(AuthError, match="without the key"):
+        shard.on_get(figures | {"key": "another"})
+    with pytest.raises(ConfigError, match=r"shard 1 of 2; the syncer wants 1 of 3"):
+        attach(shard, num_shards=3)
+    attach(shard)
+    assert shard.on_get(figures).header == {"bytes_up": 0, "bytes_down": 0}
+    attach(shard, nonce="later")
+    with pytest.raises(TransportError, match="another syncer has attached"):
+        shard.on_get(figures)
+    with pytest.raises(TransportError, match="another syncer has attached"):
+        shard.on_poll("nonce", 0, 0.0)
+    with pytest.raises(ConfigError, match="has no files of run"):
+        attach(shard, positions=[{"fragment": 1, "generation": 0, "version": 3}])
+    shard.stop()
+
+
+def test_files_of_another_moment_or_of_another_shard_are_refused(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "run", num_shards=2) as fleet:
+        learner = fleet.learner("l0").go()
+        fleet.until_commits(4)
+        shard = fleet.shards[0]
+        shard.restart()
+        shutil.copytree(shard.directory, tmp_path / "before")
+        fleet.until_commits(8)
+        finish(learner)
+        fleet.stop()
+        shard.service.stop()
+        with pytest.raises(ConfigError, match=r"of shard 1 of 2; this is shard 1 of 3"):
+            ShardService(shard.directory, (1, 3), KEY)
+    placed = directory_of(tmp_path / "run", 1)
+    (tmp_path / "run" / "syncer" / "num_shards").write_text("2\n")
+    shutil.copytree(tmp_path / "before", placed)
+    with pytest.raises(CorruptLogError, match=r"shard 1 has fragment 1 at version .* as of one moment"):
+        read_run(tmp_path / "run")
+    shutil.rmtree(placed)
+    shutil.copytree(fleet.shards[0].directory, placed)
+    state, store = read_run(tmp_path / "run")
+    assert store is not None
+    assert [store.anchor(p).version for p in range(3)] == [f.version for f in state.rounds.fragments]
+
+
+def test_start_values_that_come_to_the_wrong_process_are_refused() -> None:
+    desk = Payloads((1, 2))
+    header = {"what": "seed", "session": "s0", "lease": 1, "fragment": 0}
+    with pytest.raises(CorruptMessageError, match="fragment 0, which is not held here"):
+        desk.take_seed("s0", Bulk(header, memoryview(bytes(8))), ("s0", 1))
