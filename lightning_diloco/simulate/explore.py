@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_diloco.config import RunConfig
+from lightning_diloco.protocol import actions as do
 from lightning_diloco.simulate.fleet import Fleet
 from lightning_diloco.simulate.learner import SimulatedLearner
 from lightning_diloco.simulate.reading import Data
@@ -172,7 +173,7 @@ class History:
             "join": self._join,
             "restart the syncer": lambda amount: self._fleet.syncer.restart(use_snapshot=amount < 0.5),
             "kill the syncer": lambda amount: self._fleet.syncer.crashes.arm("", 1 + int(12 * amount)),
-            "restart a shard": lambda _: self._fleet.syncer.restart_shard(),
+            "restart a shard": self._restart_shard,
             "suspend the syncer": lambda amount: self._fleet.syncer.suspend(10.0 * amount),
             "fill the disk": self._fill_the_disk,
             "snapshot": lambda _: self._take_snapshot(),
@@ -230,6 +231,12 @@ class History:
         self._fleet.syncer.disk_is_full = True
         self._fleet.run_for(4.0 * amount)
         self._fleet.syncer.disk_is_full = False
+
+    def _restart_shard(self, amount: float) -> None:
+        if amount < 0.4:
+            self._fleet.syncer.restart_shard()
+        else:
+            self._fleet.syncer.shard_dies_at = do.Merge if amount < 0.7 else do.Apply
 
     def _roll_back(self, amount: float) -> None:
         self._heal_all()

@@ -68,6 +68,7 @@ class SimulatedSyncer:
         payloads: contributions that have arrived, by session, fragment and seq.
         standby: its standby; None: it has none.
         disk_is_full: no commit can be written.
+        shard_dies_at: the shard dies during its next action of this kind; None: it does not die.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class SimulatedSyncer:
         self.state = SyncerState(run="simulated", expect=expect, secret="simulated")
         self.disk = Disk(keeps_log=keeps_log)
         self.disk_is_full = False
+        self.shard_dies_at: type[do.Merge | do.Apply] | None = None
         self.standby: Standby | None = None
         self.crashes = crashes or CrashPoints()
         self.notes: deque[tuple[float, do.Note]] = deque(maxlen=None if keeps_log else NUM_NOTES_KEPT)
@@ -152,6 +154,7 @@ class SimulatedSyncer:
 
     def restart_shard(self) -> None:
         """Kill the process of a shard with half of the fragments, and start it again: it has lost all payloads."""
+        self.shard_dies_at = None
         lost = tuple(range(1, len(self.state.rounds.fragments), 2))
         for p in lost:
             self._num_lost[p] += 1
@@ -235,15 +238,11 @@ class SimulatedSyncer:
                 self._append(action.values)
                 self._num_decided = len(self.disk.log)
             case do.Merge():
-                event = self._merge(action)
-                self._gradients[action.fragment, action.round] = sum(
-                    int(self.payloads[c.session, c.ready.fragment, c.ready.seq] * event.kept.get(c.session, 1.0))
-                    for c in action.contributions
-                )
-                num_lost = self._num_lost[action.fragment]
-                self._timeline.after(self._merge_s, partial(self._merged, event, boot, num_lost))
+                self._merge(action)
+                self._reach_shard(action)
             case do.Apply():
                 self._timeline.after(self._merge_s, partial(self._commit, action, boot))
+                self._reach_shard(action)
             case do.DropPayload():
                 self.payloads.pop((action.session, action.fragment, action.seq), None)
             case do.StoreSeed():
@@ -256,11 +255,21 @@ class SimulatedSyncer:
         if boot == self.boot:
             self._world.deliver(action.session, action.message, boot)
 
-    def _merge(self, action: do.Merge) -> on.Merged:
-        """Return the result of merging a round."""
-        return on.Merged(
-            action.fragment, action.round, {c.session: self._kept_by_guard() for c in action.contributions}
-        )
+    def _merge(self, action: do.Merge) -> None:
+        """Merge a round. There is no result if the shard has lost a payload and the state machine will hear of it."""
+        p, num_lost = action.fragment, self._num_lost[action.fragment]
+        keys = [(c.session, p, c.ready.seq) for c in action.contributions]
+        if num_lost and not all(key in self.payloads for key in keys):
+            return
+        kept = {c.session: self._kept_by_guard() for c in action.contributions}
+        merged = on.Merged(p, action.round, kept)
+        self._gradients[p, action.round] = sum(int(self.payloads[key] * kept[key[0]]) for key in keys)
+        self._timeline.after(self._merge_s, partial(self._merged, merged, self.boot, num_lost))
+
+    def _reach_shard(self, action: do.Merge | do.Apply) -> None:
+        """Kill the shard during this action, if it is to die there."""
+        if type(action) is self.shard_dies_at and action.fragment % 2:
+            self._timeline.after(0.0, self.restart_shard)
 
     def _merged(self, event: on.Merged, boot: int, num_lost: int) -> None:
         if num_lost == self._num_lost[event.fragment]:

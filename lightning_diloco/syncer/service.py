@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import queue
@@ -30,14 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
-
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.errors import (
     CorruptMessageError,
-    NonFiniteError,
-    PlanMismatchError,
-    ShardError,
     StorageError,
     TransportError,
 )
@@ -56,6 +50,7 @@ from lightning_diloco.syncer.outbox import Outbox
 from lightning_diloco.syncer.payloads import Payloads, made_up, merged_by
 from lightning_diloco.syncer.quota import Place, Placed, Quota
 from lightning_diloco.syncer.run_end import RunEnd
+from lightning_diloco.syncer.seeding import Seeding
 from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.shards.requests import Admitted, Attach, Position
 from lightning_diloco.syncer.shards.shard import MergeJob, OwnShard, Shard
@@ -67,7 +62,7 @@ from lightning_diloco.syncer.status.history import CLOSED
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.syncer.status.progress import pause_s, progress
 from lightning_diloco.syncer.status.publisher import StatusPublisher
-from lightning_diloco.syncer.store import SyncerStore, seeded_store
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.base import Bulk, Json, Polled
 
 log = logging.getLogger(__name__)
@@ -164,7 +159,8 @@ class SyncerService:
         lsn = self._durable.log.last_lsn
         self._announcer = Announcer(self.replica, lsn, send=self._outbox.put, install=self._publish)
         self._changes_fleet = False
-        self._seed: actions.StoreSeed | None = None
+        about_seed = {"remote": remote, "recorder": self._recorder}
+        self._seeding = Seeding(self._durable, self._desk, self._own, **about_seed)
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
         self._said: tuple[messages.FromSyncer, Json] | None = None
@@ -476,7 +472,7 @@ class SyncerService:
             case actions.DropPayload():
                 self._shard_of(action.fragment).drop(action)
             case actions.StoreSeed():
-                self._seed = action
+                self._seeding.begin(action)
             case actions.Note():
                 log.info("%s %s", action.event, action.fields)
                 self._durable.note(action.event, late_s=time.monotonic() - action.at_s, **action.fields)
@@ -514,60 +510,18 @@ class SyncerService:
 
     def _store_seed(self, now_s: float) -> None:
         """Make the start values the anchors at version 0, if all of them have arrived."""
-        if self._seed is None or self._todo or time.monotonic() < self._retry_s:
-            return
-        if self.state.seed_grant != (self._seed.session, self._seed.lease):
-            self._seed = None  # another learner has the seed lease now
-            return
-        action, num_fragments = self._seed, cast("int", self._seed.manifest["num_fragments"])
-        values = self._desk.seed(action.session, action.lease, fragments_of(self._durable.part, num_fragments))
-        num_remote = self._num_remote_values(action, num_fragments)
-        if values is None or num_remote is None:
-            return
-        with contextlib.ExitStack() as deciding:
-            for shard in self._remote:
-                deciding.enter_context(shard.deciding())
-            self._store_values(action, values, num_remote, now_s)
+        if not self._todo and time.monotonic() >= self._retry_s:
+            self._seeding.attempt(self.state, partial(self._seed_stored, now_s=now_s))
 
-    def _num_remote_values(self, action: actions.StoreSeed, num_fragments: int) -> int | None:
-        """Return the number of start values in other processes; None until all have arrived."""
-        try:
-            found = [shard.size_of_seed(action.session, action.lease, num_fragments) for shard in self._remote]
-        except ShardError:
-            return None
-        return None if None in found else sum(num for num in found if num is not None)
-
-    def _store_values(
-        self, action: actions.StoreSeed, values: dict[int, Tensor], num_remote: int, now_s: float
-    ) -> None:
-        self._seed, error, is_refused = None, None, False
-        digests: dict[int, str] = {}
-        num_values = num_remote + sum(each.numel() for each in values.values())
-        try:
-            store = seeded_store(action.manifest, values, part=self._durable.part, num_values=num_values)
-            if self._recorder is not None:
-                self._recorder.keep_seed(store)
-            for shard in self._remote:
-                digests |= shard.store_seed(action.session, action.lease, action.manifest, num_values)
-            self._durable.store_seed(codec.dump(self.state.saved()), action.manifest, store)
-            self._own.anchors = store
-            digests |= dict(zip(store.mine, store.digests(), strict=True))
-            self._desk.drop_seed()
+    def _seed_stored(self, event: events.SeedStored, now_s: float) -> None:
+        if event.error is None:
             self._board.disk_works()
-        except (StorageError, ShardError) as problem:
+        elif not event.is_refused:
             self._retry_s = time.monotonic() + RETRY_S
-            self._board.disk_failed(str(problem))
-            error = str(problem)  # the values are kept; the seeder asks again
-        except (NonFiniteError, PlanMismatchError) as problem:
-            error, is_refused = str(problem), True
-            self._desk.drop_seed()
-        if error is not None:  # some may have stored their values
-            for shard in self._remote:
-                shard.reattach()
-        in_order = tuple(digests[p] for p in sorted(digests))
-        self._handle(events.SeedStored(action.lease, in_order, error, is_refused), now_s)
-        if error is None:
-            self._write_manifest(action.manifest)
+            self._board.disk_failed(event.error)
+        self._handle(event, now_s)
+        if event.error is None and self.state.manifest is not None:
+            self._write_manifest(self.state.manifest)
 
     def _write_manifest(self, manifest: Json) -> None:
         try:

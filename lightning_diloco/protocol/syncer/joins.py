@@ -208,6 +208,11 @@ class Joins(Leasing):
         todo: list[SyncerAction] = [do.Record(records.encode(record)), do.Note("seeded", {"lease": event.lease})]
         return todo + [a for member in self.roster.in_state("joining") for a in self._invite(member)]
 
+    def _seed_again(self) -> list[SyncerAction]:
+        """Grant the seeder a new lease, because a shard has lost its start values."""
+        seeder, self._seeder, self._pending_manifest = self.seeder, None, None
+        return [] if seeder is None else self._invite(seeder)
+
     def _refuse_seed(self, member: Member, rejected: msg.Rejected) -> list[SyncerAction]:
         """Refuse a seeder's start values, forget its session, and let another learner seed (rule 2)."""
         self._seeder = self._pending_manifest = None

@@ -91,6 +91,8 @@ class SyncerState(Joins):
                 self._applying.pop(event.fragment, None)
                 return self.rounds.commit_failed(event.fragment, event.round, event.error, now_s)
             case on.PayloadsLost():
+                if self.manifest is None:
+                    return self._seed_again()
                 return self.rounds.payloads_lost(event.fragments, now_s)
             case on.Tick():
                 return self._tick(event, now_s)

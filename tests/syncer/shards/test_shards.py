@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.syncer.shards import remote
 from lightning_diloco.syncer.shards import store as shard_store
 from tests.learner.fleet import Fleet, Learner, assert_exact, finish, until
@@ -105,3 +106,27 @@ def test_a_syncer_that_dies_between_the_two_steps_of_a_commit_loses_nothing(tmp_
             fleet.restart()
             fleet.until_commits(3)
         end(fleet, *learners)
+
+
+def test_a_shard_that_dies_with_start_values_gets_them_again(tmp_path: Path) -> None:
+    with Fleet(tmp_path, num_shards=2) as fleet:
+        shard = fleet.shards[0]
+        shard.restart(faults=Faults("snapshot:before_rename", 0))  # its first snapshot are the start values
+        learners = [fleet.learner(name).go() for name in ("l0", "l1")]
+        until(lambda: shard.is_dead, "start values")
+        assert fleet.service.state.manifest is None
+        shard.restart()
+        fleet.until_commits(4)
+        end(fleet, *learners)
+
+
+def test_start_values_that_are_not_finite_are_refused_by_the_shard_that_gets_them(tmp_path: Path) -> None:
+    with Fleet(tmp_path, num_shards=3) as fleet:
+        broken = fleet.learner("broken")
+        for param in broken.params.values():
+            param.data.flatten()[-1] = float("nan")
+        with pytest.raises(DiLoCoError, match="NaN or Inf in the start values"):
+            broken.join()
+        sound = fleet.learner("sound").go()
+        fleet.until_commits(4)
+        end(fleet, sound)
