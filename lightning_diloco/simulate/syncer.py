@@ -238,7 +238,7 @@ class SimulatedSyncer:
                 self._append(action.values)
                 self._num_decided = len(self.disk.log)
             case do.Merge():
-                self._merge(action)
+                self._begin_merge(action)
                 self._reach_shard(action)
             case do.Apply():
                 self._timeline.after(self._merge_s, partial(self._commit, action, boot))
@@ -255,16 +255,21 @@ class SimulatedSyncer:
         if boot == self.boot:
             self._world.deliver(action.session, action.message, boot)
 
-    def _merge(self, action: do.Merge) -> None:
+    def _begin_merge(self, action: do.Merge) -> None:
         """Merge a round. There is no result if the shard has lost a payload and the state machine will hear of it."""
         p, num_lost = action.fragment, self._num_lost[action.fragment]
         keys = [(c.session, p, c.ready.seq) for c in action.contributions]
         if num_lost and not all(key in self.payloads for key in keys):
             return
-        kept = {c.session: self._kept_by_guard() for c in action.contributions}
-        merged = on.Merged(p, action.round, kept)
-        self._gradients[p, action.round] = sum(int(self.payloads[key] * kept[key[0]]) for key in keys)
+        merged = self._merge(action)
+        self._gradients[p, action.round] = sum(int(self.payloads[key] * merged.kept.get(key[0], 1.0)) for key in keys)
         self._timeline.after(self._merge_s, partial(self._merged, merged, self.boot, num_lost))
+
+    def _merge(self, action: do.Merge) -> on.Merged:
+        """Return the result of merging a round."""
+        return on.Merged(
+            action.fragment, action.round, {c.session: self._kept_by_guard() for c in action.contributions}
+        )
 
     def _reach_shard(self, action: do.Merge | do.Apply) -> None:
         """Kill the shard during this action, if it is to die there."""

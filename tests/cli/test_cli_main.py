@@ -310,6 +310,7 @@ def test_syncer_passes_on_what_was_given_and_nothing_else(tmp_path: Path, monkey
         "record_contributions": True,
         "standby_of": None,
         "takes_over": False,
+        "num_shards": None,
     }
 
 
