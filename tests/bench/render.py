@@ -97,7 +97,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("exchange", "straggler", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows),
     "goodput_table": _goodput,
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
-    **dict.fromkeys(("streams", "soak", "takeovers", "at_size"), _rows),
+    **dict.fromkeys(("streams", "soak", "takeovers", "at_size", "shards"), _rows),
     "bandwidth": _bandwidth,
     "gpu": _gpu,
     "fleets": _with(fleets.COLUMNS),

@@ -36,6 +36,7 @@ from tests.bench import (
     quality,
     ranks_step,
     report,
+    shards,
     soak,
     survivors,
     timed_recipe,
@@ -69,6 +70,13 @@ def test_a_fragment_goes_over_the_wire_and_back() -> None:
     found = at_size.measure(200_000, 2, 1, rounds=3)
     assert found["last byte to offer [s]"] > 0
     assert 2 <= found["log bytes per parameter"] < 2.1
+
+
+@pytest.mark.slow
+def test_shards_share_the_bytes_and_give_the_same_bits() -> None:
+    one, two = (shards.measure(1 << 18, num_shards, waves=2) for num_shards in (1, 2))
+    assert one["digests"] == two["digests"]
+    assert two["its payloads [bytes per parameter and wave]"] == "4.03, 4.03"
 
 
 @pytest.fixture
