@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import os
 import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -47,7 +46,9 @@ def add_parser(verbs: Any) -> None:
         "--take-over", action="store_true", help="serve the run of a standby now; its primary must be lost"
     )
     parser.add_argument("--shards", type=int, metavar="S", help=_SHARDS)
-    parser.add_argument("--shard", metavar="K/S", help=argparse.SUPPRESS)
+    parser.add_argument("--elsewhere", action="store_true", help="the other shards run on other machines; see --shard")
+    parser.add_argument("--shard", metavar="K/S", help="serve shard K of a run with S shards; needs --of")
+    parser.add_argument("--of", metavar="JOIN", help="RUN_DIR/standby of the syncer (a file, or its content)")
     parser.add_argument("--reseed", action="store_true", help="open an empty directory although learners know the run")
     parser.add_argument("--record", choices=["contributions"], help="also store received contributions, for replay")
     parser.add_argument("--wandb", metavar="PROJECT", help="log the run to Weights & Biases; see diloco run --wandb")
@@ -65,12 +66,16 @@ def call(arguments: argparse.Namespace) -> int:
     """Serve until the run is finished; returns the exit code."""
     with kept():
         from lightning_diloco.syncer.process import SyncerOptions, serve
-        from lightning_diloco.syncer.shards.process import parsed_part, serve_shard
+        from lightning_diloco.syncer.shards.process import parsed_part, serve_elsewhere, serve_shard
         from lightning_diloco.syncer.standby.invitation import Invitation
 
     if arguments.shard is not None:
-        part, parent = parsed_part(arguments.shard), arguments.embedded_by or os.getppid()
-        return serve_shard(arguments.run_dir, part, arguments.listen or _DEFAULT_LISTEN, parent)
+        part, listen = parsed_part(arguments.shard), arguments.listen or _DEFAULT_LISTEN
+        if arguments.of is not None:
+            return serve_elsewhere(arguments.run_dir, part, listen, Invitation.parse(arguments.of))
+        if arguments.embedded_by is None:
+            raise ConfigError(f"--shard {arguments.shard} needs --of: RUN_DIR/standby of the syncer, or a copy of it")
+        return serve_shard(arguments.run_dir, part, listen, arguments.embedded_by)
     given = vars(arguments)
     options = SyncerOptions(
         run_dir=arguments.run_dir,
@@ -83,6 +88,7 @@ def call(arguments: argparse.Namespace) -> int:
         standby_of=None if arguments.standby_of is None else Invitation.parse(arguments.standby_of),
         takes_over=arguments.take_over,
         num_shards=arguments.shards,
+        shards_elsewhere=arguments.elsewhere,
     )
     with _tracked(arguments):
         return serve(options)

@@ -31,6 +31,7 @@ from lightning_diloco.storage import local_runs
 from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
+from lightning_diloco.syncer.shards.elsewhere import Elsewhere
 from lightning_diloco.syncer.shards.layout import fix_num_shards, num_shards_of, tell_token
 from lightning_diloco.syncer.shards.process import ShardProcess
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
@@ -138,15 +139,20 @@ def _opened(options: SyncerOptions) -> _Opened:
     front = _front(options, door, address, identity)
     is_known = (options.run_dir / "join").exists()
     processes: list[ShardProcess] = []
+    elsewhere = None
     try:
         # In a known run, listen first, so that learners get the progress. A new run has nothing to restore.
         locked = partial(_listen, front, options) if is_known else lambda: None
         durable = SyncerStore(options.run_dir, locked=locked, tell=door.tell, num_shards=num_shards)
         key = Invitation.of(address, identity).key
-        for k in range(1, num_shards):
+        if options.shards_elsewhere:
+            elsewhere = Elsewhere(num_shards, identity, address=lambda: front.address, key=key)
+            door.shards = elsewhere.on_get
+        for k in range(1, num_shards if elsewhere is None else 1):
             tell_token(options.run_dir, k, address)
             processes.append(ShardProcess(options.run_dir, (k, num_shards), options.listen, key))
-        remote, standby_key = [process.shard for process in processes], "" if processes else key
+        remote = elsewhere.shards if elsewhere is not None else [process.shard for process in processes]
+        standby_key = "" if remote else key
         service = SyncerService(options, run=address.run, durable=durable, standby_key=standby_key, remote=remote)
         former = taken_from(options.run_dir)
         telling = None if former is None else _Telling(former, front, options.run_dir, durable.log.last_lsn)
@@ -209,9 +215,9 @@ def _front(options: SyncerOptions, door: RestoringHandler, address: JoinAddress,
 
     def invite(own: JoinAddress) -> None:
         num_shards = num_shards_of(options.run_dir)
-        for k in range(1, num_shards):
+        for k in range(1, num_shards if not options.shards_elsewhere else 1):
             tell_token(options.run_dir, k, own)
-        if options.embedded_by is None and num_shards == 1:  # a standby follows one log
+        if options.embedded_by is None and (num_shards == 1 or options.shards_elsewhere):  # a standby follows one log
             Invitation.of(replace(own, standby=None), identity).write(options.run_dir)
 
     return Front(door, options.run_dir, options.listen, address, identity, written=invite)
@@ -240,6 +246,9 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
             )
         while replica.is_behind and not stop.is_set():
             stop.wait(LOOK_S)
+        if door.shards is not None and not opened.is_listening:
+            _listen(front, options)
+            opened.is_listening = True
         service.attach()
         warn_s = time.monotonic() + WARN_S
         while (missing := service.missing) is not None and not stop.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_diloco.errors import RestoringError
+from lightning_diloco.syncer.shards.requests import SHARD
 from lightning_diloco.syncer.standby.requests import STANDBY
 from lightning_diloco.transport.base import Bulk, Handler, Json, Polled
 
@@ -15,6 +16,7 @@ class RestoringHandler:
     Attributes:
         refused: called with the session of a refused call, None for a call without one; may raise another error.
         standby: answers calls of a standby while others are refused; None refuses them as well.
+        shards: answers calls of shards on other machines, at any time; None: there are none.
     """
 
     def __init__(self) -> None:
@@ -22,6 +24,7 @@ class RestoringHandler:
         self._doing = "starting"
         self.refused: Callable[[str | None], None] = lambda session: None
         self.standby: Callable[[Json], Bulk] | None = None
+        self.shards: Callable[[Json], Bulk] | None = None
 
     def tell(self, doing: str) -> None:
         """Set the progress, which the error of a refused call reports."""
@@ -45,6 +48,8 @@ class RestoringHandler:
         return self._inner().on_put(bulk)
 
     def on_get(self, header: Json) -> Bulk:
+        if self.shards is not None and header.get("what") == SHARD:
+            return self.shards(header)
         if self._service is None and self.standby is not None and header.get("what") == STANDBY:
             return self.standby(header)
         return self._inner().on_get(header)

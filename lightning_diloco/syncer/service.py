@@ -87,6 +87,7 @@ class SyncerOptions:
         standby_of: the primary that this syncer follows, until it takes over; None: it serves the run.
         takes_over: serve the run now, although this directory is a standby's.
         num_shards: number of processes that share the fragments (`shards/`); None: as the run began, 1 for a new run.
+        shards_elsewhere: the other shards are started by the user, on other machines.
     """
 
     run_dir: Path
@@ -99,6 +100,7 @@ class SyncerOptions:
     standby_of: Invitation | None = None
     takes_over: bool = False
     num_shards: int | None = None
+    shards_elsewhere: bool = False
 
 
 class SyncerService:
@@ -258,7 +260,7 @@ class SyncerService:
         self._announcer.end_messages()
         _join(self._messages_thread)
         for shard in self._remote:
-            shard.stop()
+            shard.stop(is_over=is_over)
         self._outbox.close()
 
     def _rest(self, saved: Json) -> None:

@@ -311,6 +311,7 @@ def test_syncer_passes_on_what_was_given_and_nothing_else(tmp_path: Path, monkey
         "standby_of": None,
         "takes_over": False,
         "num_shards": None,
+        "shards_elsewhere": False,
     }
 
 

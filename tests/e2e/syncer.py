@@ -23,7 +23,9 @@ def main() -> int:
     if given.pop("waits_for_all", False):  # for learners that compile while they should be stepping or sending
         roster.SILENT_HEARTBEATS, rounds.TRANSFER_FLOOR_S = 1000, rounds.TRANSFER_CAP_S
     own = {
-        name: given.pop(name) for name in ("expect", "reseed", "record_contributions", "num_shards") if name in given
+        name: given.pop(name)
+        for name in ("expect", "reseed", "record_contributions", "num_shards", "shards_elsewhere")
+        if name in given
     }
     if (primary := given.pop("standby_of", None)) is not None:
         own["standby_of"] = Invitation.parse(primary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from contextlib import suppress
 
 import psutil
@@ -28,6 +29,14 @@ def shards(syncer: int) -> dict[str, psutil.Process]:
         if "--shard" in argv:
             found[argv[argv.index("--shard") + 1]] = child
     return found
+
+
+def assert_nothing_lost(processes: Processes) -> None:
+    summary, held = processes.summary(), [processes.held(name) for name in ("l0", "l1")]
+    assert summary["status"] == "finished"
+    assert summary["tokens_seen"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS
+    assert summary["tokens_merged"] == summary["tokens_seen"]
+    assert_exact(summary)
 
 
 def is_accepted(processes: Processes) -> bool:
@@ -63,14 +72,39 @@ def test_killed_shards_and_a_killed_syncer_lose_nothing(processes: Processes) ->
     processes.stop_file.touch()
     assert [processes.end(process) for process in (*learners, syncer)] == [0, 0, 0]
 
-    summary, held = processes.summary(), [processes.held(name) for name in ("l0", "l1")]
     assert all(shard["bytes_up"] > 0 and shard["bytes_down"] > 0 for shard in status["shards"])
-    assert summary["status"] == "finished"
-    assert summary["tokens_seen"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS
-    assert summary["tokens_merged"] == summary["tokens_seen"]
-    assert_exact(summary)
+    assert_nothing_lost(processes)
+    held = [processes.held(name) for name in ("l0", "l1")]
     shutil.copytree(processes.run_dir, copy := processes.root / "copy")
     state, store = read_run(copy)
     assert store is not None
     last = next(h for h in held if h["is_last"])
     assert (last["landed"], tuple(last["digests"])) == ([f.version for f in state.rounds.fragments], store.digests())
+
+
+def test_shards_elsewhere_find_their_syncer_move_and_end_with_the_run(processes: Processes) -> None:
+    def start(k: int) -> subprocess.Popen[bytes]:
+        command = ("-m", "lightning_diloco.cli.main", "syncer", "--shard", f"{k}/3", "--of", invitation)
+        return processes.start(f"shard{k}", *command, "--run-dir", processes.root / f"shard{k}")
+
+    invitation = processes.run_dir / "standby"
+    syncer = processes.syncer(expect=2, num_shards=3, shards_elsewhere=True)
+    assert shards(syncer.pid) == {}
+    running = [start(k) for k in (1, 2)]
+    learners = [processes.learner(name) for name in ("l0", "l1")]
+    until(lambda: processes.status()["num_commits"] >= 8, "commits", processes)
+    os.kill(running[0].pid, signal.SIGKILL)
+    processes.end(running[0])
+    (processes.root / "shard1").rename(processes.root / "moved")
+    (processes.root / "moved" / "syncer" / "shards" / "1" / "join").unlink()  # it will listen elsewhere
+    (processes.root / "moved").rename(processes.root / "shard1")
+    running[0] = start(1)
+    until(lambda: all(shard["is_attached"] for shard in processes.status()["shards"]), "the return", processes)
+    processes.until_commits(8)
+    os.kill(syncer.pid, signal.SIGKILL)
+    processes.end(syncer)
+    syncer = processes.syncer(expect=2, shards_elsewhere=True)
+    until(lambda: processes.status()["num_commits"] >= 24, "commits", processes)
+    processes.stop_file.touch()
+    assert [processes.end(process) for process in (*learners, syncer, *running)] == [0] * 5
+    assert_nothing_lost(processes)

@@ -12,51 +12,110 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from lightning_diloco.errors import ConfigError
+from lightning_diloco.errors import ConfigError, TransportError
 from lightning_diloco.process import descriptors, grpc_log
 from lightning_diloco.process.exit import let_threads_become_idle
 from lightning_diloco.process.malloc import keep_few_heaps
+from lightning_diloco.storage.files import make_directory
 from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.restoring import RestoringHandler
-from lightning_diloco.syncer.shards.layout import directory_of, listen_of
+from lightning_diloco.syncer.shards.elsewhere import Reporting, fetch_identity
+from lightning_diloco.syncer.shards.layout import NO_PORT, directory_of, listen_of
 from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.standby.invitation import Invitation
-from lightning_diloco.transport.address import read_join_file
+from lightning_diloco.transport.address import JoinAddress, read_join_file
 from lightning_diloco.transport.base import Connection
 from lightning_diloco.transport.flight import FlightConnection
 from lightning_diloco.transport.identity import ServerIdentity
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
+REACH_S = 60.0
 LOOK_S = 0.1
 AGAIN_S, AGAIN_AT_MOST_S = 0.5, 30.0
 END_S = 60.0  # a snapshot may be under way
 
 
 def serve_shard(run_dir: Path, part: tuple[int, int], listen: str, parent: int) -> int:
-    """Serve a shard until SIGTERM, or until the parent process has ended; return the exit code."""
+    """Serve a shard on the syncer's machine until SIGTERM, or until the parent has ended; return the exit code."""
+    _set_up(part)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the syncer, which then ends its shards
+    address = read_join_file(directory_of(run_dir, part[0]) / "join")
+    identity = ServerIdentity.load_or_create(run_dir / "syncer")
+    return _serve(run_dir, part, listen, address, identity, goes_on=lambda: os.getppid() == parent)
+
+
+def serve_elsewhere(run_dir: Path, part: tuple[int, int], listen: str, invitation: Invitation) -> int:
+    """Serve a shard on another machine than the syncer's until SIGTERM or SIGINT; return the exit code.
+
+    Args:
+        run_dir: directory of the shard on this machine.
+        part: (shard, number of shards).
+        listen: `host:port`.
+        invitation: address and key of the syncer.
+    """
+    _set_up(part)
+    identity = reached(partial(fetch_identity, invitation, run_dir / "syncer"))
+    address = replace(invitation.address, port=NO_PORT, standby=None)
+    return _serve(run_dir, part, listen, address, identity, reports_to=invitation)
+
+
+def reached(call: Callable[[], T]) -> T:
+    """Repeat a call until the syncer answers, for up to REACH_S."""
+    until_s = time.monotonic() + REACH_S
+    while True:
+        try:
+            return call()
+        except TransportError:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(LOOK_S)
+
+
+def _set_up(part: tuple[int, int]) -> None:
     keep_few_heaps()
     form = f"%(asctime)s %(levelname)s shard {part[0]}: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form)
     descriptors.allow_all()
     grpc_log.keep_to_errors()
-    stop = threading.Event()
+
+
+def _serve(
+    run_dir: Path,
+    part: tuple[int, int],
+    listen: str,
+    address: JoinAddress,
+    identity: ServerIdentity,
+    *,
+    goes_on: Callable[[], bool] = lambda: True,
+    reports_to: Invitation | None = None,
+) -> int:
+    stop, directory = threading.Event(), directory_of(run_dir, part[0])
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the syncer, which then ends its shards
-    directory = directory_of(run_dir, part[0])
-    address, identity = read_join_file(directory / "join"), ServerIdentity.load_or_create(run_dir / "syncer")
-    door = RestoringHandler()
+    door, reporting = RestoringHandler(), None
+    make_directory(directory)
     front = Front(door, directory, listen, address, identity)
     service = ShardService(directory, part, Invitation.of(address, identity).key)
     try:
         door.open(service)
-        front.listen()
-        while not stop.wait(LOOK_S) and os.getppid() == parent:
+        own = front.listen()
+        if reports_to is not None:
+            signal.signal(signal.SIGINT, lambda *_: stop.set())
+            reporting = Reporting(reports_to, service, own.host_port)
+        while not stop.wait(LOOK_S) and goes_on() and not service.is_over:
             front.follow_rotation()
     finally:
+        if reporting is not None:
+            reporting.end()
         service.stop()
         front.stop()
     let_threads_become_idle()

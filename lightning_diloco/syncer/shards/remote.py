@@ -111,8 +111,15 @@ class RemoteShard:
         """Wait until the shard is attached; return False after timeout_s."""
         return self._attached.wait(timeout_s)
 
-    def stop(self) -> None:
-        """End the threads."""
+    def stop(self, *, is_over: bool) -> None:
+        """End the threads.
+
+        Args:
+            is_over: the run has finished, so the shard ends, too.
+        """
+        if is_over:
+            with contextlib.suppress(ShardError):
+                self._call(ask.Over(), CALL_S)
         self._is_stopping.set()
         self._attached.clear()
         self._commands.put(None)

@@ -1,4 +1,4 @@
-"""What the syncer asks of a shard.
+"""What the syncer asks of a shard, and a shard on another machine of its syncer.
 
 A request is in the header of a download: {"what": SHARD, "key", "nonce", "request"}. The key is that of a standby. The
 nonce is that of the last `Attach`; a shard refuses the requests of a syncer that is not attached any more.
@@ -149,10 +149,33 @@ class Figures(Tagged, frozen=True):
     """Return {"bytes_up", "bytes_down"}: payload bytes that this process has received and sent."""
 
 
-Request = (
-    Attach | Admit | Drop | Measure | Merge | Prepare | Install | Regenerate | SizeOfSeed | StoreSeed | Figures
-)  # fmt: skip
+class Over(Tagged, frozen=True):
+    """The run has finished: the process of the shard ends."""
+
+
+class AskIdentity(Tagged, frozen=True):
+    """A shard asks its syncer for the certificate of the run; the answer is the content of its file."""
+
+
+class Listens(Tagged, frozen=True):
+    """A shard reports to its syncer where it listens."""
+
+    shard: Count
+    num_shards: Count
+    address: Text
+
+
+FromSyncer = (
+    Attach | Admit | Drop | Measure | Merge | Prepare | Install | Regenerate | SizeOfSeed | StoreSeed | Figures | Over
+)
+FromShard = AskIdentity | Listens
+Request = FromSyncer | FromShard
 _KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in typing.get_args(Request)}
+
+
+def encode(request: Request) -> Json:
+    """Return a request as a JSON object."""
+    return codec.dump(request)
 
 
 def decode(values: object) -> Request:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -33,6 +34,7 @@ from lightning_diloco.transport.base import Bulk, Json, Polled
 log = logging.getLogger(__name__)
 
 ADMIT_S = 5.0
+SILENT_S = 5.0
 _EMPTY = memoryview(b"")
 
 
@@ -44,6 +46,9 @@ class ShardService:
         part: (shard, number of shards).
         key: key that the syncer must send.
         faults: hook at named points, for crash tests.
+
+    Attributes:
+        is_over: whether the run has finished.
     """
 
     def __init__(self, directory: Path, part: tuple[int, int], key: str, *, faults: Faults = no_faults) -> None:
@@ -54,6 +59,8 @@ class ShardService:
         self._own = OwnShard(self._desk)
         self._own.anchors = self._disk.anchors
         self._attached: ask.Attach | None = None
+        self._polled_s = 0.0
+        self.is_over = False
         self._config = RunConfig()
         self._admitted = ask.Admitted()
         self._measured: dict[int, tuple[MergeJob, Measured]] = {}
@@ -71,8 +78,14 @@ class ShardService:
             ask.Regenerate: self._regenerate,
             ask.SizeOfSeed: self._size_of_seed,
             ask.StoreSeed: self._store_seed,
+            ask.Over: self._over,
             ask.Figures: lambda request: Bulk(self._figures(), _EMPTY),
         }
+
+    @property
+    def is_polled(self) -> bool:
+        """Whether a syncer is attached and has asked for events within SILENT_S."""
+        return self._attached is not None and time.monotonic() - self._polled_s < SILENT_S
 
     def stop(self) -> None:
         """Refuse calls, and close the files after the present computation."""
@@ -92,6 +105,7 @@ class ShardService:
     def on_poll(self, session: str, cursor: int, wait_s: float) -> Polled:
         """Return events for the attached syncer."""
         self._attachment(session)
+        self._polled_s = time.monotonic()
         return self._events.poll(session, cursor, wait_s)
 
     def on_put(self, bulk: Bulk) -> Json:
@@ -174,7 +188,9 @@ class ShardService:
         if isinstance(request, ask.Attach):
             return self._attach(request)
         self._attachment(str(header.get("nonce")))
-        return self._answers[type(request)](request)
+        if (answer := self._answers.get(type(request))) is None:
+            raise CorruptMessageError(f"{type(request).__name__} is asked of the syncer, not of a shard")
+        return answer(request)
 
     def _attach(self, request: ask.Attach) -> Bulk:
         if (request.shard, request.num_shards) != self.part:
@@ -201,7 +217,7 @@ class ShardService:
             self._use(self._disk.anchors)
             self._admit(ask.Admit(request.admitted))
             digests = {} if self._own.anchors is None else _digests(self._own.anchors)
-            self._attached = request
+            self._attached, self._polled_s = request, time.monotonic()
         log.info("shard %d of %d works for run %s", *self.part, request.run)
         return Bulk({"digests": digests}, _EMPTY)
 
@@ -292,6 +308,10 @@ class ShardService:
             assert self._own.anchors is not None
             digests = _digests(self._own.anchors)
         return Bulk({"digests": digests}, _EMPTY)
+
+    def _over(self, request: ask.Over) -> Bulk:
+        self.is_over = True
+        return Bulk({}, _EMPTY)
 
     def _figures(self) -> Json:
         return {"bytes_up": self._desk.bytes_up, "bytes_down": self._desk.bytes_down}

@@ -131,7 +131,7 @@ class Syncer:
 
     def close(self) -> None:
         for shard in self.remote:
-            shard.stop()
+            shard.stop(is_over=False)
         for service in self.services:
             service.stop()
         self.durable.close()
