@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lightning_diloco.errors import TransportError
 from lightning_diloco.learner.rotation import Followed
 from lightning_diloco.transport.address import JoinAddress, split_host_port
 from lightning_diloco.transport.base import Bulk, Connection, Json
@@ -63,6 +64,8 @@ class Sharded:
         return self._syncer if k == 0 else self._shard(k, shards[k - 1])
 
     def _shard(self, k: int, place: str) -> Connection:
+        if not place:
+            raise TransportError(f"shard {k} is away; nothing was sent; try again")
         syncer = self._syncer.address
         host, port = split_host_port(place if place.partition(":")[0] else syncer.host_port.rpartition(":")[0] + place)
         address = replace(syncer, host=host, port=port, standby=None)

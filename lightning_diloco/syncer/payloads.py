@@ -29,7 +29,7 @@ from lightning_diloco.protocol import events, limits, messages
 from lightning_diloco.protocol.intervals import Ranges
 from lightning_diloco.protocol.syncer import manifests
 from lightning_diloco.protocol.syncer.records import CommitRecord
-from lightning_diloco.protocol.syncer.roster import Roster
+from lightning_diloco.protocol.syncer.roster import Member
 from lightning_diloco.syncer.anchors import WHOLE, AnchorStore
 from lightning_diloco.syncer.assembly import Admission, Assemblies
 from lightning_diloco.transport import portions
@@ -127,7 +127,7 @@ class Payloads:
             if not state.may_merge(session, ready):
                 return events.PayloadReceived(session, ready, _TOO_LATE), []
             if self._has(session, ready):
-                return None, []  # already complete
+                return events.PayloadReceived(session, ready), []  # complete; the state machine may have forgotten it
             missing, whole = self._assemblies.add(session, ready, bulk, numel=layout.padded_numel, config=config)
             if whole is None:
                 return None, missing
@@ -311,7 +311,6 @@ class Payloads:
             self._payloads.clear()
             self._seed.clear()
         self._assemblies.clear()
-        self._merged.clear()
 
     def drop_seed(self) -> None:
         """Drop received start values."""
@@ -324,15 +323,14 @@ class Payloads:
 
     def remember_merged(self, merged: Iterable[Merged]) -> None:
         """Restore the merged contributions after a restart."""
-        for session, p, seq, version, kept in merged:
-            self._merged[session, p] = (seq, version, kept)
+        self._merged = {(session, p): (seq, version, kept) for session, p, seq, version, kept in merged}
 
 
-def merged_by(roster: Roster) -> list[Merged]:
-    """Return the merged contributions of the recorded fates."""
+def merged_by(members: Iterable[Member]) -> list[Merged]:
+    """Return the merged contributions of the recorded fates of these sessions."""
     return [
         (member.session, p, seq, version, kept)
-        for member in roster.members.values()
+        for member in members
         for p, (seq, fate, version, _, kept) in member.fates.items()
         if fate == "merged" and version is not None
     ]

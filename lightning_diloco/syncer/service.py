@@ -3,9 +3,9 @@
 1. The loop thread drives the state machine. Transport threads only queue events, and read the state under a lock for
    `status`. The state machine uses the arrival time of an event (`inbox.py`). The loop thread carries out actions in
    order: it sends a message only after all records before it are on disk.
-2. The merge thread computes merges and outer steps (`merge_worker.py`). The loop thread installs and announces durable
-   commits. If there is a standby, two more threads hold commits and messages back until the standby has all records
-   before them (`standby/announcer.py`).
+2. Each shard has a merge thread, which computes merges and outer steps (`merge_worker.py`). A further thread installs
+   durable commits, and the loop thread announces them. If there is a standby, this thread and one for messages hold
+   them back until the standby has all records before them (`standby/announcer.py`).
 3. Transport threads check a payload before they queue its event for the state machine.
 4. If the disk fails to write a record, later actions wait until a retry succeeds. Learners keep training. The syncer
    refuses a call while more than MAX_WAITING events wait, or more events of one session than `quota.py` allows. A flood
@@ -69,6 +69,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 MAX_WAITING = 10_000
+SHARD_S = 30.0  # a shard that does not answer must not hold up the end for longer
 MAX_SESSION_CHARS = 100
 
 
@@ -145,7 +146,7 @@ class SyncerService:
         if self._durable.past.was_closed:
             self._ending.reopened()
         self._desk = Payloads(self._durable.part)
-        self._desk.remember_merged(merged_by(self.state.roster))
+        self._desk.remember_merged(merged_by(self.state.roster.members.values()))
         self._own = OwnShard(self._desk)
         self._own.anchors = store
         self._remote = remote
@@ -245,6 +246,8 @@ class SyncerService:
 
     def _end_threads(self) -> None:
         self._is_stopping = True
+        for shard in self._remote:
+            shard.stop_within(SHARD_S)
         with self._board.looking:
             is_over = self.error is None and self.state.is_finished and self.state.ended_by_finishing
         self.replica.end(is_over=is_over)
@@ -425,7 +428,8 @@ class SyncerService:
             self._snapshot_if_quiet()
 
     def _admitted(self) -> Admitted:
-        sessions = tuple(member.session for member in self.state.roster.in_state("active"))
+        members = self.state.roster.in_state("joining", "confirmed", "active")
+        sessions = tuple(member.session for member in members)
         return Admitted(sessions, self.state.seed_grant)
 
     def _attachment(self, part: tuple[int, int]) -> Attach:
@@ -435,7 +439,8 @@ class SyncerService:
             fragments, generation = state.rounds.fragments, state.rounds.generation
             versions = [(p, fragments[p].version) for p in fragments_of(part, len(fragments))]
             positions = None if state.manifest is None else tuple(Position(p, generation, v) for p, v in versions)
-            merged = tuple(each for each in merged_by(state.roster) if each[1] % num_shards == k)
+            active = state.roster.in_state("active")
+            merged = tuple(each for each in merged_by(active) if each[1] % num_shards == k)
             return Attach("", state.run, k, num_shards, state.secret, positions, merged, self._admitted())
 
     def _end_event(self) -> None:

@@ -224,10 +224,6 @@ class SyncerState(Joins):
         self._follow(commit)
         return todo
 
-    def applying(self, p: int) -> records.CommitRecord:
-        """Return the commit of this fragment that is being written."""
-        return self._applying[p]
-
     def _regenerate(self, outlived: int) -> list[SyncerAction]:
         """Begin a generation above `outlived`, the highest one that a learner has proved and this syncer has lost."""
         if self.rounds.is_committing():

@@ -277,7 +277,7 @@ class Rounds:
         for held in there.values():
             held.is_late = not held.has_payload  # no further round waits for it; it can join one when it is here
         if not here:
-            return self._abort(p, f, "no payload arrived in time")
+            return self._abort(p, f, "no payload arrived in time" if there else "contributors left")
         return self._merge(p, f, r, here, now_s)
 
     def _merge(self, p: int, f: FragmentRounds, r: Round, members: list[str], now_s: float) -> list[SyncerAction]:

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,9 +24,8 @@ from lightning_diloco.process.exit import let_threads_become_idle
 from lightning_diloco.process.malloc import keep_few_heaps
 from lightning_diloco.storage.files import make_directory
 from lightning_diloco.syncer.front import Front
-from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.shards.elsewhere import Reporting, fetch_identity
-from lightning_diloco.syncer.shards.layout import NO_PORT, directory_of, listen_of
+from lightning_diloco.syncer.shards.layout import directory_of, listen_of
 from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.standby.invitation import Invitation
@@ -49,7 +47,7 @@ def serve_shard(run_dir: Path, part: tuple[int, int], listen: str, parent: int) 
     """Serve a shard on the syncer's machine until SIGTERM, or until the parent has ended; return the exit code."""
     _set_up(part)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the syncer, which then ends its shards
-    address = read_join_file(directory_of(run_dir, part[0]) / "join")
+    address = partial(read_join_file, directory_of(run_dir, part[0]) / "join")
     identity = ServerIdentity.load_or_create(run_dir / "syncer")
     return _serve(run_dir, part, listen, address, identity, goes_on=lambda: os.getppid() == parent)
 
@@ -65,8 +63,7 @@ def serve_elsewhere(run_dir: Path, part: tuple[int, int], listen: str, invitatio
     """
     _set_up(part)
     identity = reached(partial(fetch_identity, invitation, run_dir / "syncer"))
-    address = replace(invitation.address, port=NO_PORT, standby=None)
-    return _serve(run_dir, part, listen, address, identity, reports_to=invitation)
+    return _serve(run_dir, part, listen, lambda: invitation.address, identity, reports_to=invitation)
 
 
 def reached(call: Callable[[], T]) -> T:
@@ -93,7 +90,7 @@ def _serve(
     run_dir: Path,
     part: tuple[int, int],
     listen: str,
-    address: JoinAddress,
+    address: Callable[[], JoinAddress],
     identity: ServerIdentity,
     *,
     goes_on: Callable[[], bool] = lambda: True,
@@ -101,12 +98,10 @@ def _serve(
 ) -> int:
     stop, directory = threading.Event(), directory_of(run_dir, part[0])
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    door, reporting = RestoringHandler(), None
     make_directory(directory)
-    front = Front(door, directory, listen, address, identity)
-    service = ShardService(directory, part, Invitation.of(address, identity).key)
+    service, reporting = ShardService(directory, part, Invitation.of(address(), identity).key), None
+    front = Front(service, directory, listen, address(), identity)  # the token may be a new one by now
     try:
-        door.open(service)
         own = front.listen()
         if reports_to is not None:
             signal.signal(signal.SIGINT, lambda *_: stop.set())

@@ -6,7 +6,7 @@
    while the shard is detached, because `Attach` says everything.
 3. Between `prepare` and `decided`, the thread does not attach. Otherwise the shard would drop a version that the run's
    log is about to get.
-4. A drop of a payload that a merge uses waits for the end of the merge.
+4. A drop of a payload that a merge needs waits until the shard has measured it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from lightning_diloco.core.buffers import tensor_of
 from lightning_diloco.core.encoded import Measured
 from lightning_diloco.core.merge import MergeReport
-from lightning_diloco.errors import NonFiniteError, RemoteError, ShardError
+from lightning_diloco.errors import DiLoCoError, NonFiniteError, RemoteError, ShardError
 from lightning_diloco.protocol import actions, codec, events, messages
 from lightning_diloco.protocol.syncer.records import CommitRecord
 from lightning_diloco.syncer.shards import requests as ask
@@ -51,6 +51,7 @@ class RemoteShard:
         key: key of the shard.
 
     Attributes:
+        address: `host:port` for learners at the last `Attach`; without a host, it is the syncer's; "" if unknown.
         digests: digests of its fragments at the last `Attach`.
         bytes_up, bytes_down: payload bytes that it has received and sent, as of the last event.
     """
@@ -59,7 +60,7 @@ class RemoteShard:
         self, part: tuple[int, int], *, address: Callable[[], str], connect: Callable[[], Connection], key: str
     ) -> None:
         self.part = part
-        self._address, self._connect, self._key = address, connect, key
+        self._find_address, self._connect, self._key = address, connect, key
         self._connection: Connection | None = None
         self._nonce = ""
         self._attaching = threading.RLock()
@@ -68,21 +69,19 @@ class RemoteShard:
         self._decided: dict[int, CommitRecord] = {}
         self._commands: queue.SimpleQueue[ask.Request | None] = queue.SimpleQueue()
         self._admitted: ask.Admitted | None = None
+        self._generation: int | None = None
+        self._stopping_at_last: threading.Timer | None = None
         self._in_use: dict[int, set[tuple[str, int]]] = {}
         self._later: dict[int, list[actions.DropPayload]] = {}
         self._dropping = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self.address = ""
         self.digests: dict[int, str] = {}
         self.bytes_up = self.bytes_down = 0
 
     @property
     def name(self) -> str:
         return f"shard {self.part[0]} of {self.part[1]}"
-
-    @property
-    def address(self) -> str:
-        """`host:port` for learners; without a host, it is the syncer's."""
-        return self._address()
 
     @property
     def is_attached(self) -> bool:
@@ -107,9 +106,16 @@ class RemoteShard:
             self._threads.append(thread)
             thread.start()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the shard is attached; return False after timeout_s."""
-        return self._attached.wait(timeout_s)
+    def stop_within(self, limit_s: float) -> None:
+        """End all calls when this time is over, unless `stop` has ended the threads before."""
+        self._stopping_at_last = threading.Timer(limit_s, self._hang_up)
+        self._stopping_at_last.daemon = True
+        self._stopping_at_last.start()
+
+    def _hang_up(self) -> None:
+        self._is_stopping.set()
+        if self._connection is not None:
+            self._connection.close()
 
     def stop(self, *, is_over: bool) -> None:
         """End the threads.
@@ -120,13 +126,13 @@ class RemoteShard:
         if is_over:
             with contextlib.suppress(ShardError):
                 self._call(ask.Over(), CALL_S)
-        self._is_stopping.set()
         self._attached.clear()
         self._commands.put(None)
-        if self._connection is not None:
-            self._connection.close()
+        self._hang_up()
         for thread in self._threads:
             thread.join()
+        if self._stopping_at_last is not None:
+            self._stopping_at_last.cancel()
 
     # --------------------------------------------------------------------------------------------------------- threads
 
@@ -139,14 +145,15 @@ class RemoteShard:
                 said, has_worked = "", True
                 self._hear(events.PayloadsLost(tuple(self.digests)))
                 self._poll(nonce)
-            except RemoteError as error:
+            except DiLoCoError as error:
                 if self._is_stopping.is_set():
                     return
                 self.reattach()
                 if str(error) != said:
                     said = str(error)
                     level = logging.WARNING if has_worked else logging.INFO  # at first it is still starting
-                    log.log(level, "%s cannot be reached, its fragments wait for it: %s", self.name, error)
+                    level = level if isinstance(error, RemoteError) else logging.ERROR
+                    log.log(level, "%s does not work, its fragments wait for it: %s", self.name, error)
                 self._is_stopping.wait(AGAIN_S)
 
     def _attach(self) -> str:
@@ -156,13 +163,18 @@ class RemoteShard:
             self._connection = self._connect()
             request = self._with_decided(self._say())
             answer = self._ask(request, deadline_s=COMPUTE_S).header
-            self._nonce, self._admitted = request.nonce, request.admitted
+            self._nonce, self.address = request.nonce, self._find_address()
             self.digests = {int(p): digest for p, digest in answer["digests"].items()}
             with self._dropping:
                 self._in_use.clear()
                 self._later.clear()
             self._attached.set()
-            return request.nonce
+        # The loop thread may have said something newer meanwhile.
+        if self._admitted is not None:
+            self._commands.put(ask.Admit(self._admitted))
+        if self._generation is not None:
+            self._commands.put(ask.Regenerate(self._generation))
+        return request.nonce
 
     def _with_decided(self, said: ask.Attach) -> ask.Attach:
         """Add a nonce, and the commits that the run's log has, but the state machine does not know yet."""
@@ -195,8 +207,13 @@ class RemoteShard:
 
     def _command(self) -> None:
         while (request := self._commands.get()) is not None:
-            with contextlib.suppress(ShardError):
+            try:
                 self._call(request, CALL_S)
+            except ShardError:
+                pass  # said when it attaches again
+            except DiLoCoError as error:
+                log.error("%s: %s", self.name, error)
+                self.reattach()
 
     # ----------------------------------------------------------------------------------------------------------- calls
 
@@ -254,7 +271,10 @@ class RemoteShard:
         """See `Shard`."""
         action = job.action
         wanted = tuple((c.session, c.ready.seq) for c in (*action.contributions, *action.on_trial))
-        found = self._call(ask.Measure(action.fragment, wanted))
+        try:
+            found = self._call(ask.Measure(action.fragment, wanted))
+        finally:
+            self._release(action.fragment)  # the shard keeps what it has measured
         return Measured(tensor_of(found.payload, torch.float64).reshape(found.header["shape"]))
 
     def merge(self, job: MergeJob, max_norms: Sequence[float], measured: Measured) -> Outcome:
@@ -283,7 +303,7 @@ class RemoteShard:
 
     def prepare(self, commit: CommitRecord) -> Prepared:
         """See `Shard`."""
-        answer = self._call(ask.Prepare(commit)).header
+        answer = self._call(ask.Prepare(_without_data(commit))).header
         return Prepared(answer["lr"], answer["digest"])
 
     def decided(self, commit: CommitRecord) -> None:
@@ -293,10 +313,13 @@ class RemoteShard:
     def install(self, commit: CommitRecord, prepared: Prepared) -> None:
         """See `Shard`. If the shard is away, it installs this version when it attaches again."""
         with contextlib.suppress(ShardError):
-            self._call(ask.Install(commit), CALL_S)
+            self._call(ask.Install(_without_data(commit)), CALL_S)
+
+    def _release(self, p: int) -> None:
+        """Send the drops that have waited for a merge."""
         with self._dropping:
-            self._in_use.pop(commit.fragment, None)
-            later = self._later.pop(commit.fragment, [])
+            self._in_use.pop(p, None)
+            later = self._later.pop(p, [])
         for action in later:
             self.drop(action)
 
@@ -310,4 +333,11 @@ class RemoteShard:
 
     def regenerate(self, generation: int) -> None:
         """See `Shard`."""
+        self._generation = generation
         self._commands.put(ask.Regenerate(generation))
+
+
+def _without_data(commit: CommitRecord) -> CommitRecord:
+    """Return a commit without the leased data of its contributions, which may be long."""
+    merges = tuple(replace(m, ready=replace(m.ready, spans=(), repeats=())) for m in commit.merges)
+    return replace(commit, merges=merges)

@@ -33,6 +33,7 @@ from lightning_diloco.transport.base import Bulk, Json, Polled
 
 log = logging.getLogger(__name__)
 
+_COMPUTATIONS = (ask.Measure, ask.Merge, ask.Prepare, ask.Regenerate, ask.StoreSeed)
 ADMIT_S = 5.0
 SILENT_S = 5.0
 _EMPTY = memoryview(b"")
@@ -163,9 +164,12 @@ class ShardService:
 
     def _seeder(self, lease: object) -> tuple[str, int] | None:
         """Return session and number of the seed lease, when this one or a later one was granted."""
-        self._await(
-            lambda: (granted := self._admitted.seeder) is None or not isinstance(lease, int) or lease <= granted[1]
-        )
+
+        def is_announced() -> bool:
+            granted = self._admitted.seeder
+            return granted is not None and not (isinstance(lease, int) and lease > granted[1])
+
+        self._await(is_announced)
         return self._admitted.seeder
 
     # ------------------------------------------------------------------------------------------- called by the syncer
@@ -190,6 +194,10 @@ class ShardService:
         self._attachment(str(header.get("nonce")))
         if (answer := self._answers.get(type(request))) is None:
             raise CorruptMessageError(f"{type(request).__name__} is asked of the syncer, not of a shard")
+        if isinstance(request, _COMPUTATIONS):
+            with self._working:
+                self._attachment(str(header.get("nonce")))  # a syncer may have attached meanwhile
+                return answer(request)
         return answer(request)
 
     def _attach(self, request: ask.Attach) -> Bulk:
@@ -198,10 +206,11 @@ class ShardService:
                 f"this is shard {self.part[0]} of {self.part[1]}; the syncer wants {request.shard} of "
                 f"{request.num_shards}; start both with the same --shards"
             )
-        with self._working:
+        with self._working, self._disk.changing:
             self._attached = None
             self._measured.clear()
             self._prepared.clear()
+            self._own.forget_gradients()
             self._desk.clear()
             self._desk.remember_merged(request.merged)
             if request.positions is None:
@@ -213,7 +222,8 @@ class ShardService:
                 )
             else:
                 self._disk.settle({each.fragment: each.version for each in request.positions})
-                self._disk.regenerate(max(each.generation for each in request.positions))
+                if (generation := max(each.generation for each in request.positions)) != self._disk.generation:
+                    self._disk.regenerate(generation)
             self._use(self._disk.anchors)
             self._admit(ask.Admit(request.admitted))
             digests = {} if self._own.anchors is None else _digests(self._own.anchors)
@@ -235,29 +245,28 @@ class ShardService:
 
     def _drop(self, request: ask.Drop) -> Bulk:
         self._desk.drop(request.session, request.fragment, request.seq)
+        self._disk.snapshot_if_due()  # drops follow each commit
         return Bulk({}, _EMPTY)
 
     def _measure(self, request: ask.Measure) -> Bulk:
         p = request.fragment
-        with self._working:
-            job = MergeJob(actions.Merge(p, 0, (), ()), self._desk.payloads(p, request.payloads))
-            measured = self._own.measure(job)
-            self._measured[p] = job, measured
+        job = MergeJob(actions.Merge(p, 0, (), ()), self._desk.payloads(p, request.payloads))
+        measured = self._own.measure(job)
+        self._measured[p] = job, measured
         gram_EMM = measured.gram_EMM
         return Bulk({"shape": list(gram_EMM.shape)}, bytes_of(gram_EMM.flatten()))
 
     def _merge(self, request: ask.Merge) -> Bulk:
         p = request.fragment
-        with self._working:
-            job, measured = self._measured.pop(p)
-            found = self._own.merge_payloads(
-                p,
-                job.payloads,
-                request.shares,
-                max_norms=ask.floats(request.max_norms),
-                measured=measured,
-                number=request.round,
-            )
+        job, measured = self._measured.pop(p)
+        found = self._own.merge_payloads(
+            p,
+            job.payloads,
+            request.shares,
+            max_norms=ask.floats(request.max_norms),
+            measured=measured,
+            number=request.round,
+        )
         report = found.report
         lists = (ask.numbers(values) for values in (report.norms, report.kept, report.cosines))
         merged = ask.Merged(*lists, ask.numbers([report.merged_norm])[0], found.is_finite)
@@ -265,30 +274,30 @@ class ShardService:
 
     def _prepare(self, request: ask.Prepare) -> Bulk:
         commit = request.commit
-        with self._working:
-            gradient = self._own.gradient(commit)
-            prepared = self._own.prepare(commit)
-            hashing = threading.Thread(target=prepared.finish, name="diloco-digest")
-            hashing.start()  # in parallel with the disk write
-            try:
-                self._disk.write(commit, gradient)
-            finally:
-                hashing.join()
-            self._prepared[commit.fragment] = prepared
+        gradient = self._own.gradient(commit)
+        prepared = self._own.prepare(commit)
+        hashing = threading.Thread(target=prepared.finish, name="diloco-digest")
+        hashing.start()  # in parallel with the disk write
+        try:
+            self._disk.write(commit, gradient)
+        finally:
+            hashing.join()
+        self._prepared[commit.fragment] = prepared
         return Bulk({"digest": prepared.digest, "lr": prepared.lr}, _EMPTY)
 
     def _install(self, request: ask.Install) -> Bulk:
         commit = request.commit
-        prepared = self._prepared.pop(commit.fragment, None)
-        if prepared is None:  # a syncer has attached meanwhile, which settles it
-            raise TransportError(f"version {commit.version} of fragment {commit.fragment} was not prepared here")
-        self._own.install(commit, prepared)
-        self._disk.undecided.pop(commit.fragment)
-        self._disk.snapshot_if_due()
+        with self._disk.changing:
+            prepared = self._prepared.pop(commit.fragment, None)
+            if prepared is not None:  # otherwise a syncer has attached meanwhile, which has installed it
+                self._own.install(commit, prepared)
+                del self._disk.undecided[commit.fragment]
         return Bulk({}, _EMPTY)
 
     def _regenerate(self, request: ask.Regenerate) -> Bulk:
-        with self._working:
+        if self._disk.undecided:
+            raise TransportError("a version is undecided; attach again")
+        if self._own.anchors is not None and request.generation > self._disk.generation:
             self._disk.regenerate(request.generation)
         return Bulk({}, _EMPTY)
 
@@ -299,15 +308,13 @@ class ShardService:
 
     def _store_seed(self, request: ask.StoreSeed) -> Bulk:
         mine = fragments_of(self.part, cast("int", request.manifest["num_fragments"]))
-        with self._working:
-            values = self._desk.seed(request.session, request.lease, mine)
-            if values is None:
-                raise TransportError(f"shard {self.part[0]} has lost start values; send them again")
-            self._use(self._disk.store_seed(request.manifest, values, request.num_values))
-            self._desk.drop_seed()
-            assert self._own.anchors is not None
-            digests = _digests(self._own.anchors)
-        return Bulk({"digests": digests}, _EMPTY)
+        values = self._desk.seed(request.session, request.lease, mine)
+        if values is None:
+            raise TransportError(f"shard {self.part[0]} has lost start values; send them again")
+        store = self._disk.store_seed(request.manifest, values, request.num_values)
+        self._use(store)
+        self._desk.drop_seed()
+        return Bulk({"digests": _digests(store)}, _EMPTY)
 
     def _over(self, request: ask.Over) -> Bulk:
         self.is_over = True

@@ -164,6 +164,10 @@ class OwnShard:
         self._gradients[p] = number, values_P
         return Outcome(report, all_finite(values_P))
 
+    def forget_gradients(self) -> None:
+        """Drop the outer gradients of all merges."""
+        self._gradients.clear()
+
     def gradient(self, commit: CommitRecord) -> Tensor:
         """Return the outer gradient of a commit's round.
 

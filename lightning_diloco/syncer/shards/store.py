@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_diloco.core.buffers import bytes_of, tensor_of
-from lightning_diloco.errors import ConfigError, CorruptLogError
+from lightning_diloco.errors import ConfigError, CorruptLogError, StorageError
 from lightning_diloco.manifest import plan_of
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Tagged
@@ -83,6 +83,7 @@ class ShardStore:
     Attributes:
         anchors: the fragments; None before the run has start values.
         undecided: the last version of a fragment in the log, if it may be undecided.
+        changing: lock for changes of `undecided` and `anchors`, which a snapshot must not see halfway.
     """
 
     def __init__(self, directory: Path, part: tuple[int, int], *, faults: Faults = no_faults) -> None:
@@ -92,7 +93,7 @@ class ShardStore:
         self._manifest: Json = {}
         self._writing: threading.Thread | None = None
         self._again_s = 0.0
-        self._one_record = threading.Lock()
+        self.changing = threading.RLock()
         self.anchors: AnchorStore | None = None
         self.undecided: dict[int, Undecided] = {}
         self._load()
@@ -143,7 +144,8 @@ class ShardStore:
         for p, version in positions.items():
             found = self.undecided.get(p)
             if found is not None and found.version != version:
-                self.withdraw(p)
+                self._append(Withdrawn(p, found.version))
+                del self.undecided[p]
             self._apply(p, in_place=False)
             if (own := self.anchors.anchor(p).version) != version:
                 raise CorruptLogError(
@@ -154,26 +156,29 @@ class ShardStore:
     def write(self, commit: CommitRecord, gradient: Tensor) -> None:
         """Make the outer gradient of an undecided version durable. Raises `StorageError`."""
         p = commit.fragment
-        self._append(Gradient(p, commit.version, commit.work), gradient)
-        self.undecided[p] = Undecided(commit.version, commit.work, gradient)
+        with self.changing:  # before the record, so that no snapshot includes the record without the version
+            self.undecided[p] = Undecided(commit.version, commit.work, gradient)
+        try:
+            self._append(Gradient(p, commit.version, commit.work), gradient)
+        except StorageError:
+            del self.undecided[p]
+            raise
 
-    def withdraw(self, p: int) -> None:
-        """Note that a version was not decided."""
-        found = self.undecided.pop(p, None)
-        if found is not None:
-            self._append(Withdrawn(p, found.version))
+    @property
+    def generation(self) -> int:
+        """Generation of the fragments, which all have the same."""
+        assert self.anchors is not None
+        return self.anchors.anchor(self.anchors.mine[0]).generation
 
     def regenerate(self, generation: int) -> None:
-        """Begin a new generation, if it is not the present one. No version may be undecided."""
+        """Begin a generation. No version may be undecided."""
         assert self.anchors is not None
-        if generation != self.anchors.anchor(self.anchors.mine[0]).generation:
-            self._append(Regenerated(generation))
-            self.anchors.regenerate(generation)
+        self._append(Regenerated(generation))
+        self.anchors.regenerate(generation)
 
     def _append(self, record: Tagged, gradient: Tensor | None = None) -> None:
-        with self._one_record:
-            self._log.append(codec.dump(record), b"" if gradient is None else bytes_of(gradient))
-            self._log.sync()
+        self._log.append(codec.dump(record), b"" if gradient is None else bytes_of(gradient))
+        self._log.sync()
 
     # ----------------------------------------------------------------------------------------------------- snapshots
 
@@ -192,24 +197,35 @@ class ShardStore:
         return store
 
     def snapshot_if_due(self) -> None:
-        """Begin to write a snapshot if the log has grown as large as the state. No version may be undecided."""
+        """Begin to write a snapshot if the log has grown as large as the state, and no version is undecided."""
         store = self.anchors
-        assert store is not None
         is_writing = self._writing is not None and self._writing.is_alive()
-        is_due = self._log.nbytes > max(MIN_LOG_BYTES, store.nbytes) and time.monotonic() >= self._again_s
-        if is_due and not is_writing and not self.undecided:
-            self._log.rotate()
+        if store is None or is_writing or time.monotonic() < self._again_s:
+            return
+        if self._log.nbytes <= max(MIN_LOG_BYTES, store.nbytes):
+            return
+        with self.changing:
+            if self.undecided:
+                return
+            try:
+                self._log.rotate()
+            except StorageError as error:
+                self._snapshot_failed(error)
+                return
             lsn, frozen = self._log.last_lsn, store.freeze()
-            self._writing = threading.Thread(target=self._snapshot, args=(lsn, frozen), daemon=True)
-            self._writing.start()
+        self._writing = threading.Thread(target=self._snapshot, args=(lsn, frozen), daemon=True)
+        self._writing.start()
 
     def _snapshot(self, lsn: int, frozen: Any) -> None:
         try:
             self._write_snapshot(lsn, frozen)
             self._log.drop_before(lsn + 1)
         except Exception as error:
-            self._again_s = time.monotonic() + SNAPSHOT_AGAIN_S
-            log.error("the snapshot was not written, the log keeps growing: %s", error)
+            self._snapshot_failed(error)
+
+    def _snapshot_failed(self, error: Exception) -> None:
+        self._again_s = time.monotonic() + SNAPSHOT_AGAIN_S
+        log.error("the snapshot was not written, the log keeps growing: %s", error)
 
     def _write_snapshot(self, lsn: int, frozen: Any) -> None:
         numbers, tensors = frozen

@@ -68,7 +68,7 @@ class StatusPublisher:
         self._numbers = itertools.count()
         self._recent: deque[Json] = deque(maxlen=NUM_RECENT)
         self._cosines: dict[str, float | None] = {}
-        self._news = News(shards=self._shard_addresses())
+        self._news = News()
         self.looking = threading.Lock()
 
     # --------------------------------------------------------------------------------------------------------- input
@@ -77,7 +77,7 @@ class StatusPublisher:
         """Update the news. The loop thread calls this at each tick."""
         standby = None if self._replica is None else self._replica.address
         num_learners, fleet_tokens = len(self._state.roster.live()), float(self._state.ledger.seen)
-        self._news = News(num_learners, fleet_tokens, standby=standby, shards=self._shard_addresses())
+        self._news = News(num_learners, fleet_tokens, standby=standby)
 
     def noted(self, event: str, fields: Mapping[str, object]) -> None:
         """Keep an event in `recent` if it is of interest to users."""
@@ -111,7 +111,7 @@ class StatusPublisher:
 
     def news(self, session: str) -> News:
         """Return the news for a session."""
-        return replace(self._news, cosine=self._cosines.get(session))
+        return replace(self._news, cosine=self._cosines.get(session), shards=self._shard_addresses())
 
     def _shard_addresses(self) -> tuple[str, ...]:
         return tuple(shard.address for shard in self._shards)

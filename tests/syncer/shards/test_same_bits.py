@@ -83,8 +83,15 @@ class Syncer:
     def _put(self, p: int, header: Json, values: torch.Tensor) -> None:
         self.services[p % len(self.shards) - 1].on_put(Bulk(header, bytes_of(values)))
 
-    def merge(self, p: int, version: int) -> None:
-        """Merge a contribution of each session, the second one much longer than the others."""
+    def merge(self, p: int, version: int, *, first_seq: int = 1, ends: str = "committed") -> None:
+        """Merge a contribution of each session, of which the second one may be much longer than the others.
+
+        Args:
+            p: fragment.
+            version: version that the merge gives.
+            first_seq: seq of the contributions to version 1.
+            ends: "refused": the contributions are dropped before they are merged, and nothing is committed.
+        """
         shard = self.shards[p % len(self.shards)]
         layout = PLAN.layout(p, CONFIG.block_size)
         chosen = []
@@ -108,7 +115,13 @@ class Syncer:
             else:
                 self._put(p, header, payload)
         job = shard.job(actions.Merge(p, version, tuple(chosen), (0.5, 0.3, 0.2)))
+        drops = [actions.DropPayload(c.session, p, c.ready.seq) for c in chosen]
+        if ends == "refused":
+            for drop in drops:
+                shard.drop(drop)
         (merged,) = self.worker.merge(shard, job)
+        if ends == "refused":
+            return
         assert isinstance(merged, events.Merged)
         merges = tuple(records.Merge(c.session, c.ready, 0.3, merged.kept.get(c.session, 1.0)) for c in chosen)
         commit = records.CommitRecord(p, 0, version, version, 1.0, 3, merges)
@@ -117,8 +130,8 @@ class Syncer:
         shard.install(commit, made.prepared)
         names = [c.learner for c in chosen]
         self.durable.past.usual.learn(p, names, made.report.norms, [8] * 3, made.report.kept)
-        for c in chosen:
-            shard.drop(actions.DropPayload(c.session, p, c.ready.seq))
+        for drop in drops:
+            shard.drop(drop)
         self.digests[p].append((made.event.digest, merged.kept, made.report, made.prepared.lr))
 
     def run(self) -> list[list[object]]:
@@ -151,3 +164,14 @@ def test_the_same_contributions_give_the_same_bits(tmp_path: Path, num_shards: i
     assert found(tmp_path / "several", num_shards) == one
     assert len({digest for versions in one for digest, *_ in versions}) == NUM_FRAGMENTS * NUM_VERSIONS
     assert any(kept for versions in one for _, kept, *_ in versions), "the norm guard has had something to do"
+
+
+def test_a_contribution_that_is_dropped_during_its_merge_makes_room_for_the_next(tmp_path: Path) -> None:
+    syncer = Syncer(tmp_path, 2)
+    try:
+        syncer.digests = [[] for _ in range(NUM_FRAGMENTS)]
+        syncer.merge(1, 1, ends="refused")
+        until(lambda: not syncer.services[0]._desk._payloads, "the drops")
+        syncer.merge(1, 1, first_seq=2)
+    finally:
+        syncer.close()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 
 import pytest
 
 from lightning_diloco.errors import DiLoCoError
+from lightning_diloco.protocol.syncer import rounds
+from lightning_diloco.syncer import service
 from lightning_diloco.syncer.shards import remote
 from lightning_diloco.syncer.shards import store as shard_store
-from tests.learner.fleet import Fleet, Learner, assert_exact, finish, until
+from tests.learner.fleet import OPTIONS, Fleet, Learner, assert_exact, finish, until
 from tests.storage.faults import POINTS, Faults
 
 
@@ -18,6 +21,21 @@ from tests.storage.faults import POINTS, Faults
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call over the in-memory transport cannot be ended from outside."""
     monkeypatch.setattr(remote, "POLL_S", 0.1)
+
+
+SIX = {**OPTIONS, "num_fragments": 6, "max_slice_numel": 64}  # so that a shard has several fragments
+
+
+class FullDisk:
+    """A shard's disk that takes nothing while `is_full`."""
+
+    is_full = False
+    num_refused = 0
+
+    def __call__(self, point: str) -> None:
+        if self.is_full and point in ("append:before", "sync:before", "rotate:before", "snapshot:before"):
+            self.num_refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def end(fleet: Fleet, *learners: Learner) -> None:
@@ -80,7 +98,7 @@ def test_a_shard_that_is_killed_at_any_point_loses_nothing(
 ) -> None:
     monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)  # a snapshot every few commits
     monkeypatch.setattr(threading, "excepthook", lambda failed: None)  # it dies in a thread
-    with Fleet(tmp_path, num_shards=2) as fleet:
+    with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
         shard = fleet.shards[0]
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(4)
@@ -95,7 +113,7 @@ def test_a_shard_that_is_killed_at_any_point_loses_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["append:before", "append:after_payload", "sync:before", "sync:after"])
 def test_a_syncer_that_dies_between_the_two_steps_of_a_commit_loses_nothing(tmp_path: Path, point: str) -> None:
-    with Fleet(tmp_path, num_shards=3) as fleet:
+    with Fleet(tmp_path, num_shards=3, run_options=SIX) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(4)
         for countdown in range(3):
@@ -130,3 +148,63 @@ def test_start_values_that_are_not_finite_are_refused_by_the_shard_that_gets_the
         sound = fleet.learner("sound").go()
         fleet.until_commits(4)
         end(fleet, sound)
+
+
+def test_a_full_disk_of_a_shard_stops_its_fragments_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)
+    monkeypatch.setattr(rounds, "RETRY_COMMIT_S", 0.1)
+    disk = FullDisk()
+    with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
+        fleet.shards[0].restart(faults=disk)
+        learners = [fleet.learner(name).go() for name in ("l0", "l1")]
+        fleet.until_commits(12)
+        disk.is_full = True
+        until(lambda: disk.num_refused >= 4, "refused writes")
+        fleet.until_commits(6)  # of the other shard
+        assert fleet.service.error is None
+        disk.is_full = False
+        before = fleet.versions[1]
+        until(lambda: fleet.versions[1] > before, "commits of this shard")
+        fleet.shards[0].restart()
+        fleet.until_commits(12)
+        end(fleet, *learners)
+
+
+def test_both_disks_full_at_once_do_not_part_shard_and_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "RETRY_S", 0.1)
+    monkeypatch.setattr(rounds, "RETRY_COMMIT_S", 0.1)
+    own, others = FullDisk(), FullDisk()
+    with Fleet(tmp_path, num_shards=2, run_options=SIX, faults=own) as fleet:
+        shard = fleet.shards[0]
+        shard.restart(faults=others)
+        learners = [fleet.learner(name).go() for name in ("l0", "l1")]
+        fleet.until_commits(12)
+        own.is_full = True  # the shard's part of a commit fits, the syncer's does not
+        until(lambda: shard.service._disk.undecided, "an undecided version")
+        others.is_full = True  # so it cannot be withdrawn either
+        until(lambda: others.num_refused >= 2, "refused writes of the shard")
+        own.is_full = others.is_full = False
+        fleet.until_commits(12)
+        shard.restart()
+        fleet.until_commits(12)
+        end(fleet, *learners)
+
+
+def test_a_new_generation_reaches_a_shard_that_was_away(tmp_path: Path) -> None:
+    with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
+        learners = [fleet.learner(name).go() for name in ("l0", "l1")]
+        fleet.until_commits(12)
+        fleet.shards[0].crash()
+        until(lambda: fleet.service.missing, "the syncer to notice")
+        with fleet.service._board.looking:
+            fleet.service.state._outlived = 0  # as if a learner had proved a lost version
+        until(lambda: fleet.service.state.rounds.generation == 1, "a new generation")
+        fleet.shards[0].restart()
+        fleet.until_commits(12)
+        assert {fleet.store_of(p).anchor(p).generation for p in range(6)} == {1}
+        finish(*learners)
+        assert_exact(fleet.stop())
+        last = next(learner for learner in learners if learner.is_last)
+        assert last.digests() == fleet.digests()
