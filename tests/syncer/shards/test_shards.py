@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,21 @@ SIX = {**OPTIONS, "num_fragments": 6, "max_slice_numel": 64}  # so that a shard 
 
 
 class FullDisk:
-    """A shard's disk that takes nothing while `is_full`."""
+    """A disk that takes nothing at these points while `is_full`.
 
-    is_full = False
-    num_refused = 0
+    Args:
+        points: see `Faults`.
+        refuses: called before each refusal.
+    """
+
+    def __init__(self, *points: str, refuses: Callable[[], object] = lambda: None) -> None:
+        self._points, self._refuses = points, refuses
+        self.is_full = False
+        self.num_refused = 0
 
     def __call__(self, point: str) -> None:
-        if self.is_full and point in ("append:before", "sync:before", "rotate:before", "snapshot:before"):
+        if self.is_full and point in self._points:
+            self._refuses()
             self.num_refused += 1
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -155,7 +164,7 @@ def test_a_full_disk_of_a_shard_stops_its_fragments_until_there_is_room(
 ) -> None:
     monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)
     monkeypatch.setattr(rounds, "RETRY_COMMIT_S", 0.1)
-    disk = FullDisk()
+    disk = FullDisk("append:before", "snapshot:before")
     with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
         fleet.shards[0].restart(faults=disk)
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
@@ -175,21 +184,41 @@ def test_a_full_disk_of_a_shard_stops_its_fragments_until_there_is_room(
 def test_both_disks_full_at_once_do_not_part_shard_and_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "RETRY_S", 0.1)
     monkeypatch.setattr(rounds, "RETRY_COMMIT_S", 0.1)
-    own, others = FullDisk(), FullDisk()
-    with Fleet(tmp_path, num_shards=2, run_options=SIX, faults=own) as fleet:
+    with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
         shard = fleet.shards[0]
+
+        def fill_the_other() -> None:  # when the shard has its part of a commit on disk, and the syncer has not
+            others.is_full = others.is_full or bool(shard.service._disk.undecided)
+
+        own, others = FullDisk("append:before", refuses=fill_the_other), FullDisk("append:before")
+        fleet.faults = own
+        fleet.restart()
         shard.restart(faults=others)
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(12)
-        own.is_full = True  # the shard's part of a commit fits, the syncer's does not
-        until(lambda: shard.service._disk.undecided, "an undecided version")
-        others.is_full = True  # so it cannot be withdrawn either
+        own.is_full = True
         until(lambda: others.num_refused >= 2, "refused writes of the shard")
         own.is_full = others.is_full = False
         fleet.until_commits(12)
         shard.restart()
         fleet.until_commits(12)
         end(fleet, *learners)
+
+
+def test_a_shard_without_room_for_a_snapshot_still_takes_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)
+    disk = FullDisk("rotate:before")
+    disk.is_full = True
+    with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
+        fleet.shards[0].restart(faults=disk)
+        learner = fleet.learner("l0").go()
+        until(lambda: disk.num_refused >= 1, "an attempt")
+        fleet.until_commits(12)
+        fleet.shards[0].restart()
+        fleet.until_commits(6)
+        end(fleet, learner)
 
 
 def test_a_new_generation_reaches_a_shard_that_was_away(tmp_path: Path) -> None:
