@@ -196,6 +196,26 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             beside=signal.SIGTERM,
         ),
         Step(
+            line="DILOCO_HOST=127.0.0.1 diloco syncer --run-dir runs/shards --listen 127.0.0.1:0 --shards 2 "
+            "--elsewhere --expect 1",
+            of=(
+                "DILOCO_HOST=syncer.example.com diloco syncer --run-dir run --listen 0.0.0.0:7654 --shards 2 "
+                "--elsewhere --expect 4",
+            ),
+            leaves=("runs/shards/standby",),
+            beside=signal.SIGTERM,
+        ),
+        Step(
+            line="DILOCO_HOST=127.0.0.1 diloco syncer --shard 1/2 --of runs/shards/standby --run-dir runs/shard "
+            "--listen 127.0.0.1:0",
+            of=(
+                "DILOCO_HOST=shard.example.com diloco syncer --shard 1/2 --of syncer.join --run-dir shard "
+                "--listen 0.0.0.0:7654",
+            ),
+            says="works for run",
+            beside=signal.SIGTERM,
+        ),
+        Step(
             line="diloco syncer --run-dir runs/taken-over --take-over",
             of=("diloco syncer --run-dir copy --take-over",),
             leaves=("runs/taken-over/join",),
@@ -411,6 +431,7 @@ NOT_HERE = {
     "python tests/bench/run.py goodput_table": "eight minutes; its command runs here with shorter cells",
     "python tests/bench/run.py wide_area": "eleven minutes on an idle machine",
     "python tests/bench/run.py at_size": "takes 24 GB; tests/bench run it with a small fragment",
+    "python tests/bench/run.py shards": "takes 24 GB; tests/bench run it with small fragments",
     "python tests/bench/run.py chaos recoveries takeovers soak survivors busy_survivors forecast": "two hours",
 }
 
