@@ -76,6 +76,8 @@ def call(arguments: argparse.Namespace) -> int:
         if arguments.embedded_by is None:
             raise ConfigError(f"--shard {arguments.shard} needs --of: RUN_DIR/standby of the syncer, or a copy of it")
         return serve_shard(arguments.run_dir, part, listen, arguments.embedded_by)
+    if arguments.of is not None:
+        raise ConfigError("--of belongs to --shard K/S; to follow a syncer as its standby, use --standby-of")
     given = vars(arguments)
     options = SyncerOptions(
         run_dir=arguments.run_dir,

@@ -133,6 +133,8 @@ def _opened(options: SyncerOptions) -> _Opened:
     """Open a run directory as the primary."""
     address, identity = _address_and_identity(options)
     num_shards = fix_num_shards(options.run_dir, options.num_shards)
+    if num_shards == 1 and options.shards_elsewhere:
+        raise ConfigError("--elsewhere: the run has one shard, which is this syncer; add --shards 2, or more")
     if num_shards > 1 and options.record_contributions:
         raise ConfigError("--record contributions: not possible with --shards, whose contributions do not come here")
     door = RestoringHandler()

@@ -62,11 +62,11 @@ def serve_elsewhere(run_dir: Path, part: tuple[int, int], listen: str, invitatio
         invitation: address and key of the syncer.
     """
     _set_up(part)
-    identity = reached(partial(fetch_identity, invitation, run_dir / "syncer"))
+    identity = _reached(partial(fetch_identity, invitation, run_dir / "syncer"))
     return _serve(run_dir, part, listen, lambda: invitation.address, identity, reports_to=invitation)
 
 
-def reached(call: Callable[[], T]) -> T:
+def _reached(call: Callable[[], T]) -> T:
     """Repeat a call until the syncer answers, for up to REACH_S."""
     until_s = time.monotonic() + REACH_S
     while True:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_diloco.cli.main import main
 from lightning_diloco.errors import (
     AuthError,
     ConfigError,
@@ -70,6 +71,24 @@ def test_what_does_not_work_with_shards_says_so(tmp_path: Path) -> None:
     (tmp_path / "join").unlink()
     with pytest.raises(ConfigError, match=r"--record contributions: not possible with --shards"):
         _opened(SyncerOptions(run_dir=tmp_path, record_contributions=True))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--elsewhere", "--elsewhere: the run has one shard"),
+        ("--shard 1/2", "--shard 1/2 needs --of"),
+        ("--shard 2/2 --of standby", "must be k/S"),
+        ("--of standby", "--of belongs to --shard"),
+        ("--shards 0", "must be 1..64"),
+        ("--shards 2 --record contributions", "not possible with --shards"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
+) -> None:
+    assert main(["syncer", "--run-dir", str(tmp_path / "run"), *flags.split()]) != 0
+    assert said in capsys.readouterr().err
 
 
 def test_more_shards_than_fragments_are_refused_at_the_seed(tmp_path: Path) -> None:
