@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import threading
 import typing
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -60,6 +61,25 @@ def load(kind: type[T], values: object, where: str = "") -> T:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise CorruptMessageError(_objection(kind, where or kind.__name__, values, str(error))) from None
+
+
+def load_tagged(kinds: Mapping[str, type[T]], values: object, what: str) -> T:
+    """Build a value of one of several tagged classes from a JSON object.
+
+    Args:
+        kinds: the classes by name.
+        values: a parsed JSON object.
+        what: what the object is, for error messages.
+
+    Raises:
+        CorruptMessageError: unknown kind, or see `load`.
+    """
+    kind = kinds.get(str(values.get("kind"))) if isinstance(values, dict) else None
+    if kind is None:
+        raise CorruptMessageError(
+            f"found {values!r:.80} as {what}; must be one of {', '.join(kinds)}; do both sides run the same version?"
+        )
+    return load(kind, values)
 
 
 def _objection(kind: type, where: str, values: object, text: str) -> str:

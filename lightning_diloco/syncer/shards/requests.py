@@ -10,7 +10,6 @@ import math
 import typing
 from collections.abc import Iterable
 
-from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json, Tagged, Value
 from lightning_diloco.protocol.limits import Count, Finite, Text
@@ -184,13 +183,7 @@ def decode(values: object) -> Request:
     Raises:
         CorruptMessageError: unknown kind, or wrong fields.
     """
-    kind = _KINDS.get(str(values.get("kind"))) if isinstance(values, dict) else None
-    if kind is None:
-        raise CorruptMessageError(
-            f"found {values!r:.80} as a request to a shard; must be one of {', '.join(_KINDS)}; do both sides run the "
-            "same version?"
-        )
-    return codec.load(kind, values)
+    return codec.load_tagged(_KINDS, values, "a request to a shard")
 
 
 def numbers(values: Iterable[float]) -> tuple[Number, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import typing
 
-from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Tagged
 from lightning_diloco.protocol.limits import Count, Rate, Text
@@ -65,10 +64,4 @@ def decode(values: object) -> Request:
     Raises:
         CorruptMessageError: unknown kind, or wrong fields.
     """
-    kind = _KINDS.get(str(values.get("kind"))) if isinstance(values, dict) else None
-    if kind is None:
-        raise CorruptMessageError(
-            f"found {values!r:.80} as a standby's request; must be one of {', '.join(_KINDS)}; do both sides run the "
-            "same version?"
-        )
-    return codec.load(kind, values)
+    return codec.load_tagged(_KINDS, values, "a standby's request")
