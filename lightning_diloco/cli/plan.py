@@ -40,6 +40,7 @@ _DEFAULTS = {
     "disk_rate": 1e9,
     "syncer_cores": 2,
     "syncer_memory_rate": 20e9,
+    "shards": 1,
 }
 _MARK = "# plan:"
 
@@ -74,6 +75,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     add("--mtbf", type=seconds, metavar="TIME", help="mean time between failures of a learner, such as 6h (none)")
     add("--restart", type=seconds, metavar="TIME", help="time from a failure to the next step (2min)")
     add("--disk-rate", type=nbytes, metavar="SIZE", help="bytes per second that the syncer's disk can write (1GB)")
+    add("--shards", type=int, metavar="S", help="machines like the syncer's that share the fragments, with it (1)")
     add("--syncer-cores", type=int, metavar="N", help="cores of the syncer (2)")
     memory_rate = "bytes per second that the syncer's memory moves, see tests/bench/syncer_round.py (20GB)"
     add("--syncer-memory-rate", type=nbytes, metavar="SIZE", help=memory_rate)
@@ -158,6 +160,7 @@ def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:
             disk_bytes_per_s=machines["disk_rate"],
             syncer_cores=machines["syncer_cores"],
             memory_bytes_per_s=machines["syncer_memory_rate"],
+            num_shards=machines["shards"],
         ),
         on_cpu=drawn.accelerator == "cpu",
         mtbf_s=machines.get("mtbf"),
@@ -227,7 +230,10 @@ def _notes(found: Forecast, drawn: Blueprint) -> list[str]:
     notes = [
         f"a stream gets {LINK_SHARE:.0%} of its link; the syncer's disk writes "
         f"{scenario.fleet.disk_bytes_per_s / 1e9:.1f} GB/s; it has {scenario.fleet.syncer_cores} core(s), numba, and "
-        f"memory that moves {scenario.fleet.memory_bytes_per_s / 1e9:.0f} GB/s",
+        f"memory that moves {scenario.fleet.memory_bytes_per_s / 1e9:.0f} GB/s"
+        + (
+            "" if scenario.fleet.num_shards == 1 else f"; {scenario.fleet.num_shards} such machines share the fragments"
+        ),
         f"parameters, gradients, two moments per parameter and anchors are spread evenly over {devices} device(s); "
         "allocator, kernels and data loading are not counted",
     ]

@@ -14,6 +14,7 @@ Source: our choice; the constants were measured on a 2-core machine, see their c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lightning_diloco.config import RunConfig
@@ -50,6 +51,7 @@ class Machines:
         disk_bytes_per_s: write rate of the syncer's disk, fsync included.
         syncer_cores: cores of the syncer's machine.
         memory_bytes_per_s: bytes per second that the syncer's memory moves, with all cores.
+        num_shards: machines that share the fragments, each like the syncer's; 1: the syncer alone.
     """
 
     num_learners: int = 8
@@ -60,6 +62,11 @@ class Machines:
     disk_bytes_per_s: float = DISK_BYTES_PER_S
     syncer_cores: int = 2
     memory_bytes_per_s: float = MEMORY_BYTES_PER_S
+    num_shards: int = 1
+
+    def share(self, num_fragments: int) -> float:
+        """Return the share of the fragments on the machine that has the most."""
+        return math.ceil(num_fragments / self.num_shards) / num_fragments
 
     @property
     def learner_stream_bps(self) -> float:

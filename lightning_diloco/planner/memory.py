@@ -143,20 +143,22 @@ def host_bytes(sizes: FragmentSizes, training: Training, overlap: int) -> Items:
     }
 
 
-def syncer_bytes(sizes: FragmentSizes, *, num_learners: int, replaced: float) -> Items:
+def syncer_bytes(sizes: FragmentSizes, *, num_learners: int, replaced: float, part: float = 1.0) -> Items:
     """Return the bytes in the syncer's memory, by item.
 
     Args:
         sizes: sizes of the fragments.
         num_learners: M.
         replaced: share of the fragments that commits replace while a snapshot is being written, 0..1.
+        part: share of the fragments that this machine holds, 0..1.
     """
     per_round = (2 + _STATE_BYTES) * sizes.numel + num_learners * sizes.nbytes
     return {
-        "master, published, momentum": _STATE_BYTES * sizes.total_numel,
-        "last updates": CHAIN_LENGTH * sizes.total_nbytes,
+        "master, published, momentum": int(part * _STATE_BYTES * sizes.total_numel),
+        "last updates": int(part * CHAIN_LENGTH * sizes.total_nbytes),
         "open rounds": ROUNDS_IN_FLIGHT * per_round,
-        "snapshot being written": int(replaced * _STATE_BYTES * sizes.total_numel) + 2 * _STATE_BYTES * sizes.numel,
+        "snapshot being written": int(part * replaced * _STATE_BYTES * sizes.total_numel)
+        + 2 * _STATE_BYTES * sizes.numel,
     }
 
 
@@ -165,11 +167,14 @@ def snapshot_bytes(sizes: FragmentSizes) -> int:
     return _STATE_BYTES * sizes.total_numel + CHAIN_LENGTH * sizes.total_nbytes
 
 
-def disk_bytes(sizes: FragmentSizes, *, replaced: float) -> Items:
+def disk_bytes(sizes: FragmentSizes, *, replaced: float, part: float = 1.0) -> Items:
     """Return the bytes on the syncer's disk, by item.
 
     A snapshot is due when the log is as large as the state. There can be three snapshots: the one that the log
     continues, one from a clean stop, and the next one while it is being written.
     """
-    state = max(MIN_LOG_BYTES, _STATE_BYTES * sizes.total_numel)
-    return {"redo log": state + int(replaced * 2 * sizes.total_numel), "three snapshots": 3 * snapshot_bytes(sizes)}
+    state = max(MIN_LOG_BYTES, int(part * _STATE_BYTES * sizes.total_numel))
+    return {
+        "redo log": state + int(part * replaced * 2 * sizes.total_numel),
+        "three snapshots": int(part * 3 * snapshot_bytes(sizes)),
+    }

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
+from lightning_diloco.errors import ConfigError
 from lightning_diloco.planner import bandwidth, goodput, memory
 from lightning_diloco.planner.bandwidth import Exchange, Machines, Totals
 from lightning_diloco.planner.memory import FragmentSizes, Items, Training
@@ -138,7 +139,7 @@ def forecast(scenario: Scenario) -> Forecast:
     """Compute the forecast of a scenario.
 
     Raises:
-        ConfigError: the model has no parameters, or options contradict each other.
+        ConfigError: the model has no parameters, options contradict each other, or there are too many shards.
     """
     scenario.config.validate()
     plan = scenario.fragments()
@@ -147,15 +148,21 @@ def forecast(scenario: Scenario) -> Forecast:
     config = dataclasses.replace(scenario.config, num_fragments=plan.num_fragments, overlap=overlap)
     scenario = dataclasses.replace(scenario, config=config)
     training, fleet = scenario.training, scenario.fleet
+    if not 1 <= fleet.num_shards <= plan.num_fragments:
+        raise ConfigError(
+            f"--shards {fleet.num_shards}: must be 1..{plan.num_fragments}; each shard holds at least one of the "
+            f"{plan.num_fragments} fragments"
+        )
     sizes = FragmentSizes.of(plan, config)
     exchange = Exchange.of(sizes, config, fleet)
-    writing_s = memory.snapshot_bytes(sizes) / fleet.disk_bytes_per_s
+    part = fleet.share(sizes.count)
+    writing_s = part * memory.snapshot_bytes(sizes) / fleet.disk_bytes_per_s
     replaced = min(1.0, writing_s / bandwidth.sweep_s(config, fleet))
     items = {
         "device": memory.device_bytes(sizes, training),
         "host": memory.host_bytes(sizes, training, config.overlap),
-        "syncer": memory.syncer_bytes(sizes, num_learners=fleet.num_learners, replaced=replaced),
-        "disk": memory.disk_bytes(sizes, replaced=replaced),
+        "syncer": memory.syncer_bytes(sizes, num_learners=fleet.num_learners, replaced=replaced, part=part),
+        "disk": memory.disk_bytes(sizes, replaced=replaced, part=part),
     }
     stall = goodput.stall_share(sizes, training, exchange, on_cpu=scenario.on_cpu)
     lost: dict[str, Any] = {name: getattr(scenario, name) for name in ("mtbf_s", "restart_s", "pauses")}
@@ -176,8 +183,10 @@ def forecast(scenario: Scenario) -> Forecast:
 
 def _rates(sizes: FragmentSizes, config: RunConfig, fleet: Machines, exchange: Exchange) -> Iterator[Resource]:
     learner_bps = bandwidth.learner_bps(sizes, config, fleet)
-    syncer_bps = learner_bps * fleet.num_learners
-    log_bps = bandwidth.log_bytes_per_s(sizes, config, fleet)
+    part = fleet.share(sizes.count)
+    syncer_bps = part * learner_bps * fleet.num_learners
+    log_bps = part * bandwidth.log_bytes_per_s(sizes, config, fleet)
+    period_s = exchange.period_s / part  # between two fragments of the machine that has the most
     yield Resource(
         "rate",
         "learner's link",
@@ -195,8 +204,8 @@ def _rates(sizes: FragmentSizes, config: RunConfig, fleet: Machines, exchange: E
     yield Resource(
         "rate",
         "syncer's merge thread",
-        exchange.merge_s / exchange.period_s,
-        f"{exchange.merge_s:.2f} of {exchange.period_s:.2f} s per fragment",
+        exchange.merge_s / period_s,
+        f"{exchange.merge_s:.2f} of {period_s:.2f} s per fragment",
         "a syncer with more cores and faster memory",
     )
     yield Resource(

@@ -11,6 +11,7 @@ import torch
 from lightning_diloco.config import CHAIN_LENGTH, LearnerConfig, RunConfig
 from lightning_diloco.core.quantize import encode, wire_nbytes
 from lightning_diloco.devices.cpu import CpuFragments
+from lightning_diloco.errors import ConfigError
 from lightning_diloco.planner import bandwidth, goodput, memory
 from lightning_diloco.planner.bandwidth import Exchange, Machines, Totals
 from lightning_diloco.planner.fixes import cheapest_fix
@@ -118,6 +119,26 @@ def test_learners_share_the_syncer_s_link() -> None:
     alone = Machines(num_learners=4, link_bps=1e9)
     shared = dataclasses.replace(alone, syncer_link_bps=1e9)
     assert shared.stream_bps == pytest.approx(alone.stream_bps / 4)
+
+
+def test_shards_share_what_the_syncer_holds_receives_and_writes() -> None:
+    one, seven = forecast(large()), forecast(large(num_shards=7))
+    part = 14 / 96  # seven machines hold 13 or 14 of 96 fragments
+    for name in ("syncer's link", "syncer's merge thread", "syncer's disk"):
+        assert load(seven, name) == pytest.approx(part * load(one, name))
+    for name in ("learner's link", "overlap"):
+        assert load(seven, name) == load(one, name)
+    state = "master, published, momentum"
+    assert seven.syncer[state] == pytest.approx(part * one.syncer[state])
+    layouts = [seven.plan.layout(p, 256).padded_numel for p in range(0, 96, 7)]
+    assert seven.syncer[state] == pytest.approx(12 * sum(layouts), rel=0.01)
+    assert sum(seven.disk.values()) == pytest.approx(part * sum(one.disk.values()), rel=0.05)
+
+
+@pytest.mark.parametrize("num_shards", [0, 5])
+def test_each_shard_needs_a_fragment(num_shards: int) -> None:
+    with pytest.raises(ConfigError, match=rf"--shards {num_shards}: must be 1\.\.4"):
+        forecast(scenario(fleet=Machines(num_shards=num_shards)))
 
 
 def test_averages_add_up_over_a_sweep() -> None:
