@@ -53,7 +53,7 @@ class RemoteShard:
     Attributes:
         address: `host:port` for learners at the last `Attach`; without a host, it is the syncer's; "" if unknown.
         digests: digests of its fragments at the last `Attach`.
-        bytes_up, bytes_down: payload bytes that it has received and sent, as of the last event.
+        bytes_up, bytes_down: payload bytes that it has received and sent since this syncer began, as of the last event.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class RemoteShard:
         self.address = ""
         self.digests: dict[int, str] = {}
         self.bytes_up = self.bytes_down = 0
+        self._counted: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -195,11 +196,21 @@ class RemoteShard:
             if RESET in polled.messages and cursor:
                 raise ShardError(f"{self.name} has lost events")
             cursor = polled.cursor
-            figures = self._call(ask.Figures(), CALL_S).header
-            self.bytes_up, self.bytes_down = figures["bytes_up"], figures["bytes_down"]
+            self._count()
             for told in polled.messages:
                 if told != RESET:
                     self._hear_of(told)
+
+    def _count(self) -> None:
+        """Add the bytes since the last count; those from before this syncer began are on its tape."""
+        figures = self._call(ask.Figures(), CALL_S).header
+        now = (figures["bytes_up"], figures["bytes_down"])
+        if self._counted is not None:
+            is_new = any(a < b for a, b in zip(now, self._counted, strict=True))  # the process was started again
+            up, down = (0, 0) if is_new else self._counted
+            self.bytes_up += now[0] - up
+            self.bytes_down += now[1] - down
+        self._counted = now
 
     def _hear_of(self, told: Json) -> None:
         ready = messages.decode({**told["ready"], "kind": messages.Ready.__name__}, messages.FromLearner)

@@ -75,6 +75,21 @@ def test_a_shard_that_is_started_again_loses_nothing(tmp_path: Path) -> None:
         end(fleet, *learners)
 
 
+def test_bytes_are_counted_once_when_syncer_or_shard_are_started_again(tmp_path: Path) -> None:
+    with Fleet(tmp_path, num_shards=2) as fleet:
+        learners = [fleet.learner(name).go() for name in ("l0", "l1")]
+        for again in (fleet.restart, fleet.shards[0].restart, fleet.restart):
+            fleet.until_commits(6)
+            again()
+        fleet.until_commits(6)
+        finish(*learners)
+        summary = fleet.stop()
+        sent = sum(learner.link._freight.bytes_up for learner in learners)
+    assert 0.5 * sent < summary["bytes_up"] - 4 * (24 * 8 + 16 * 12 + 16) <= sent, (
+        "what came just before a stop may lack"
+    )
+
+
 def test_while_a_shard_is_away_the_fragments_of_the_others_go_on(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=2) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
