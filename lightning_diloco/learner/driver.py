@@ -41,7 +41,15 @@ class Driver(Link):
         self._session = secrets.token_hex(16)  # nonce of this process
         self._left: actions.Left | None = None
 
-    def _drive(self, machine: LearnerState, connection: Connection, *, cursor: int, active: messages.Active) -> None:
+    def _drive(
+        self,
+        machine: LearnerState,
+        connection: Connection,
+        *,
+        cursor: int,
+        active: messages.Active,
+        num_lanes: int = 1,
+    ) -> None:
         """Start the threads that transfer messages and tensors, and process the syncer's last message of the join.
 
         Args:
@@ -49,6 +57,7 @@ class Driver(Link):
             connection: connection to the syncer.
             cursor: cursor of the next poll.
             active: the syncer's last message of the join.
+            num_lanes: see `FragmentExchange`.
         """
         self._state = machine
         with self._changed:  # the new threads handle no event before all attributes are set
@@ -71,6 +80,7 @@ class Driver(Link):
                 handle=self._handle,
                 is_online=lambda: self._line.is_online,
                 expect=self._expect,
+                num_lanes=num_lanes,
             )
             self._handle(events.FromTheSyncer(active))
 

@@ -2,9 +2,10 @@
 
 1. There are four threads. One uploads, one downloads, and one computes. The fourth copies snapshots, or waits until the
    device has computed them and the losses. So staging an update does not wait for a device that runs some steps behind
-   (on CUDA it waits for its own stream). No thread changes live parameters.
+   (on CUDA it waits for its own stream). No thread changes live parameters. In a run with shards, there are threads for
+   the uploads and downloads of each shard, so that a shard that does not answer delays only its own fragments.
 2. The bytes of a contribution are kept until the state machine forgets them, so a repeated upload is identical.
-3. The next download starts when the last one is staged, so at most one is held besides the staged ones.
+3. The next download of a thread starts when its last one is staged, so it holds at most one besides the staged ones.
 4. A failed call is reported to the state machine, which asks again. A contribution that is not finite is sent as an
    error without payload, because the syncer decides all refusals.
 """
@@ -12,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +60,7 @@ class FragmentExchange:
         handle: called with events for the state machine.
         is_online: returns whether the syncer can be reached.
         expect: called with a fragment and the values that it will adopt, before it adopts them.
+        num_lanes: number of processes that hold the fragments.
 
     Attributes:
         norm: norm of the last pseudo-gradient.
@@ -77,6 +80,7 @@ class FragmentExchange:
         handle: Callable[[events.LearnerEvent], object],
         is_online: Callable[[], bool],
         expect: Callable[[int, Tensor], object] = lambda p, values: None,
+        num_lanes: int = 1,
     ) -> None:
         self._connection = connection
         self._session = session
@@ -91,8 +95,10 @@ class FragmentExchange:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._failed: dict[int, str] = {}  # last error of an upload, by fragment
         self._staged: dict[int, tuple[Any, Tensor | None]] = {}
-        self._work, self._up, self._down = (Jobs(crew, name) for name in ("worker", "uploads", "downloads"))
+        self._work = Jobs(crew, "worker")
+        self._up, self._down = ([Jobs(crew, name) for _ in range(num_lanes)] for name in ("uploads", "downloads"))
         self._copies = Jobs(crew, "copies", yields=False)
+        self._counting = threading.Lock()
         self.norm = self.relative_error = 0.0
         self.bytes_up = self.bytes_down = 0
 
@@ -110,11 +116,11 @@ class FragmentExchange:
 
     def upload(self, ready: messages.Ready) -> None:
         """Queue the upload of a contribution's bytes."""
-        self._up.put(partial(self._upload, ready))
+        self._up[ready.fragment % len(self._up)].put(partial(self._upload, ready))
 
     def fetch(self, wanted: actions.Fetch) -> None:
         """Queue the download of an update, which is then staged."""
-        self._down.put(partial(self._fetch, wanted))
+        self._down[wanted.fragment % len(self._down)].put(partial(self._fetch, wanted))
 
     def land(self, p: int) -> None:
         """Land the staged update of a fragment. Training thread."""
@@ -155,7 +161,7 @@ class FragmentExchange:
 
     def stop(self) -> None:
         """Wake all threads, so that they end."""
-        for jobs in (self._work, self._up, self._down, self._copies):
+        for jobs in (self._work, *self._up, *self._down, self._copies):
             jobs.stop()
 
     # ---------------------------------------------------------------------------------------------------- own threads
@@ -190,7 +196,8 @@ class FragmentExchange:
                 header: Json = {"what": "contribution", "session": self._session, "ready": messages.encode(ready)}
                 header |= {"error": kept.error}
                 self._connection.put(Bulk(header, bytes_of(kept.payload)), deadline_s=BULK_S)
-                self.bytes_up += kept.payload.numel()
+                with self._counting:
+                    self.bytes_up += kept.payload.numel()
                 self._failed.pop(ready.fragment, None)
                 self._handle(events.Uploaded(ready.fragment, ready.seq))
                 return
@@ -224,7 +231,8 @@ class FragmentExchange:
     def _get(self, p: int, *, have: int | None, generation: int) -> Bulk:
         asked: Json = {"session": self._session, "fragment": p, "generation": generation, "have": have}
         bulk = self._connection.get(asked, deadline_s=BULK_S)
-        self.bytes_down += bulk.payload.nbytes
+        with self._counting:
+            self.bytes_down += bulk.payload.nbytes
         return bulk
 
     def _stage(self, wanted: actions.Fetch, bulk: Bulk) -> None:

@@ -33,7 +33,7 @@ from lightning_diloco.protocol.data_ranges import Catalogue, Piece
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Connection
 from lightning_diloco.transport.flight import FlightConnection
-from lightning_diloco.transport.portions import LargeConnection, Portioned
+from lightning_diloco.transport.portions import LargeConnection
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +98,13 @@ class Member(Driver):
         unit = joined.welcome.manifest["token_unit"]
         self._unit = None if unit is None else str(unit)
         machine = joined.machine(self.learner_id, self._learner, has_ranks=self._has_ranks)
-        self._drive(machine, self._connection, cursor=joined.cursor, active=joined.active)
+        num_lanes = 1 if self._has_ranks else 1 + len(self._sharded.shards)  # ranks upload one contribution at a time
+        self._drive(machine, self._connection, cursor=joined.cursor, active=joined.active, num_lanes=num_lanes)
 
     def _connected(self, address: JoinAddress) -> LargeConnection:
         self._followed = Followed(self._connect, address, self._whereabouts.join_file)
         self._sharded = Sharded(self._followed, self._connect)
-        return Portioned(self._sharded)
+        return self._sharded
 
     @property
     def own_run_dir(self) -> Path | None:

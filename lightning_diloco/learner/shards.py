@@ -13,10 +13,11 @@ from lightning_diloco.errors import TransportError
 from lightning_diloco.learner.rotation import Followed
 from lightning_diloco.transport.address import JoinAddress, split_host_port
 from lightning_diloco.transport.base import Bulk, Connection, Json
+from lightning_diloco.transport.portions import Portioned
 
 
 class Sharded:
-    """Implements `Connection`.
+    """Implements `LargeConnection`.
 
     Args:
         syncer: connection to the syncer, which is shard 0.
@@ -27,11 +28,16 @@ class Sharded:
     """
 
     def __init__(self, syncer: Followed, connect: Callable[[JoinAddress], Connection]) -> None:
-        self._syncer, self._connect = syncer, connect
+        self._syncer, self._main, self._connect = syncer, Portioned(syncer), connect
         self.poll, self.status, self.move_to = syncer.poll, syncer.status, syncer.move_to
         self.shards: tuple[str, ...] = ()
-        self._connections: dict[int, tuple[JoinAddress, Connection]] = {}
+        self._connections: dict[int, tuple[JoinAddress, Portioned]] = {}
         self._connecting = threading.Lock()
+
+    @property
+    def heard_s(self) -> float:
+        """See `Portioned`."""
+        return max(each.heard_s for each in (self._main, *(shard for _, shard in list(self._connections.values()))))
 
     @property
     def moved_to(self) -> str | None:
@@ -57,13 +63,13 @@ class Sharded:
                 connection.close()
         self._syncer.close()
 
-    def _of(self, p: object) -> Connection:
+    def _of(self, p: object) -> Portioned:
         """Return the connection to the process that holds this fragment; without a fragment, to the syncer."""
         shards = self.shards
         k = p % (len(shards) + 1) if isinstance(p, int) else 0
-        return self._syncer if k == 0 else self._shard(k, shards[k - 1])
+        return self._main if k == 0 else self._shard(k, shards[k - 1])
 
-    def _shard(self, k: int, place: str) -> Connection:
+    def _shard(self, k: int, place: str) -> Portioned:
         if not place:
             raise TransportError(f"shard {k} is away; nothing was sent; try again")
         syncer = self._syncer.address
@@ -74,6 +80,6 @@ class Sharded:
             if connection is None or known != address:  # it has moved, or the run has a new token
                 if connection is not None:
                     connection.close()
-                connection = self._connect(address)
+                connection = Portioned(self._connect(address))
                 self._connections[k] = address, connection
             return connection

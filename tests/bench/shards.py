@@ -38,7 +38,6 @@ from lightning_diloco.syncer.shards.layout import directory_of
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 from lightning_diloco.transport.base import Bulk, Json
 from lightning_diloco.transport.flight import FlightConnection
-from lightning_diloco.transport.portions import Portioned
 from tests.bench import report
 from tests.fuzz.target import Peer
 from tests.resident import resident_at_most
@@ -82,7 +81,7 @@ class Several(Peer):
             connection.counts, connection.port = counts, to.port
             return connection
 
-        super().__init__(Portioned(Sharded(Followed(connect, address, None), connect)), learner)
+        super().__init__(Sharded(Followed(connect, address, None), connect), learner)
         shapes = {f"w{p}": (numel // WIDTH, WIDTH) for p in range(NUM_FRAGMENTS)}
         self.model = ModelDescription(shapes, frozenset(), {}, "tokens")
         self.options = {

@@ -35,7 +35,7 @@ from lightning_diloco.core.parts import part_of
 from lightning_diloco.errors import DiLoCoError, TransportError
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Connection, Json
-from lightning_diloco.transport.portions import LargeConnection, Portioned
+from lightning_diloco.transport.portions import LargeConnection
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,6 @@ class PartSender:
     def __init__(self, orders: Taker, connect: Callable[[JoinAddress], Movable]) -> None:
         self._orders, self._connect = orders, connect
         self._syncer: Movable | None = None
-        self._connection: Connection | None = None
         self._kept: dict[int, Tensor] = {}
         self._has_come = threading.Condition()
 
@@ -193,8 +192,7 @@ class PartSender:
             self._syncer = self._connect(address())
             if moved_to is not None:
                 self._syncer.move_to(moved_to)
-            self._connection = Portioned(self._syncer)
-            self._connection.status()
+            self._syncer.status()
         except DiLoCoError as error:
             log.warning("this rank cannot reach the syncer, so rank 0 uploads its parts: %s", error)
             return False
@@ -221,8 +219,8 @@ class PartSender:
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        if self._connection is not None:
-            self._connection.close()
+        if self._syncer is not None:
+            self._syncer.close()
 
     def _send(self, order: Json) -> bool:
         header, k = order["header"], self._orders.rank
@@ -230,12 +228,11 @@ class PartSender:
         try:
             part = self._part(p, order["checksums"][k])
             assert self._syncer is not None, "reach() comes first"
-            assert self._connection is not None
             if order["syncer"] is not None:
                 self._syncer.move_to(order["syncer"])
             self._syncer.shards = tuple(order["shards"])
             bulk = Bulk(_part_header(header, k, self._orders.size), bytes_of(part))
-            self._connection.put(bulk, deadline_s=order["deadline_s"])
+            self._syncer.put(bulk, deadline_s=order["deadline_s"])
         except DiLoCoError as error:
             log.warning("this rank's part of fragment %d was not uploaded: %s", p, error)
             return False
