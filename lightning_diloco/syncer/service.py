@@ -42,7 +42,7 @@ from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.succession import IN_FLIGHT, changed_by
 from lightning_diloco.storage.files import write_whole
-from lightning_diloco.syncer.anchors import AnchorStore, fragments_of
+from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.inbox import Inbox
 from lightning_diloco.syncer.merge_worker import DurableCommit, MergeWorker
@@ -51,8 +51,9 @@ from lightning_diloco.syncer.payloads import Payloads, made_up, merged_by
 from lightning_diloco.syncer.quota import Place, Placed, Quota
 from lightning_diloco.syncer.run_end import RunEnd
 from lightning_diloco.syncer.seeding import Seeding
+from lightning_diloco.syncer.shards.attachment import admitted, attachment
 from lightning_diloco.syncer.shards.remote import RemoteShard
-from lightning_diloco.syncer.shards.requests import Admitted, Attach, Position
+from lightning_diloco.syncer.shards.requests import Attach
 from lightning_diloco.syncer.shards.shard import MergeJob, OwnShard, Shard
 from lightning_diloco.syncer.standby.announcer import Announcer
 from lightning_diloco.syncer.standby.invitation import Invitation
@@ -404,7 +405,7 @@ class SyncerService:
         with self._board.looking:
             todo = self.state.handle(event, now_s)
             for shard in self._remote:
-                shard.admit(self._admitted())
+                shard.admit(admitted(self.state))
         written = [action.values for action in todo if isinstance(action, actions.Record)]
         if any(record["kind"] not in IN_FLIGHT for record in written):
             self._changes_fleet = True
@@ -427,21 +428,10 @@ class SyncerService:
             self._end_event()
             self._snapshot_if_quiet()
 
-    def _admitted(self) -> Admitted:
-        members = self.state.roster.in_state("joining", "confirmed", "active")
-        sessions = tuple(member.session for member in members)
-        return Admitted(sessions, self.state.seed_grant)
-
     def _attachment(self, part: tuple[int, int]) -> Attach:
         """Return what a shard must know. A thread of the shard."""
         with self._board.looking:
-            state, (k, num_shards) = self.state, part
-            fragments, generation = state.rounds.fragments, state.rounds.generation
-            versions = [(p, fragments[p].version) for p in fragments_of(part, len(fragments))]
-            positions = None if state.manifest is None else tuple(Position(p, generation, v) for p, v in versions)
-            active = state.roster.in_state("active")
-            merged = tuple(each for each in merged_by(active) if each[1] % num_shards == k)
-            return Attach("", state.run, k, num_shards, state.secret, positions, merged, self._admitted())
+            return attachment(self.state, part)
 
     def _end_event(self) -> None:
         if self._changes_fleet:
