@@ -261,7 +261,8 @@ class RemoteShard:
 
     def size_of_seed(self, session: str, lease: int, num_fragments: int) -> int | None:
         """Return the number of start values here; None until all have arrived."""
-        return self._call(ask.SizeOfSeed(session, lease, num_fragments), CALL_S).header["num_values"]
+        answer = self._call(ask.SizeOfSeed(session, lease, num_fragments), CALL_S).header
+        return None if answer["num_values"] is None else int(answer["num_values"])
 
     def store_seed(self, session: str, lease: int, manifest: Json, num_values: int) -> dict[int, str]:
         """Make the start values durable; return their digests by fragment. See `seeded_store` for errors."""
@@ -293,8 +294,8 @@ class RemoteShard:
         action = job.action
         request = ask.Merge(action.fragment, action.round, action.shares, ask.numbers(max_norms))
         found = codec.load(ask.Merged, self._call(request).header)
-        lists = map(ask.floats, (found.norms, found.kept, found.cosines))
-        return Outcome(MergeReport(*lists, float(found.merged_norm)), found.is_finite)
+        norms, kept, cosines = (ask.floats(values) for values in (found.norms, found.kept, found.cosines))
+        return Outcome(MergeReport(norms, kept, cosines, float(found.merged_norm)), found.is_finite)
 
     def deciding(self) -> AbstractContextManager[object]:
         """See `Shard`. If the block fails, the shard may have a version that the run does not have: attach again."""

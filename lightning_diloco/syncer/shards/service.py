@@ -268,8 +268,8 @@ class ShardService:
             number=request.round,
         )
         report = found.report
-        lists = (ask.numbers(values) for values in (report.norms, report.kept, report.cosines))
-        merged = ask.Merged(*lists, ask.numbers([report.merged_norm])[0], found.is_finite)
+        norms, kept, cosines = (ask.numbers(values) for values in (report.norms, report.kept, report.cosines))
+        merged = ask.Merged(norms, kept, cosines, ask.numbers([report.merged_norm])[0], found.is_finite)
         return Bulk(codec.dump(merged), _EMPTY)
 
     def _prepare(self, request: ask.Prepare) -> Bulk:

@@ -145,8 +145,8 @@ class OwnShard:
 
     def merge(self, job: MergeJob, max_norms: Sequence[float], measured: Measured) -> Outcome:
         """See `Shard`."""
-        about = {"max_norms": max_norms, "measured": measured, "number": job.action.round}
-        return self.merge_payloads(job.action.fragment, job.payloads, job.action.shares, **about)
+        p, shares, number = job.action.fragment, job.action.shares, job.action.round
+        return self.merge_payloads(p, job.payloads, shares, max_norms=max_norms, measured=measured, number=number)
 
     def merge_payloads(
         self,
