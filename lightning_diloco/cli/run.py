@@ -26,6 +26,7 @@ from lightning_diloco.cli.syncer import NO_WANDB
 from lightning_diloco.cli.text.spelling import of_recipe, of_script
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.process.exit import let_threads_become_idle
 
 if TYPE_CHECKING:
     from lightning_diloco.cli.local.display import Screen
@@ -116,7 +117,9 @@ def call(arguments: argparse.Namespace) -> int:
     run_dir = make_run_dir(arguments.run_dir, target.stem)
     is_served = arguments.engine is not None and _is_left_alone(run_dir, arguments.learners)
     with claimed(run_dir, is_served=is_served):
-        return _run(arguments, target, run_dir, is_served=is_served)
+        code = _run(arguments, target, run_dir, is_served=is_served)
+    let_threads_become_idle()  # those of the connection to the syncer can crash the shutdown of the interpreter
+    return code
 
 
 def _is_left_alone(run_dir: Path, num_learners: int) -> bool:
