@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -113,15 +112,11 @@ class MergeWorker:
 
     def _write(self, action: actions.Apply, gradient: _Gradient, prepared: Prepared) -> int:
         """Write the record of a commit to the log; return its lsn."""
-        hashing = threading.Thread(target=prepared.finish, name="diloco-digest")
-        hashing.start()  # in parallel with the disk write
-        try:
+        with prepared.hashing():
             record = action.record
             if self._recorder is not None:
                 self._recorder.keep(gradient.recorded(record))
             return self._durable.write(record, prepared.gradient)
-        finally:
-            hashing.join()
 
 
 def _refuse_longest(gradient: _Gradient, problem: str) -> events.PayloadReceived:

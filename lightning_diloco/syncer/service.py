@@ -404,8 +404,10 @@ class SyncerService:
     def _handle(self, event: events.SyncerEvent, now_s: float) -> None:
         with self._board.looking:
             todo = self.state.handle(event, now_s)
-            for shard in self._remote:
-                shard.admit(admitted(self.state))
+            if self._remote:
+                now = admitted(self.state)
+                for shard in self._remote:
+                    shard.admit(now)
         written = [action.values for action in todo if isinstance(action, actions.Record)]
         if any(record["kind"] not in IN_FLIGHT for record in written):
             self._changes_fleet = True

@@ -98,7 +98,7 @@ def fetch_identity(invitation: Invitation, folder: Path) -> ServerIdentity:
     if not file.exists():
         connection = FlightConnection(invitation.address)
         try:
-            found = connection.get(_header(invitation.key, ask.AskIdentity()), deadline_s=CALL_S)
+            found = connection.get(ask.header(invitation.key, ask.AskIdentity()), deadline_s=CALL_S)
         finally:
             connection.close()
         make_directory(folder)
@@ -133,7 +133,7 @@ class Reporting:
             if self._service.is_polled:
                 continue
             try:
-                connection.get(_header(self._invitation.key, self._request), deadline_s=CALL_S)
+                connection.get(ask.header(self._invitation.key, self._request), deadline_s=CALL_S)
             except RemoteError as error:
                 if str(error) != said:
                     said = str(error)
@@ -141,7 +141,3 @@ class Reporting:
             except ConfigError as error:
                 log.error("%s", error)
         connection.close()
-
-
-def _header(key: str, request: ask.Request) -> Json:
-    return {"what": ask.SHARD, "key": key, "nonce": "", "request": ask.encode(request)}

@@ -246,8 +246,7 @@ class RemoteShard:
 
     def _ask(self, request: ask.Request, *, deadline_s: float) -> Bulk:
         assert self._connection is not None
-        header = {"what": ask.SHARD, "key": self._key, "nonce": self._nonce, "request": codec.dump(request)}
-        return self._connection.get(header, deadline_s=deadline_s)
+        return self._connection.get(ask.header(self._key, request, self._nonce), deadline_s=deadline_s)
 
     def reattach(self) -> None:
         """Make the thread attach again, because the shard may have what the run does not have."""

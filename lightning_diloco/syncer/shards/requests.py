@@ -28,7 +28,7 @@ class Position(Value, frozen=True):
 
 
 class Admitted(Value, frozen=True):
-    """Who may upload.
+    """The sessions that may upload.
 
     Args:
         sessions: sessions that take part.
@@ -65,7 +65,7 @@ class Attach(Tagged, frozen=True):
 
 
 class Admit(Tagged, frozen=True):
-    """From now on, these may upload. Payloads of other sessions are dropped by `Drop`."""
+    """Only these sessions may upload from now on. `Drop` drops the payloads of others."""
 
     admitted: Admitted
 
@@ -172,9 +172,9 @@ Request = FromSyncer | FromShard
 _KINDS: dict[str, type[Request]] = {kind.__name__: kind for kind in typing.get_args(Request)}
 
 
-def encode(request: Request) -> Json:
-    """Return a request as a JSON object."""
-    return codec.dump(request)
+def header(key: str, request: Request, nonce: str = "") -> Json:
+    """Return the header of the download that makes a request."""
+    return {"what": SHARD, "key": key, "nonce": nonce, "request": codec.dump(request)}
 
 
 def decode(values: object) -> Request:

@@ -16,18 +16,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
+from torch import Tensor
+
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.encoded import Measured
 from lightning_diloco.errors import AuthError, ConfigError, CorruptMessageError, RestoringError, TransportError
-from lightning_diloco.protocol import actions, codec, messages
+from lightning_diloco.protocol import codec, messages
 from lightning_diloco.protocol.syncer.proofs import proof_of_version
 from lightning_diloco.storage.files import Faults, no_faults
 from lightning_diloco.syncer.anchors import AnchorStore, fragments_of
 from lightning_diloco.syncer.outbox import Outbox
 from lightning_diloco.syncer.payloads import Payloads, made_up
 from lightning_diloco.syncer.shards import requests as ask
-from lightning_diloco.syncer.shards.shard import MergeJob, OwnShard, Prepared
+from lightning_diloco.syncer.shards.shard import OwnShard, Prepared
 from lightning_diloco.syncer.shards.store import ShardStore
 from lightning_diloco.transport.base import Bulk, Json, Polled
 
@@ -62,9 +64,8 @@ class ShardService:
         self._attached: ask.Attach | None = None
         self._polled_s = 0.0
         self.is_over = False
-        self._config = RunConfig()
         self._admitted = ask.Admitted()
-        self._measured: dict[int, tuple[MergeJob, Measured]] = {}
+        self._measured: dict[int, tuple[tuple[Tensor, ...], Measured]] = {}
         self._prepared: dict[int, Prepared] = {}
         self._events = Outbox()
         self._working, self._changing = threading.RLock(), threading.Condition()
@@ -149,7 +150,7 @@ class ShardService:
     @property
     def config(self) -> RunConfig:
         """See `Admission`."""
-        return self._config
+        return RunConfig() if self._own.anchors is None else self._own.store.config
 
     def may_merge(self, session: str, ready: messages.Ready) -> bool:
         """See `Admission`. The syncer drops what it has decided already."""
@@ -224,17 +225,12 @@ class ShardService:
                 self._disk.settle({each.fragment: each.version for each in request.positions})
                 if (generation := max(each.generation for each in request.positions)) != self._disk.generation:
                     self._disk.regenerate(generation)
-            self._use(self._disk.anchors)
+            self._own.anchors = self._disk.anchors
             self._admit(ask.Admit(request.admitted))
             digests = {} if self._own.anchors is None else _digests(self._own.anchors)
             self._attached, self._polled_s = request, time.monotonic()
         log.info("shard %d of %d works for run %s", *self.part, request.run)
         return Bulk({"digests": digests}, _EMPTY)
-
-    def _use(self, store: AnchorStore | None) -> None:
-        self._own.anchors = store
-        if store is not None:
-            self._config = store.config
 
     def _admit(self, request: ask.Admit) -> Bulk:
         with self._changing:
@@ -250,18 +246,18 @@ class ShardService:
 
     def _measure(self, request: ask.Measure) -> Bulk:
         p = request.fragment
-        job = MergeJob(actions.Merge(p, 0, (), ()), self._desk.payloads(p, request.payloads))
-        measured = self._own.measure(job)
-        self._measured[p] = job, measured
+        payloads = self._desk.payloads(p, request.payloads)
+        measured = self._own.store.measure(p, payloads)
+        self._measured[p] = payloads, measured
         gram_EMM = measured.gram_EMM
         return Bulk({"shape": list(gram_EMM.shape)}, bytes_of(gram_EMM.flatten()))
 
     def _merge(self, request: ask.Merge) -> Bulk:
         p = request.fragment
-        job, measured = self._measured.pop(p)
+        payloads, measured = self._measured.pop(p)
         found = self._own.merge_payloads(
             p,
-            job.payloads,
+            payloads,
             request.shares,
             max_norms=ask.floats(request.max_norms),
             measured=measured,
@@ -276,12 +272,8 @@ class ShardService:
         commit = request.commit
         gradient = self._own.gradient(commit)
         prepared = self._own.prepare(commit)
-        hashing = threading.Thread(target=prepared.finish, name="diloco-digest")
-        hashing.start()  # in parallel with the disk write
-        try:
+        with prepared.hashing():
             self._disk.write(commit, gradient)
-        finally:
-            hashing.join()
         self._prepared[commit.fragment] = prepared
         return Bulk({"digest": prepared.digest, "lr": prepared.lr}, _EMPTY)
 
@@ -311,8 +303,7 @@ class ShardService:
         values = self._desk.seed(request.session, request.lease, mine)
         if values is None:
             raise TransportError(f"shard {self.part[0]} has lost start values; send them again")
-        store = self._disk.store_seed(request.manifest, values, request.num_values)
-        self._use(store)
+        self._own.anchors = store = self._disk.store_seed(request.manifest, values, request.num_values)
         self._desk.drop_seed()
         return Bulk({"digests": _digests(store)}, _EMPTY)
 

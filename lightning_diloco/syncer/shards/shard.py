@@ -5,8 +5,9 @@ A round of a fragment goes through `job`, `measure`, `merge`, `prepare` and `ins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -57,7 +58,7 @@ class Prepared:
 
     Args:
         lr: outer learning rate of this step.
-        digest: digest of the published values; "" before `finish`.
+        digest: digest of the published values; "" before `hashing` has ended.
         gradient: bytes of the outer gradient for the run's log; empty if the shard has logged them.
         anchor: the next state; None if another process holds it.
     """
@@ -67,8 +68,17 @@ class Prepared:
     gradient: Buffer = b""
     anchor: Anchor | None = field(default=None, repr=False)
 
-    def finish(self) -> None:
-        """Compute the digest, if it is not known yet."""
+    @contextmanager
+    def hashing(self) -> Iterator[None]:
+        """Compute the digest in parallel with the block, which writes to disk, if it is not known yet."""
+        thread = threading.Thread(target=self._hash, name="diloco-digest")
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+
+    def _hash(self) -> None:
         self.digest = self.digest or (self.anchor.digest if self.anchor else "")
 
 
@@ -130,7 +140,8 @@ class OwnShard:
         self.anchors: AnchorStore | None = None
 
     @property
-    def _store(self) -> AnchorStore:
+    def store(self) -> AnchorStore:
+        """The anchors of a run that has start values."""
         assert self.anchors is not None, "the run has no start values yet"
         return self.anchors
 
@@ -141,7 +152,7 @@ class OwnShard:
 
     def measure(self, job: MergeJob) -> Measured:
         """See `Shard`."""
-        return self._store.measure(job.action.fragment, job.payloads)
+        return self.store.measure(job.action.fragment, job.payloads)
 
     def merge(self, job: MergeJob, max_norms: Sequence[float], measured: Measured) -> Outcome:
         """See `Shard`."""
@@ -160,7 +171,7 @@ class OwnShard:
     ) -> Outcome:
         """Merge the first of these payloads, one for each share, in the round of this number."""
         num = len(shares)
-        values_P, report = self._store.merge(p, payloads[:num], shares, max_norms, measured.only(num))
+        values_P, report = self.store.merge(p, payloads[:num], shares, max_norms, measured.only(num))
         self._gradients[p] = number, values_P
         return Outcome(report, all_finite(values_P))
 
@@ -183,8 +194,8 @@ class OwnShard:
         """See `Shard`."""
         values_P = self.gradient(commit)
         del self._gradients[commit.fragment]
-        anchor = self._store.next_state(commit.fragment, values_P, work=commit.work)
-        return Prepared(self._store.outer_lr(anchor), gradient=bytes_of(values_P), anchor=anchor)
+        anchor = self.store.next_state(commit.fragment, values_P, work=commit.work)
+        return Prepared(self.store.outer_lr(anchor), gradient=bytes_of(values_P), anchor=anchor)
 
     def deciding(self) -> AbstractContextManager[object]:
         """See `Shard`."""
@@ -197,7 +208,7 @@ class OwnShard:
         """See `Shard`."""
         assert prepared.anchor is not None
         self._desk.note_merged(commit)
-        self._store.install(commit.fragment, prepared.anchor)
+        self.store.install(commit.fragment, prepared.anchor)
 
     def drop(self, action: actions.DropPayload) -> None:
         """See `Shard`."""
