@@ -19,7 +19,7 @@ from functools import partial
 from typing import cast
 
 from lightning_diloco.errors import RemoteError
-from lightning_diloco.learner.retry import retry
+from lightning_diloco.process.retry import retry
 from lightning_diloco.process.threads import Crew
 from lightning_diloco.protocol import codec, messages
 from lightning_diloco.protocol.messages import News

@@ -23,11 +23,11 @@ from lightning_diloco.learner.join import Joining, MakeDevice
 from lightning_diloco.learner.lease_client import LeaseClient
 from lightning_diloco.learner.link import AskedToLeave, never
 from lightning_diloco.learner.name import own_name
-from lightning_diloco.learner.retry import retry
 from lightning_diloco.learner.rotation import Followed
 from lightning_diloco.learner.shards import Sharded
 from lightning_diloco.learner.whereabouts import Whereabouts, given_run_dir
 from lightning_diloco.manifest import ModelDescription
+from lightning_diloco.process.retry import retry
 from lightning_diloco.protocol import events, limits, messages
 from lightning_diloco.protocol.data_ranges import Catalogue, Piece
 from lightning_diloco.transport.address import JoinAddress

@@ -97,7 +97,7 @@ def measure(numel: int, contributors: int, threads: int, *, rounds: int) -> dict
     payloads = [encode(torch.randn(numel), wire="int8", block_size=256, name="x") for _ in range(2)]
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as root, ThreadPoolExecutor(contributors) as together:
         run_dir = Path(root) / "run"
-        syncer = _started(run_dir, threads)
+        syncer = started(run_dir, threads)
         try:
             address = read_join_file(run_dir / "join")
             peers = [Large(address, f"l{k}", numel, contributors) for k in range(contributors)]
@@ -106,11 +106,11 @@ def measure(numel: int, contributors: int, threads: int, *, rounds: int) -> dict
             seeded, found = resident_now(syncer.pid), []
             log = run_dir / "syncer" / "log"
             for k in range(rounds):
-                logged, began_s = _size(log), time.monotonic()
+                logged, began_s = size(log), time.monotonic()
                 last_byte_s = max(together.map(Large.contribute, peers, [payloads[k % 2]] * contributors))
                 commit_s = max(together.map(Large.committed, peers))
                 fetched_s = max(together.map(Large.fetch, peers))
-                num_logged = _size(log) - logged
+                num_logged = size(log) - logged
                 found.append(
                     {
                         "upload_s": last_byte_s - began_s,
@@ -134,8 +134,9 @@ def measure(numel: int, contributors: int, threads: int, *, rounds: int) -> dict
             syncer.wait()
 
 
-def _started(run_dir: Path, threads: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(run_dir)]
+def started(run_dir: Path, threads: int, *flags: str) -> subprocess.Popen[bytes]:
+    """Start a syncer, and wait until it can be joined."""
+    command = [sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(run_dir), *flags]
     syncer = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, cwd=run_dir.parent)
     while not (run_dir / "join").exists():
         if syncer.poll() is not None:
@@ -144,7 +145,7 @@ def _started(run_dir: Path, threads: int) -> subprocess.Popen[bytes]:
     return syncer
 
 
-def _size(log: Path) -> int:
+def size(log: Path) -> int:
     """Bytes of all segments; they are removed only after a snapshot."""
     return sum(segment.stat().st_size for segment in log.iterdir())
 

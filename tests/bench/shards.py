@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +37,7 @@ from lightning_diloco.transport.address import JoinAddress, read_join_file
 from lightning_diloco.transport.base import Bulk, Json
 from lightning_diloco.transport.flight import FlightConnection
 from tests.bench import report
+from tests.bench.at_size import started
 from tests.fuzz.target import Peer
 from tests.resident import resident_at_most
 
@@ -143,7 +142,7 @@ def measure(numel: int, num_shards: int, *, waves: int = NUM_WAVES, is_control: 
     numel, counts, found = numel // WIDTH * WIDTH, Counter[int](), list[dict[str, float]]()
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as root, ThreadPoolExecutor(NUM_PEERS) as together:
         run_dir = Path(root) / "run"
-        syncer = _started(run_dir, num_shards)
+        syncer = started(run_dir, 1, "--shards", str(num_shards))
         try:
             address = read_join_file(run_dir / "join")
             peers = [Several(address, f"l{k}", numel, counts) for k in range(NUM_PEERS)]
@@ -179,7 +178,7 @@ def measure(numel: int, num_shards: int, *, waves: int = NUM_WAVES, is_control: 
                 "parameters": size,
                 **report.median_of(found[1:]),
                 "memory of a process [GB]": _each(resident_at_most(pid) / 1e9 for pid in processes),
-                "its log [bytes per parameter and wave]": _each(_size(log) / size / waves for log in logs),
+                "its log [bytes per parameter and wave]": _each(size(log) / size / waves for log in logs),
                 "its payloads [bytes per parameter and wave]": _each(counts[port] / size / waves for port in ports),
                 "digests": [line["digest"] for line in sorted(_commits(tape), key=_key)],
             }
@@ -198,23 +197,6 @@ def _commits(tape: Path) -> list[Json]:
 
 def _key(commit: Json) -> tuple[int, int]:
     return commit["fragment"], commit["version"]
-
-
-def _started(run_dir: Path, num_shards: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(run_dir)]
-    command += ["--shards", str(num_shards)]
-    with (run_dir.parent / "syncer.log").open("wb") as log:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-        syncer = subprocess.Popen(command, env=environment, cwd=run_dir.parent, stdout=log, stderr=log)
-    while not (run_dir / "join").exists():
-        if syncer.poll() is not None:
-            raise SystemExit((run_dir.parent / "syncer.log").read_text())
-        time.sleep(0.1)
-    return syncer
-
-
-def _size(log: Path) -> int:
-    return sum(segment.stat().st_size for segment in log.iterdir())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

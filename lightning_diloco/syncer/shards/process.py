@@ -12,16 +12,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from lightning_diloco.errors import ConfigError, TransportError
+from lightning_diloco.errors import ConfigError
 from lightning_diloco.process import descriptors, grpc_log
 from lightning_diloco.process.exit import let_threads_become_idle
 from lightning_diloco.process.malloc import keep_few_heaps
+from lightning_diloco.process.retry import retry
 from lightning_diloco.storage.files import make_directory
 from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.shards.elsewhere import Reporting, fetch_identity
@@ -35,7 +34,6 @@ from lightning_diloco.transport.flight import FlightConnection
 from lightning_diloco.transport.identity import ServerIdentity
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 REACH_S = 60.0
 LOOK_S = 0.1
@@ -62,20 +60,8 @@ def serve_elsewhere(run_dir: Path, part: tuple[int, int], listen: str, invitatio
         invitation: address and key of the syncer.
     """
     _set_up(part)
-    identity = _reached(partial(fetch_identity, invitation, run_dir / "syncer"))
+    identity = retry(partial(fetch_identity, invitation, run_dir / "syncer"), within_s=REACH_S)
     return _serve(run_dir, part, listen, lambda: invitation.address, identity, reports_to=invitation)
-
-
-def _reached(call: Callable[[], T]) -> T:
-    """Repeat a call until the syncer answers, for up to REACH_S."""
-    until_s = time.monotonic() + REACH_S
-    while True:
-        try:
-            return call()
-        except TransportError:
-            if time.monotonic() > until_s:
-                raise
-        time.sleep(LOOK_S)
 
 
 def _set_up(part: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Retries of calls at the end of a run, after network failures."""
+"""Retries of calls after network failures."""
 
 from __future__ import annotations
 
