@@ -106,11 +106,11 @@ def measure(numel: int, contributors: int, threads: int, *, rounds: int) -> dict
             seeded, found = resident_now(syncer.pid), []
             log = run_dir / "syncer" / "log"
             for k in range(rounds):
-                logged, began_s = size(log), time.monotonic()
+                logged, began_s = log_size(log), time.monotonic()
                 last_byte_s = max(together.map(Large.contribute, peers, [payloads[k % 2]] * contributors))
                 commit_s = max(together.map(Large.committed, peers))
                 fetched_s = max(together.map(Large.fetch, peers))
-                num_logged = size(log) - logged
+                num_logged = log_size(log) - logged
                 found.append(
                     {
                         "upload_s": last_byte_s - began_s,
@@ -145,7 +145,7 @@ def started(run_dir: Path, threads: int, *flags: str) -> subprocess.Popen[bytes]
     return syncer
 
 
-def size(log: Path) -> int:
+def log_size(log: Path) -> int:
     """Bytes of all segments; they are removed only after a snapshot."""
     return sum(segment.stat().st_size for segment in log.iterdir())
 

@@ -37,7 +37,7 @@ from lightning_diloco.transport.address import JoinAddress, read_join_file
 from lightning_diloco.transport.base import Bulk, Json
 from lightning_diloco.transport.flight import FlightConnection
 from tests.bench import report
-from tests.bench.at_size import started
+from tests.bench.at_size import log_size, started
 from tests.fuzz.target import Peer
 from tests.resident import resident_at_most
 
@@ -178,7 +178,7 @@ def measure(numel: int, num_shards: int, *, waves: int = NUM_WAVES, is_control: 
                 "parameters": size,
                 **report.median_of(found[1:]),
                 "memory of a process [GB]": _each(resident_at_most(pid) / 1e9 for pid in processes),
-                "its log [bytes per parameter and wave]": _each(size(log) / size / waves for log in logs),
+                "its log [bytes per parameter and wave]": _each(log_size(log) / size / waves for log in logs),
                 "its payloads [bytes per parameter and wave]": _each(counts[port] / size / waves for port in ports),
                 "digests": [line["digest"] for line in sorted(_commits(tape), key=_key)],
             }
