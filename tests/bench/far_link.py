@@ -88,7 +88,7 @@ class FarLinks:
 
     def __enter__(self) -> FarLinks:
         self.__exit__(None, None, None)
-        _make(SYNCER)
+        make(SYNCER)
         for k in range(self.num):
             self._link(k)
         return self
@@ -106,7 +106,7 @@ class FarLinks:
         near, far, ups, downs = f"tr{k}", f"ts{k}", f"up{k}", f"down{k}"
         names, router = (learner(k), _router(k)), _router(k)
         for name in names:
-            _make(name)
+            make(name)
         _ip(f"link add {ups} netns {learner(k)} type veth peer name {downs} netns {router}")
         _carry((near, far), self._round_trip_s / 2)
         _ip(f"link set {near} netns {router}")
@@ -151,7 +151,7 @@ def _shape(mbit_s: float, buffer_s: float) -> list[str]:
     return f"tbf rate {mbit_s}mbit burst {burst:.0f} limit {limit:.0f}".split()
 
 
-def _make(name: str) -> None:
+def make(name: str) -> None:
     _ip(f"netns add {name}")
     _ip(f"-n {name} link set lo up")
     inside(name, ["sysctl", "-qw", f"net.ipv4.tcp_min_tso_segs={_MIN_SEGMENTS}"])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import fine_tuning, fleets, goodput_table, outer_rules, quality, report, wide_area
+from tests.bench import fine_tuning, fleets, goodput_table, outer_rules, peers, quality, report, wide_area
 from tests.bench.tiny import RECIPE, Tiny
 
 Results = dict[str, Any]
@@ -85,6 +85,22 @@ def _broken_learner(found: Results) -> str:
     return f"{report.table(list(by_kind.values()), columns)}\n\n{_checks(found)}"
 
 
+def _peers(found: Results) -> str:
+    names = {name: f"{name} {version}" for name, version in found["versions"].items()}
+    rows = [{names.get(key, key): value for key, value in row.items()} for row in found["rows"]]
+    missing = [f"- {name} could not be installed: {why}" for name, why in found["refused"].items()]
+    return "\n\n".join((report.table(rows), "\n".join((_checks(found), *missing))))
+
+
+def _beside(what: str, form: Callable[[float], str]) -> Callable[[Results], str]:
+    def shown(found: Results) -> str:
+        middle = {name: form(statistics.median(one[what] for one in runs)) for name, runs in found["found"].items()}
+        ours = middle.pop(peers.OURS)
+        return f"{ours}; {', '.join(f'{name} {value}' for name, value in middle.items())}"
+
+    return shown
+
+
 BENCH, PROJECT = HERE / "README.md", report.ROOT / "README.md"
 OF_THE_RECIPE = ("quality", "quality_by_learners", "fine_tuning", "outer_rules", "forecast", "memory", "chaos")
 TABLES: dict[str, Callable[[Results], str]] = {
@@ -98,6 +114,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "goodput_table": _goodput,
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
     **dict.fromkeys(("streams", "soak", "takeovers", "at_size", "shards"), _rows),
+    "peers": _peers,
     "bandwidth": _bandwidth,
     "gpu": _gpu,
     "fleets": _with(fleets.COLUMNS),
@@ -192,6 +209,14 @@ SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
     "a learner beside one that is four times slower": (
         "straggler",
         lambda found: _sentence(found, "its steps are"),
+    ),
+    "the same learner, side by side with other packages: share of its time lost": (
+        "peers",
+        _beside("share of time lost beside a slower one", "{:.1%}".format),
+    ),
+    "one of two learners is killed, side by side with other packages: the survivor's longest step of 0.25 s": (
+        "peers",
+        _beside("longest step after kill -9 of the other [s]", "{:.2f} s".format),
     ),
     "others' longest step while learners and the syncer are killed": (
         "survivors",

@@ -1,0 +1,391 @@
+"""Other packages beside this one: the same model, steps, period and faults, on the same machine, one after another.
+
+python tests/bench/run.py peers [--repeats 3]          needs root and Linux (a network namespace), and an idle machine
+
+1. Each package has a virtual environment of its own, made from the package index. One that cannot be installed is named
+   with pip's reason.
+2. A learner is `peer_learner.py`: 25M float32 parameters in four fragments, a period of 24 steps, steps of 0.25 s that
+   sleep. Each package gets the options of its own examples. Runs of the packages alternate.
+3. All numbers come from outside: the ends of steps and the landings that the parameters show from each learner's own
+   clock, bytes from the counter of the namespace's loopback device, which counts each byte once.
+4. "stands still" is the time per period by which steps exceed the median step. "beside a slower one" is the share of
+   time that a learner loses beside one that is four times slower. After a kill -9 of the other learner, with all its
+   child processes, the survivor's longest step counts, and the time until as many exchanges have landed as in a period,
+   which takes 6 s if nothing is wrong.
+5. The losses are those of the model that a run produces, after the same tokens, with equal inner options; those of data
+   parallel training are the best of two learning rates.
+6. Control: a run without any package has no landings and no bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import psutil
+
+from lightning_diloco.plots.style import LEARNERS, SETTINGS, label_ends
+from tests.bench import report
+from tests.bench.far_link import make, within
+from tests.bench.peer_learner import NUM_FRAGMENTS, OVERLAP, SYNC_EVERY
+
+OURS = "lightning_diloco"
+PEERS = ("torchft", "hivemind", "gradientmail")
+PLAIN = "plain"
+NAMESPACE = "diloco-peers"
+Row = dict[str, Any]
+LEARNER = Path(__file__).with_name("peer_learner.py")
+STEP_S, SLOWDOWN, LIMIT_S, START_S = 0.25, 4, 60.0, 120.0
+NUM_STEPS, KILL_AT = 96, 48
+TEXT_STEPS, TEXT_LR, BASELINE_LRS = 600, 4e-3, (4e-3, 8e-3)
+LOOK_S = 0.02
+LIGHTHOUSE = "127.0.0.1:29510"
+FIGURES = (
+    "stands still [ms per period]",
+    "longest step [ms]",
+    "bytes per learner and period [MB]",
+    "share of time lost beside a slower one",
+    "longest step after kill -9 of the other [s]",
+    "model exchanged again after it [s]",
+)
+
+
+class Fleet:
+    """Processes of one run of a package, in the namespace; all of them are killed at the end.
+
+    Args:
+        package: the package.
+        python: interpreter of its environment.
+        root: an empty folder.
+        learners: what each learner is given, but for rank, folder and meeting.
+    """
+
+    def __init__(self, package: str, python: Path, root: Path, learners: Sequence[Mapping[str, Any]]) -> None:
+        self._package, self._python, self._root, self._learners = package, python, root, learners
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.learners: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Fleet:
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        meeting, env = self._meet()
+        for rank, more in enumerate(self._learners):
+            folder = self._root / str(rank)
+            folder.mkdir()
+            given = {
+                "rank": rank,
+                "num_learners": len(self._learners),
+                "folder": str(folder),
+                "meeting": meeting,
+                **more,
+            }
+            argv = [str(self._python), str(LEARNER), self._package, json.dumps(given)]
+            self.learners.append(self._start(f"learner{rank}", argv, DILOCO_LEARNER=f"l{rank}", **env))
+            if self._package == "hivemind":
+                self._until(Path(meeting).exists)  # the second learner dials the first
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            kill(process)
+
+    def clock(self, rank: int = 0) -> list[tuple[float, bool]]:
+        """Return the ends of a learner's steps in unix seconds, and whether an exchange landed in each."""
+        path = self._root / str(rank) / "clock"
+        values = array("d")
+        data = path.read_bytes() if path.exists() else b""
+        values.frombytes(data[: len(data) // 16 * 16])
+        return [(at_s, landed == 1.0) for at_s, landed in zip(values[::2], values[1::2], strict=True)]
+
+    def until_step(self, num_steps: int, within_s: float) -> int:
+        """Wait until the first learner has made so many steps, or for a time; return the loopback's bytes."""
+        self._until(lambda: len(self.clock()) >= num_steps, within_s)
+        return self.loopback_bytes()
+
+    def loopback_bytes(self) -> int:
+        """Return the bytes that the namespace's loopback device has sent."""
+        lines = Path(f"/proc/{self.learners[0].pid}/net/dev").read_text().splitlines()
+        (words,) = (line.split() for line in lines if line.strip().startswith("lo:"))
+        return int(words[9])
+
+    def losses(self) -> list[float]:
+        """Wait for all learners, and return the loss of each."""
+        for process in self.learners:
+            if process.wait(600):
+                raise RuntimeError(f"a learner of {self._package} failed:\n{self._logs()}")
+        return [float((self._root / str(rank) / "loss").read_text()) for rank in range(len(self.learners))]
+
+    def _meet(self) -> tuple[str, dict[str, str]]:
+        """Start what the learners of a package meet at; return its address, and variables for the learners."""
+        if self._package == "torchft":
+            options = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+            program = self._python.with_name("torchft_lighthouse")
+            self._start("lighthouse", [str(program), "--bind", LIGHTHOUSE, *options])
+            return f"http://{LIGHTHOUSE}", {"GLOO_SOCKET_IFNAME": "lo"}
+        if self._package == OURS:
+            run_dir = self._root / "run"
+            given = {"sync-every": SYNC_EVERY, "num-fragments": NUM_FRAGMENTS, "overlap": OVERLAP}
+            options = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+            argv = ["-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(run_dir), "--expect", "2", *options]
+            self._start("syncer", [str(self._python), *argv, "--listen", "127.0.0.1:0"])
+            self._until((run_dir / "join").exists)
+            return "", {"DILOCO_JOIN": (run_dir / "join").read_text().strip()}
+        return str(self._root / "meeting"), {}
+
+    def _start(self, name: str, argv: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+        kept |= {"OMP_NUM_THREADS": "1", **env}
+        if self._package == OURS:
+            kept["PYTHONPATH"] = str(report.ROOT)
+        with (self._root / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                within(NAMESPACE, argv), stdout=log, stderr=log, env=kept, cwd=self._root, start_new_session=True
+            )
+        self._processes.append(process)
+        return process
+
+    def _until(self, reached: Any, within_s: float = START_S) -> None:
+        end_s = time.monotonic() + within_s
+        while not reached() and time.monotonic() < end_s:
+            if dead := [process for process in self._processes if process.poll() not in (None, 0, -signal.SIGKILL)]:
+                raise RuntimeError(f"{dead[0].args} failed:\n{self._logs()}")
+            time.sleep(LOOK_S)
+
+    def _logs(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in sorted(self._root.glob("*.log")))
+
+
+@contextlib.contextmanager
+def namespace() -> Iterator[None]:
+    """Make NAMESPACE, and delete it at the end, with what still runs in it."""
+    make(NAMESPACE)
+    try:
+        yield
+    finally:
+        left = subprocess.run(["ip", "netns", "pids", NAMESPACE], check=True, capture_output=True, text=True).stdout
+        for pid in left.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        subprocess.run(["ip", "netns", "del", NAMESPACE], check=True)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it started with SIGKILL, if it still runs."""
+    if process.poll() is None:
+        parent = psutil.Process(process.pid)
+        for one in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The environments of all packages that can be installed.
+
+    Args:
+        pythons: interpreter by package.
+        refused: pip's reason, by package that cannot be installed.
+    """
+
+    pythons: Mapping[str, Path]
+    refused: Mapping[str, str]
+
+    @classmethod
+    def installed(cls, folder: Path) -> Bench:
+        """Install the packages in environments under a folder; environments of earlier runs are used again."""
+        pythons, refused = {OURS: Path(sys.executable), PLAIN: Path(sys.executable)}, {}
+        for name in PEERS:
+            python = folder / name / "bin" / "python"
+            subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
+            argv = [str(python), "-m", "pip", "install", "-q", name, "-c", str(report.ROOT / ".ci" / "constraints.txt")]
+            done = subprocess.run(argv, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                pythons[name] = python
+            else:
+                refused[name] = done.stderr.strip().splitlines()[-1]
+        return cls(pythons, refused)
+
+    def packages(self) -> list[str]:
+        """Return the packages that can run, this one first."""
+        return [OURS, *(name for name in PEERS if name in self.pythons)]
+
+    @contextlib.contextmanager
+    def fleet(self, package: str, learners: Sequence[Mapping[str, Any]]) -> Iterator[Fleet]:
+        """Run learners of a package; kill all processes at the end."""
+        with (
+            tempfile.TemporaryDirectory(prefix="diloco-peers-", ignore_cleanup_errors=True) as name,
+            Fleet(package, self.pythons[package], Path(name), learners) as fleet,
+        ):
+            yield fleet
+
+    def sleeping(self, package: str) -> tuple[Row, dict[str, list[float]]]:
+        """Return the figures of three runs of two learners, and the ends of steps for `draw`."""
+        usual = {"task": "sleep", "step_s": STEP_S, "steps": 10**6}
+        slow = {**usual, "step_s": SLOWDOWN * STEP_S}
+        with self.fleet(package, [usual, usual]) as fleet:
+            before = fleet.until_step(SYNC_EVERY, START_S)
+            moved = fleet.until_step(NUM_STEPS, 2 * LIMIT_S) - before
+            calm = fleet.clock()[SYNC_EVERY:]
+        with self.fleet(package, [usual, slow]) as fleet:
+            fleet.until_step(1, START_S)
+            fleet.until_step(NUM_STEPS, LIMIT_S)
+            beside = fleet.clock()
+        with self.fleet(package, [usual, usual]) as fleet:
+            fleet.until_step(KILL_AT, START_S)
+            killed_s = time.time()
+            kill(fleet.learners[1])
+            fleet.until_step(KILL_AT + NUM_STEPS, LIMIT_S)
+            after = [(at_s, landed) for at_s, landed in fleet.clock() if at_s > killed_s]
+        usual_s = statistics.median(gaps(calm))
+        per_period = round(sum(landed for _, landed in calm) / (len(calm) / SYNC_EVERY))
+        landings = [at_s - killed_s for at_s, landed in after if landed]
+        found = (
+            1e3 * SYNC_EVERY * (statistics.mean(gaps(calm)) - usual_s),
+            1e3 * max(gaps(calm)),
+            1e-6 * moved / 2 / (len(calm) / SYNC_EVERY),
+            1 - usual_s / statistics.mean(gaps(beside)),
+            max(gaps(after)),
+            landings[per_period - 1] if len(landings) >= per_period > 0 else float("inf"),
+        )
+        clocks = {
+            "beside": [round(at_s - beside[0][0], 3) for at_s, _ in beside],
+            "after": [round(at_s - killed_s, 3) for at_s, _ in after],
+        }
+        return dict(zip(FIGURES, found, strict=True)), clocks
+
+    def version(self, package: str) -> str:
+        """Return the version of an installed package."""
+        code = f"from importlib.metadata import version; print(version('{package}'))"
+        return subprocess.run(
+            [str(self.pythons[package]), "-c", code], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def loss(self, package: str, num_learners: int, lr: float, batches: int = 1) -> float:
+        """Return the loss of a run's model, as the mean over its learners, which may differ with hivemind only."""
+        given = {"task": "text", "steps": TEXT_STEPS, "lr": lr, "seed": 1, "batches": batches}
+        with self.fleet(package, [given] * num_learners) as fleet:
+            return statistics.mean(fleet.losses())
+
+    def control(self) -> tuple[int, int]:
+        """Return landings and bytes of learners without any package."""
+        with self.fleet(PLAIN, [{"task": "sleep", "step_s": 0.01, "steps": 10**6}] * 2) as fleet:
+            before = fleet.until_step(SYNC_EVERY, START_S)
+            moved = fleet.until_step(NUM_STEPS, LIMIT_S) - before
+            return sum(landed for _, landed in fleet.clock()), moved
+
+
+def gaps(clock: Sequence[tuple[float, bool]]) -> list[float]:
+    """Return the seconds between the ends of successive steps."""
+    return [after_s - before_s for (before_s, _), (after_s, _) in itertools.pairwise(clock)]
+
+
+def rows_of(found: Mapping[str, Sequence[Row]], losses: Mapping[str, float], parallel: float) -> list[Row]:
+    """Return a row for each figure, with a column for each package: median, least and largest of the repeats."""
+    rows = [
+        {"two learners": what, **{name: spread([one[what] for one in runs]) for name, runs in found.items()}}
+        for what in FIGURES
+    ]
+    gap = {name: f"{loss:.4f} ({loss / parallel - 1:+.2%})" for name, loss in losses.items()}
+    return [*rows, {"two learners": f"loss; {parallel:.4f} by data parallel training", **gap}]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return median, least and largest as a text."""
+    shown = [f"{value:.3g}" if math.isfinite(value) else "never" for value in (min(values), max(values))]
+    middle = statistics.median(values)
+    return f"{middle:.3g} ({shown[0]} .. {shown[1]})" if math.isfinite(middle) else "never"
+
+
+def checks_of(
+    found: Mapping[str, Sequence[Row]], losses: Mapping[str, float], landings: int, moved: int
+) -> dict[str, bool]:
+    """Return whether this package is ahead of each other in each figure, and the control."""
+    middle = {
+        name: {what: statistics.median(one[what] for one in runs) for what in FIGURES} for name, runs in found.items()
+    }
+    others = [name for name in found if name != OURS]
+    checks = {
+        f"{what}: less than with {name}": middle[OURS][what] < middle[name][what]
+        for what, name in itertools.product(FIGURES, others)
+    }
+    checks |= {f"loss: less than with {name}": losses[OURS] < losses[name] for name in others}
+    return {**checks, f"control: without a package, {landings} landings and {moved} bytes": landings == moved == 0}
+
+
+def draw(clocks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """Draw the steps of a learner over time: beside a slower one, and around the kill of the other.
+
+    Args:
+        clocks: by package, "beside" and "after": the ends of steps in seconds.
+        path: of the picture.
+    """
+    with plt.rc_context(SETTINGS):
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+        for panel, (axis, title) in zip(
+            ("beside", "after"),
+            zip(axes, ("Beside a 4x slower learner", "The other is killed at 0 s"), strict=True),
+            strict=True,
+        ):
+            axis.set(title=title, xlabel="seconds", ylabel="steps of the learner", xlim=(0, LIMIT_S / 2))
+            ends = []
+            for color, (name, clock) in zip(LEARNERS, clocks.items(), strict=False):
+                seen = [at_s for at_s in clock[panel] if at_s <= LIMIT_S / 2]
+                axis.step(seen, range(1, len(seen) + 1), where="post", color=color)
+                ends.append((seen[-1], len(seen), name, color))
+            label_ends(axis, ends)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all packages in turn; return 1 if this one is behind another, or if the control fails."""
+    parser = report.options(__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--environments", type=Path, default=Path(tempfile.gettempdir()) / "peers-of-diloco")
+    args = parser.parse_args(argv)
+    with namespace():
+        return _compare(Bench.installed(args.environments), args)
+
+
+def _compare(bench: Bench, args: argparse.Namespace) -> int:
+    names = bench.packages()
+    found: dict[str, list[Row]] = {name: [] for name in names}
+    clocks = {}
+    for _, name in itertools.product(range(args.repeats), names):
+        figures, clocks[name] = bench.sleeping(name)
+        found[name].append(figures)
+        print(name, {what: round(value, 3) for what, value in figures.items()}, flush=True)
+    parallel = min(bench.loss(PLAIN, 1, lr, batches=2) for lr in BASELINE_LRS)
+    losses = {name: bench.loss(name, 2, TEXT_LR) for name in names}
+    if args.out:
+        draw(clocks, args.out.with_suffix(".png"))
+    more = {"found": found, "losses": losses, "parallel": parallel, "clocks": clocks}
+    more |= {"versions": {name: bench.version(name) for name in names}, "refused": dict(bench.refused)}
+    checks = checks_of(found, losses, *bench.control())
+    return report.conclude(args.out, rows_of(found, losses, parallel), checks, **more)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
