@@ -28,7 +28,7 @@ VARIABLES = {
     "DILOCO_HOST": Variable("host name by which learners reach this machine", ("syncer/front.py",)),
     "DILOCO_JOIN": Variable(
         "join string of the run",
-        ("cli/fit.py", "cli/sites/doctor.py", "cli/status.py", "learner/whereabouts.py", "strategy/identity.py"),
+        ("cli/fit.py", "cli/sites/doctor.py", "cli/status.py", "learner/name.py"),
     ),
     "DILOCO_LEARNER": Variable(
         "id of this learner; default: host name and a slot",

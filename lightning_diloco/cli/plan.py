@@ -138,6 +138,9 @@ def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:
     from lightning_diloco.planner.plan import Scenario
 
     machines = {**_DEFAULTS, **machines}
+    for name in ("devices", "max_steps"):
+        if (number := machines.get(name)) is not None and number < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {number}: must be at least 1")
     wanted = {name: machines[name] for name in _RUN_OPTIONS if name in machines}
     devices = machines.get("devices") or drawn.devices or 1
     shared = {field.name for field in dataclasses.fields(Training)} & {f.name for f in dataclasses.fields(drawn)}

@@ -22,6 +22,7 @@ from lightning_diloco.cli import page, recipes
 from lightning_diloco.cli.local.claim import claimed
 from lightning_diloco.cli.local.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.cli.ray import options
+from lightning_diloco.cli.status import finished
 from lightning_diloco.cli.syncer import NO_WANDB
 from lightning_diloco.cli.text.spelling import of_recipe, of_script
 from lightning_diloco.cli.verbs import add_verb
@@ -116,10 +117,27 @@ def call(arguments: argparse.Namespace) -> int:
     _tracking(arguments.wandb, target)  # refuses a missing wandb before anything is created
     run_dir = make_run_dir(arguments.run_dir, target.stem)
     is_served = arguments.engine is not None and _is_left_alone(run_dir, arguments.learners)
+    if not is_served:
+        _refuse_finished(run_dir)
     with claimed(run_dir, is_served=is_served):
         code = _run(arguments, target, run_dir, is_served=is_served)
     let_threads_become_idle()  # those of the connection to the syncer can crash the shutdown of the interpreter
     return code
+
+
+def _refuse_finished(run_dir: Path) -> None:
+    """Refuse a run directory whose run has finished.
+
+    Raises:
+        ConfigError: its learners have made their last step, and would train steps again that are merged already.
+    """
+    summary = finished(run_dir)
+    if summary is not None and summary["status"] == "finished":
+        raise ConfigError(
+            f"the run in {run_dir} has finished, after {summary['tokens_merged']} merged tokens. To train anew, choose "
+            "another --run-dir. To use its model, see `diloco export` and lightning_diloco.load_anchor; "
+            f"`diloco status {run_dir}` shows its summary"
+        )
 
 
 def _is_left_alone(run_dir: Path, num_learners: int) -> bool:

@@ -223,6 +223,10 @@ def _scenario(given: Mapping[str, Any], options: Mapping[str, Any]) -> Scenario:
     ).validate()
     if num_learners < 1:
         raise ConfigError(f"--learners {num_learners}: at least one learner trains")
+    if config.quorum > num_learners:
+        raise ConfigError(
+            f"--quorum {config.quorum}: must be at most --learners, {num_learners}; otherwise no round would end"
+        )
     times = {f"{name}_s": given[name] for name in _TIMES if name in given}
     chips = Chips(
         count=options["chips"] / num_learners,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli.verbs import add_verb
+from lightning_diloco.errors import ConfigError, TransportError
 
 _EXAMPLE = """examples:
   diloco snapshot runs/mine --to snapshots/monday
@@ -42,6 +43,13 @@ def call(arguments: argparse.Namespace) -> int:
         f"{arguments.checkpoints.rstrip('/')}/{address.run}" if arguments.checkpoints else str(run_dir / "checkpoints")
     )
     with asking(address) as fetch:
+        try:
+            fetch()
+        except TransportError as error:
+            raise ConfigError(
+                f"the syncer of {run_dir} does not answer, and a snapshot is taken while a run trains. Start the run "
+                "again with its `diloco run` command; the model of a finished run comes from `diloco export`"
+            ) from error
 
         def stepping() -> Iterable[str]:
             return [learner["id"] for learner in fetch()["learners"] if learner["phase"] in _TRAINING]

@@ -121,6 +121,8 @@ def address(arguments: argparse.Namespace) -> JoinAddress:
     if target.startswith(f"{SCHEME}://"):
         return JoinAddress.parse(target)
     if Path(target).is_dir():
+        if not (Path(target) / "join").exists():
+            raise ConfigError(f"{target} is no run directory, or its syncer has not started yet: it has no `join`")
         return read_join_file(Path(target) / "join")
     if ":" not in target:
         raise ConfigError(f"{target!r}: not a folder, HOST:PORT or {SCHEME}://...; give the run directory")
@@ -135,7 +137,7 @@ def address(arguments: argparse.Namespace) -> JoinAddress:
 
 
 def finished(run_dir: Path) -> dict[str, Any] | None:
-    """Return the summary of a run, if it has one and was not reopened since."""
+    """Return the summary of a run that is over; None if it has none, or was reopened since."""
     summary, join = run_dir / "summary.json", run_dir / "join"
     if not summary.exists() or (join.exists() and join.stat().st_mtime_ns > summary.stat().st_mtime_ns):
         return None

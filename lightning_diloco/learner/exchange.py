@@ -99,6 +99,7 @@ class FragmentExchange:
         self._up, self._down = ([Jobs(crew, name) for _ in range(num_lanes)] for name in ("uploads", "downloads"))
         self._copies = Jobs(crew, "copies", yields=False)
         self._counting = threading.Lock()
+        self._is_unsound = False  # the last contribution was not finite
         self.norm = self.relative_error = 0.0
         self.bytes_up = self.bytes_down = 0
 
@@ -178,10 +179,16 @@ class FragmentExchange:
         try:
             encoded = self._device.encode(snapshot)
         except NonFiniteError as error:
-            log.error("the contribution to fragment %d is not sent: %s", ready.fragment, error)
+            log.log(
+                logging.DEBUG if self._is_unsound else logging.ERROR,
+                "the contribution to fragment %d is not sent: %s; neither are others, until one is finite",
+                ready.fragment,
+                error,
+            )
+            self._is_unsound = True
             kept = _Kept(torch.empty(0, dtype=torch.uint8), str(error)[: limits.MAX_CHARS])
         else:
-            kept = _Kept(encoded.payload)
+            kept, self._is_unsound = _Kept(encoded.payload), False
             self.norm, self.relative_error = encoded.norm, encoded.relative_error
         self._kept[key] = kept
         if key not in self._wanted:  # its fate was decided meanwhile, so nobody will forget these bytes

@@ -1,4 +1,4 @@
-"""Default learner ids: `<host>-<slot>`, with the first free slot of the machine.
+"""The run that a learner is to join, and default learner ids: `<host>-<slot>`, the first free slot of the machine.
 
 1. A slot is held by a file lock, which the system releases when the process ends. So a restarted learner gets its old
    id again.
@@ -16,9 +16,22 @@ import socket
 import tempfile
 from pathlib import Path
 
+from lightning_diloco.config import LearnerConfig
+from lightning_diloco.transport.address import JoinAddress
+
 FINISHED = "finished"  # a file that a learner leaves in its folder of the run directory when its training is done
 
 _held: dict[str, tuple[str, int]] = {}  # run -> name, and the open lock file
+
+
+def given_address(learner: LearnerConfig) -> JoinAddress | None:
+    """Return the address of a run that others have started; None if this learner starts a run.
+
+    Raises:
+        ConfigError: the join string is malformed or empty.
+    """
+    text = os.environ.get("DILOCO_JOIN") if learner.join is None else learner.join
+    return None if text is None else JoinAddress.parse(text)
 
 
 def own_name(run: str) -> str:

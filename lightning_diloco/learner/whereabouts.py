@@ -16,6 +16,7 @@ from lightning_diloco.config import LearnerConfig
 from lightning_diloco.learner.embedded_syncer import EmbeddedSyncer
 from lightning_diloco.learner.join import reached
 from lightning_diloco.learner.leftovers import tidy
+from lightning_diloco.learner.name import given_address
 from lightning_diloco.learner.rotation import Followed
 from lightning_diloco.process.threads import Crew
 from lightning_diloco.transport.address import JoinAddress
@@ -23,12 +24,6 @@ from lightning_diloco.transport.base import Connection
 from lightning_diloco.transport.flight import FlightConnection
 
 log = logging.getLogger(__name__)
-
-
-def given_address(learner: LearnerConfig) -> JoinAddress | None:
-    """Return the address of the run that this learner was given; None: this learner starts a run."""
-    text = learner.join or os.environ.get("DILOCO_JOIN")
-    return JoinAddress.parse(text) if text else None
 
 
 def given_run_dir() -> Path | None:

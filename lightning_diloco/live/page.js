@@ -166,6 +166,7 @@ function figures(told) {
     goodput: percent(told.goodput),
     received: quantity(told.bytes_up, "B"),
     sent: quantity(told.bytes_down, "B"),
+    ...(told.shards?.length && { shards: `${1 + told.shards.filter((one) => one.away_s === null).length} of ${1 + told.shards.length}` }),
     ...(told.standby && { standby: told.standby.silent_s > 3 ? `silent ${duration(told.standby.silent_s)}` : "in step" }),
   };
   $("figures").replaceChildren(...Object.entries(shown).map(([name, value]) =>

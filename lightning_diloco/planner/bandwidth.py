@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_diloco.config import RunConfig
+from lightning_diloco.errors import ConfigError
 from lightning_diloco.planner.memory import FragmentSizes, Training
 
 LINK_SHARE = 0.8  # one stream over 40 ms at 2 Gbit/s: 0.70 .. 0.92 of a raw socket
@@ -52,6 +53,9 @@ class Machines:
         syncer_cores: cores of the syncer's machine.
         memory_bytes_per_s: bytes per second that the syncer's memory moves, with all cores.
         num_shards: machines that share the fragments, each like the syncer's; 1: the syncer alone.
+
+    Raises:
+        ConfigError: a number is below 1, or a rate or a duration is not above 0.
     """
 
     num_learners: int = 8
@@ -63,6 +67,16 @@ class Machines:
     syncer_cores: int = 2
     memory_bytes_per_s: float = MEMORY_BYTES_PER_S
     num_shards: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_learners", 1), ("syncer_cores", 1), ("num_shards", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: found {getattr(self, name)}; must be at least {least}")
+        for name in ("link_bps", "step_s", "syncer_link_bps", "disk_bytes_per_s", "memory_bytes_per_s"):
+            if (found := getattr(self, name)) is not None and not found > 0:
+                raise ConfigError(f"{name}: found {found}; must be above 0")
+        if self.rtt_s < 0:
+            raise ConfigError(f"rtt_s: found {self.rtt_s}; must be at least 0")
 
     def share(self, num_fragments: int) -> float:
         """Return the share of the fragments on the machine that has the most."""

@@ -22,11 +22,12 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.devices.base import FragmentDevice
 from lightning_diloco.errors import RunOverError
+from lightning_diloco.learner.name import given_address
 from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.process.exit import fail_at_exit
 from lightning_diloco.strategy.data.split import fork_random_state
 from lightning_diloco.strategy.data.token_counter import TokenCounter, TokenCountFn, check_training_step
-from lightning_diloco.strategy.identity import given_join, note_last_step
+from lightning_diloco.strategy.identity import note_last_step
 from lightning_diloco.strategy.inner_steps import InnerSteps, StepStrategy
 from lightning_diloco.strategy.recovery.checkpointer import LearnerCheckpointer, Owner
 from lightning_diloco.strategy.recovery.own_state import OwnState, follow
@@ -278,7 +279,7 @@ class DiLoCoFit:
             mark_finished(self.link.learner_id)
         else:
             log.warning(_LEFT_WITH_WORK, self._trainer.global_step)
-            if given_join(self._strategy._learner):
+            if given_address(self._strategy._learner) is not None:
                 self._lost = _STARTED_AGAIN.format(step=self._trainer.global_step)
 
     def end(self) -> None:

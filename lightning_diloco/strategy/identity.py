@@ -13,15 +13,9 @@ import os
 
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.errors import JoinError
-from lightning_diloco.learner.name import own_name
-from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.learner.name import given_address, own_name
 
 _done: set[str] = set()  # runs in which a fit of this process has made its last step
-
-
-def given_join(config: LearnerConfig) -> str | None:
-    """Return the join string of a run that others have started; None if this learner starts one."""
-    return config.join or os.environ.get("DILOCO_JOIN") or None
 
 
 def learner_id(config: LearnerConfig) -> str | None:
@@ -30,9 +24,8 @@ def learner_id(config: LearnerConfig) -> str | None:
     Raises:
         ConfigError: the join string is malformed.
     """
-    name = config.learner or os.environ.get("DILOCO_LEARNER")
-    join = given_join(config)
-    return name or (own_name(JoinAddress.parse(join).run) if join else None)
+    name, address = config.learner or os.environ.get("DILOCO_LEARNER"), given_address(config)
+    return name or (None if address is None else own_name(address.run))
 
 
 def check_first_fit(config: LearnerConfig) -> None:
@@ -41,16 +34,16 @@ def check_first_fit(config: LearnerConfig) -> None:
     Raises:
         JoinError: this process has already trained in the run.
     """
-    if (join := given_join(config)) and (run := JoinAddress.parse(join).run) in _done:
+    if (address := given_address(config)) is not None and address.run in _done:
         raise JoinError(
-            f"found a second fit in a process that has already trained in run {run}: a run is one fit of one model. "
-            "Give each fit a run of its own, by a script of its own under `diloco run`; or let each learner train "
-            'alone in the second one, with another strategy, such as Trainer(strategy="auto"). validate, test and '
-            "predict need no run"
+            f"found a second fit in a process that has already trained in run {address.run}: a run is one fit of one "
+            "model. Give each fit a run of its own, by a script of its own under `diloco run`; or let each learner "
+            'train alone in the second one, with another strategy, such as Trainer(strategy="auto"). validate, test '
+            "and predict need no run"
         )
 
 
 def note_last_step(config: LearnerConfig) -> None:
     """Note that a fit of this process has made its last step in the run that it joined, if it joined one."""
-    if join := given_join(config):
-        _done.add(JoinAddress.parse(join).run)
+    if (address := given_address(config)) is not None:
+        _done.add(address.run)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from lightning_diloco.config import LearnerConfig
-from lightning_diloco.strategy.identity import given_join
+from lightning_diloco.learner.name import given_address
 from lightning_diloco.strategy.inner_steps import FitParts
 from lightning_diloco.strategy.trainer.losses import (
     NOT_DRAINED,
@@ -90,7 +90,7 @@ class Validation:
         """Report the final anchor's loss, or why there is none, when training ends; only the last learner does."""
         if not self._is_final:
             return
-        wants_loss = self._verdict[1] == NOT_VALIDATED and given_join(self._strategy._learner) is not None
+        wants_loss = self._verdict[1] == NOT_VALIDATED and given_address(self._strategy._learner) is not None
         if wants_loss and (problem := validate_final(self._trainer)):
             self._verdict = (None, problem)
         self._fit.link.report(*self._verdict)

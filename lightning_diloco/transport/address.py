@@ -90,6 +90,12 @@ class JoinAddress:
                 contains the token.
         """
         shown, _, secret = text.strip().partition("#")
+        if not shown:
+            raise ConfigError(
+                "the join string (DILOCO_JOIN, or join=) is empty. It is the content of RUN_DIR/join, which the syncer "
+                "writes as soon as it can be joined: wait for this file, and check its path. To train alone, leave "
+                "DILOCO_JOIN unset"
+            )
         scheme, _, rest = shown.partition("://")
         places, _, run = rest.partition("/")
         first, _, standby = places.partition(",")

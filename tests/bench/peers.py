@@ -371,20 +371,56 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(bench: Bench, args: argparse.Namespace) -> int:
     names = bench.packages()
-    found: dict[str, list[Row]] = {name: [] for name in names}
-    clocks = {}
-    for _, name in itertools.product(range(args.repeats), names):
-        figures, clocks[name] = bench.sleeping(name)
-        found[name].append(figures)
-        print(name, {what: round(value, 3) for what, value in figures.items()}, flush=True)
-    parallel = min(bench.loss(PLAIN, 1, lr, batches=2) for lr in BASELINE_LRS)
-    losses = {name: bench.loss(name, 2, TEXT_LR) for name in names}
+    kept = Kept(args.out, names)
+    for k, name in itertools.product(range(args.repeats), names):
+        if len(kept.found[name]) <= k:
+            figures, kept.clocks[name] = bench.sleeping(name)
+            kept.found[name].append(figures)
+            kept.store()
+            print(name, {what: round(value, 3) for what, value in figures.items()}, flush=True)
+    for lr in BASELINE_LRS:
+        if str(lr) not in kept.plain:
+            kept.plain[str(lr)] = bench.loss(PLAIN, 1, lr, batches=2)
+            kept.store()
+    for name in names:
+        if name not in kept.losses:
+            kept.losses[name] = bench.loss(name, 2, TEXT_LR)
+            kept.store()
     if args.out:
-        draw(clocks, args.out.with_suffix(".png"))
-    more = {"found": found, "losses": losses, "parallel": parallel, "clocks": clocks}
-    more |= {"versions": {name: bench.version(name) for name in names}, "refused": dict(bench.refused)}
-    checks = checks_of(found, losses, *bench.control())
-    return report.conclude(args.out, rows_of(found, losses, parallel), checks, **more)
+        draw(kept.clocks, args.out.with_suffix(".png"))
+    about = {"versions": {name: bench.version(name) for name in names}, "refused": dict(bench.refused)}
+    rows = rows_of(kept.found, kept.losses, min(kept.plain.values()))
+    checks = checks_of(kept.found, kept.losses, *bench.control())
+    return report.conclude(args.out, rows, checks, **kept.content(), **about)
+
+
+class Kept:
+    """The results so far, stored after each run; an interrupted benchmark continues from its file.
+
+    Args:
+        path: the file; None: nothing is stored.
+        names: the packages.
+
+    Attributes:
+        found: figures of each repeat, by package.
+        clocks: for `draw`, of the last repeat, by package.
+        plain: losses of data parallel training, by learning rate.
+        losses: by package.
+    """
+
+    def __init__(self, path: Path | None, names: Sequence[str]) -> None:
+        self._path = path
+        known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self.found: dict[str, list[Row]] = {name: known.get("found", {}).get(name, []) for name in names}
+        self.clocks, self.plain, self.losses = (known.get(name, {}) for name in ("clocks", "plain", "losses"))
+
+    def content(self) -> Row:
+        """Return everything by name."""
+        return {"found": self.found, "clocks": self.clocks, "plain": self.plain, "losses": self.losses}
+
+    def store(self) -> None:
+        """Write the file."""
+        report.store(self._path, self.content())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -99,6 +100,20 @@ def test_run_directories_are_never_shared_by_default(project: Path, plans: list[
     names = [plan.run_dir.name for plan in plans]
     assert len(set(names)) == 3
     assert all(name.startswith("one-") and plan.run_dir.is_dir() for name, plan in zip(names, plans, strict=True))
+
+
+def test_a_finished_run_is_not_trained_again(
+    project: Path, plans: list[Plan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = project / "there"
+    run_dir.mkdir()
+    (run_dir / "join").touch()
+    for status, code in (("interrupted", 0), ("finished", 2)):
+        (run_dir / "summary.json").write_text(json.dumps({"status": status, "tokens_merged": 7}))
+        assert main(["run", "toy/one", "--local", "1", "--run-dir", "there"]) == code
+    said = " ".join(capsys.readouterr().err.split())
+    assert "has finished, after 7 merged tokens. To train anew, choose another --run-dir" in said
+    assert len(plans) == 1
 
 
 def test_run_reports_all_problems_at_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,7 @@ def test_a_bad_scenario_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--learners", "0"], "at least one learner"),
         (["--chips", "many"], "a number such as"),
         (["--quorum", "0"], "quorum=0"),
+        (["--quorum", "9", "--learners", "8"], "--quorum 9: must be at most --learners, 8"),
         (["--slice", "1M", "--chips", "1M", "--learners", "2"], "slices of 1e+06"),
         (["--plot", "x.pdf", "--duration", "1000h"], "must end in .png or .svg"),
         (["--explore", "--learners", "2", "--chips", "1k"], "--chips, --learners: not with --explore"),

@@ -54,8 +54,10 @@ def test_killed_shards_and_a_killed_syncer_lose_nothing(processes: Processes) ->
     assert sorted(first) == ["1/3", "2/3"]
     for each in ("1/3", "2/3"):
         os.kill(first[each].pid, signal.SIGKILL)
-        until(lambda: not all(shard["is_attached"] for shard in processes.status()["shards"]), "the death", processes)
-        until(lambda: all(shard["is_attached"] for shard in processes.status()["shards"]), "the return", processes)
+        until(
+            lambda: not all(shard["away_s"] is None for shard in processes.status()["shards"]), "the death", processes
+        )
+        until(lambda: all(shard["away_s"] is None for shard in processes.status()["shards"]), "the return", processes)
         processes.until_commits(8)
     again = shards(syncer.pid)
     assert {child.pid for child in again.values()}.isdisjoint(child.pid for child in first.values())
@@ -99,7 +101,7 @@ def test_shards_elsewhere_find_their_syncer_move_and_end_with_the_run(processes:
     (processes.root / "moved" / "syncer" / "shards" / "1" / "join").unlink()  # it will listen elsewhere
     (processes.root / "moved").rename(processes.root / "shard1")
     running[0] = start(1)
-    until(lambda: all(shard["is_attached"] for shard in processes.status()["shards"]), "the return", processes)
+    until(lambda: all(shard["away_s"] is None for shard in processes.status()["shards"]), "the return", processes)
     processes.until_commits(8)
     os.kill(syncer.pid, signal.SIGKILL)
     processes.end(syncer)

@@ -33,6 +33,12 @@ def test_who_joins_nobody_has_no_id_yet():
     assert learner_id(LearnerConfig()) is None
 
 
+def test_an_empty_join_string_is_no_run_of_its_own(monkeypatch):
+    monkeypatch.setenv("DILOCO_JOIN", "")
+    with pytest.raises(ConfigError, match="is empty"):
+        learner_id(LearnerConfig())
+
+
 def test_slot_is_kept_within_a_process_and_counted_per_run(monkeypatch):
     monkeypatch.setattr(naming.socket, "gethostname", lambda: "_höst 1.example.org")
     monkeypatch.setenv("DILOCO_JOIN", JOIN.format(run="a"))

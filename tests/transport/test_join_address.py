@@ -76,6 +76,12 @@ def test_a_bad_string_is_refused_without_showing_a_token(text):
         assert "sesame" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_string_says_when_it_is_there(text):
+    with pytest.raises(ConfigError, match=r"is empty.*content of RUN_DIR/join.*wait for this file"):
+        JoinAddress.parse(text)
+
+
 def test_all_problems_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
         JoinAddress("a b", 0, "", "", "x")

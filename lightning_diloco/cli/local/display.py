@@ -191,7 +191,7 @@ def _parts(status: Status) -> dict[str, list[str]]:
 
 
 def _shards(shards: Sequence[Mapping[str, Any]]) -> str:
-    away = [str(shard["shard"]) for shard in shards if not shard["is_attached"]]
+    away = [str(shard["shard"]) for shard in shards if shard["away_s"] is not None]
     said = f"{1 + len(shards)} processes hold the fragments"
     return f"{said}; away: shard {', '.join(away)}, whose fragments wait" if away else said
 

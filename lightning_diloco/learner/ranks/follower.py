@@ -14,13 +14,13 @@ from lightning_diloco.config import LearnerConfig
 from lightning_diloco.errors import DiLoCoError, JoinError, RunOverError
 from lightning_diloco.learner.join import MakeDevice
 from lightning_diloco.learner.link import AskedToLeave, never
+from lightning_diloco.learner.name import given_address
 from lightning_diloco.learner.ranks.agreement import Agreement
 from lightning_diloco.learner.ranks.one_of_several import OneOfSeveral
 from lightning_diloco.learner.ranks.partial_uploads import PartSender
 from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
 from lightning_diloco.learner.rotation import Followed
 from lightning_diloco.learner.shards import Sharded
-from lightning_diloco.learner.whereabouts import given_address
 from lightning_diloco.manifest import ModelDescription, plan_of
 from lightning_diloco.process.threads import Jobs, compute_alone, yield_cores
 from lightning_diloco.protocol import messages

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from lightning_diloco.devices.part import PartFragments
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.learner.name import given_address
 from lightning_diloco.storage.checkpoint_store import CheckpointStore
 from lightning_diloco.strategy.backends.launchers import Processes, Scripts
 from lightning_diloco.strategy.data.hooks import wants_link
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from lightning_diloco.learner.ranks.group import Ranks
     from lightning_diloco.learner.ranks.memory import Footprint
     from lightning_diloco.learner.ranks.replicated_device import ReplicatedDevice
+    from lightning_diloco.transport.address import JoinAddress
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class RanksHooks(DiLoCoHooks):
 
     def _separate_paths(self, trainer: pl.Trainer) -> None:
         is_named = self._learner.learner or os.environ.get("DILOCO_LEARNER")
-        if self._given_join and not is_named and self._is_started_by_others:
+        if given_address(self._learner) is not None and not is_named and self._is_started_by_others:
             raise ConfigError(
                 f"{self.world_size} processes, started by {type(self.cluster_environment).__name__}, join a run as one "
                 "learner without a name: all of them must know the same; set DILOCO_LEARNER for all, or learner="
@@ -143,7 +145,7 @@ class RanksHooks(DiLoCoHooks):
     def _settings(self) -> dict[str, Any]:
         """Return the settings that must be the same on all ranks, by name."""
         own = {name: value for name, value in asdict(self._learner).items() if name not in ("join", "learner")}
-        own |= {"token_count_fn": self._token_count_fn is not None, "join": _told_apart(self._given_join)}
+        own |= {"token_count_fn": self._token_count_fn is not None, "join": _told_apart(given_address(self._learner))}
         of_trainer = ("precision", "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
         return {**self._run_options, **own, **{name: getattr(self._trainer, name) for name in of_trainer}}
 
@@ -331,6 +333,6 @@ class RanksHooks(DiLoCoHooks):
         return 0 if is_watched and isinstance(self._launcher, Scripts) else super()._exit_code
 
 
-def _told_apart(join: str | None) -> str | None:
+def _told_apart(address: JoinAddress | None) -> str | None:
     """Return a digest in place of a join string, which is secret; equal join strings have equal digests."""
-    return join and f"(SHA-256 {hashlib.sha256(join.encode()).hexdigest()[:12]})"
+    return address and f"(SHA-256 {hashlib.sha256(address.join_string().encode()).hexdigest()[:12]})"

@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_diloco.config import LearnerConfig
-from lightning_diloco.errors import DiLoCoError, JoinError, RunOverError
+from lightning_diloco.errors import ConfigError, DiLoCoError, JoinError, RunOverError
 from lightning_diloco.strategy.data.leased_part import MIN_SAMPLES, ShuffledRanges, can_be_leased, lease_instead
 from lightning_diloco.strategy.data.leasing import LeasesData
 from lightning_diloco.strategy.data.split import in_own_order, is_at, order_number, order_seed, split
@@ -76,6 +76,12 @@ class SplitsData(LeasesData):
             found, whole = dataloader, self._leased_whole
         else:
             found, whole = self._share(dataloader)
+        if sized_len(found) == 0 and whole:
+            raise ConfigError(
+                f"the training data has {whole} batch(es), and none is left in this learner's part of it: a part has "
+                "fewer samples than a batch, and drop_last=True leaves it out. Use fewer learners, smaller batches, or "
+                "drop_last=False"
+            )
         self._keep_val_interval(sized_len(found), whole)
         return found
 
@@ -131,7 +137,8 @@ class SplitsData(LeasesData):
         is_made_again = self._trainer.reload_dataloaders_every_n_epochs > 0
         if parts > 1 and not is_made_again and can_be_leased(found):
             return lease_instead(found, partial(self._lease_only, order_seed(link.data_seed, 0, number))), whole
-        self._say_share()
+        if found is not loader:  # otherwise it could not be split, and a warning has said so
+            self._say_share()
         return found, whole
 
     def _lease_only(self, seed: int, loader: DataLoader[object]) -> Iterable[list[int]] | None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.strategy.data.hooks import wants_link
 from lightning_diloco.strategy.fit_holder import HoldsFit
-from lightning_diloco.strategy.identity import check_first_fit, given_join, learner_id
+from lightning_diloco.strategy.identity import check_first_fit, learner_id
 from lightning_diloco.strategy.trainer.paths import OwnPathsFirst, run_root, separate_paths
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ class LaunchesInOwnPaths(HoldsFit):
         Raises:
             ConfigError: they do not fit.
         """
-
-    @property
-    def _given_join(self) -> str | None:
-        return given_join(self._learner)
 
     @override
     def _configure_launcher(self) -> None:

@@ -2,8 +2,10 @@
 
 1. `state_dict` holds the anchor, so that it can be loaded anywhere. The local parameters are under CHECKPOINT_KEY, as
    tensors and plain values only.
-2. Checkpoints that were saved since the last step are saved again when the run has been left. So all checkpoints of
-   that step hold the parameters that `fit` leaves in the module.
+2. Checkpoints that were saved since the last step are saved again when the run has been left, so they hold the
+   parameters that `fit` leaves in the module. A checkpoint that a callback has chosen by a metric stays as it is,
+   because the metric is that of its parameters. There is one if training is stopped by a validation, as by
+   EarlyStopping.
 3. A tuner saves a checkpoint before its trial steps and restores it after them. Nothing is exchanged in between.
 
 The checkpoints from which a learner recovers are in recovery/checkpointer.py.
@@ -12,12 +14,13 @@ The checkpoints from which a learner recovers are in recovery/checkpointer.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
@@ -70,7 +73,10 @@ class AnchorInCheckpoints(HoldsFit):
 
     def _save_again(self, saved: Mapping[str, SavedAs]) -> None:
         """Write the checkpoints of the last step again, with the present module and the saved state of the loops."""
+        chosen = {path for callback in self._trainer.checkpoint_callbacks for path in _chosen_by_metric(callback)}
         for filepath, (loops, weights_only, storage_options) in saved.items():
+            if filepath in chosen:
+                continue
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
             self.save_checkpoint({**checkpoint, "loops": loops}, filepath, storage_options)
             self.barrier("Trainer.save_checkpoint")
@@ -98,3 +104,8 @@ class AnchorInCheckpoints(HoldsFit):
         if isinstance(fit.device, DenseFragments) and any(p.dtype == torch.float64 for p in fit.params.values()):
             values = partial(fit.device.local_values, dtype=torch.float64)
         return fit.named(values)
+
+
+def _chosen_by_metric(callback: Checkpoint) -> Iterable[str]:
+    """Return the paths of the checkpoints that a callback keeps because of their metric."""
+    return callback.best_k_models if isinstance(callback, ModelCheckpoint) and callback.monitor is not None else ()

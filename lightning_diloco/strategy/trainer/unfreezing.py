@@ -5,13 +5,14 @@ zeros. They need anchors and bytes on the wire like any other parameter.
 
 1. With a finetuning callback (`BaseFinetuning`), these are all frozen parameters of the module.
 2. Otherwise, these are the frozen parameters that an optimizer holds, except in a module with PEFT adapters.
-3. If any other parameter is unfrozen, training stops with an error, because each learner would train its own.
+3. If any other parameter is unfrozen, or a new optimizer holds one that the module did not have, training stops with an
+   error, because each learner would train its own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -73,6 +74,27 @@ def check_frozen(trainer: pl.Trainer, frozen: Mapping[str, nn.Parameter]) -> Non
             f"{', '.join(names[:4])}{more}: unfrozen during the fit, but not exchanged: each learner would train its "
             "own. What is exchanged is fixed when the fit begins: unfreeze with a callback derived from "
             "BaseFinetuning (such as BackboneFinetuning), or give the parameters to the optimizer from the start"
+        )
+
+
+def check_new_optimizers(trainer: pl.Trainer, known: Iterable[nn.Parameter]) -> None:
+    """Check that optimizers that were made during the fit hold no new parameters.
+
+    Args:
+        trainer: a Trainer that has just made an inner step.
+        known: all parameters that the module had at the join.
+
+    Raises:
+        ConfigError: there are new ones; the message names them.
+    """
+    unknown = _held_by(trainer) - {id(p) for p in known}
+    if unknown:
+        module = trainer.lightning_module
+        names = [name for name, p in named_parameters(module).items() if id(p) in unknown] or ["of no module"]
+        raise ConfigError(
+            f"{len(unknown)} parameters ({', '.join(names[:4])}): an optimizer that was made during the fit trains "
+            "them, but they are not exchanged, because the module did not have them when the fit began. Replace "
+            "layers before `fit`"
         )
 
 

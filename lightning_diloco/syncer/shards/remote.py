@@ -16,6 +16,7 @@ import logging
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import cast
@@ -64,7 +65,7 @@ class RemoteShard:
         self._connection: Connection | None = None
         self._nonce = ""
         self._attaching = threading.RLock()
-        self._attached = threading.Event()
+        self._attached, self._away_since_s = threading.Event(), time.monotonic()
         self._is_stopping = threading.Event()
         self._decided: dict[int, CommitRecord] = {}
         self._commands: queue.SimpleQueue[ask.Request | None] = queue.SimpleQueue()
@@ -91,8 +92,8 @@ class RemoteShard:
 
     def status(self) -> Json:
         """Return what the status of the run says about this shard."""
-        figures = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
-        return {"shard": self.part[0], "is_attached": self.is_attached, **figures}
+        away_s = None if self.is_attached else time.monotonic() - self._away_since_s
+        return {"shard": self.part[0], "away_s": away_s, "bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
 
     def start(self, attach: Callable[[], ask.Attach], hear: Callable[[events.SyncerEvent], object]) -> None:
         """Start to attach.
@@ -154,7 +155,8 @@ class RemoteShard:
                     said = str(error)
                     level = logging.WARNING if has_worked else logging.INFO  # at first it is still starting
                     level = level if isinstance(error, RemoteError) else logging.ERROR
-                    log.log(level, "%s does not work, its fragments wait for it: %s", self.name, error)
+                    what = "does not work, its fragments wait for it" if has_worked else "does not answer yet"
+                    log.log(level, "%s %s: %s", self.name, what, error)
                 self._is_stopping.wait(AGAIN_S)
 
     def _attach(self) -> str:
@@ -250,7 +252,9 @@ class RemoteShard:
 
     def reattach(self) -> None:
         """Make the thread attach again, because the shard may have what the run does not have."""
-        self._attached.clear()
+        if self.is_attached:
+            self._away_since_s = time.monotonic()
+            self._attached.clear()
 
     def admit(self, admitted: ask.Admitted) -> None:
         """Say who may upload, if it has changed. Loop thread."""

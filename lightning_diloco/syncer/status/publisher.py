@@ -119,13 +119,14 @@ class StatusPublisher:
     def status(self) -> Json:
         """Return the status of the run."""
         standby = None if self._replica is None else self._replica.status()  # it takes the two locks in this order
+        shards = [shard.status() for shard in self._shards]
         with self.looking:
             figures = self._figures()
             uptime_s = figures["now_s"] - self._started_s
             end_s = self._ending.waits_until_s(self._state, figures["now_s"])
-            about = {"disk": self._disk, "standby": standby, "end_s": end_s, "uptime_s": uptime_s}
+            about = {"disk": self._disk, "standby": standby, "shards": shards, "end_s": end_s, "uptime_s": uptime_s}
             status = report.status(self._state, **about, **figures)
-        return {**status, "recent": list(self._recent), "shards": [shard.status() for shard in self._shards]}
+        return {**status, "recent": list(self._recent)}
 
     def summary(self, status: str) -> Json:
         """Return the summary of the run."""

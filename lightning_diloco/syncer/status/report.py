@@ -72,6 +72,7 @@ def status(
     *,
     disk: tuple[str, float] | None,
     standby: Json | None = None,
+    shards: Sequence[Json] = (),
     end_s: float | None = None,
     uptime_s: float,
     now_s: float,
@@ -79,7 +80,7 @@ def status(
     bytes_down: int,
     pauses: Pauses = (),
 ) -> Json:
-    """Return the current status; see `waiting.waits` for `disk`, `standby` and `end_s`."""
+    """Return the current status; see `waiting.waits` for `disk`, `standby`, `shards` and `end_s`."""
     totals = state.ledger.totals()
     rounds = [_round(state, p, now_s) for p, f in enumerate(state.rounds.fragments) if f.round is not None]
     return {
@@ -91,8 +92,9 @@ def status(
         "learners": [_learner(state, m, now_s) for m in _present(state, now_s, since_s=now_s - uptime_s)],
         "versions": [f.version for f in state.rounds.fragments],
         "rounds": rounds,
-        "waits": waiting.waits(state, rounds, disk=disk, standby=standby, end_s=end_s, now_s=now_s),
+        "waits": waiting.waits(state, rounds, disk=disk, standby=standby, shards=shards, end_s=end_s, now_s=now_s),
         "standby": standby,
+        "shards": list(shards),
         "num_commits": state.rounds.counts.num_commits,
         "effective_quorum": max(1, min(state.config.quorum, len(state.roster.electorate(now_s, state.heartbeat_s)))),
         "participation": state.rounds.counts.participation,

@@ -2,13 +2,14 @@
 
 1. A wait has a subject (`what`), the learners or things that it waits for (`for`), its start and end in seconds from
    now (`since_s`, `until_s`), and a consequence of its end (`then`). A wait without a time limit has no `until_s`.
-2. The list is ordered: the disk, the standby, the start, the rounds, the end. An earlier wait delays the later waits.
+2. The list is ordered: the disk, the standby, the shards, the start, the rounds, the end. An earlier wait delays the
+   later waits.
 3. Learners keep training during these waits of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lightning_diloco.protocol.syncer.joins import START_HOLD_S
 from lightning_diloco.protocol.syncer.machine import SyncerState
@@ -32,6 +33,7 @@ def waits(
     *,
     disk: tuple[str, float] | None,
     standby: Json | None = None,
+    shards: Sequence[Json] = (),
     end_s: float | None,
     now_s: float,
 ) -> list[Json]:
@@ -42,6 +44,7 @@ def waits(
         rounds: open rounds, as in the status.
         disk: (error, time since when) if the disk fails; None: it works.
         standby: the standby (`Replica.status`); None: there is none.
+        shards: the shards (`RemoteShard.status`).
         end_s: when the run ends without the loss of the final anchor; None: it does not end then.
         now_s: current time on the clock of the state machine.
     """
@@ -54,6 +57,11 @@ def waits(
         if standby["silent_s"] > ALONE_S + LATE_S:  # too few learners count (`protocol/syncer/succession.py`)
             until_s, then = None, "commits continue when it returns; if it is lost, restart with --take-over"
         found.append(_wait(what, ["the standby"], standby["waits_s"], until_s, then))
+    found += [
+        _wait("the fragments of a shard", [f"shard {shard['shard']}"], shard["away_s"], None, "their rounds continue")
+        for shard in shards
+        if shard["away_s"] is not None
+    ]
     found += _start(state, now_s)
     found += [
         _wait(f"fragment {r['fragment']}, round {r['round']}, {r['stage']}", r["waiting_for"], r["opened_s_ago"],

@@ -16,10 +16,18 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.data.split import PartSampler, split
 from tests.strategy.conftest import Sequences
 
 ITEMS = list(range(23))
+
+
+class SampleStream(IterableDataset):
+    """The samples as a stream."""
+
+    def __iter__(self):
+        return iter(Sequences()[k] for k in range(24))
 
 
 def seen_by_each(scenario, make_model, trainer_for, parts, **options):
@@ -114,6 +122,22 @@ def test_an_interval_longer_than_the_whole_data_is_refused_as_ever(scenario, mod
     scenario.data_part = (0, 2)
     with pytest.raises(ValueError, match="must be less than or equal"):
         trainer_for(max_steps=-1, max_epochs=1, val_check_interval=7).fit(model)
+
+
+def test_a_part_without_a_full_batch_is_an_error(scenario, model, trainer_for):
+    scenario.data_part = (0, 2)
+    loader = DataLoader(Sequences(), batch_size=16, drop_last=True)
+    with pytest.raises(ConfigError, match=r"has 1 batch\(es\), and none is left in this learner's part"):
+        trainer_for(max_steps=1, limit_val_batches=0).fit(model, loader)
+    assert model.seen == []
+
+
+def test_data_that_cannot_be_split_are_not_said_to_be(scenario, model, trainer_for, caplog):
+    scenario.data_part = (0, 2)
+    loader = DataLoader(SampleStream(), batch_size=4)
+    with pytest.warns(UserWarning, match="cannot be split over learners: SampleStream is an iterable dataset"):
+        trainer_for(max_steps=2, limit_val_batches=0).fit(model, loader)
+    assert "are split in" not in caplog.text
 
 
 def test_data_is_not_split_against_the_users_will(scenario, model, trainer_for):

@@ -94,3 +94,22 @@ def test_the_base_of_an_adapter_is_not_exchanged(scenario, trainer_for):
 
 def test_names_of_frozen_parameters_can_be_given(model):
     assert trainable_parameters(model, ["frozen.weight", "elsewhere"]).keys() == HEAD | {"frozen.weight"}
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_layer_that_is_replaced_during_the_fit_is_an_error_and_a_new_optimizer_alone_is_none(
+    scenario, trainer_for, model, replaces
+):
+    class NewOptimizer(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                pl_module.body = nn.Linear(4, 4) if replaces else pl_module.body
+                trainer.strategy.optimizers = [pl_module.configure_optimizers()]
+
+    trainer = trainer_for(callbacks=NewOptimizer(), **EPOCHS)
+    if not replaces:
+        trainer.fit(model)
+        assert trainer.global_step == 6
+        return
+    with pytest.raises(ConfigError, match=r"2 parameters \(body.weight, body.bias\).*are not exchanged"):
+        trainer.fit(model)

@@ -14,10 +14,14 @@ from tests.protocol.harness import Syncer, confirm, ready
 
 
 def waits(
-    syncer: Syncer, disk: tuple[str, float] | None = None, end_s: float | None = None, standby: Any = None
+    syncer: Syncer,
+    disk: tuple[str, float] | None = None,
+    end_s: float | None = None,
+    standby: Any = None,
+    shards: Any = (),
 ) -> list[tuple[Any, ...]]:
     figures = {"uptime_s": 0.0, "now_s": syncer.now_s, "bytes_up": 0, "bytes_down": 0}
-    status = report.status(syncer.state, disk=disk, standby=standby, end_s=end_s, **figures)
+    status = report.status(syncer.state, disk=disk, standby=standby, shards=shards, end_s=end_s, **figures)
     return [(wait["what"], wait["for"], wait["since_s"], wait["until_s"], wait["then"]) for wait in status["waits"]]
 
 
@@ -35,6 +39,12 @@ def test_a_standby_is_waited_for_until_learners_allow_to_go_on_without_it(
     standby = {"address": "h:1", "silent_s": silent_s, "waits_s": 0.5, "records_behind": 1}
     found = waits(Syncer("l0", "l1"), standby=standby)
     assert found == [("the standby at h:1 to have the last decisions on disk", ["the standby"], 0.5, until_s, then)]
+
+
+def test_only_a_shard_that_is_away_is_waited_for() -> None:
+    shards = [{"shard": 1, "away_s": None}, {"shard": 2, "away_s": 4.0}]
+    found = waits(Syncer("l0", "l1"), shards=shards)
+    assert found == [("the fragments of a shard", ["shard 2"], 4.0, None, "their rounds continue")]
 
 
 def test_an_empty_run_waits_for_a_learner_and_then_for_its_values() -> None:
