@@ -55,7 +55,7 @@ class Machines:
         num_shards: machines that share the fragments, each like the syncer's; 1: the syncer alone.
 
     Raises:
-        ConfigError: a number is below 1, or a rate or a duration is not above 0.
+        ConfigError: there is no learner or no core, or a rate or a duration is not above 0.
     """
 
     num_learners: int = 8
@@ -69,9 +69,9 @@ class Machines:
     num_shards: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("num_learners", 1), ("syncer_cores", 1), ("num_shards", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: found {getattr(self, name)}; must be at least {least}")
+        for name in ("num_learners", "syncer_cores"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: found {getattr(self, name)}; must be at least 1")
         for name in ("link_bps", "step_s", "syncer_link_bps", "disk_bytes_per_s", "memory_bytes_per_s"):
             if (found := getattr(self, name)) is not None and not found > 0:
                 raise ConfigError(f"{name}: found {found}; must be above 0")

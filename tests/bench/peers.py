@@ -12,8 +12,8 @@ python tests/bench/run.py peers [--repeats 3]          needs root and Linux (a n
    time that a learner loses beside one that is four times slower. After a kill -9 of the other learner, with all its
    child processes, the survivor's longest step counts, and the time until as many exchanges have landed as in a period,
    which takes 6 s if nothing is wrong.
-5. The losses are those of the model that a run produces, after the same tokens, with equal inner options; those of data
-   parallel training are the best of two learning rates.
+5. The losses are those of the model that a run produces, after the same tokens and with the same inner options. Each
+   package, and data parallel training, has the best of two learning rates.
 6. Control: a run without any package has no landings and no bytes.
 """
 
@@ -53,7 +53,7 @@ Row = dict[str, Any]
 LEARNER = Path(__file__).with_name("peer_learner.py")
 STEP_S, SLOWDOWN, LIMIT_S, START_S = 0.25, 4, 60.0, 120.0
 NUM_STEPS, KILL_AT = 96, 48
-TEXT_STEPS, TEXT_LR, BASELINE_LRS = 600, 4e-3, (4e-3, 8e-3)
+TEXT_STEPS, LEARNING_RATES = 600, (4e-3, 8e-3)
 LOOK_S = 0.02
 LIGHTHOUSE = "127.0.0.1:29510"
 FIGURES = (
@@ -178,16 +178,21 @@ class Fleet:
 
 @contextlib.contextmanager
 def namespace() -> Iterator[None]:
-    """Make NAMESPACE, and delete it at the end, with what still runs in it."""
+    """Make NAMESPACE, and delete it at the end, with what still runs in it; so is one that was left behind."""
+    _delete_namespace()
     make(NAMESPACE)
     try:
         yield
     finally:
-        left = subprocess.run(["ip", "netns", "pids", NAMESPACE], check=True, capture_output=True, text=True).stdout
-        for pid in left.split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-        subprocess.run(["ip", "netns", "del", NAMESPACE], check=True)
+        _delete_namespace()
+
+
+def _delete_namespace() -> None:
+    left = subprocess.run(["ip", "netns", "pids", NAMESPACE], capture_output=True, text=True, check=False).stdout
+    for pid in left.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -282,8 +287,9 @@ class Bench:
             [str(self.pythons[package]), "-c", code], check=True, capture_output=True, text=True
         ).stdout.strip()
 
-    def loss(self, package: str, num_learners: int, lr: float, batches: int = 1) -> float:
+    def loss(self, package: str, lr: float) -> float:
         """Return the loss of a run's model, as the mean over its learners, which may differ with hivemind only."""
+        num_learners, batches = (1, 2) if package == PLAIN else (2, 1)
         given = {"task": "text", "steps": TEXT_STEPS, "lr": lr, "seed": 1, "batches": batches}
         with self.fleet(package, [given] * num_learners) as fleet:
             return statistics.mean(fleet.losses())
@@ -301,13 +307,14 @@ def gaps(clock: Sequence[tuple[float, bool]]) -> list[float]:
     return [after_s - before_s for (before_s, _), (after_s, _) in itertools.pairwise(clock)]
 
 
-def rows_of(found: Mapping[str, Sequence[Row]], losses: Mapping[str, float], parallel: float) -> list[Row]:
+def rows_of(found: Mapping[str, Sequence[Row]], losses: Mapping[str, float]) -> list[Row]:
     """Return a row for each figure, with a column for each package: median, least and largest of the repeats."""
+    parallel = losses[PLAIN]
     rows = [
         {"two learners": what, **{name: spread([one[what] for one in runs]) for name, runs in found.items()}}
         for what in FIGURES
     ]
-    gap = {name: f"{loss:.4f} ({loss / parallel - 1:+.2%})" for name, loss in losses.items()}
+    gap = {name: f"{losses[name]:.4f} ({losses[name] / parallel - 1:+.2%})" for name in found}
     return [*rows, {"two learners": f"loss; {parallel:.4f} by data parallel training", **gap}]
 
 
@@ -341,19 +348,17 @@ def draw(clocks: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> Non
         clocks: by package, "beside" and "after": the ends of steps in seconds.
         path: of the picture.
     """
+    end_s = NUM_STEPS * STEP_S
+    titles = {"beside": "Beside a 4x slower learner", "after": "The other learner is killed at 0 s"}
     with plt.rc_context(SETTINGS):
         figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-        for panel, (axis, title) in zip(
-            ("beside", "after"),
-            zip(axes, ("Beside a 4x slower learner", "The other is killed at 0 s"), strict=True),
-            strict=True,
-        ):
-            axis.set(title=title, xlabel="seconds", ylabel="steps of the learner", xlim=(0, LIMIT_S / 2))
+        for axis, (panel, title) in zip(axes, titles.items(), strict=True):
+            axis.set(title=title, xlabel="seconds", ylabel="steps of the learner", xlim=(0, end_s))
             ends = []
             for color, (name, clock) in zip(LEARNERS, clocks.items(), strict=False):
-                seen = [at_s for at_s in clock[panel] if at_s <= LIMIT_S / 2]
-                axis.step(seen, range(1, len(seen) + 1), where="post", color=color)
-                ends.append((seen[-1], len(seen), name, color))
+                seen = [at_s for at_s in clock[panel] if at_s <= end_s]
+                axis.step([*seen, end_s], [*range(1, len(seen) + 1), len(seen)], where="post", color=color)
+                ends.append((end_s, len(seen), name, color))
             label_ends(axis, ends)
         figure.savefig(path)
         plt.close(figure)
@@ -378,19 +383,16 @@ def _compare(bench: Bench, args: argparse.Namespace) -> int:
             kept.found[name].append(figures)
             kept.store()
             print(name, {what: round(value, 3) for what, value in figures.items()}, flush=True)
-    for lr in BASELINE_LRS:
-        if str(lr) not in kept.plain:
-            kept.plain[str(lr)] = bench.loss(PLAIN, 1, lr, batches=2)
-            kept.store()
-    for name in names:
-        if name not in kept.losses:
-            kept.losses[name] = bench.loss(name, 2, TEXT_LR)
+    for name, lr in itertools.product((PLAIN, *names), LEARNING_RATES):
+        if str(lr) not in kept.losses[name]:
+            kept.losses[name][str(lr)] = bench.loss(name, lr)
             kept.store()
     if args.out:
         draw(kept.clocks, args.out.with_suffix(".png"))
     about = {"versions": {name: bench.version(name) for name in names}, "refused": dict(bench.refused)}
-    rows = rows_of(kept.found, kept.losses, min(kept.plain.values()))
-    checks = checks_of(kept.found, kept.losses, *bench.control())
+    losses = {name: min(kept.losses[name].values()) for name in (PLAIN, *names)}
+    rows = rows_of(kept.found, losses)
+    checks = checks_of(kept.found, losses, *bench.control())
     return report.conclude(args.out, rows, checks, **kept.content(), **about)
 
 
@@ -404,19 +406,21 @@ class Kept:
     Attributes:
         found: figures of each repeat, by package.
         clocks: for `draw`, of the last repeat, by package.
-        plain: losses of data parallel training, by learning rate.
-        losses: by package.
+        losses: by package and learning rate; those of data parallel training under PLAIN.
     """
 
     def __init__(self, path: Path | None, names: Sequence[str]) -> None:
         self._path = path
         known = json.loads(path.read_text()) if path is not None and path.exists() else {}
         self.found: dict[str, list[Row]] = {name: known.get("found", {}).get(name, []) for name in names}
-        self.clocks, self.plain, self.losses = (known.get(name, {}) for name in ("clocks", "plain", "losses"))
+        self.clocks: dict[str, Any] = known.get("clocks", {})
+        self.losses: dict[str, dict[str, float]] = {
+            name: known.get("losses", {}).get(name, {}) for name in (PLAIN, *names)
+        }
 
     def content(self) -> Row:
         """Return everything by name."""
-        return {"found": self.found, "clocks": self.clocks, "plain": self.plain, "losses": self.losses}
+        return {"found": self.found, "clocks": self.clocks, "losses": self.losses}
 
     def store(self) -> None:
         """Write the file."""

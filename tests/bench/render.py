@@ -206,15 +206,15 @@ SUMMARY: dict[str, tuple[str, Callable[[Results], str]]] = {
         "at_size",
         lambda found: f"{found['rows'][0]['last byte to offer [s]']:.1f} s from the last byte to the update",
     ),
-    "a learner beside one that is four times slower": (
-        "straggler",
-        lambda found: _sentence(found, "its steps are"),
+    "training stands still while 25M parameters are exchanged once; the same with other packages": (
+        "peers",
+        _beside("stands still [ms per period]", "{:.0f} ms".format),
     ),
-    "the same learner, side by side with other packages: share of its time lost": (
+    "share of time that a learner loses beside one that is four times slower; the same with other packages": (
         "peers",
         _beside("share of time lost beside a slower one", "{:.1%}".format),
     ),
-    "one of two learners is killed, side by side with other packages: the survivor's longest step of 0.25 s": (
+    "one of two learners is killed: the other's longest step of 0.25 s; the same with other packages": (
         "peers",
         _beside("longest step after kill -9 of the other [s]", "{:.2f} s".format),
     ),

@@ -22,8 +22,8 @@ def test_rows_have_a_column_for_each_package_and_checks_compare_medians() -> Non
         peers.OURS: [figures(1.0), figures(2.0), figures(9.0)],
         "other": [figures(3.0), figures(math.inf), figures(math.inf)],
     }
-    losses = {peers.OURS: 2.2, "other": 2.1}
-    *rows, loss = peers.rows_of(found, losses, 2.0)
+    losses = {peers.PLAIN: 2.0, peers.OURS: 2.2, "other": 2.1}
+    *rows, loss = peers.rows_of(found, losses)
     assert {row[peers.OURS] for row in rows} == {"2 (1 .. 9)"}
     assert {row["other"] for row in rows} == {"never"}
     assert loss[peers.OURS] == "2.2000 (+10.00%)"

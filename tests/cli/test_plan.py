@@ -154,7 +154,7 @@ def test_quantities_that_cannot_be_meant_are_refused(option: str, capsys: pytest
     assert "must be a" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["learners", "devices", "syncer-cores", "shards", "max-steps"])
+@pytest.mark.parametrize("name", ["learners", "devices", "syncer-cores", "max-steps"])
 def test_numbers_below_one_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", TINY, f"--{name}", "0"]) == 2
     assert "must be at least 1" in capsys.readouterr().err
