@@ -40,7 +40,7 @@ _EXAMPLE = """examples:
   diloco run gpt2/124m --engine ray --learners 4 --resources-per-learner '{"GPU": 1}' --run-dir /shared/mine"""
 VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")
-_VALUED, _FLAGS = (*VALUED, *options.VALUED, "--stop-grace", "--page", "--wandb"), (*FLAGS, "--no-page")
+_VALUED, _FLAGS = (*VALUED, *options.VALUED, "--shards", "--stop-grace", "--page", "--wandb"), (*FLAGS, "--no-page")
 _MAX_RESTARTS = 3
 _WANDB = "lightning_diloco.tracking.Wandb"
 _WANDB_HELP = "log learners and syncer to Weights & Biases as one group; a script logs its learners with a WandbLogger"
@@ -68,6 +68,8 @@ def add_parser(verbs: Any) -> None:
     restarts = f"per process (default: {_MAX_RESTARTS}; on a cluster: no limit)"
     parser.add_argument("--max-restarts", type=int, metavar="R", help=restarts)
     parser.add_argument("--threads", type=int, metavar="T", help="threads per learner (default: cores / N)")
+    shards = "processes that share the fragments of the model, the syncer and its shards (default: 1)"
+    parser.add_argument("--shards", type=int, metavar="S", help=shards)
     parser.add_argument(
         "--stop-grace",
         type=float,
@@ -111,6 +113,8 @@ def call(arguments: argparse.Namespace) -> int:
     found = problems(arguments) + options.problems(arguments)
     if arguments.stop_grace is not None and not arguments.stop_grace > 0.0:
         found.append(f"--stop-grace {arguments.stop_grace:g}: must be above 0")
+    if arguments.shards is not None and arguments.shards < 1:
+        found.append(f"--shards {arguments.shards}: must be at least 1")
     if found:
         raise ConfigError(found)
     target = recipes.resolve(arguments.target)
@@ -168,10 +172,11 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path, *, is_serve
     is_elsewhere = arguments.engine is not None
     listen = ["--listen", "0.0.0.0:0" if arguments.address else "127.0.0.1:0"] if is_elsewhere else []
     wandb = ["--wandb", arguments.wandb] if arguments.wandb else []
+    shards = [] if arguments.shards is None else ["--shards", str(arguments.shards)]
     num_here = 1 if arguments.address else num_learners
     plan = Plan(
         run_dir=run_dir,
-        syncer_argv=(*syncer_argv(run_dir, num_learners), *listen, *wandb),
+        syncer_argv=(*syncer_argv(run_dir, num_learners), *listen, *wandb, *shards),
         learner_argv=learner_argv(target, [*tracking, *arguments.passed_on], num_here),
         num_learners=num_learners,
         threads=arguments.threads or (max(1, int(needs["CPU"])) if is_elsewhere else None),

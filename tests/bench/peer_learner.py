@@ -178,9 +178,13 @@ def loop(
     steps: int,
     *,
     around: AbstractContextManager[Any] | None = None,
+    groups: list[dict[str, Any]] | None = None,
     least_s: float = 0.0,
 ) -> None:
-    """Train for a number of steps of at least `least_s`; the optimizer is the package's, or hooked by it."""
+    """Train for a number of steps of at least `least_s`; the optimizer is the package's, or hooked by it.
+
+    The learning rate is set in `groups`, or in those of the optimizer.
+    """
     clock.gather()
     with around or nullcontext():
         for step in range(steps):
@@ -188,7 +192,7 @@ def loop(
             optimizer.zero_grad()
             model.loss(step).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0) if isinstance(model, Text) else None
-            for group in getattr(optimizer, "param_groups", ()):
+            for group in optimizer.param_groups if groups is None else groups:
                 group.setdefault("peak_lr", group["lr"])
                 group["lr"] = group["peak_lr"] * model.factor(step)
             optimizer.step()
@@ -258,7 +262,8 @@ def hivemind(model: Matrices | Text, clock: Clock, given: dict[str, Any]) -> Non
         matchmaking_time=3.0,
         averaging_timeout=15.0,
     )
-    loop(model, optimizer, clock, given["steps"], least_s=0.25)  # an epoch must be longer than its matchmaking
+    groups = optimizer.state_averager.optimizer.param_groups  # the optimizer's own are copies
+    loop(model, optimizer, clock, given["steps"], groups=groups, least_s=0.25)  # an epoch outlasts its matchmaking
     optimizer.shutdown()
     dht.shutdown()
 

@@ -73,8 +73,8 @@ def test_a_run_line_is_split_where_our_options_end(line: str, ours: str, passed_
 
 
 def test_run_starts_recipes_with_lightning_cli(project: Path, plans: list[Plan]) -> None:
-    line = "run toy/one --local 3 --run-dir there --max-restarts 1 --threads 2 --stop-grace 9 --trainer.max_steps 60"
-    assert main(line.split()) == 0
+    line = "run toy/one --local 3 --run-dir there --max-restarts 1 --threads 2 --stop-grace 9 --shards 2"
+    assert main([*line.split(), "--trainer.max_steps", "60"]) == 0
     (plan,) = plans
     assert plan.learner_argv == (
         *(sys.executable, "-m", "lightning_diloco.cli.fit", "--local", "3", str(project / "recipes/toy/one.yaml")),
@@ -82,7 +82,7 @@ def test_run_starts_recipes_with_lightning_cli(project: Path, plans: list[Plan])
     )
     assert plan.syncer_argv == (
         *(sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(project / "there")),
-        *("--expect", "3", "--data-parts", "3"),
+        *("--expect", "3", "--data-parts", "3", "--shards", "2"),
     )
     assert (plan.num_learners, plan.max_restarts, plan.threads, plan.grace_s) == (3, 1, 2, 9.0)
     assert (project / "there").is_dir()

@@ -108,6 +108,15 @@ def test_two_learners_of_one_script_see_different_samples_and_write_to_different
     assert "no answer" not in run.said
 
 
+def test_shards_of_the_syncer_are_started_and_end_with_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, SCRIPT.replace("AFTER_STEP", "").replace("num_fragments=1", "num_fragments=2"), "--shards", "2")
+    assert run.exit_code == 0, run.said
+    assert run.summary["status"] == "finished"
+    assert run.summary["tokens_seen"] == run.summary["tokens_merged"] == 2 * 64  # tokens of each fragment
+    assert (run.dir / "syncer" / "shards" / "1" / "syncer" / "log").is_dir()
+    assert run.left_over == []
+
+
 def test_a_learner_that_is_killed_comes_back_and_the_run_finishes(tmp_path: Path) -> None:
     run = Run(tmp_path, SCRIPT.replace("AFTER_STEP", DIE_ONCE))
     assert run.exit_code == 0, run.said

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -263,8 +264,9 @@ class _Run:
 
     @property
     def _stop_syncer_s(self) -> float:
-        """Seconds for the syncer's last snapshot, which is as large as the previous one."""
-        files = (self._plan.run_dir / "syncer" / "snapshot").rglob("*")
+        """Seconds for the last snapshot of the syncer, or of a shard, which is as large as the previous one."""
+        folders = (self._plan.run_dir / "syncer").rglob("snapshot")
+        files = chain.from_iterable(folder.rglob("*") for folder in folders)
         return _STOP_SYNCER_S + sum(file.stat().st_size for file in files if file.is_file()) / _SNAPSHOT_BPS
 
     @property
