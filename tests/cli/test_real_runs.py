@@ -113,7 +113,7 @@ def test_shards_of_the_syncer_are_started_and_end_with_it(tmp_path: Path) -> Non
     assert run.exit_code == 0, run.said
     assert run.summary["status"] == "finished"
     assert run.summary["tokens_seen"] == run.summary["tokens_merged"] == 2 * 64  # tokens of each fragment
-    assert (run.dir / "syncer" / "shards" / "1" / "syncer" / "log").is_dir()
+    assert (run.dir / "syncer" / "shards" / "1" / "log").is_dir()
     assert run.left_over == []
 
 
