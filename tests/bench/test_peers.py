@@ -29,7 +29,7 @@ def test_rows_have_a_column_for_each_package_and_checks_compare_medians() -> Non
     assert loss[peers.OURS] == "2.2000 (+10.00%)"
     checks = peers.checks_of(found, losses, landings=0, moved=1)
     behind = [what for what, holds in checks.items() if not holds]
-    assert behind == ["loss: less than with other", "control: without a package, 0 landings and 1 bytes"]
+    assert behind == ["ahead of other in 6 of 7 rows", "control: without a package, 0 landings and 1 bytes"]
 
 
 @pytest.mark.slow
