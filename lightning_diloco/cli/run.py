@@ -138,9 +138,8 @@ def _refuse_finished(run_dir: Path) -> None:
     summary = finished(run_dir)
     if summary is not None and summary["status"] == "finished":
         raise ConfigError(
-            f"the run in {run_dir} has finished, after {summary['tokens_merged']} merged tokens. To train anew, choose "
-            "another --run-dir. To use its model, see `diloco export` and lightning_diloco.load_anchor; "
-            f"`diloco status {run_dir}` shows its summary"
+            f"the run in {run_dir} has finished; `diloco status {run_dir}` shows its summary. To train anew, choose "
+            "another --run-dir. To use its model, see `diloco export` and lightning_diloco.load_anchor"
         )
 
 
