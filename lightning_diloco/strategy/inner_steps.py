@@ -30,7 +30,7 @@ from lightning_diloco.strategy.trainer.optimizer_copies import ParameterCopies
 from lightning_diloco.strategy.trainer.preemption import Preemption
 from lightning_diloco.strategy.trainer.raw_steps import RawSteps
 from lightning_diloco.strategy.trainer.stopping import Stopping
-from lightning_diloco.strategy.trainer.unfreezing import check_frozen, check_new_optimizers
+from lightning_diloco.strategy.trainer.unfreezing import check_frozen, check_new_optimizers, frozen_later
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -81,6 +81,7 @@ class InnerSteps:
         self._fit = fit
         self._raw_steps = RawSteps(list(fit.params.values()), self._raw_step)
         self._optimizers = list(trainer.optimizers)
+        self._trained = {name: p for name, p in fit.params.items() if p.requires_grad}
         self._is_closed = False
         self.has_stepped = False
 
@@ -91,6 +92,8 @@ class InnerSteps:
 
     def batch_begins(self) -> None:
         """Take a checkpoint if one is due; between two batches, no step is in progress."""
+        if frozen_later(self._trained):
+            self._trained = {}  # said once
         self._raw_steps.batch_begins()
         if self._strategy._exchanging and (held_up_s := self._fit.checkpointer.batch_begins()):
             self._fit.link.held_up(held_up_s)

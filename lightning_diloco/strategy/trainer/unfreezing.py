@@ -7,6 +7,7 @@ zeros. They need anchors and bytes on the wire like any other parameter.
 2. Otherwise, these are the frozen parameters that an optimizer holds, except in a module with PEFT adapters.
 3. If any other parameter is unfrozen, or a new optimizer holds one that the module did not have, training stops with an
    error, because each learner would train its own.
+4. If a parameter that is exchanged is frozen during the fit, a warning says that it still moves.
 """
 
 from __future__ import annotations
@@ -75,6 +76,23 @@ def check_frozen(trainer: pl.Trainer, frozen: Mapping[str, nn.Parameter]) -> Non
             "own. What is exchanged is fixed when the fit begins: unfreeze with a callback derived from "
             "BaseFinetuning (such as BackboneFinetuning), or give the parameters to the optimizer from the start"
         )
+
+
+def frozen_later(trained: Mapping[str, nn.Parameter]) -> bool:
+    """Return whether parameters were frozen during the fit, and warn if they were.
+
+    Args:
+        trained: parameters that were trained at the join, by name; looked at between two batches.
+    """
+    names = [name for name, p in trained.items() if not p.requires_grad]
+    if names:
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        log.warning(
+            "%s: frozen during the fit, but still exchanged. They move with the anchor, which has momentum and the "
+            "contributions of learners that have not frozen them. To keep a layer as it is, freeze it before `fit`",
+            ", ".join(names[:4]) + more,
+        )
+    return bool(names)
 
 
 def check_new_optimizers(trainer: pl.Trainer, known: Iterable[nn.Parameter]) -> None:

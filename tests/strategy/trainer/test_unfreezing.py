@@ -113,3 +113,14 @@ def test_a_layer_that_is_replaced_during_the_fit_is_an_error_and_a_new_optimizer
         return
     with pytest.raises(ConfigError, match=r"2 parameters \(body.weight, body.bias\).*are not exchanged"):
         trainer.fit(model)
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_a_layer_that_is_frozen_during_the_fit_is_named_once(scenario, trainer_for, model, caplog, freezes):
+    class Freeze(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            pl_module.body.requires_grad_(not (freezes and trainer.current_epoch == 1))
+
+    trainer_for(callbacks=Freeze(), **EPOCHS).fit(model)
+    said = [text for text in caplog.messages if "frozen during the fit" in text]
+    assert [text.partition(":")[0] for text in said] == ["body.weight, body.bias"] * freezes
