@@ -17,7 +17,6 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -31,9 +30,8 @@ from torch.nn import functional
 SYNC_EVERY, NUM_FRAGMENTS, OVERLAP = 24, 4, 2
 WIDTH, NUM_MATRICES = 1024, 24  # 25M parameters
 BATCH_SIZE, LENGTH, VOCABULARY = 16, 128, 256
-WARMUP_STEPS, WEIGHT_DECAY, LEAST_LR = 50, 0.1, 0.1
+WARMUP_STEPS, WEIGHT_DECAY, LEAST_LR, CLIP = 50, 0.1, 0.1, 1.0
 HOST = "127.0.0.1"
-Step = Callable[[int], Tensor]
 
 
 class Matrices(nn.Module):
@@ -191,7 +189,8 @@ def loop(
             began_s = time.monotonic()
             optimizer.zero_grad()
             model.loss(step).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0) if isinstance(model, Text) else None
+            if isinstance(model, Text):
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             for group in optimizer.param_groups if groups is None else groups:
                 group.setdefault("peak_lr", group["lr"])
                 group["lr"] = group["peak_lr"] * model.factor(step)
@@ -300,7 +299,7 @@ def lightning_diloco(model: Matrices | Text, clock: Clock, given: dict[str, Any]
         accelerator="cpu",
         devices=1,
         max_steps=given["steps"],
-        gradient_clip_val=1.0 if isinstance(model, Text) else None,
+        gradient_clip_val=CLIP if isinstance(model, Text) else None,
         default_root_dir=given["folder"],
         logger=False,
         enable_checkpointing=False,
