@@ -1,4 +1,4 @@
-"""Three minutes of a real run under a seeded schedule of real faults: it ends by itself, exact, and replays.
+"""Two minutes of a real run under a seeded schedule of real faults: it ends by itself, exact, and replays.
 
 Nothing here depends on how fast the machine is, but that the first minute of the schedule, which has each kind, is a
 part of the run.
@@ -15,7 +15,7 @@ from lightning_diloco.cli.faults.schedule import KINDS
 from lightning_diloco.cli.main import main
 from tests.e2e.recorded import assert_recorded_exactly
 
-FAULTS = ["--faults-per-hour", "360", "--seed", "54", "--duration", "200s"]  # 20 s of it until the first step
+FAULTS = ["--faults-per-hour", "360", "--seed", "54", "--duration", "130s"]  # 20 s of it until the first step
 REDUCED = [
     "--trainer.max_steps=100000", "--trainer.val_check_interval=100000", "--data.max_bytes=1000000",
     "--model.config.hidden_size=64", "--model.schedule=constant",
