@@ -22,12 +22,12 @@ from lightning_diloco.cli import page, recipes
 from lightning_diloco.cli.local.claim import claimed
 from lightning_diloco.cli.local.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.cli.ray import options
-from lightning_diloco.cli.status import finished
 from lightning_diloco.cli.syncer import NO_WANDB
 from lightning_diloco.cli.text.spelling import of_recipe, of_script
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.process.exit import let_threads_become_idle
+from lightning_diloco.storage.local_runs import last_summary
 
 if TYPE_CHECKING:
     from lightning_diloco.cli.local.display import Screen
@@ -113,8 +113,6 @@ def call(arguments: argparse.Namespace) -> int:
     found = problems(arguments) + options.problems(arguments)
     if arguments.stop_grace is not None and not arguments.stop_grace > 0.0:
         found.append(f"--stop-grace {arguments.stop_grace:g}: must be above 0")
-    if arguments.shards is not None and arguments.shards < 1:
-        found.append(f"--shards {arguments.shards}: must be at least 1")
     if found:
         raise ConfigError(found)
     target = recipes.resolve(arguments.target)
@@ -135,7 +133,7 @@ def _refuse_finished(run_dir: Path) -> None:
     Raises:
         ConfigError: its learners have made their last step, and would train steps again that are merged already.
     """
-    summary = finished(run_dir)
+    summary = last_summary(run_dir)
     if summary is not None and summary["status"] == "finished":
         raise ConfigError(
             f"the run in {run_dir} has finished; `diloco status {run_dir}` shows its summary. To train anew, choose "
@@ -228,14 +226,14 @@ def _tracking(project: str | None, target: Path) -> tuple[list[str], Tell | None
 
 
 def problems(arguments: argparse.Namespace) -> list[str]:
-    """Return problems with the options that all local runs share."""
+    """Return problems with the options of local runs; some verbs have only some of them."""
     found = []
     if arguments.local is None and getattr(arguments, "engine", None) is None:
         swallowed = any(word.partition("=")[0] == "--local" for word in arguments.passed_on)
         hint = "put it before the options that are passed on" if swallowed else "for example --local 2"
         found.append(f"--local N is missing: pass the number of learners; {hint}")
-    for name, minimum in (("local", 1), ("max_restarts", 0), ("threads", 1)):
-        value = getattr(arguments, name)
+    for name, minimum in (("local", 1), ("max_restarts", 0), ("threads", 1), ("shards", 1)):
+        value = getattr(arguments, name, None)
         if value is not None and value < minimum:
             found.append(f"--{name.replace('_', '-')} {value}: must be at least {minimum}")
     misspelt = of_script if arguments.target.endswith(".py") else of_recipe

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_diloco.cli import page
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError, RemoteError
+from lightning_diloco.storage.local_runs import last_summary
 
 if TYPE_CHECKING:
     from lightning_diloco.cli.local.feed import Fetch, Status
@@ -58,7 +59,7 @@ def call(arguments: argparse.Namespace) -> int:
         return _serve(arguments, run_dir)
     show = _print_json if arguments.json else lambda status: console.print(status_view(status))
     show_end = _print_json if arguments.json else lambda summary: console.print(summary_view(summary, run_dir))
-    if summary := finished(run_dir):
+    if summary := last_summary(run_dir):
         show_end(summary)
         return 0
     join = run_dir / "join" if run_dir.is_dir() else None
@@ -68,7 +69,7 @@ def call(arguments: argparse.Namespace) -> int:
             if (status := _next(fetch, run_dir)) is None:
                 break
             show(status)
-    if arguments.watch and (summary := finished(run_dir)):
+    if arguments.watch and (summary := last_summary(run_dir)):
         show_end(summary)
     return 0
 
@@ -87,7 +88,7 @@ def _next(fetch: Fetch, run_dir: Path) -> Status | None:
         try:
             return fetch()
         except RemoteError as error:
-            if finished(run_dir) is not None:
+            if last_summary(run_dir) is not None:
                 return None
             if (silent_s := time.monotonic() - answered_s) > PATIENCE_S:
                 raise
@@ -100,12 +101,12 @@ def _serve(arguments: argparse.Namespace, run_dir: Path) -> int:
     from lightning_diloco.cli.local.feed import StatusFeed, asking
 
     with page.served(run_dir, arguments.serve, partial(print, flush=True)) as watch:
-        if (summary := finished(run_dir)) is not None:
+        if (summary := last_summary(run_dir)) is not None:
             watch.ended(summary)
             threading.Event().wait()
         join = run_dir / "join" if run_dir.is_dir() else None
         with asking(address(arguments), join) as fetch, StatusFeed(fetch, period_s=_WATCH_S) as feed:
-            page.follow(watch, feed, partial(finished, run_dir))
+            page.follow(watch, feed, partial(last_summary, run_dir))
     return 0
 
 
@@ -121,8 +122,6 @@ def address(arguments: argparse.Namespace) -> JoinAddress:
     if target.startswith(f"{SCHEME}://"):
         return JoinAddress.parse(target)
     if Path(target).is_dir():
-        if not (Path(target) / "join").exists():
-            raise ConfigError(f"{target} is no run directory, or its syncer has not started yet: it has no `join`")
         return read_join_file(Path(target) / "join")
     if ":" not in target:
         raise ConfigError(f"{target!r}: not a folder, HOST:PORT or {SCHEME}://...; give the run directory")
@@ -134,15 +133,6 @@ def address(arguments: argparse.Namespace) -> JoinAddress:
             "or pass it with --join"
         )
     return dataclasses.replace(JoinAddress.parse(join), host=host, port=port)
-
-
-def finished(run_dir: Path) -> dict[str, Any] | None:
-    """Return the summary of a run that is over; None if it has none, or was reopened since."""
-    summary, join = run_dir / "summary.json", run_dir / "join"
-    if not summary.exists() or (join.exists() and join.stat().st_mtime_ns > summary.stat().st_mtime_ns):
-        return None
-    content: dict[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
-    return content
 
 
 def _print_json(content: Any) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def note(run: str, run_dir: Path) -> None:
@@ -36,6 +37,19 @@ def _folder() -> Path:
     return Path(tempfile.gettempdir()) / f"lightning_diloco-{os.getuid()}"
 
 
+def last_summary(run_dir: Path) -> dict[str, Any] | None:
+    """Return the summary of a run that has finished or was stopped; None if it has none, or was served again since.
+
+    Args:
+        run_dir: RUN_DIR.
+    """
+    join, path = run_dir / "join", run_dir / "summary.json"
+    if not path.exists() or (join.exists() and join.stat().st_mtime_ns > path.stat().st_mtime_ns):
+        return None
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return summary
+
+
 def is_over(run_dir: Path, run: str) -> bool:
     """Return whether a run has finished and its directory has not been served since then.
 
@@ -43,8 +57,5 @@ def is_over(run_dir: Path, run: str) -> bool:
         run_dir: RUN_DIR.
         run: run id.
     """
-    join, path = run_dir / "join", run_dir / "summary.json"
-    if not (path.exists() and join.exists()) or path.stat().st_mtime_ns < join.stat().st_mtime_ns:
-        return False
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    return (summary["run"], summary["status"]) == (run, "finished")
+    summary = last_summary(run_dir) if (run_dir / "join").exists() else None
+    return summary is not None and (summary["run"], summary["status"]) == (run, "finished")

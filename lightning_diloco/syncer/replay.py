@@ -16,7 +16,6 @@ Source: our choice; the paper (Sec. 5) uses an event tape for replay.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.intervals import IntervalSet
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.storage.local_runs import last_summary
 from lightning_diloco.storage.log_reader import held, log_records
 from lightning_diloco.storage.snapshots import Snapshot, SnapshotStore
 from lightning_diloco.storage.tape import read_tape
@@ -229,10 +229,8 @@ class _Replay:
 
     def _check_summary(self) -> bool:
         """Compare with summary.json if it describes this state; return whether it does."""
-        path, join = self._run_dir / "summary.json", self._run_dir / "join"
-        if not path.exists() or (join.exists() and join.stat().st_mtime_ns > path.stat().st_mtime_ns):
+        if (summary := last_summary(self._run_dir)) is None:
             return False
-        summary = json.loads(path.read_text(encoding="utf-8"))
         self._state.finish()
         totals = self._state.ledger.totals()
         found: Json = {"versions": list(self._versions), "tokens_merged": totals.merged}
@@ -242,7 +240,7 @@ class _Replay:
             summary["tokens_discarded"] = {cause: n for cause, n in summary["tokens_discarded"].items() if n}
         for name, value in found.items():
             if summary[name] != value:
-                raise _differs(name, f"is {value}", f"{summary[name]} as in {path}")
+                raise _differs(name, f"is {value}", f"{summary[name]} as in {self._run_dir / 'summary.json'}")
         return True
 
 

@@ -192,6 +192,11 @@ def read_join_file(path: str | os.PathLike[str]) -> JoinAddress:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        folder = Path(path).parent
+        raise ConfigError(
+            f"join file {str(path)!r}: not there; is the run started? {folder} may also be no run directory"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"join file {str(path)!r}: {error}; must be a readable file; is the run started?") from error
     return JoinAddress.parse(text)

@@ -95,7 +95,7 @@ class FarLinks:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for name in [SYNCER, *(name(k) for k in range(self.num) for name in (learner, _router))]:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            delete(name)
 
     @staticmethod
     def address(k: int) -> str:
@@ -151,7 +151,13 @@ def _shape(mbit_s: float, buffer_s: float) -> list[str]:
     return f"tbf rate {mbit_s}mbit burst {burst:.0f} limit {limit:.0f}".split()
 
 
+def delete(name: str) -> None:
+    """Delete a namespace, if it exists."""
+    subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
 def make(name: str) -> None:
+    """Make a namespace with a loopback device."""
     _ip(f"netns add {name}")
     _ip(f"-n {name} link set lo up")
     inside(name, ["sysctl", "-qw", f"net.ipv4.tcp_min_tso_segs={_MIN_SEGMENTS}"])

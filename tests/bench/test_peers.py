@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import peers
+from tests.bench import peer_fleet, peers
 from tests.bench.peer_learner import NUM_MATRICES, WIDTH
 
 
@@ -35,7 +35,7 @@ def test_rows_have_a_column_for_each_package_and_checks_compare_medians() -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="makes a network namespace")
 def test_landings_and_bytes_of_real_learners_are_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "NAMESPACE", f"diloco-test-{os.getpid()}")
+    monkeypatch.setattr(peer_fleet, "NAMESPACE", f"diloco-test-{os.getpid()}")
     python = Path(sys.executable)
     bench = peers.Bench({peers.OURS: python, peers.PLAIN: python}, {})
     given = {"task": "sleep", "step_s": 0.05, "steps": 10**6}

@@ -123,5 +123,5 @@ def test_a_watch_of_a_syncer_that_has_ended_shows_the_summary(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_first_then_always = itertools.chain([None], itertools.repeat(SUMMARY))
-    monkeypatch.setattr(status, "finished", lambda run_dir: next(at_first_then_always))
+    monkeypatch.setattr(status, "last_summary", lambda run_dir: next(at_first_then_always))
     assert watched({0: "training"}) == (0, [TRAINING, SUMMARY])

@@ -13,7 +13,7 @@ zeros. They need anchors and bytes on the wire like any other parameter.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -70,9 +70,8 @@ def check_frozen(trainer: pl.Trainer, frozen: Mapping[str, nn.Parameter]) -> Non
     held = _held_by(trainer)
     names = [name for name, p in thawed.items() if p.grad is not None or id(p) in held]
     if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ConfigError(
-            f"{', '.join(names[:4])}{more}: unfrozen during the fit, but not exchanged: each learner would train its "
+            f"{_listed(names)}: unfrozen during the fit, but not exchanged: each learner would train its "
             "own. What is exchanged is fixed when the fit begins: unfreeze with a callback derived from "
             "BaseFinetuning (such as BackboneFinetuning), or give the parameters to the optimizer from the start"
         )
@@ -86,11 +85,10 @@ def frozen_later(trained: Mapping[str, nn.Parameter]) -> bool:
     """
     names = [name for name, p in trained.items() if not p.requires_grad]
     if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         log.warning(
             "%s: frozen during the fit, but still exchanged. They move with the anchor, which has momentum and the "
             "contributions of learners that have not frozen them. To keep a layer as it is, freeze it before `fit`",
-            ", ".join(names[:4]) + more,
+            _listed(names),
         )
     return bool(names)
 
@@ -110,10 +108,14 @@ def check_new_optimizers(trainer: pl.Trainer, known: Iterable[nn.Parameter]) -> 
         module = trainer.lightning_module
         names = [name for name, p in named_parameters(module).items() if id(p) in unknown] or ["of no module"]
         raise ConfigError(
-            f"{len(unknown)} parameters ({', '.join(names[:4])}): an optimizer that was made during the fit trains "
+            f"{len(unknown)} parameters ({_listed(names)}): an optimizer that was made during the fit trains "
             "them, but they are not exchanged, because the module did not have them when the fit began. Replace "
             "layers before `fit`"
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _held_by(trainer: pl.Trainer) -> set[int]:
