@@ -20,7 +20,7 @@ Source: our choice; the outer step is the paper's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -290,9 +290,14 @@ class AnchorStore:
         """Take over the anchors of a part of the run."""
         self._anchors.update(part._anchors)
 
-    def regenerate(self, generation: int) -> None:
-        """Begin a new generation: versions continue, but all learners adopt the anchor in full."""
-        for p in self.mine:
+    def regenerate(self, generation: int, fragments: Iterable[int] | None = None) -> None:
+        """Begin a new generation: versions continue, but all learners adopt the anchor in full.
+
+        Args:
+            generation: the new one.
+            fragments: some of `mine`; None: all.
+        """
+        for p in self.mine if fragments is None else fragments:
             self._anchors[p] = replace(self.anchor(p), generation=generation, chain=())
 
     def update_for(self, p: int, have_version: int | None, *, generation: int | None = None) -> Update:
@@ -323,13 +328,18 @@ class AnchorStore:
         """Return the digests of all fragments that are held here."""
         return tuple(self.digest(p) for p in self.mine)
 
-    def freeze(self) -> tuple[list[dict[str, int]], Iterator[tuple[str, dict[str, Tensor]]]]:
+    def freeze(
+        self, fragments: Iterable[int] | None = None
+    ) -> tuple[list[dict[str, int]], Iterator[tuple[str, dict[str, Tensor]]]]:
         """Return the current state for `SnapshotStore.write`; commits may continue while it is written.
+
+        Args:
+            fragments: some of `mine`; None: all.
 
         Returns:
             Generation and version per fragment, for the snapshot's JSON, and (stem, tensors) per fragment.
         """
-        anchors = {p: self.anchor(p) for p in self.mine}
+        anchors = {p: self.anchor(p) for p in (self.mine if fragments is None else fragments)}
         numbers = [{"generation": anchor.generation, "version": anchor.version} for anchor in anchors.values()]
         return numbers, ((_stem(p), anchor.tensors()) for p, anchor in anchors.items())
 

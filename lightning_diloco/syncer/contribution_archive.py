@@ -3,8 +3,8 @@
     <directory>/seed-<fragment>.safetensors                  the start values, float32
     <directory>/commit-<fragment>-<version>.safetensors      the received bytes, in the order of the merge
 
-1. The syncer writes and fsyncs a file before the log record of its commit, so each commit in the log has a file. A
-   crash may leave a file without a commit. The next commit of that version replaces the file.
+1. The process that merges writes and fsyncs a file before the log record of its commit, so each commit in the log has
+   a file. A crash may leave a file without a commit. The next commit of that version replaces the file.
 2. Each file has a description, and a checksum over the description and all tensors.
 
 Source: our choice.
@@ -60,7 +60,7 @@ class Recorder:
 
     def keep_seed(self, store: AnchorStore) -> None:
         """Write the start values. Raises `StorageError`."""
-        for p in range(len(store.layouts)):
+        for p in store.mine:
             about: Json = {"fragment": p}
             _write(self._directory / f"seed-{p:04d}.safetensors", about, {"values": store.anchor(p).published})
 

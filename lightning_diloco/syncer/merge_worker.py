@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from lightning_diloco.core.merge import MergeReport
 from lightning_diloco.errors import NonFiniteError, ShardError, StorageError
 from lightning_diloco.protocol import actions, events
-from lightning_diloco.syncer.contribution_archive import Recorded, Recorder
 from lightning_diloco.syncer.judging import Judge
+from lightning_diloco.syncer.shards.requests import Recording, numbers
 from lightning_diloco.syncer.shards.shard import MergeJob, Prepared, Shard
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.base import Json
@@ -49,10 +49,8 @@ class _Gradient:
     max_norms: tuple[float, ...]
     report: MergeReport
 
-    def recorded(self, record: Json) -> Recorded:
-        sessions = tuple(c.session for c in self.job.action.contributions)
-        payloads = self.job.payloads[: len(sessions)]
-        return Recorded(record=record, sessions=sessions, max_norms=self.max_norms, payloads=payloads)
+    def recording(self, record: Json) -> Recording:
+        return Recording(record, tuple(c.session for c in self.job.action.contributions), numbers(self.max_norms))
 
 
 class MergeWorker:
@@ -60,13 +58,13 @@ class MergeWorker:
 
     Args:
         durable: store that makes commits durable.
-        recorder: also keeps the bytes of contributions; None: they are not kept.
+        is_recorded: shards also store the bytes of contributions.
         disk_failed: called with the error text if the disk fails to write a commit.
     """
 
-    def __init__(self, durable: SyncerStore, recorder: Recorder | None, disk_failed: Callable[[str], None]) -> None:
+    def __init__(self, durable: SyncerStore, is_recorded: bool, disk_failed: Callable[[str], None]) -> None:
         self._durable = durable
-        self._recorder = recorder
+        self._is_recorded = is_recorded
         self._disk_failed = disk_failed
         self._gradients: dict[int, _Gradient] = {}
         self._judge = Judge(durable.past.usual)
@@ -97,8 +95,11 @@ class MergeWorker:
         assert gradient.job.action.round == action.round
         try:
             with shard.deciding():
-                prepared = shard.prepare(action.commit)
-                lsn = self._write(action, gradient, prepared)
+                prepared = shard.prepare(
+                    action.commit, gradient.recording(action.record) if self._is_recorded else None
+                )
+                with prepared.hashing():
+                    lsn = self._durable.write(action.record, prepared.gradient)
                 shard.decided(action.commit)
         except NonFiniteError as error:
             # In this order: while a commit is being written, the state machine ignores payloads of its members.
@@ -109,14 +110,6 @@ class MergeWorker:
             return [events.CommitFailed(p, action.round, str(error))]
         event = events.Committed(p, action.round, prepared.digest)
         return [DurableCommit(lsn, event, action, prepared, gradient.job.action.contributions, gradient.report)]
-
-    def _write(self, action: actions.Apply, gradient: _Gradient, prepared: Prepared) -> int:
-        """Write the record of a commit to the log; return its lsn."""
-        with prepared.hashing():
-            record = action.record
-            if self._recorder is not None:
-                self._recorder.keep(gradient.recorded(record))
-            return self._durable.write(record, prepared.gradient)
 
 
 def _refuse_longest(gradient: _Gradient, problem: str) -> events.PayloadReceived:

@@ -28,12 +28,14 @@ from lightning_diloco.process import descriptors, grpc_log
 from lightning_diloco.process.exit import let_threads_become_idle
 from lightning_diloco.process.malloc import keep_few_heaps
 from lightning_diloco.storage import local_runs
+from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from lightning_diloco.syncer.shards.elsewhere import Elsewhere
-from lightning_diloco.syncer.shards.layout import fix_num_shards, num_shards_of, tell_token
+from lightning_diloco.syncer.shards.layout import num_shards_of, tell_token
 from lightning_diloco.syncer.shards.process import ShardProcess
+from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.reign import begin_reign, reign
@@ -131,12 +133,11 @@ def _first_primary(options: SyncerOptions) -> Invitation | None:
 
 def _opened(options: SyncerOptions) -> _Opened:
     """Open a run directory as the primary."""
+    replacement.install(options.run_dir)
     address, identity = _address_and_identity(options)
-    num_shards = fix_num_shards(options.run_dir, options.num_shards)
+    num_shards = settle_num_shards(options.run_dir, options.num_shards)
     if num_shards == 1 and options.shards_elsewhere:
         raise ConfigError("--elsewhere: the run has one shard, which is this syncer; add --shards 2, or more")
-    if num_shards > 1 and options.record_contributions:
-        raise ConfigError("--record contributions: not possible with --shards, whose contributions do not come here")
     door = RestoringHandler()
     front = _front(options, door, address, identity)
     is_known = (options.run_dir / "join").exists()

@@ -1,7 +1,7 @@
 """Replay: compute a run again from its files, and compare the result bit for bit.
 
-1. Level "outer steps": replay starts from the oldest snapshot and computes all outer steps in the log again. The
-   digests of the anchors must equal those on the tape.
+1. Level "outer steps": replay starts from the oldest snapshots of the syncer and of its shards, and computes all outer
+   steps in their logs again. The digests of the anchors must equal those on the tape.
 2. Level "merges", if contributions were recorded from the start: replay merges all outer gradients again from the
    received bytes. They must equal those in the log. The anchors must equal those of snapshot and log in master,
    published values, momentum and chain.
@@ -18,9 +18,10 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from torch import Tensor
 
@@ -31,13 +32,16 @@ from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.intervals import IntervalSet
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
+from lightning_diloco.storage.files import Buffer
 from lightning_diloco.storage.local_runs import last_summary
 from lightning_diloco.storage.log_reader import held, log_records
 from lightning_diloco.storage.snapshots import Snapshot, SnapshotStore
 from lightning_diloco.storage.tape import read_tape
-from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.anchors import AnchorStore, fragments_of
 from lightning_diloco.syncer.contribution_archive import Recorded, read_commit, read_seed
-from lightning_diloco.syncer.shards.whole import refuse_shards
+from lightning_diloco.syncer.shards.layout import directory_of, num_shards_of
+from lightning_diloco.syncer.shards.store import Gradient, Regenerated, decode, gradients
+from lightning_diloco.syncer.shards.whole import no_files
 from lightning_diloco.transport.base import Json
 
 Level = Literal["merges", "outer steps"]
@@ -76,8 +80,11 @@ def replay(run_dir: Path) -> Replayed:
         CorruptLogError: a file is damaged, or a result differs.
         StorageError: there is nothing to replay, or the run is being served.
     """
-    refuse_shards(run_dir, "replay")
-    with held(run_dir / "syncer" / "log"):
+    logs = [run_dir / "syncer" / "log"]
+    logs += [directory_of(run_dir, k) / "log" for k in range(1, num_shards_of(run_dir))]
+    with ExitStack() as holding:
+        for log in logs:
+            holding.enter_context(held(log))
         return _Replay(run_dir).run()
 
 
@@ -87,10 +94,12 @@ class _Replay:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._recorded = run_dir / "syncer" / "contributions"
-        self._logged: dict[tuple[int, int], tuple[Json, str]] = {}
+        self._records: dict[tuple[int, int], Json] = {}
+        self._gradients: dict[tuple[int, int], str] = {}
         self._merged: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
         self._told: dict[tuple[int, int], str] = {}
         self._digests: set[tuple[int, int]] = set()
+        self._saved: dict[int, tuple[dict[str, int], Snapshot]] = {}
         self._num_outer_steps = 0
 
     def run(self) -> Replayed:
@@ -103,13 +112,16 @@ class _Replay:
         self._state = SyncerState(run="")
         self._state.restore(codec.load(records.SavedState, snapshot.state["machine"]), 0.0)
         self._plan, self._config = plan_of(cast("Json", snapshot.state["manifest"]))
+        num_shards = num_shards_of(self._run_dir)
         self._store = AnchorStore(self._plan, self._config)
-        self._store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors)
+        self._begin((0, num_shards), snapshot)
         last_lsn = self._redo(snapshot.lsn, SnapshotStore(self._run_dir / "syncer" / "snapshot").latest())
         if tape_lsn > last_lsn:
             raise _differs("the log", f"ends at lsn {last_lsn}", f"lsn {tape_lsn} as on the tape")
+        for k in range(1, num_shards):
+            self._redo_shard((k, num_shards))
         is_recorded = (self._recorded / "seed-0000.safetensors").exists()
-        num_merges = sum(self._merge_again(p, snapshot) for p in range(self._plan.num_fragments)) if is_recorded else 0
+        num_merges = sum(self._merge_again(p) for p in range(self._plan.num_fragments)) if is_recorded else 0
         if is_recorded:
             self._check_ranges()
         return Replayed(
@@ -137,29 +149,63 @@ class _Replay:
                 self._told[line["fragment"], line["version"]] = line["digest"]
         return last_lsn
 
+    def _begin(self, part: tuple[int, int], snapshot: Snapshot) -> None:
+        """Take the fragments of a part from its snapshot."""
+        mine = AnchorStore(self._plan, self._config, part)
+        numbers = cast("list[dict[str, int]]", snapshot.state["anchors"])
+        mine.restore(numbers, snapshot.tensors)
+        self._store.include(mine)
+        self._saved |= {p: (each, snapshot) for p, each in zip(mine.mine, numbers, strict=True)}
+
     def _redo(self, snapshot_lsn: int, newest: Snapshot | None) -> int:
         """Apply the log, as a restart does, and compare with the newest snapshot; return the last lsn."""
-        last_lsn = snapshot_lsn
+        last_lsn, own = snapshot_lsn, list(self._saved)
         for record in log_records(self._run_dir / "syncer" / "log", snapshot_lsn + 1):
             last_lsn = max(last_lsn, record.lsn)
             change = records.decode(record.header)
             if isinstance(change, records.CommitRecord):
-                key = (change.fragment, change.version)
-                self._logged[key] = (record.header, hashlib.sha256(record.payload).hexdigest())
+                self._records[change.fragment, change.version] = record.header
+                if change.fragment in own:
+                    self._gradients[change.fragment, change.version] = _sha256(record.payload)
             if record.lsn <= snapshot_lsn:
                 continue
             self._state.apply(change)
-            if isinstance(change, records.CommitRecord):
-                self._store.commit(change.fragment, record.payload, work=change.work, version=change.version)
-                self._num_outer_steps += 1
-                self._check_digest(self._store, change.fragment)
+            if isinstance(change, records.CommitRecord) and change.fragment in own:
+                self._step(change.fragment, record.payload, work=change.work, version=change.version)
             elif isinstance(change, records.Regenerated):
-                self._store.regenerate(change.generation)
+                self._store.regenerate(change.generation, own)
             if newest is not None and record.lsn == newest.lsn:
-                for p in range(self._plan.num_fragments):
+                for p in own:
                     found, wanted = self._store.state_tensors(p), newest.tensors[f"fragment-{p:04d}"]
                     _compare(p, self._store.anchor(p).version, found, wanted, "the newest snapshot")
         return last_lsn
+
+    def _redo_shard(self, part: tuple[int, int]) -> None:
+        """Apply the log of a shard, up to the versions that the syncer has decided."""
+        directory = directory_of(self._run_dir, part[0])
+        snapshot = SnapshotStore(directory / "snapshot").oldest()
+        if snapshot is None:
+            raise no_files(self._run_dir, part[0])
+        self._begin(part, snapshot)
+        needed_lsn = snapshot.lsn + 1
+        kept = set(gradients(log_records(directory / "log", needed_lsn)).values())
+        versions = [fragment.version for fragment in self._state.rounds.fragments]
+        for record in log_records(directory / "log", needed_lsn):
+            change = decode(record.header)
+            if isinstance(change, Gradient) and record.lsn in kept and change.version <= versions[change.fragment]:
+                self._gradients[change.fragment, change.version] = _sha256(record.payload)
+                if record.lsn > snapshot.lsn:
+                    self._step(change.fragment, record.payload, work=change.work, version=change.version)
+            elif isinstance(change, Regenerated) and record.lsn > snapshot.lsn:
+                self._store.regenerate(change.generation, fragments_of(part, len(versions)))
+        for p in fragments_of(part, len(versions)):
+            if (found := self._store.anchor(p).version) != versions[p]:
+                raise _differs(f"shard {part[0]}", f"ends with {_named(p, found)}", _named(p, versions[p]))
+
+    def _step(self, p: int, gradient: memoryview, *, work: float, version: int) -> None:
+        self._store.commit(p, gradient, work=work, version=version)
+        self._num_outer_steps += 1
+        self._check_digest(self._store, p)
 
     def _check_digest(self, store: AnchorStore, p: int) -> None:
         key = (p, store.anchor(p).version)
@@ -172,17 +218,17 @@ class _Replay:
 
     # ----------------------------------------------------------------------------------------------------- the merges
 
-    def _merge_again(self, p: int, snapshot: Snapshot) -> int:
+    def _merge_again(self, p: int) -> int:
         """Compute a fragment from its start values and the received bytes; return the number of merges."""
         store = AnchorStore(self._plan, self._config)
         store.seed(p, read_seed(self._recorded / f"seed-{p:04d}.safetensors"))
-        kept = cast("list[dict[str, int]]", snapshot.state["anchors"])[p]
+        saved, snapshot = self._saved[p]
         final = self._store.anchor(p)
         for version in range(final.version + 1):
             if version > 0:
                 self._commit_again(store, p, version)
-            if version == kept["version"]:
-                _advance(store, p, kept["generation"])
+            if version == saved["version"]:
+                _advance(store, p, saved["generation"])
                 _compare(p, version, store.state_tensors(p), snapshot.tensors[f"fragment-{p:04d}"], "snapshot")
         _advance(store, p, final.generation)
         _compare(p, final.version, store.state_tensors(p), self._store.state_tensors(p), "snapshot and log")
@@ -200,11 +246,10 @@ class _Replay:
         shares = _shares(path, recorded, record)
         gradient, found = store.merge(p, recorded.payloads, shares, recorded.max_norms)
         _check_kept(p, record, recorded, found.kept)
-        logged = self._logged.get((p, version))
-        if logged is not None:
-            found = (recorded.record, hashlib.sha256(bytes_of(gradient)).hexdigest())
-            if found != logged:
-                raise _differs(_named(p, version), "was merged to other bits", "the outer gradient in the log")
+        key, found_hash = (p, version), _sha256(bytes_of(gradient))
+        logged = self._records.get(key, recorded.record), self._gradients.get(key, found_hash)
+        if (recorded.record, found_hash) != logged:
+            raise _differs(_named(p, version), "was merged to other bits", "the outer gradient in the log")
         _advance(store, p, record.generation)
         store.commit(p, gradient, work=record.work, version=version)
         self._check_digest(store, p)
@@ -242,6 +287,10 @@ class _Replay:
             if summary[name] != value:
                 raise _differs(name, f"is {value}", f"{summary[name]} as in {self._run_dir / 'summary.json'}")
         return True
+
+
+def _sha256(data: Buffer) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _shares(path: Path, recorded: Recorded, record: records.CommitRecord) -> list[float]:

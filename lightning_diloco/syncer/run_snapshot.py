@@ -4,9 +4,10 @@
     DIR/checkpoints/<learner>/         one checkpoint of each learner
     DIR/snapshot.json                  description of the snapshot; written last
 
-1. `take` first copies the syncer's snapshot and log. Together they are a state of the run (the cut). Then it leaves a
-   marker, and each learner that trains answers with a checkpoint. Each checkpoint is therefore newer than all
-   contributions that are merged in the cut, and no learner trains on the data of these contributions again.
+1. `take` first copies the syncer's snapshot and log. Together they are a state of the run (the cut). The copies of the
+   shards' files are cut back to its versions. Then `take` leaves a marker, and each learner that trains answers with a
+   checkpoint. Each checkpoint is therefore newer than all contributions that are merged in the cut, and no learner
+   trains on the data of these contributions again.
 2. Contributions that were in transit at the cut are in neither part. The ledger of the cut counts them as pending. In a
    run made from the snapshot, each learner gets a new incarnation and adopts the anchors, and the ledger books the
    pending tokens as lapsed. The ledger stays exact.
@@ -33,7 +34,9 @@ from lightning_diloco.errors import ConfigError, CorruptLogError, StorageError
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.checkpoint_store import CheckpointStore, Entry
 from lightning_diloco.storage.files import make_directory, storage, write_whole
-from lightning_diloco.syncer.shards.whole import refuse_shards
+from lightning_diloco.syncer.shards.layout import directory_of, num_shards_of
+from lightning_diloco.syncer.shards.store import cut_back
+from lightning_diloco.syncer.shards.whole import no_files, read_shard
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import is_loopback, read_join_file, write_join_file
 from lightning_diloco.transport.base import Json
@@ -43,7 +46,6 @@ log = logging.getLogger(__name__)
 ABOUT = "snapshot.json"
 NUM_ATTEMPTS = 5
 LOOK_S = 0.2
-_IDENTITY = "identity.pem"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +116,11 @@ def begin_from(snapshot: Path, run_dir: Path) -> Json:
     if taken := [name for name in ("join", "syncer", "checkpoints") if (run_dir / name).exists()]:
         raise ConfigError(f"{run_dir} holds {', '.join(taken)}: a run from a snapshot needs a new directory")
     address = read_join_file(snapshot / "join")
+    content: Json = json.loads((snapshot / ABOUT).read_text())
     with storage("copy the snapshot to", run_dir):
-        for part in ("syncer", "tape", "checkpoints"):
+        for part in ("syncer", "tape", *(["checkpoints"] if content["steps"] else [])):
             shutil.copytree(snapshot / part, run_dir / part)
     write_join_file(run_dir / "join", replace(address, port=_free_port(address.host)))
-    content: Json = json.loads((snapshot / ABOUT).read_text())
     return content
 
 
@@ -126,7 +128,6 @@ def _cut(run_dir: Path, to: Path) -> RunSnapshot:
     """Copy the syncer's files; try again if they change during the copy."""
     if not (run_dir / "join").exists():
         raise ConfigError(f"{run_dir} holds no run: it has no join file; name the directory of a run that was started")
-    refuse_shards(run_dir, "snapshot")
     if not (run_dir / "syncer" / "snapshot").exists():
         raise ConfigError(f"{run_dir} has no start values yet; wait until a learner trains")
     for attempt in range(1, NUM_ATTEMPTS + 1):
@@ -146,16 +147,28 @@ def _copy(run_dir: Path, to: Path) -> None:
     # Copy the log after the snapshot. If the log no longer reaches back to the snapshot, opening the copy fails.
     shutil.copytree(run_dir / "syncer" / "log", to / "syncer" / "log")
     shutil.copy2(run_dir / "join", to / "join")
-    if (run_dir / "syncer" / _IDENTITY).exists():
-        shutil.copy2(run_dir / "syncer" / _IDENTITY, to / "syncer" / _IDENTITY)
+    for name in ("identity.pem", "num_shards"):
+        if (run_dir / "syncer" / name).exists():
+            shutil.copy2(run_dir / "syncer" / name, to / "syncer" / name)
+    # Copy the shards last: they have an outer gradient before the syncer decides.
+    for k in range(1, num_shards_of(run_dir)):
+        source, target = directory_of(run_dir, k), directory_of(to, k)
+        if not (source / "snapshot").exists():
+            raise no_files(run_dir, k)
+        shutil.copytree(source / "snapshot", target / "snapshot")
+        shutil.copytree(source / "log", target / "log")
 
 
 def _opened(to: Path) -> RunSnapshot:
-    """Open and check the copy as a syncer does. This removes an incomplete last record."""
-    state, durable = SyncerState(run="any"), SyncerStore(to)
+    """Open and check the copy as a syncer and its shards do. This removes what came after the cut."""
+    num_shards = num_shards_of(to)
+    state, durable = SyncerState(run="any"), SyncerStore(to, num_shards=num_shards)
     try:
         if durable.restore(state, time.monotonic()) is None:
             raise CorruptLogError("the log has no record of the start values yet")
+        for k in range(1, num_shards):
+            cut_back(directory_of(to, k), dict(enumerate(f.version for f in state.rounds.fragments)))
+            read_shard(to, (k, num_shards), state)
         totals = state.ledger.totals()
         if not totals.is_exact:
             raise StorageError(f"the ledger of the copy does not add up: {totals}; the snapshot was not written")

@@ -17,9 +17,9 @@ from lightning_diloco.errors import NonFiniteError, PlanMismatchError, ShardErro
 from lightning_diloco.protocol import actions, codec, events
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.syncer.anchors import fragments_of
-from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.payloads import Payloads
 from lightning_diloco.syncer.shards.remote import RemoteShard
+from lightning_diloco.syncer.shards.requests import StoreSeed
 from lightning_diloco.syncer.shards.shard import OwnShard
 from lightning_diloco.syncer.store import SyncerStore, seeded_store
 
@@ -32,7 +32,7 @@ class Seeding:
         desk: start values that have arrived here.
         own: shard of this process; gets its anchors.
         remote: shards in other processes.
-        recorder: also keeps the start values; None: they are not kept.
+        is_recorded: also store the start values for a replay.
     """
 
     def __init__(
@@ -42,9 +42,10 @@ class Seeding:
         own: OwnShard,
         *,
         remote: Sequence[RemoteShard],
-        recorder: Recorder | None,
+        is_recorded: bool,
     ) -> None:
-        self._durable, self._desk, self._own, self._remote, self._recorder = durable, desk, own, remote, recorder
+        self._durable, self._desk, self._own, self._remote = durable, desk, own, remote
+        self._is_recorded = is_recorded
         self._action: actions.StoreSeed | None = None
 
     def begin(self, action: actions.StoreSeed) -> None:
@@ -94,10 +95,11 @@ class Seeding:
         digests: dict[int, str] = {}
         try:
             store = seeded_store(action.manifest, values, part=self._durable.part, num_values=num_values)
-            if self._recorder is not None:
-                self._recorder.keep_seed(store)
+            if self._is_recorded:
+                self._own.recorder.keep_seed(store)
+            request = StoreSeed(action.session, action.lease, action.manifest, num_values, self._is_recorded)
             for shard in self._remote:
-                digests |= shard.store_seed(action.session, action.lease, action.manifest, num_values)
+                digests |= shard.store_seed(request)
             self._durable.store_seed(codec.dump(state.saved()), action.manifest, store)
         except (StorageError, ShardError) as problem:  # the values are kept here; the seeder asks again
             return events.SeedStored(action.lease, (), str(problem))

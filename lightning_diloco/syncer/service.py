@@ -134,9 +134,6 @@ class SyncerService:
         self._options = options
         self._ending = RunEnd(expect=options.expect, embedded_by=options.embedded_by)
         self._durable = durable or SyncerStore(options.run_dir)
-        self._recorder = None
-        if options.record_contributions:
-            self._recorder = Recorder(options.run_dir / "syncer" / "contributions")
         about = {"options": dict(options.run_options), "expect": options.expect, "secret": secrets.token_hex(16)}
         self.state = SyncerState(run=run, **about)
         if followed is None:
@@ -148,14 +145,14 @@ class SyncerService:
             self._ending.reopened()
         self._desk = Payloads(self._durable.part)
         self._desk.remember_merged(merged_by(self.state.roster.members.values()))
-        self._own = OwnShard(self._desk)
+        self._own = OwnShard(self._desk, Recorder(options.run_dir / "syncer" / "contributions"))
         self._own.anchors = store
         self._remote = remote
         self._shards: list[Shard] = [self._own, *remote]
         self._board = StatusPublisher(
             self.state, self._desk, self._durable.past, self._ending, self.replica, shards=remote
         )
-        self._merger = MergeWorker(self._durable, self._recorder, self._board.disk_failed)
+        self._merger = MergeWorker(self._durable, options.record_contributions, self._board.disk_failed)
         self._outbox = Outbox(is_member=self._is_member)
         self._inbox: Inbox[events.SyncerEvent | Placed | DurableCommit] = Inbox()
         self._quota = Quota()
@@ -163,8 +160,8 @@ class SyncerService:
         lsn = self._durable.log.last_lsn
         self._announcer = Announcer(self.replica, lsn, send=self._outbox.put, install=self._publish)
         self._changes_fleet = False
-        about_seed = {"remote": remote, "recorder": self._recorder}
-        self._seeding = Seeding(self._durable, self._desk, self._own, **about_seed)
+        is_recorded = options.record_contributions
+        self._seeding = Seeding(self._durable, self._desk, self._own, remote=remote, is_recorded=is_recorded)
         self._todo: deque[actions.SyncerAction] = deque()
         self._retry_s = self._next_progress_s = 0.0
         self._said: tuple[messages.FromSyncer, Json] | None = None

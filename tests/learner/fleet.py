@@ -26,7 +26,9 @@ from lightning_diloco.manifest import ModelDescription
 from lightning_diloco.storage.files import no_faults
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
+from lightning_diloco.syncer.shards.layout import directory_of
 from lightning_diloco.syncer.shards.remote import RemoteShard
+from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress
@@ -258,7 +260,8 @@ class Fleet:
         self, run_dir: Path, *, faults: Callable[[str], None] | None = None, num_shards: int = 1, **options: Any
     ) -> None:
         self.run_dir = run_dir
-        self.shards = [ShardProcess(run_dir / f"shard-{k}", (k, num_shards)) for k in range(1, num_shards)]
+        settle_num_shards(run_dir, num_shards)
+        self.shards = [ShardProcess(directory_of(run_dir, k), (k, num_shards)) for k in range(1, num_shards)]
         run_options = options.pop("run_options", OPTIONS)
         self.options = SyncerOptions(run_dir=run_dir, run_options=run_options, **options)
         self.faults = faults

@@ -23,6 +23,7 @@ from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer import service
 from lightning_diloco.syncer import store as durable
 from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.merge_worker import DurableCommit, MergeWorker
 from lightning_diloco.syncer.payloads import Payloads
 from lightning_diloco.syncer.process import SyncerOptions, _address_and_identity
@@ -143,10 +144,10 @@ class Arithmetic:
     def __init__(self, run_dir: Path) -> None:
         self.durable = SyncerStore(run_dir)
         self.disk_errors: list[str] = []
-        self.merger = MergeWorker(self.durable, None, self.disk_errors.append)
+        self.merger = MergeWorker(self.durable, False, self.disk_errors.append)
         self.store = AnchorStore(PLAN, CONFIG)
         self.store.seed(0, torch.zeros(128))
-        self.shard = OwnShard(Payloads())
+        self.shard = OwnShard(Payloads(), Recorder(run_dir))
         self.shard.anchors = self.store
 
     def job(self, *sizes: float) -> MergeJob:

@@ -1,6 +1,6 @@
 """The files and addresses of a run's shards on the syncer's machine.
 
-RUN_DIR/syncer/num_shards     number of shards, if there are several; the same for the whole run
+RUN_DIR/syncer/num_shards     number of shards, if there are several
 RUN_DIR/syncer/shards/<k>/    log and snapshots of shard k, and its join file
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_diloco.errors import ConfigError
-from lightning_diloco.storage.files import make_directory, write_whole
+from lightning_diloco.storage.files import make_directory
 from lightning_diloco.transport.address import (
     JoinAddress,
     join_host_port,
@@ -19,7 +18,6 @@ from lightning_diloco.transport.address import (
     write_join_file,
 )
 
-MAX_SHARDS = 64
 NO_PORT = 1  # of a shard that has not listened yet
 
 
@@ -32,31 +30,6 @@ def num_shards_of(run_dir: Path) -> int:
     """Return the number of shards of the run in this directory; 1 if there is no run."""
     file = run_dir / "syncer" / "num_shards"
     return int(file.read_text()) if file.exists() else 1
-
-
-def fix_num_shards(run_dir: Path, given: int | None) -> int:
-    """Return the number of shards of a run, and record it if the run is new.
-
-    Args:
-        run_dir: RUN_DIR.
-        given: number that the user asks for; None: that of the run, 1 for a new run.
-
-    Raises:
-        ConfigError: the number is out of range, or the run has another one.
-    """
-    if given is not None and not 1 <= given <= MAX_SHARDS:
-        raise ConfigError(f"--shards {given}: must be 1..{MAX_SHARDS}; each shard is a process with its own memory bus")
-    known = num_shards_of(run_dir)
-    if given is None or given == known:
-        return known
-    if (run_dir / "syncer" / "log").exists():
-        raise ConfigError(
-            f"--shards {given}: the run in {run_dir} has {known}, and its fragments lie in the files of {known} "
-            f"processes; start it with --shards {known}, or begin a new run from its anchor (diloco export)"
-        )
-    make_directory(run_dir / "syncer")
-    write_whole(run_dir / "syncer" / "num_shards", f"{given}\n".encode())
-    return given
 
 
 def listen_of(run_dir: Path, k: int, listen: str) -> str:

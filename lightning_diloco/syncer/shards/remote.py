@@ -267,9 +267,9 @@ class RemoteShard:
         answer = self._call(ask.SizeOfSeed(session, lease, num_fragments), CALL_S).header
         return None if answer["num_values"] is None else int(answer["num_values"])
 
-    def store_seed(self, session: str, lease: int, manifest: Json, num_values: int) -> dict[int, str]:
+    def store_seed(self, request: ask.StoreSeed) -> dict[int, str]:
         """Make the start values durable; return their digests by fragment. See `seeded_store` for errors."""
-        digests = self._call(ask.StoreSeed(session, lease, manifest, num_values)).header["digests"]
+        digests = self._call(request).header["digests"]
         return {int(p): digest for p, digest in digests.items()}
 
     # ----------------------------------------------------------------------------------------------------- see `Shard`
@@ -316,9 +316,9 @@ class RemoteShard:
 
         return decide()
 
-    def prepare(self, commit: CommitRecord) -> Prepared:
+    def prepare(self, commit: CommitRecord, recording: ask.Recording | None) -> Prepared:
         """See `Shard`."""
-        answer = self._call(ask.Prepare(_without_data(commit))).header
+        answer = self._call(ask.Prepare(_without_data(commit), recording)).header
         return Prepared(answer["lr"], answer["digest"])
 
     def decided(self, commit: CommitRecord) -> None:

@@ -104,10 +104,24 @@ class Merged(Value, frozen=True):
     is_finite: bool
 
 
+class Recording(Value, frozen=True):
+    """What is stored with the payloads of a merge, for a replay; see `contribution_archive.Recorded`."""
+
+    record: Json
+    sessions: tuple[Text, ...]
+    max_norms: tuple[Number, ...]
+
+
 class Prepare(Tagged, frozen=True):
-    """Compute the next version and log it. The answer is {"digest", "lr"}."""
+    """Compute the next version and log it. The answer is {"digest", "lr"}.
+
+    Args:
+        commit: record of the version, without leased data.
+        recording: None: the payloads need not be stored.
+    """
 
     commit: CommitRecord
+    recording: Recording | None = None
 
 
 class Install(Tagged, frozen=True):
@@ -136,12 +150,14 @@ class StoreSeed(Tagged, frozen=True):
     Args:
         manifest: the seeder's manifest.
         num_values: number of start values of all shards.
+        is_recorded: whether to store the values for a replay, too.
     """
 
     session: Text
     lease: Count
     manifest: Json
     num_values: Count
+    is_recorded: bool = False
 
 
 class Figures(Tagged, frozen=True):

@@ -26,6 +26,7 @@ from lightning_diloco.protocol import codec, messages
 from lightning_diloco.protocol.syncer.proofs import proof_of_version
 from lightning_diloco.storage.files import Faults, no_faults
 from lightning_diloco.syncer.anchors import AnchorStore, fragments_of
+from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.outbox import Outbox
 from lightning_diloco.syncer.payloads import Payloads, made_up
 from lightning_diloco.syncer.shards import requests as ask
@@ -59,7 +60,7 @@ class ShardService:
         self._key = key
         self._disk = ShardStore(directory, part, faults=faults)
         self._desk = Payloads(part)
-        self._own = OwnShard(self._desk)
+        self._own = OwnShard(self._desk, Recorder(directory.parent.parent / "contributions"))
         self._own.anchors = self._disk.anchors
         self._attached: ask.Attach | None = None
         self._polled_s = 0.0
@@ -271,7 +272,7 @@ class ShardService:
     def _prepare(self, request: ask.Prepare) -> Bulk:
         commit = request.commit
         gradient = self._own.gradient(commit)
-        prepared = self._own.prepare(commit)
+        prepared = self._own.prepare(commit, request.recording)
         with prepared.hashing():
             self._disk.write(commit, gradient)
         self._prepared[commit.fragment] = prepared
@@ -303,7 +304,10 @@ class ShardService:
         values = self._desk.seed(request.session, request.lease, mine)
         if values is None:
             raise TransportError(f"shard {self.part[0]} has lost start values; send them again")
-        self._own.anchors = store = self._disk.store_seed(request.manifest, values, request.num_values)
+        store = self._disk.store_seed(request.manifest, values, request.num_values)
+        if request.is_recorded:
+            self._own.recorder.keep_seed(store)
+        self._own.anchors = store
         self._desk.drop_seed()
         return Bulk({"digests": _digests(store)}, _EMPTY)
 

@@ -22,7 +22,9 @@ from lightning_diloco.protocol import actions
 from lightning_diloco.protocol.syncer.records import CommitRecord
 from lightning_diloco.storage.files import Buffer
 from lightning_diloco.syncer.anchors import Anchor, AnchorStore
+from lightning_diloco.syncer.contribution_archive import Recorded, Recorder
 from lightning_diloco.syncer.payloads import Payloads
+from lightning_diloco.syncer.shards.requests import Recording, floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,12 @@ class Shard(Protocol):
             measured: result of `measure`.
         """
 
-    def prepare(self, commit: CommitRecord) -> Prepared:
+    def prepare(self, commit: CommitRecord, recording: Recording | None) -> Prepared:
         """Compute the next version. Merge thread.
+
+        Args:
+            commit: record of the version.
+            recording: also store the payloads of the merge with this; None: they are not stored.
 
         Raises:
             NonFiniteError: it is not finite.
@@ -124,19 +130,30 @@ class Shard(Protocol):
         """Begin a new generation, see `AnchorStore.regenerate`. Loop thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """An outer gradient, bfloat16 (P,), the number of its round, and the payloads that it was merged from."""
+
+    round: int
+    outer_gradient: Tensor
+    payloads: tuple[Tensor, ...]
+
+
 class OwnShard:
     """A `Shard` in this process.
 
     Args:
         desk: payloads of its contributions.
+        recorder: stores start values and payloads for a replay, if it is asked to.
 
     Attributes:
         anchors: anchors of its fragments; None before the run has start values.
     """
 
-    def __init__(self, desk: Payloads) -> None:
+    def __init__(self, desk: Payloads, recorder: Recorder) -> None:
         self._desk = desk
-        self._gradients: dict[int, tuple[int, Tensor]] = {}  # by fragment, with the number of the round
+        self.recorder = recorder
+        self._merged: dict[int, _Merged] = {}
         self.anchors: AnchorStore | None = None
 
     @property
@@ -172,12 +189,12 @@ class OwnShard:
         """Merge the first of these payloads, one for each share, in the round of this number."""
         num = len(shares)
         values_P, report = self.store.merge(p, payloads[:num], shares, max_norms, measured.only(num))
-        self._gradients[p] = number, values_P
+        self._merged[p] = _Merged(number, values_P, tuple(payloads[:num]))
         return Outcome(report, all_finite(values_P))
 
     def forget_gradients(self) -> None:
         """Drop the outer gradients of all merges."""
-        self._gradients.clear()
+        self._merged.clear()
 
     def gradient(self, commit: CommitRecord) -> Tensor:
         """Return the outer gradient of a commit's round.
@@ -185,16 +202,20 @@ class OwnShard:
         Raises:
             TransportError: there is none.
         """
-        number, values_P = self._gradients.get(commit.fragment, (None, None))
-        if values_P is None or number != commit.round:
+        merged = self._merged.get(commit.fragment)
+        if merged is None or merged.round != commit.round:
             raise TransportError(f"round {commit.round} of fragment {commit.fragment} was not merged here")
-        return values_P
+        return merged.outer_gradient
 
-    def prepare(self, commit: CommitRecord) -> Prepared:
+    def prepare(self, commit: CommitRecord, recording: Recording | None) -> Prepared:
         """See `Shard`."""
         values_P = self.gradient(commit)
-        del self._gradients[commit.fragment]
+        payloads = self._merged.pop(commit.fragment).payloads
         anchor = self.store.next_state(commit.fragment, values_P, work=commit.work)
+        if recording is not None:
+            limits = floats(recording.max_norms)
+            about = {"record": recording.record, "sessions": recording.sessions, "max_norms": limits}
+            self.recorder.keep(Recorded(payloads=payloads, **about))
         return Prepared(self.store.outer_lr(anchor), gradient=bytes_of(values_P), anchor=anchor)
 
     def deciding(self) -> AbstractContextManager[object]:

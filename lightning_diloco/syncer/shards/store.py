@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +34,7 @@ from lightning_diloco.protocol.codec import Tagged
 from lightning_diloco.protocol.limits import Count, Finite
 from lightning_diloco.protocol.syncer.records import CommitRecord
 from lightning_diloco.storage.files import Faults, no_faults, remove_tree
-from lightning_diloco.storage.redo_log import RedoLog
+from lightning_diloco.storage.redo_log import Record, RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.store import MIN_LOG_BYTES, SNAPSHOT_AGAIN_S, seeded_store
@@ -63,6 +64,15 @@ class Regenerated(Tagged, frozen=True):
     generation: Count
 
 
+ShardRecord = Gradient | Withdrawn | Regenerated
+_KINDS: dict[str, type[ShardRecord]] = {kind.__name__: kind for kind in typing.get_args(ShardRecord)}
+
+
+def decode(header: Json) -> ShardRecord:
+    """Return a record of a shard's log. Raises `CorruptMessageError`."""
+    return codec.load_tagged(_KINDS, header, "a record of a shard's log")
+
+
 @dataclass(frozen=True, slots=True)
 class Undecided:
     """A version that was prepared, with its outer gradient, bfloat16 (P,)."""
@@ -70,6 +80,37 @@ class Undecided:
     version: int
     work: float
     gradient: Tensor
+
+
+def gradients(records: Iterable[Record]) -> dict[tuple[int, int], int]:
+    """Return the lsn of each outer gradient that was not withdrawn, by (fragment, version)."""
+    found: dict[tuple[int, int], int] = {}
+    for record in records:
+        change = decode(record.header)
+        if isinstance(change, Gradient):
+            found[change.fragment, change.version] = record.lsn
+        elif isinstance(change, Withdrawn):
+            found.pop((change.fragment, change.version), None)  # it may be older than these records
+    return found
+
+
+def cut_back(directory: Path, versions: Mapping[int, int]) -> None:
+    """Remove the outer gradients of later versions than these from a shard's log.
+
+    One thread prepares and decides the versions of a shard, so they are the end of the log.
+
+    Args:
+        directory: DIR.
+        versions: version of each fragment.
+    """
+    log = RedoLog(directory / "log")
+    try:
+        found = gradients(log.records(log.first_lsn))
+        later = [lsn for (p, version), lsn in found.items() if version > versions[p]]
+        if later:
+            log.cut_after(min(later) - 1)
+    finally:
+        log.close()
 
 
 class ShardStore:
@@ -96,7 +137,11 @@ class ShardStore:
         self.changing = threading.RLock()
         self.anchors: AnchorStore | None = None
         self.undecided: dict[int, Undecided] = {}
-        self._load()
+        try:
+            self._load()
+        except BaseException:
+            self._log.close()
+            raise
 
     def _load(self) -> None:
         snapshot = self._snapshots.latest()
@@ -111,18 +156,17 @@ class ShardStore:
         self.anchors = store = AnchorStore(*plan_of(self._manifest), self._part)
         store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors)
         for record in self._log.records(snapshot.lsn + 1):
-            kind = record.header["kind"]
-            if kind == Gradient.__name__:
-                made = codec.load(Gradient, record.header)
-                self._apply(made.fragment, in_place=True)
+            change = decode(record.header)
+            if isinstance(change, Gradient):
+                self._apply(change.fragment, in_place=True)
                 gradient = tensor_of(record.payload, torch.bfloat16).clone()
-                self.undecided[made.fragment] = Undecided(made.version, made.work, gradient)
-            elif kind == Withdrawn.__name__:
-                self.undecided.pop(codec.load(Withdrawn, record.header).fragment)
+                self.undecided[change.fragment] = Undecided(change.version, change.work, gradient)
+            elif isinstance(change, Withdrawn):
+                self.undecided.pop(change.fragment)
             else:
                 for p in list(self.undecided):
                     self._apply(p, in_place=True)
-                store.regenerate(codec.load(Regenerated, record.header).generation)
+                store.regenerate(change.generation)
 
     def _apply(self, p: int, *, in_place: bool) -> None:
         """Install an undecided version that turns out to be decided, if there is one."""

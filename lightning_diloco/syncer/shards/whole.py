@@ -1,11 +1,13 @@
-"""The anchors of a stopped run, from the files of all its shards on this machine."""
+"""The files of a stopped run and of all its shards, on this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_diloco.errors import ConfigError, StorageError
+from lightning_diloco.errors import StorageError
 from lightning_diloco.manifest import plan_of
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.syncer.anchors import AnchorStore, fragments_of
@@ -14,11 +16,12 @@ from lightning_diloco.syncer.shards.store import ShardStore
 from lightning_diloco.syncer.store import SyncerStore
 
 
-def read_run(run_dir: Path) -> tuple[SyncerState, AnchorStore | None]:
-    """Return the state machine and the anchors of a stopped run, as a restarted syncer and its shards find them.
+@contextlib.contextmanager
+def opened_run(run_dir: Path) -> Iterator[tuple[SyncerState, AnchorStore | None, SyncerStore]]:
+    """Restore a stopped run as a restarted syncer and its shards do; no syncer can start during the block.
 
-    Returns:
-        State machine, and anchors of all fragments; None if the run has no start values yet.
+    Yields:
+        State machine; anchors of all fragments, None if the run has no start values yet; the syncer's files.
 
     Raises:
         StorageError: a syncer works in the directory.
@@ -28,38 +31,49 @@ def read_run(run_dir: Path) -> tuple[SyncerState, AnchorStore | None]:
     durable = SyncerStore(run_dir, num_shards=num_shards)
     try:
         state = SyncerState(run=run_dir.name)
-        own = durable.restore(state, time.monotonic())
-        if own is None or state.manifest is None or num_shards == 1:
-            return state, own
-        whole = AnchorStore(*plan_of(state.manifest))
-        whole.include(own)
-        versions = {p: f.version for p, f in enumerate(state.rounds.fragments)}
-        for k in range(1, num_shards):
-            whole.include(_read_shard(run_dir, (k, num_shards), versions))
-        return state, whole
+        whole = durable.restore(state, time.monotonic())
+        if whole is not None and state.manifest is not None and num_shards > 1:
+            own, whole = whole, AnchorStore(*plan_of(state.manifest))
+            whole.include(own)
+            for k in range(1, num_shards):
+                whole.include(read_shard(run_dir, (k, num_shards), state))
+        yield state, whole, durable
     finally:
         durable.close()
 
 
-def _read_shard(run_dir: Path, part: tuple[int, int], versions: dict[int, int]) -> AnchorStore:
+def read_run(run_dir: Path) -> tuple[SyncerState, AnchorStore | None]:
+    """Return state machine and anchors of a stopped run; see `opened_run`."""
+    with opened_run(run_dir) as (state, whole, _):
+        return state, whole
+
+
+def read_shard(run_dir: Path, part: tuple[int, int], state: SyncerState) -> AnchorStore:
+    """Return the anchors of a shard at the versions that the syncer has decided.
+
+    Args:
+        run_dir: RUN_DIR.
+        part: (shard, number of shards).
+        state: the state machine of the run.
+
+    Raises:
+        StorageError: the shard has no files here.
+        CorruptLogError: the files are damaged, or not of the same moment.
+    """
     shard = ShardStore(directory_of(run_dir, part[0]), part)
     try:
         if shard.anchors is None:
-            raise StorageError(f"{directory_of(run_dir, part[0])} has no values; restore the files of this shard")
-        shard.settle({p: versions[p] for p in fragments_of(part, len(versions))})
+            raise no_files(run_dir, part[0])
+        fragments = state.rounds.fragments
+        shard.settle({p: fragments[p].version for p in fragments_of(part, len(fragments))})
         return shard.anchors
     finally:
         shard.close()
 
 
-def refuse_shards(run_dir: Path, what: str) -> None:
-    """Raise `ConfigError` if the run has shards.
-
-    Args:
-        run_dir: RUN_DIR.
-        what: what cannot be done with shards yet.
-    """
-    if (num_shards := num_shards_of(run_dir)) > 1:
-        raise ConfigError(
-            f"{what}: the run in {run_dir} has {num_shards} shards; this works only without shards so far"
-        )
+def no_files(run_dir: Path, k: int) -> StorageError:
+    """Return the error for a shard whose files are not here."""
+    directory = directory_of(run_dir, k)
+    return StorageError(
+        f"{directory} has no values of shard {k}; restore its files, or stop the shard and copy them from its machine"
+    )

@@ -28,11 +28,12 @@ from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.succession import Standby
 from lightning_diloco.storage.files import storage, sync_directory
 from lightning_diloco.storage.log_frames import Record
+from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.reign import forget_reign_after, reign, set_reign
 from lightning_diloco.syncer.standby.replica import forget_standby
-from lightning_diloco.syncer.standby.source import TAPE, Source, copy_run, cut_to_common, install_copy, is_copied
+from lightning_diloco.syncer.standby.source import TAPE, Source, copy_run, cut_to_common, is_copied
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import write_private
 
@@ -184,7 +185,7 @@ class Follower:
             CorruptLogError: this directory is damaged, or the primary has another version of this package.
             StorageError: the disk failed.
         """
-        install_copy(self._run_dir)
+        replacement.install(self._run_dir)
         if is_copied(self._run_dir):
             self._open()
         try:

@@ -48,6 +48,11 @@ def forget_standby(run_dir: Path) -> None:
             sync_directory(file.parent)
 
 
+def has_standby(run_dir: Path) -> bool:
+    """Return whether a standby follows the run in this directory."""
+    return (run_dir / _REGISTERED).exists()
+
+
 class Replica:
     """What a primary knows of its standby; its methods may be called from several threads.
 

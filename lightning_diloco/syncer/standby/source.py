@@ -1,7 +1,7 @@
 """The primary as its standby sees it: copies its files and log over the network.
 
-1. A copy is made in RUN_DIR/copy, and replaces the files of the run when it is complete. So a standby that was
-   the primary before keeps its own files until it has newer ones.
+1. A copy replaces the files of the run when it is complete (`replacement.py`). So a standby that was the primary before
+   keeps its own files until it has newer ones.
 2. The log of a copy begins after its snapshot.
 3. A standby that was the primary before cuts off the records that its successor does not have, and follows from there.
    If it cannot, for example because its snapshot is newer, or the successor has dropped its log, it copies the run.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,10 +20,11 @@ from pathlib import Path
 from lightning_diloco.errors import CorruptLogError, StorageError, TransportError
 from lightning_diloco.process.threads import unless
 from lightning_diloco.protocol import codec
-from lightning_diloco.storage.files import make_directory, remove_tree, storage, sync_directory, write_file, write_whole
+from lightning_diloco.storage.files import make_directory, storage, sync_directory, write_file, write_whole
 from lightning_diloco.storage.log_frames import Record, read_at
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
+from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.requests import STANDBY, AskFile, AskListing, AskLog, HaveLog, Request, TookOver
 from lightning_diloco.transport.base import Connection, Json
@@ -39,9 +39,6 @@ LOG_S = 60.0  # for at most BATCH_BYTES, or a portion of one record
 NOT_YET_S = 0.5
 IDENTITY = "syncer/identity.pem"
 TAPE = "tape/events.jsonl"
-_PARTS = {"snapshot": "syncer/snapshot", "log": "syncer/log", "tape": "tape"}
-_COMPLETE = "complete"
-_OUTDATED = "syncer/outdated"
 
 
 class Source:
@@ -127,8 +124,7 @@ def copy_run(source: Source, run_dir: Path, is_stopping: Callable[[], bool]) -> 
 
     The run needs start values, and this waits for them.
     """
-    copy = run_dir / "copy"
-    remove_tree(copy)
+    copy = replacement.begin(run_dir)
     while (found := source.listing())["lsn"] is None:
         if is_stopping():
             return False
@@ -142,40 +138,19 @@ def copy_run(source: Source, run_dir: Path, is_stopping: Callable[[], bool]) -> 
         make_directory(path.parent)
         with storage("write", path):
             write_file(path, content)
-    make_directory(copy / "log")
-    with storage("complete the copy in", copy):
-        write_file(copy / "log" / f"{found['lsn'] + 1:020d}.log")
-        for folder in [*(path for path in copy.rglob("*") if path.is_dir()), copy]:
-            sync_directory(folder)
-        write_file(copy / _COMPLETE)
-        sync_directory(copy)
-    install_copy(run_dir)
+    replacement.begin_log(copy / "log", found["lsn"] + 1)
+    replacement.complete(run_dir)
     return True
-
-
-def install_copy(run_dir: Path) -> None:
-    """Replace the run's files by a complete copy, if there is one; call this again after a crash."""
-    copy = run_dir / "copy"
-    if (copy / _COMPLETE).exists():
-        with storage("install the copy in", run_dir):
-            for part, place in _PARTS.items():
-                if (copy / part).exists():
-                    shutil.rmtree(run_dir / place, ignore_errors=True)
-                    (copy / part).rename(run_dir / place)
-            (run_dir / _OUTDATED).unlink(missing_ok=True)
-            sync_directory(run_dir / "syncer")
-            sync_directory(run_dir)
-    remove_tree(copy)
 
 
 def is_copied(run_dir: Path) -> bool:
     """Return whether the log of this directory is a part of its primary's, so that following it can continue."""
-    return (run_dir / "syncer" / "log").exists() and not (run_dir / _OUTDATED).exists()
+    return (run_dir / "syncer" / "log").exists() and not (run_dir / replacement.OUTDATED).exists()
 
 
 def differs_after(run_dir: Path, lsn: int) -> None:
     """Record, durably, that the log of this directory may differ from its new primary's after this record."""
-    write_whole(run_dir / _OUTDATED, str(lsn).encode())
+    write_whole(run_dir / replacement.OUTDATED, str(lsn).encode())
 
 
 def cut_to_common(source: Source, run_dir: Path) -> bool:
@@ -184,7 +159,7 @@ def cut_to_common(source: Source, run_dir: Path) -> bool:
     Raises:
         TransportError: the primary cannot be reached.
     """
-    outdated = run_dir / _OUTDATED
+    outdated = run_dir / replacement.OUTDATED
     if not outdated.exists():
         return False
     lsn, snapshots = int(outdated.read_text() or 0), SnapshotStore(run_dir / "syncer" / "snapshot").lsns()

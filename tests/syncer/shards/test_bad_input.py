@@ -17,14 +17,11 @@ from lightning_diloco.errors import (
     TransportError,
 )
 from lightning_diloco.protocol import codec
-from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.syncer.payloads import Payloads
-from lightning_diloco.syncer.process import SyncerOptions, _opened
-from lightning_diloco.syncer.replay import replay
-from lightning_diloco.syncer.run_snapshot import _cut
 from lightning_diloco.syncer.shards import requests as ask
-from lightning_diloco.syncer.shards.layout import directory_of, fix_num_shards, listen_of, tell_token
+from lightning_diloco.syncer.shards.layout import directory_of, listen_of, tell_token
 from lightning_diloco.syncer.shards.process import parsed_part
+from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.shards.whole import read_run
 from lightning_diloco.transport.address import JoinAddress
@@ -39,17 +36,14 @@ def test_a_shard_that_cannot_be_is_refused(text: str) -> None:
     assert parsed_part("1/2") == (1, 2)
 
 
-def test_a_run_keeps_its_number_of_shards(tmp_path: Path) -> None:
-    assert fix_num_shards(tmp_path / "new", None) == 1
-    assert fix_num_shards(tmp_path, 3) == 3
-    assert fix_num_shards(tmp_path, 2) == 2, "nothing was written yet"
-    RedoLog(tmp_path / "syncer" / "log").close()
-    assert fix_num_shards(tmp_path, None) == fix_num_shards(tmp_path, 2) == 2
-    with pytest.raises(ConfigError, match=r"--shards 1: the run in .* has 2.*--shards 2"):
-        fix_num_shards(tmp_path, 1)
+def test_the_number_of_shards_is_recorded(tmp_path: Path) -> None:
+    assert settle_num_shards(tmp_path / "new", None) == 1
+    assert settle_num_shards(tmp_path, 3) == 3
+    assert settle_num_shards(tmp_path, 2) == 2
+    assert settle_num_shards(tmp_path, None) == 2
     for wrong in (0, -1, 65):
         with pytest.raises(ConfigError, match=r"must be 1\.\.64"):
-            fix_num_shards(tmp_path, wrong)
+            settle_num_shards(tmp_path, wrong)
 
 
 def test_a_shard_keeps_its_port(tmp_path: Path) -> None:
@@ -61,18 +55,6 @@ def test_a_shard_keeps_its_port(tmp_path: Path) -> None:
     assert listen_of(tmp_path, 2, "0.0.0.0:7000") == "0.0.0.0:7012"
 
 
-def test_what_does_not_work_with_shards_says_so(tmp_path: Path) -> None:
-    fix_num_shards(tmp_path, 2)
-    (tmp_path / "join").touch()
-    with pytest.raises(ConfigError, match=r"replay: the run in .* has 2 shards"):
-        replay(tmp_path)
-    with pytest.raises(ConfigError, match=r"snapshot: the run in .* has 2 shards"):
-        _cut(tmp_path, tmp_path / "to")
-    (tmp_path / "join").unlink()
-    with pytest.raises(ConfigError, match=r"--record contributions: not possible with --shards"):
-        _opened(SyncerOptions(run_dir=tmp_path, record_contributions=True))
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -81,7 +63,6 @@ def test_what_does_not_work_with_shards_says_so(tmp_path: Path) -> None:
         ("--shard 2/2 --of standby", "must be k/S"),
         ("--of standby", "--of belongs to --shard"),
         ("--shards 0", "must be 1..64"),
-        ("--shards 2 --record contributions", "not possible with --shards"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused_by_the_command(
@@ -139,13 +120,12 @@ def test_files_of_another_moment_or_of_another_shard_are_refused(tmp_path: Path)
         shard.service.stop()
         with pytest.raises(ConfigError, match=r"of shard 1 of 2; this is shard 1 of 3"):
             ShardService(shard.directory, (1, 3), KEY)
-    placed = directory_of(tmp_path / "run", 1)
-    (tmp_path / "run" / "syncer" / "num_shards").write_text("2\n")
-    shutil.copytree(tmp_path / "before", placed)
+    shard.directory.rename(tmp_path / "after")
+    shutil.copytree(tmp_path / "before", shard.directory)
     with pytest.raises(CorruptLogError, match=r"shard 1 has fragment 1 at version .* as of one moment"):
         read_run(tmp_path / "run")
-    shutil.rmtree(placed)
-    shutil.copytree(fleet.shards[0].directory, placed)
+    shutil.rmtree(shard.directory)
+    (tmp_path / "after").rename(shard.directory)
     state, store = read_run(tmp_path / "run")
     assert store is not None
     assert [store.anchor(p).version for p in range(3)] == [f.version for f in state.rounds.fragments]

@@ -12,10 +12,11 @@ from lightning_diloco.core.quantize import encode_fragment
 from lightning_diloco.manifest import ModelDescription, make_manifest, plan_of
 from lightning_diloco.protocol import actions, events, messages
 from lightning_diloco.protocol.syncer import records
+from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.merge_worker import DurableCommit, MergeWorker
 from lightning_diloco.syncer.payloads import Payloads
 from lightning_diloco.syncer.shards.remote import RemoteShard
-from lightning_diloco.syncer.shards.requests import Admitted, Attach
+from lightning_diloco.syncer.shards.requests import Admitted, Attach, StoreSeed
 from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.shards.shard import OwnShard, Shard
 from lightning_diloco.syncer.store import SyncerStore, seeded_store
@@ -49,12 +50,12 @@ class Syncer:
         self.heard: list[events.SyncerEvent] = []
         self.part = (0, num_shards)
         self.desk = Payloads(self.part)
-        self.own = OwnShard(self.desk)
+        self.own = OwnShard(self.desk, Recorder(run_dir))
         self.services = [ShardService(run_dir / str(k), (k, num_shards), KEY) for k in range(1, num_shards)]
         self.remote = [self._remote(service) for service in self.services]
         self.shards: list[Shard] = [self.own, *self.remote]
         self.durable = SyncerStore(run_dir, num_shards=num_shards)
-        self.worker = MergeWorker(self.durable, None, lambda error: None)
+        self.worker = MergeWorker(self.durable, False, lambda error: None)
         until(lambda: all(shard.is_attached for shard in self.remote), "the shards")
         self._seed()
 
@@ -77,7 +78,7 @@ class Syncer:
                 self._put(p, {"what": "seed", "session": "s0", "lease": 1, "fragment": p}, values)
         for shard in self.remote:
             assert shard.size_of_seed("s0", 1, NUM_FRAGMENTS) is not None
-            shard.store_seed("s0", 1, MANIFEST, num_values)
+            shard.store_seed(StoreSeed("s0", 1, MANIFEST, num_values))
         self.own.anchors = seeded_store(MANIFEST, own, part=self.part, num_values=num_values)
 
     def _put(self, p: int, header: Json, values: torch.Tensor) -> None:

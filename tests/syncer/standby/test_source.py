@@ -12,7 +12,7 @@ import pytest
 from lightning_diloco.errors import CorruptLogError, TransportError
 from lightning_diloco.protocol.syncer.succession import Fleets
 from lightning_diloco.storage.redo_log import RedoLog
-from lightning_diloco.syncer.standby import source as source_module
+from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.replica import Replica
 from lightning_diloco.syncer.standby.source import (
@@ -20,7 +20,6 @@ from lightning_diloco.syncer.standby.source import (
     copy_run,
     cut_to_common,
     differs_after,
-    install_copy,
     is_copied,
 )
 from lightning_diloco.transport.address import JoinAddress
@@ -101,7 +100,7 @@ def test_a_copy_that_fails_leaves_what_was_there(tmp_path: Path, wire: Wire, num
     wire.calls_left = num_calls
     with pytest.raises(TransportError):
         copy_run(made(wire), run_dir, lambda: False)
-    install_copy(run_dir)
+    replacement.install(run_dir)
     assert (run_dir / "syncer" / "log" / f"{2:020d}.log").read_text() == "old"
     assert not is_copied(run_dir)
 
@@ -117,12 +116,12 @@ def test_a_copy_that_is_complete_is_installed_after_a_crash(
             raise KeyboardInterrupt
         real(*args, **kwargs)
 
-    real = source_module.shutil.rmtree
+    real = replacement.remove_tree
     with monkeypatch.context() as crashing:
-        crashing.setattr(source_module.shutil, "rmtree", crash)
+        crashing.setattr(replacement, "remove_tree", crash)
         with suppress(KeyboardInterrupt):
             copy_run(made(wire), run_dir, lambda: False)
-    install_copy(run_dir)
+    replacement.install(run_dir)
     assert_new(run_dir)
 
 
