@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _EXAMPLE = """examples:
   diloco chaos recipes/tiny/gpt.yaml --local 4 --faults-per-hour 85 --duration 20m
   diloco chaos recipes/tiny/gpt.yaml --local 2 --faults-per-hour 240 --kinds kill,cut --trainer.max_steps 400"""
-_VALUED = (*run.VALUED, "--faults-per-hour", "--kinds", "--seed", "--duration")
+_VALUED = (*run.VALUED, "--faults-per-hour", "--kinds", "--shards", "--seed", "--duration")
 _FLAGS = ("--compare", "--no-table", "-h", "--help")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -54,7 +54,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("target", metavar="RECIPE|SCRIPT", help="a YAML recipe (see `diloco ls`) or a Python script")
     parser.add_argument("--local", type=int, metavar="N", help="number of learners")
     parser.add_argument("--faults-per-hour", type=float, metavar="F", help="total over all kinds and targets")
-    parser.add_argument("--kinds", default=",".join(KINDS), metavar="K,..", help=f"default: {','.join(KINDS)}")
+    kinds = f"of {','.join(KINDS)} (default: all; shard only with --shards)"
+    parser.add_argument("--kinds", metavar="K,..", help=kinds)
+    parser.add_argument("--shards", type=int, metavar="S", help=run.SHARDS)
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the schedule (default: 0)")
     parser.add_argument("--duration", metavar="T", help="end the run after this time at the latest, such as 20m")
     parser.add_argument("--compare", action="store_true", help="then run without faults to the same merged tokens")
@@ -81,7 +83,8 @@ def call(arguments: argparse.Namespace) -> int:
     if (run_dir / chaos_story.FAULTS.parent).exists():
         raise ConfigError(f"{run_dir} already holds a chaos run; choose a new folder with --run-dir")
     console = Console()
-    faults = draw(asked.kinds, _names(arguments), faults_per_hour=arguments.faults_per_hour, seed=arguments.seed)
+    chance = {"faults_per_hour": arguments.faults_per_hour, "seed": arguments.seed}
+    faults = draw(asked.kinds, _names(arguments), num_shards=arguments.shards or 1, **chance)
     passed_on = arguments.passed_on if target.suffix == ".py" else [*asked.overrides(), *arguments.passed_on]
     with FaultInjector(faults, run_dir / chaos_story.FAULTS) as meddler:
         plan = _plan(arguments, run_dir, run.learner_argv(target, passed_on, arguments.local), via=meddler.via)
@@ -125,9 +128,13 @@ def _check(arguments: argparse.Namespace) -> _Asked:
         problems.append("--faults-per-hour F is missing: pass the number of faults per hour, for example 60")
     elif not 0.0 < arguments.faults_per_hour < float("inf"):
         problems.append(f"--faults-per-hour {arguments.faults_per_hour}: must be above 0")
-    words = arguments.kinds.split(",")
+    words = [kind for kind in KINDS if kind != "shard" or (arguments.shards or 1) > 1]
+    if arguments.kinds is not None:
+        words = arguments.kinds.split(",")
     if unknown := [word for word in words if word not in KINDS] or len(set(words)) < len(words):
         problems.append(f"--kinds {arguments.kinds}: found {unknown}; allowed: {', '.join(KINDS)}, each once")
+    if "shard" in words and (arguments.shards or 1) < 2:
+        problems.append("--kinds shard: the run has one shard, which is the syncer; add --shards 2, or more")
     duration = _DURATION.fullmatch(arguments.duration or "0")
     if duration is None:
         problems.append(f"--duration {arguments.duration}: must be a number with s, m or h, such as 20m")
@@ -146,7 +153,7 @@ def _plan(arguments: argparse.Namespace, run_dir: Path, learner_argv: tuple[str,
 
     return Plan(
         run_dir=run_dir,
-        syncer_argv=(*run.syncer_argv(run_dir, arguments.local), "--record", "contributions"),
+        syncer_argv=(*run.syncer_argv(run_dir, arguments.local, arguments.shards), "--record", "contributions"),
         learner_argv=learner_argv,
         num_learners=arguments.local,
         threads=arguments.threads,

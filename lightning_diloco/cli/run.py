@@ -41,6 +41,7 @@ _EXAMPLE = """examples:
 VALUED = ("--local", "--run-dir", "--max-restarts", "--threads", "--from")
 FLAGS = ("--no-table", "-h", "--help")
 _VALUED, _FLAGS = (*VALUED, *options.VALUED, "--shards", "--stop-grace", "--page", "--wandb"), (*FLAGS, "--no-page")
+SHARDS = "processes that share the fragments of the model, the syncer and its shards (default: 1)"
 _MAX_RESTARTS = 3
 _WANDB = "lightning_diloco.tracking.Wandb"
 _WANDB_HELP = "log learners and syncer to Weights & Biases as one group; a script logs its learners with a WandbLogger"
@@ -68,8 +69,7 @@ def add_parser(verbs: Any) -> None:
     restarts = f"per process (default: {_MAX_RESTARTS}; on a cluster: no limit)"
     parser.add_argument("--max-restarts", type=int, metavar="R", help=restarts)
     parser.add_argument("--threads", type=int, metavar="T", help="threads per learner (default: cores / N)")
-    shards = "processes that share the fragments of the model, the syncer and its shards (default: 1)"
-    parser.add_argument("--shards", type=int, metavar="S", help=shards)
+    parser.add_argument("--shards", type=int, metavar="S", help=SHARDS)
     parser.add_argument(
         "--stop-grace",
         type=float,
@@ -169,11 +169,10 @@ def _run(arguments: argparse.Namespace, target: Path, run_dir: Path, *, is_serve
     is_elsewhere = arguments.engine is not None
     listen = ["--listen", "0.0.0.0:0" if arguments.address else "127.0.0.1:0"] if is_elsewhere else []
     wandb = ["--wandb", arguments.wandb] if arguments.wandb else []
-    shards = [] if arguments.shards is None else ["--shards", str(arguments.shards)]
     num_here = 1 if arguments.address else num_learners
     plan = Plan(
         run_dir=run_dir,
-        syncer_argv=(*syncer_argv(run_dir, num_learners), *listen, *wandb, *shards),
+        syncer_argv=(*syncer_argv(run_dir, num_learners, arguments.shards), *listen, *wandb),
         learner_argv=learner_argv(target, [*tracking, *arguments.passed_on], num_here),
         num_learners=num_learners,
         threads=arguments.threads or (max(1, int(needs["CPU"])) if is_elsewhere else None),
@@ -254,11 +253,12 @@ def make_run_dir(wanted: Path | None, stem: str) -> Path:
     return run_dir.resolve()
 
 
-def syncer_argv(run_dir: Path, num_learners: int) -> tuple[str, ...]:
+def syncer_argv(run_dir: Path, num_learners: int, num_shards: int | None = None) -> tuple[str, ...]:
     """Return the command of the syncer of a local run."""
     count = str(num_learners)
     module = (sys.executable, "-m", "lightning_diloco.cli.main", "syncer")
-    return (*module, "--run-dir", str(run_dir), "--expect", count, "--data-parts", count)
+    shards = () if num_shards is None else ("--shards", str(num_shards))
+    return (*module, "--run-dir", str(run_dir), "--expect", count, "--data-parts", count, *shards)
 
 
 def learner_argv(target: Path, passed_on: Sequence[str], num_learners: int) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
 
 _EXPECT = "delay the first step until N learners are ready, and end when N have finished (default: stay open)"
-_SHARDS = "share the fragments among S processes, on ports PORT, PORT+1, ... (default: as the run began, else 1)"
+_SHARDS = "share the fragments among S processes, on ports PORT, PORT+1, ... (default: as before, else 1)"
 _EXAMPLE = "example:\n  diloco syncer --run-dir runs/mine --listen 0.0.0.0:7654 --expect 4 --sync-every 96"
 NO_WANDB = "--wandb {project}: wandb is not installed; pip install 'lightning-diloco[wandb]'"
 _DEFAULT_LISTEN = "127.0.0.1:0"

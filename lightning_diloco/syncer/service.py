@@ -88,7 +88,7 @@ class SyncerOptions:
         record_contributions: also keep the received bytes, for replay.
         standby_of: the primary that this syncer follows, until it takes over; None: it serves the run.
         takes_over: serve the run now, although this directory is a standby's.
-        num_shards: number of processes that share the fragments (`shards/`); None: as the run began, 1 for a new run.
+        num_shards: number of processes that share the fragments (`shards/`); None: as before, 1 for a new run.
         shards_elsewhere: the other shards are started by the user, on other machines.
     """
 

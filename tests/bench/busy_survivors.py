@@ -148,7 +148,7 @@ def _seen(run_dir: Path, killer: Killer) -> Seen:
         after_s=within(gaps, *after),
         hooks_before_s=within(hooks, *before),
         hooks_after_s=within(hooks, *after),
-        num_merged_after=sum(t > killer.killed_s and SURVIVOR in names for t, names in story.commits),
+        num_merged_after=sum(c.t > killer.killed_s and SURVIVOR in c.learners for c in story.commits),
         was_back=len(_steps(folder / VICTIM)) > 1,
         ledger_exact=None if story.summary is None else story.summary["ledger_exact"],
     )

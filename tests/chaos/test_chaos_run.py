@@ -15,7 +15,8 @@ from lightning_diloco.cli.faults.schedule import KINDS
 from lightning_diloco.cli.main import main
 from tests.e2e.recorded import assert_recorded_exactly
 
-FAULTS = ["--faults-per-hour", "360", "--seed", "54", "--duration", "130s"]  # 20 s of it until the first step
+FAULTS = ["--faults-per-hour", "400", "--seed", "34", "--shards", "2"]
+DURATION = ["--duration", "130s"]  # 20 s of it until the first step
 REDUCED = [
     "--trainer.max_steps=100000", "--trainer.val_check_interval=100000", "--data.max_bytes=1000000",
     "--model.config.hidden_size=64", "--model.schedule=constant",
@@ -25,7 +26,7 @@ START_LOSS = 6.93  # ln(vocab_size): of a model that knows nothing
 
 @pytest.mark.chaos
 def test_a_run_under_faults_of_every_kind_ends_by_itself_exact_and_replays(tmp_path: Path) -> None:
-    ours = ["--local", "2", *FAULTS, "--run-dir", str(tmp_path), "--no-table"]
+    ours = ["--local", "2", *FAULTS, *DURATION, "--run-dir", str(tmp_path), "--no-table"]
     assert main(["chaos", "tiny/gpt", *ours, *REDUCED]) == 0
     report, summary = (json.loads((tmp_path / name).read_text()) for name in ("chaos.json", "summary.json"))
     assert report["status"] == summary["status"] == "finished"

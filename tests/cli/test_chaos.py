@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_diloco.cli import chaos
+from lightning_diloco.cli.faults.schedule import KINDS
 from lightning_diloco.cli.main import main
 
 
@@ -33,6 +34,14 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_rate_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", "tiny/gpt", "--local", "2"]) == 2
     assert "--faults-per-hour F is missing" in capsys.readouterr().err
+
+
+def test_shards_can_be_killed_only_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["chaos", "tiny/gpt", "--local", "2", "--faults-per-hour", "9"]
+    assert main([*words, "--kinds", "kill,shard"]) == 2
+    assert "--kinds shard: the run has one shard" in capsys.readouterr().err
+    assert "shard" not in chaos._check(_parsed(words)).kinds
+    assert chaos._check(_parsed([*words, "--shards", "3"])).kinds == KINDS
 
 
 def test_what_needs_a_recipe_is_refused_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

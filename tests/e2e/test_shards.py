@@ -13,6 +13,7 @@ import pytest
 
 from lightning_diloco.errors import AuthError
 from lightning_diloco.learner.rotation import rotate
+from lightning_diloco.syncer.replay import replay
 from lightning_diloco.syncer.shards.whole import read_run
 from tests.e2e.conftest import Processes, until
 from tests.e2e.learner import TOKENS
@@ -46,8 +47,8 @@ def is_accepted(processes: Processes) -> bool:
     return False
 
 
-def test_killed_shards_and_a_killed_syncer_lose_nothing(processes: Processes) -> None:
-    syncer = processes.syncer(expect=2, num_shards=3)
+def test_killed_shards_a_killed_syncer_and_another_number_of_shards_lose_nothing(processes: Processes) -> None:
+    syncer = processes.syncer(expect=2, num_shards=3, record_contributions=True)
     learners = [processes.learner(name, DILOCO_RUN_DIR=str(processes.run_dir)) for name in ("l0", "l1")]
     until(lambda: processes.status()["num_commits"] >= 8, "commits", processes)
     first = shards(syncer.pid)
@@ -65,17 +66,25 @@ def test_killed_shards_and_a_killed_syncer_lose_nothing(processes: Processes) ->
     os.kill(syncer.pid, signal.SIGKILL)
     processes.end(syncer)
     until(lambda: not any(child.is_running() for child in again.values()), "the end of its shards", processes)
-    syncer = processes.syncer(expect=2)  # it knows how many shards the run has
+    syncer = processes.syncer(expect=2, record_contributions=True)  # it knows how many shards the run has
     processes.until_commits(8)
     rotate(processes.run_dir)
     until(lambda: is_accepted(processes), "the new token to be accepted", processes)
     processes.until_commits(8)
-    status = processes.status()
+    assert all(shard["bytes_up"] > 0 and shard["bytes_down"] > 0 for shard in processes.status()["shards"])
+
+    syncer.terminate()
+    processes.end(syncer)
+    syncer = processes.syncer(expect=2, num_shards=2, record_contributions=True)
+    processes.until_commits(8)
+    assert sorted(shards(syncer.pid)) == ["1/2"]
     processes.stop_file.touch()
     assert [processes.end(process) for process in (*learners, syncer)] == [0, 0, 0]
 
-    assert all(shard["bytes_up"] > 0 and shard["bytes_down"] > 0 for shard in status["shards"])
     assert_nothing_lost(processes)
+    found = replay(processes.run_dir)
+    assert found.level == "merges"
+    assert found.num_merges == sum(found.versions) >= 40
     held = [processes.held(name) for name in ("l0", "l1")]
     shutil.copytree(processes.run_dir, copy := processes.root / "copy")
     state, store = read_run(copy)

@@ -1,6 +1,7 @@
 """Applies a schedule of faults to the processes of a local run and logs each of them.
 
-1. Every learner dials its own proxy. TLS passes through the proxy, and the learner pins the syncer's certificate.
+1. Every learner dials its own proxy. TLS passes through the proxy, and the learner pins the syncer's certificate. It
+   dials shards without a proxy.
 2. The schedule starts with the first inner step of the run. It runs in the main thread, so that signals reach only
    processes of this run.
 3. A fault is skipped if its learner has left or ended, or if a fault of the same kind still lasts there.
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lightning_diloco.cli.faults.schedule import Fault
+from lightning_diloco.cli.faults.schedule import SHARD, Fault
 from lightning_diloco.cli.local.feed import Status
 from lightning_diloco.cli.local.fleet import Fleet
 from lightning_diloco.transport.address import JoinAddress, split_host_port
@@ -46,6 +47,7 @@ class FaultInjector:
         self._lasting: dict[tuple[str, str], tuple[Fault, int, Undo]] = {}
         self._proxies: dict[str, FaultProxy] = {}
         self._phases: dict[str, str] = {}
+        self._shards: dict[str, int] = {}
 
     def __enter__(self) -> FaultInjector:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +71,8 @@ class FaultInjector:
         now_s = self._clock()
         if status is not None:
             self._phases = {learner.get("id"): learner.get("phase") for learner in status["learners"]}
+            shards = [shard for shard in status.get("shards", ()) if shard["away_s"] is None]
+            self._shards = {f"{SHARD}{shard['shard']}": shard["pid"] for shard in shards}
         if self._began_s is None:
             if status is None or not any(learner["step"] > 0 for learner in status["learners"]):
                 return
@@ -87,9 +91,14 @@ class FaultInjector:
             return self._note("skip", fault, why=f"a fault of the same kind still lasts at {fault.target}")
         if self._phases.get(fault.target) == "left":  # a restart would look for a run that may be over
             return self._note("skip", fault, why=f"{fault.target} has left")
-        if fleet.outcome(fault.target) != "running":
+        if fault.kind == "shard":
+            pid = self._shards.pop(fault.target, None)
+        elif fleet.outcome(fault.target) != "running":
             return self._note("skip", fault, why=f"{fault.target} has ended")
-        pid = fleet.pid(fault.target)
+        else:
+            pid = fleet.pid(fault.target)
+        if pid is None:
+            return self._note("skip", fault, why=f"{fault.target} is away")
         try:
             undo = self._apply(fault, pid, fleet)
         except ProcessLookupError:
@@ -103,6 +112,9 @@ class FaultInjector:
         match fault.kind:
             case "kill" | "syncer":
                 os.killpg(pid, signal.SIGKILL)
+                return None
+            case "shard":  # in the group of the syncer
+                os.kill(pid, signal.SIGKILL)
                 return None
             case "stop":
                 os.killpg(pid, signal.SIGSTOP)

@@ -13,7 +13,14 @@ from lightning_diloco.cli.faults.story import Span, Story
 from lightning_diloco.errors import ConfigError
 
 # The Okabe-Ito palette, as in all plots. A learner's row is pale, so that faults stand out.
-_COLORS = {"kill": "#D55E00", "stop": "#E69F00", "cut": "#CC79A7", "slow": "#56B4E9", "syncer": "#222222"}
+_COLORS = {
+    "kill": "#D55E00",
+    "stop": "#E69F00",
+    "cut": "#CC79A7",
+    "slow": "#56B4E9",
+    "syncer": "#222222",
+    "shard": "#009E73",
+}
 _STEPPING, _COMMITS = "#8FD3BD", "#0072B2"
 _BREAK_S = 2.0
 _DOTS_PER_INCH = 120
@@ -46,7 +53,7 @@ def _fill(axes: Any, story: Story, rows: Sequence[str], title: str) -> None:
     for name, learner in story.learners.items():
         spans = [(a - begin_s, b - a) for life in learner.lives for a, b in _stretches(life)]
         axes.broken_barh(spans, (rows.index(name) - 0.3, 0.6), color=_STEPPING, lw=0)
-    times, below = [t - begin_s for t, _ in story.commits if t >= begin_s], len(rows) - 1
+    times, below = [c.t - begin_s for c in story.commits if c.t >= begin_s], len(rows) - 1
     axes.vlines(times, below - 0.2, below + 0.2, color=_COMMITS, lw=0.3, alpha=0.5, label="commit")
     for kind in KINDS:
         _mark(axes, [f for f in story.faults if f["kind"] == kind], rows, begin_s)

@@ -9,7 +9,8 @@
 4. Goodput is tokens merged / sum over learners of planned time x median tokens per second.
 5. The longest gap is the longest time between two steps of one process, without its stops and without validation.
 6. Recovery is the time from a kill, or from the end of a stop or cut, to the next commit that names the learner. For
-   the syncer it is the time from the kill to the next commit, if a learner was stepping that could contribute.
+   the syncer it is the time from the kill to the next commit, if a learner was stepping that could contribute; for a
+   shard, to the next commit of one of its fragments.
 
 Source: our choice; the definitions are those of `syncer/status/report.py`.
 """
@@ -25,7 +26,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from lightning_diloco.cli.faults.schedule import SYNCER
+from lightning_diloco.cli.faults.schedule import SHARD, SYNCER
 from lightning_diloco.cli.faults.story import Json, Story, span
 
 NEEDED_WITHIN_S = 3.0
@@ -66,12 +67,15 @@ def recovery_s(story: Story, fault: Json) -> float | None:
     if name == SYNCER:
         steps = (t for learner in story.learners.values() for life in learner.lives for t in life)
         was_needed = any(since_s < t < since_s + NEEDED_WITHIN_S for t in steps) or not story.learners
-        return next((t - since_s for t, _ in story.commits if t > since_s and was_needed), None)
+        return next((c.t - since_s for c in story.commits if c.t > since_s and was_needed), None)
+    if fault["kind"] == "shard":
+        mine = (c.t for c in story.commits if c.fragment % story.num_shards == int(name.removeprefix(SHARD)))
+        return next((t - since_s for t in mine if t > since_s), None)
     back_s = since_s
     if fault["kind"] == "kill":
         starts = (span(life)[0] for life in (story.learners[name].lives if name in story.learners else ()))
         back_s = min((start for start in starts if start > since_s), default=math.inf)
-    return next((t - since_s for t, names in story.commits if t > back_s and name in names), None)
+    return next((c.t - since_s for c in story.commits if c.t > back_s and name in c.learners), None)
 
 
 def steps_to_compare(story: Story, num_learners: int) -> int:

@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Kind = Literal["kill", "stop", "cut", "slow", "syncer"]
+Kind = Literal["kill", "stop", "cut", "slow", "syncer", "shard"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SYNCER = "syncer"
+SHARD = "shard-"  # with a number: target of a fault
 LASTS_S: dict[Kind, tuple[float, float]] = {"stop": (1.0, 30.0), "cut": (1.0, 30.0), "slow": (5.0, 30.0)}
 DELAY_S = (0.02, 0.2)
 RATE_BPS = (2e6, 2e7)
@@ -32,9 +33,9 @@ class Fault:
     Args:
         number: 1, 2, ... in time order.
         at_s: seconds after the start of the schedule.
-        kind: "kill": SIGKILL to a learner; "stop": SIGSTOP, later SIGCONT; "cut" and "slow": its network; "syncer":
-            SIGKILL to the syncer.
-        target: learner id, or "syncer".
+        kind: "kill": SIGKILL to a learner; "stop": SIGSTOP, later SIGCONT; "cut" and "slow": its network; "syncer"
+            and "shard": SIGKILL to the syncer or to a shard.
+        target: learner id, "syncer", or "shard-1".
         lasts_s: duration; 0 for a kill.
         is_half_open: whether a "cut" keeps connections open without passing data, instead of resetting them.
         delay_s: one-way delay of a "slow" network.
@@ -51,12 +52,15 @@ class Fault:
     rate_bps: float | None = None
 
 
-def draw(kinds: Sequence[Kind], learners: Sequence[str], *, faults_per_hour: float, seed: int) -> Iterator[Fault]:
+def draw(
+    kinds: Sequence[Kind], learners: Sequence[str], *, num_shards: int, faults_per_hour: float, seed: int
+) -> Iterator[Fault]:
     """Yield an endless sequence of faults in time order.
 
     Args:
         kinds: kinds of faults to draw.
         learners: learner ids.
+        num_shards: number of shards, including the syncer; above 1 if `kinds` has "shard".
         faults_per_hour: total over all kinds and targets, > 0.
         seed: determines the whole schedule.
     """
@@ -71,12 +75,20 @@ def draw(kinds: Sequence[Kind], learners: Sequence[str], *, faults_per_hour: flo
             number=number,
             at_s=at_s,
             kind=kind,
-            target=SYNCER if kind == "syncer" else chance.choice(list(learners)),
+            target=_target(chance, kind, learners, num_shards),
             lasts_s=_log_uniform(chance, *LASTS_S[kind]) if kind in LASTS_S else 0.0,
             is_half_open=kind == "cut" and chance.random() < 0.5,
             delay_s=_log_uniform(chance, *DELAY_S) if kind == "slow" else 0.0,
             rate_bps=_log_uniform(chance, *RATE_BPS) if kind == "slow" else None,
         )
+
+
+def _target(chance: random.Random, kind: Kind, learners: Sequence[str], num_shards: int) -> str:
+    if kind == "syncer":
+        return SYNCER
+    if kind == "shard":
+        return f"{SHARD}{chance.randrange(1, num_shards)}"
+    return chance.choice(list(learners))
 
 
 def _log_uniform(chance: random.Random, low: float, high: float) -> float:

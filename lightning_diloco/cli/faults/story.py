@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_diloco.cli.faults.step_log import PATTERN, read_steps
 from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.syncer.shards.layout import num_shards_of
 
 Json = dict[str, Any]
 Span = tuple[float, float]
@@ -69,6 +70,15 @@ class Learner:
 
 
 @dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit: unix seconds, ids of the contributors, and the fragment."""
+
+    t: float
+    learners: Sequence[str]
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
 class Story:
     """All records in a run directory.
 
@@ -76,14 +86,16 @@ class Story:
         learners: learners that made a step, by id.
         faults: the "begin" lines of faults.jsonl, each with `until_s`.
         num_skipped: number of faults that had no target.
-        commits: (unix seconds, ids of the contributors), in order.
+        commits: in order.
+        num_shards: number of shards, including the syncer.
         summary: summary.json; None if there is none.
     """
 
     learners: Mapping[str, Learner]
     faults: Sequence[Json]
     num_skipped: int
-    commits: Sequence[tuple[float, Sequence[str]]]
+    commits: Sequence[Commit]
+    num_shards: int
     summary: Json | None
 
 
@@ -105,7 +117,8 @@ def read(run_dir: Path) -> Story:
         learners=learners,
         faults=faults,
         num_skipped=sum(line["what"] == "skip" for line in lines),
-        commits=[(line["t"], line["learners"]) for line in tape if line["event"] == "commit"],
+        commits=[Commit(x["t"], x["learners"], x["fragment"]) for x in tape if x["event"] == "commit"],
+        num_shards=num_shards_of(run_dir),
         summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,
     )
 

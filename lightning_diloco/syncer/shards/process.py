@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from lightning_diloco.errors import ConfigError
+from lightning_diloco.errors import ConfigError, ShardError
 from lightning_diloco.process import descriptors, grpc_log
 from lightning_diloco.process.exit import let_threads_become_idle
 from lightning_diloco.process.malloc import keep_few_heaps
@@ -24,7 +24,7 @@ from lightning_diloco.process.retry import retry
 from lightning_diloco.storage.files import make_directory
 from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.shards.elsewhere import Reporting, fetch_identity
-from lightning_diloco.syncer.shards.layout import directory_of, listen_of
+from lightning_diloco.syncer.shards.layout import NO_PORT, directory_of, listen_of
 from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.standby.invitation import Invitation
@@ -141,7 +141,10 @@ class ShardProcess:
         return f":{read_join_file(self._join).port}"
 
     def _connect(self) -> Connection:
-        return FlightConnection(read_join_file(self._join))
+        address = read_join_file(self._join)
+        if address.port == NO_PORT:
+            raise ShardError("it is starting")
+        return FlightConnection(address)
 
     def _start(self) -> subprocess.Popen[bytes]:
         k, num_shards = self._part

@@ -54,6 +54,7 @@ class RemoteShard:
     Attributes:
         address: `host:port` for learners at the last `Attach`; without a host, it is the syncer's; "" if unknown.
         digests: digests of its fragments at the last `Attach`.
+        pid: its process, on its machine.
         bytes_up, bytes_down: payload bytes that it has received and sent since this syncer began, as of the last event.
     """
 
@@ -78,6 +79,7 @@ class RemoteShard:
         self._threads: list[threading.Thread] = []
         self.address = ""
         self.digests: dict[int, str] = {}
+        self.pid: int | None = None
         self.bytes_up = self.bytes_down = 0
         self._counted: tuple[int, int] | None = None
 
@@ -93,7 +95,8 @@ class RemoteShard:
     def status(self) -> Json:
         """Return what the status of the run says about this shard."""
         away_s = None if self.is_attached else time.monotonic() - self._away_since_s
-        return {"shard": self.part[0], "away_s": away_s, "bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
+        counted = {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
+        return {"shard": self.part[0], "pid": self.pid, "away_s": away_s, **counted}
 
     def start(self, attach: Callable[[], ask.Attach], hear: Callable[[events.SyncerEvent], object]) -> None:
         """Start to attach.
@@ -206,7 +209,7 @@ class RemoteShard:
     def _count(self) -> None:
         """Add the bytes since the last count; those from before this syncer began are on its tape."""
         figures = self._call(ask.Figures(), CALL_S).header
-        now = (figures["bytes_up"], figures["bytes_down"])
+        self.pid, now = figures["pid"], (figures["bytes_up"], figures["bytes_down"])
         if self._counted is not None:
             is_new = any(a < b for a, b in zip(now, self._counted, strict=True))  # the process was started again
             up, down = (0, 0) if is_new else self._counted

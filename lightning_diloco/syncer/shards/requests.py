@@ -161,7 +161,7 @@ class StoreSeed(Tagged, frozen=True):
 
 
 class Figures(Tagged, frozen=True):
-    """Return {"bytes_up", "bytes_down"}: payload bytes that this process has received and sent."""
+    """Return {"pid", "bytes_up", "bytes_down"}: this process, and payload bytes that it has received and sent."""
 
 
 class Over(Tagged, frozen=True):

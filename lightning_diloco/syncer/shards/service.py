@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -316,7 +317,7 @@ class ShardService:
         return Bulk({}, _EMPTY)
 
     def _figures(self) -> Json:
-        return {"bytes_up": self._desk.bytes_up, "bytes_down": self._desk.bytes_down}
+        return {"pid": os.getpid(), "bytes_up": self._desk.bytes_up, "bytes_down": self._desk.bytes_down}
 
 
 def _digests(store: AnchorStore) -> dict[str, str]:

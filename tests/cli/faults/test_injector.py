@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from lightning_diloco.cli.faults.schedule import Fault
 from lightning_diloco.cli.local.fleet import Command, Fleet
 from lightning_diloco.transport.address import JoinAddress
 
-STEPPING = {"learners": [{"step": 1}]}
+STEPPING: dict[str, Any] = {"learners": [{"step": 1}]}
 SLEEP = (sys.executable, "-ISc", "import time; time.sleep(60)")
 END = (sys.executable, "-ISc", "")
 
@@ -49,13 +50,13 @@ class Run:
     """A meddler with a clock that is set by hand."""
 
     def __init__(self, tmp_path: Path, fleet: Fleet, *faults: Fault) -> None:
-        self.now_s, self.fleet = 1000.0, fleet
+        self.now_s, self.fleet, self.status = 1000.0, fleet, STEPPING
         self.path = tmp_path / "chaos" / "faults.jsonl"
         self.meddler = FaultInjector(iter(faults), self.path, clock=lambda: self.now_s)
 
     def at(self, since_s: float) -> None:
         self.now_s = 1000.0 + since_s
-        self.meddler(self.fleet, STEPPING)
+        self.meddler(self.fleet, self.status)
 
     def log(self) -> list[tuple[str, int]]:
         lines = map(json.loads, self.path.read_text().splitlines())
@@ -85,6 +86,26 @@ def test_a_killed_process_is_gone_and_comes_back(tmp_path: Path, fleet: Fleet, k
         until(lambda: fleet.watch() or fleet.pid(target) != pid)
     assert fleet.outcome(target) == "running"
     assert json.loads(run.path.read_text())["pid"] == pid
+
+
+def test_a_shard_is_killed_by_the_pid_in_the_status_once_and_skipped_while_it_is_away(
+    tmp_path: Path, fleet: Fleet
+) -> None:
+    shard = subprocess.Popen(SLEEP)
+    faults = [fault(n, "shard", at_s=n, target=f"shard-{k}") for n, k in ((1, 1), (2, 1), (3, 2))]
+    run = Run(tmp_path, fleet, *faults)
+    run.status = STEPPING | {
+        "shards": [{"shard": 1, "pid": shard.pid, "away_s": None}, {"shard": 2, "pid": shard.pid, "away_s": 2.0}]
+    }
+    with run.meddler:
+        run.at(0.0)
+        run.at(1.0)
+        assert shard.wait(10.0) == -signal.SIGKILL
+        run.status = STEPPING | {"shards": []}
+        run.at(2.0)
+        run.at(3.0)
+    assert run.log() == [("begin", 1), ("skip", 2), ("skip", 3)]
+    assert fleet.outcome("syncer") == "running"
 
 
 def test_a_stopped_process_goes_on_when_its_time_is_over(tmp_path: Path, fleet: Fleet) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -27,10 +28,10 @@ SUMMARY: dict[str, Any] = {
     "learners": [{"step": 10, "tokens": 100}, {"step": 11, "tokens": 110}, {"step": 29, "tokens": 290}],
 }  # fmt: skip
 TAPE = [
-    {"t": 110.4, "event": "commit", "learners": ["l0", "l1"]},
-    {"t": 111.0, "event": "commit", "learners": ["l0"]},
-    {"t": 122.5, "event": "commit", "learners": ["l1"]},
-    {"t": 132.0, "event": "commit", "learners": ["l0", "l1"]},
+    {"t": 110.4, "event": "commit", "learners": ["l0", "l1"], "fragment": 0},
+    {"t": 111.0, "event": "commit", "learners": ["l0"], "fragment": 1},
+    {"t": 122.5, "event": "commit", "learners": ["l1"], "fragment": 0},
+    {"t": 132.0, "event": "commit", "learners": ["l0", "l1"], "fragment": 1},
     {"t": 141.0, "event": "leave", "learner": "l1", "reason": "finished"},
 ]
 
@@ -85,6 +86,11 @@ def test_recovery_ends_with_the_first_commit_that_names_the_new_process(story: S
 
 def test_a_syncer_that_nobody_needed_has_not_to_recover(story: Story) -> None:
     assert recovery_s(story, {**line("begin", 9, "syncer", "syncer", 150.0), "until_s": 150.0}) is None
+
+
+def test_a_shard_has_recovered_with_the_next_commit_of_one_of_its_fragments(story: Story) -> None:
+    killed = {**line("begin", 9, "shard", "shard-1", 112.0), "until_s": 112.0}
+    assert recovery_s(dataclasses.replace(story, num_shards=2), killed) == pytest.approx(20.0)
 
 
 def test_faults_are_counted_as_applied(story: Story) -> None:

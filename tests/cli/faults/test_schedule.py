@@ -13,7 +13,8 @@ LEARNERS = ["l0", "l1", "l2"]
 
 
 def faults(num: int, seed: int = 1, kinds: tuple[Kind, ...] = KINDS, faults_per_hour: float = 60.0) -> list[Fault]:
-    return list(itertools.islice(draw(kinds, LEARNERS, faults_per_hour=faults_per_hour, seed=seed), num))
+    drawn = draw(kinds, LEARNERS, num_shards=3, faults_per_hour=faults_per_hour, seed=seed)
+    return list(itertools.islice(drawn, num))
 
 
 def test_the_same_seed_gives_the_same_faults_and_another_gives_others() -> None:
@@ -30,10 +31,11 @@ def test_times_are_those_of_a_poisson_process() -> None:
 
 
 def test_kinds_are_equally_frequent_and_targets_fit_them() -> None:
-    drawn = faults(500)
+    drawn = faults(600)
     assert set(Counter(fault.kind for fault in drawn).values()) == {100}
     assert {fault.target for fault in drawn if fault.kind == "syncer"} == {SYNCER}
-    assert {fault.target for fault in drawn if fault.kind != "syncer"} == set(LEARNERS)
+    assert {fault.target for fault in drawn if fault.kind == "shard"} == {"shard-1", "shard-2"}
+    assert {fault.target for fault in drawn if fault.kind not in ("syncer", "shard")} == set(LEARNERS)
 
 
 def test_what_lasts_lasts_within_bounds_and_kills_do_not() -> None:

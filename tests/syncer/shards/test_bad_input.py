@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def test_a_shard_works_only_for_the_syncer_that_has_its_key_and_attached_last(tm
     with pytest.raises(ConfigError, match=r"shard 1 of 2; the syncer wants 1 of 3"):
         attach(shard, num_shards=3)
     attach(shard)
-    assert shard.on_get(figures).header == {"bytes_up": 0, "bytes_down": 0}
+    assert shard.on_get(figures).header == {"pid": os.getpid(), "bytes_up": 0, "bytes_down": 0}
     attach(shard, nonce="later")
     with pytest.raises(TransportError, match="another syncer has attached"):
         shard.on_get(figures)

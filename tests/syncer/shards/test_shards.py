@@ -90,7 +90,7 @@ def test_bytes_of_a_shard_are_counted_once(
 ) -> None:
     shard = RemoteShard((1, 2), address=lambda: ":1", connect=lambda: None, key="")  # type: ignore[arg-type,return-value]
     for up, down in told:
-        answer = Bulk({"bytes_up": up, "bytes_down": down}, memoryview(b""))
+        answer = Bulk({"pid": 1, "bytes_up": up, "bytes_down": down}, memoryview(b""))
         monkeypatch.setattr(shard, "_call", lambda request, within_s, answer=answer: answer)
         shard._count()
     assert (shard.bytes_up, shard.bytes_down) == counted
