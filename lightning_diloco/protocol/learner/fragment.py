@@ -113,10 +113,10 @@ class Fragment:
 
     def pending(self, tokens: int) -> tuple[tuple[int, int], ...]:
         """Return the ranges that are neither merged and landed nor discarded, up to `tokens`."""
-        ranges = [(self.outstanding.ready.start, self.outstanding.ready.stop)] if self.outstanding else []
-        if self.fresh_from < tokens:
-            ranges.append((self.fresh_from, tokens))
-        return tuple(ranges)
+        fresh = ((self.fresh_from, tokens),) if self.fresh_from < tokens else ()
+        if self.outstanding is None:
+            return fresh
+        return ((self.outstanding.ready.start, self.outstanding.ready.stop), *fresh)
 
     @property
     def can_land(self) -> bool:

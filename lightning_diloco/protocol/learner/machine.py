@@ -413,7 +413,8 @@ class LearnerState:
             return [self._leave()]
         todo: list[LearnerAction] = []
         for p, f in enumerate(self.fragments):
-            todo += f.fetch(p) + f.ask_fate(now_s)
+            if f.outstanding or f.must_adopt or f.offered > f.landed:  # most fragments are idle
+                todo += f.fetch(p) + f.ask_fate(now_s)
         todo += map(do.Say, self.lessee.ask(now_s, self.generation, self.tokens_per_s, wants=self.phase != "draining"))
         if now_s >= self._next_heartbeat_s:
             todo.append(self._heartbeat(now_s))

@@ -92,11 +92,10 @@ class Account:
             return True
         self.seen = max(self.seen, progress.tokens)
         self.declared = progress
-        landed_size = 0
-        for p, version in enumerate(progress.landed):
-            landed_size += self.merged[p].size
-            if self.unlanded[p]:
-                self.unlanded[p] = [entry for entry in self.unlanded[p] if entry[0] > version]
+        landed_size = sum(merged.size for merged in self.merged)
+        for p, entries in enumerate(self.unlanded):
+            if entries:
+                self.unlanded[p] = [entry for entry in entries if entry[0] > progress.landed[p]]
                 landed_size -= sum(stop - start for _, start, stop in self.unlanded[p])
         pending = sum(stop - start for ranges in progress.pending for start, stop in ranges)
         total = landed_size + sum(progress.discarded.values()) + pending

@@ -237,6 +237,9 @@ class Rounds:
         r = f.round
         if r is None or r.stage != "collecting":
             return []
+        is_early = now_s < min(r.until_s, r.answers_until_s)
+        if is_early and r.quorum_s is not None and not r.electorate <= f.held.keys():
+            return []  # the usual case, in few steps
         ready = {session for session, held in f.held.items() if self._may_join(held)}
         if now_s >= r.answers_until_s:
             r.electorate &= ready
