@@ -22,13 +22,16 @@ from lightning_diloco.protocol import messages
 from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.simulate.crashes import CrashPoints
 from lightning_diloco.simulate.invariants import Invariants
-from lightning_diloco.simulate.learner import SimulatedLearner
+from lightning_diloco.simulate.learner import SimulatedLearner, Update
 from lightning_diloco.simulate.settings import Network, Pace, manifest
 from lightning_diloco.simulate.syncer import SimulatedSyncer
 from lightning_diloco.simulate.timeline import Timeline
 
 TICK_S = 0.25
 CONFIRM_AGAIN_S = 0.5
+
+
+FULL_VALUES = 4  # float32, in updates of one byte per parameter
 
 
 class Fleet:
@@ -362,9 +365,12 @@ class Fleet:
                 self._after(0.0, partial(self._learner_handles, learner, encoded))
             case do.Upload():
                 takes_s = self.network.upload_s * learner.pace.upload_factor * (0.9 + 0.2 * self.random.random())
-                self._after(takes_s, partial(self._upload_arrives, learner, action.ready, self.syncer.boot))
+                learner.uploads_until_s = max(self.now_s, learner.uploads_until_s) + takes_s
+                arrives = partial(self._upload_arrives, learner, action.ready, self.syncer.boot)
+                self._after(learner.uploads_until_s - self.now_s, arrives)
             case do.Fetch():
-                self._after(self.network.download_s, partial(self._fetched, learner, action, self.syncer.boot))
+                learner.fetches.append(action)
+                self._fetch_next(learner)
             case do.Land():
                 assert learner.state is not None
                 learner.land(action.fragment)
@@ -394,21 +400,38 @@ class Fleet:
             self.syncer.handle(on.PayloadReceived(learner.session, ready, error))
         self._learner_handles(learner, on.Uploaded(p, seq))
 
-    def _fetched(self, learner: SimulatedLearner, action: do.Fetch, boot: int) -> None:
-        p = action.fragment
-        state, disk = self.syncer.state, self.syncer.disk
-        member = state.roster.get(learner.session)
-        if not self._reaches(learner, boot) or member is None:
-            self._learner_handles(learner, on.FetchFailed(p))
+    def _fetch_next(self, learner: SimulatedLearner) -> None:
+        """Begin the next download, if none is under way. The update is that of the moment when it begins."""
+        if learner.is_fetching or not learner.fetches:
             return
-        generation, version = state.rounds.generation, state.rounds.fragments[p].version
+        learner.is_fetching = True
+        action, boot = learner.fetches.popleft(), self.syncer.boot
+        p, member = action.fragment, self.syncer.state.roster.get(learner.session)
+        if not self._reaches(learner, boot) or member is None:
+            self._after(self.network.download_s, partial(self._fetched, learner, action, None, boot))
+            return
+        rounds, disk = self.syncer.state.rounds, self.syncer.disk
+        generation, version = rounds.generation, rounds.fragments[p].version
         fate = member.fates.get(p)
         merged_seq = fate[0] if fate and fate[1] == "merged" else None
         sent = learner.kept.get((p, merged_seq)) if merged_seq is not None else None
         kept = fate[4] if fate else 1.0
         have = None if action.adopt or generation != action.generation else action.have
-        update = disk.update(p, have, version, int((sent or 0) * kept))
-        learner.staged[p], learner.adopts[p] = (update, disk.digests[p][version]), action.adopt
-        seq = None if sent is None else merged_seq
-        proof = state.proof(p, generation, version, disk.digests[p][version])
-        self._learner_handles(learner, on.Staged(p, generation, version, seq, update.full is not None, kept, proof))
+        update, digest = disk.update(p, have, version, int((sent or 0) * kept)), disk.digests[p][version]
+        is_full = update.full is not None
+        proof = self.syncer.state.proof(p, generation, version, digest)
+        staged = on.Staged(p, generation, version, None if sent is None else merged_seq, is_full, kept, proof)
+        takes_s = self.network.download_s * (FULL_VALUES if is_full else max(1, version - action.have))
+        self._after(takes_s, partial(self._fetched, learner, action, (update, digest, staged), boot))
+
+    def _fetched(
+        self, learner: SimulatedLearner, action: do.Fetch, found: tuple[Update, str, on.Staged] | None, boot: int
+    ) -> None:
+        p, learner.is_fetching = action.fragment, False
+        if found is None or not self._reaches(learner, boot):
+            self._learner_handles(learner, on.FetchFailed(p))
+        else:
+            update, digest, staged = found
+            learner.staged[p], learner.adopts[p] = (update, digest), action.adopt
+            self._learner_handles(learner, staged)
+        self._fetch_next(learner)

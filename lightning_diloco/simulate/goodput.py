@@ -18,6 +18,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from statistics import median
 
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError
@@ -90,6 +91,8 @@ class Outcome:
         merges: contributions merged.
         participation: contributors divided by learners that were stepping when a round opened; None without rounds.
         discarded: share of the trained tokens that was not merged.
+        recovery_s: median time from the death of a learner to the first commit with work of its next process; None if
+            no learner died.
         training: (time, learners that train from then on), in order of time.
     """
 
@@ -101,6 +104,7 @@ class Outcome:
     merges: int = 0
     participation: float | None = None
     discarded: float = 0.0
+    recovery_s: float | None = None
     training: tuple[tuple[float, int], ...] = ()
 
 
@@ -119,7 +123,7 @@ def simulate(scenario: Scenario) -> Outcome:
         seed=scenario.seed,
         expect=m,
         is_audited=False,
-        tick_s=_TICK_S,
+        tick_s=min(_TICK_S, *scenario.step_s),
     )
     chance = random.Random(scenario.seed)
     ideal, all_pauses, members = 0.0, [], []
@@ -137,6 +141,8 @@ def simulate(scenario: Scenario) -> Outcome:
         members.append(member)
         all_pauses.append(stops)
         ideal += until_s / step_s * _TOKENS
+    by_name = {member.name: member for member in members}
+    fleet.syncer.on_commit = lambda learners: [by_name[x].contributed() for x in learners if x in by_name]
     extra = sum(_visit(fleet, scenario, k) for k in range(scenario.num_extra))
     fleet.run_until(until_s)
     for member in members:
@@ -158,6 +164,7 @@ def simulate(scenario: Scenario) -> Outcome:
         merges=counts.num_contributors,
         participation=counts.participation,
         discarded=1 - totals.merged / totals.seen if totals.seen else 0.0,
+        recovery_s=median(recoveries) if (recoveries := [x for each in members for x in each.recoveries_s]) else None,
         training=training,
     )
 
@@ -221,7 +228,9 @@ class _Member:
     """One learner of a forecast, over all of its processes."""
 
     def __init__(self, fleet: Fleet, name: str, pace: Pace) -> None:
-        self._fleet, self._name, self._pace = fleet, name, pace
+        self._fleet, self.name, self._pace = fleet, name, pace
+        self.recoveries_s: list[float] = []
+        self._deaths: list[tuple[float, float]] = []
         self.process = fleet.start(name, pace)
 
     def interrupt_at(self, stops: Iterator[Pause]) -> None:
@@ -250,6 +259,12 @@ class _Member:
             self._fleet.at(at_s + outage_s, lambda: self._fleet.heal(self.process))
             self._fleet.at(at_s + outage_s, lambda: self.lose_link(mtbf_s, outage_s, chance, until_s))
 
+    def contributed(self) -> None:
+        """Note that a commit has a contribution of this learner."""
+        now_s = self._fleet.now_s
+        self.recoveries_s += [now_s - died_s for died_s, back_s in self._deaths if back_s < now_s]
+        self._deaths = [death for death in self._deaths if death[1] >= now_s]
+
     def end(self) -> None:
         """Drain and leave; a process that has not joined yet is killed."""
         if self.process.is_stepping:
@@ -259,7 +274,8 @@ class _Member:
 
     def _replace(self, rejoin_s: float) -> None:
         self._fleet.kill(self.process)
-        self.process = self._fleet.start(self._name, replace(self._pace, starts_s=rejoin_s))
+        self._deaths.append((self._fleet.now_s, self._fleet.now_s + rejoin_s))
+        self.process = self._fleet.start(self.name, replace(self._pace, starts_s=rejoin_s))
 
 
 def _training(all_pauses: Sequence[Sequence[Pause]], until_s: float) -> tuple[tuple[float, int], ...]:

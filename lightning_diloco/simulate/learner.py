@@ -6,9 +6,10 @@ Parameters and anchors are integers. Training n tokens adds n to the parameters 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
-from lightning_diloco.protocol.actions import Promise
+from lightning_diloco.protocol.actions import Fetch, Promise
 from lightning_diloco.protocol.data_ranges import Piece
 from lightning_diloco.protocol.learner.machine import LearnerState
 from lightning_diloco.simulate.reading import Reader
@@ -37,6 +38,9 @@ class SimulatedLearner:
         is_last: answer to its leave; None before.
         num_interruptions: how often its step was discarded.
         promise: actions of its ranks at the next boundary.
+        uploads_until_s: time at which the uploads that wait for its link have ended.
+        fetches: downloads that wait for its link.
+        is_fetching: whether a download is under way.
     """
 
     name: str
@@ -62,6 +66,9 @@ class SimulatedLearner:
     landings: list[tuple[int, int]] = field(default_factory=list)
     num_interruptions: int = 0
     promise: Promise = field(default_factory=lambda: Promise((), ()))
+    uploads_until_s: float = 0.0
+    fetches: deque[Fetch] = field(default_factory=deque)
+    is_fetching: bool = False
 
     @property
     def is_gone(self) -> bool:

@@ -15,7 +15,7 @@ class Network:
 
     Args:
         latency_s: one-way latency of control messages.
-        upload_s, download_s: transfer time of one fragment.
+        upload_s, download_s: transfer time of one contribution or update; a learner's transfers follow one another.
         loss, repeats: probability that a control message is lost, or arrives twice.
         jitter: maximum extra delay of a message, in latencies; messages may overtake each other.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
@@ -69,6 +69,7 @@ class SimulatedSyncer:
         standby: its standby; None: it has none.
         disk_is_full: no commit can be written.
         shard_dies_at: the shard dies during its next action of this kind; None: it does not die.
+        on_commit: called with the ids of the contributors of each commit.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class SimulatedSyncer:
         self.shard_dies_at: type[do.Merge | do.Apply] | None = None
         self.standby: Standby | None = None
         self.crashes = crashes or CrashPoints()
+        self.on_commit: Callable[[Sequence[str]], object] = lambda learners: None
         self.notes: deque[tuple[float, do.Note]] = deque(maxlen=None if keeps_log else NUM_NOTES_KEPT)
         self.payloads: dict[tuple[str, int, int], int] = {}
         self.boot = 0
@@ -250,6 +252,8 @@ class SimulatedSyncer:
                 self._timeline.after(0.0, partial(self._handle_own, on.SeedStored(action.lease, digests), boot))
             case do.Note():
                 self.notes.append((now_s, action))
+                if action.event == "commit":
+                    self.on_commit(action.fields["learners"])
 
     def _send(self, action: do.Send, boot: int) -> None:
         if boot == self.boot:

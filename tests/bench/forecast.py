@@ -50,7 +50,7 @@ def told_of(story: chaos_story.Story, pauses: float | None = None) -> Told:
     step_s = statistics.mean(statistics.median(learner.gaps()) for learner in story.learners.values())
     told = {"learners": len(story.learners), "step": step_s, "mtbf": None, "restart": None, "pauses": pauses}
     if kills := [fault for fault in story.faults if fault["kind"] == "kill"]:
-        told |= {"mtbf": _planned_s(story) / len(kills), "restart": statistics.mean(_restarts_s(story))}
+        told |= {"mtbf": _planned_s(story) / len(kills), "restart": statistics.mean(restarts_s(story))}
     return told
 
 
@@ -65,7 +65,7 @@ def _planned_s(story: chaos_story.Story) -> float:
     return sum(learner.planned_s(end_s) for learner in story.learners.values())
 
 
-def _restarts_s(story: chaos_story.Story) -> Iterator[float]:
+def restarts_s(story: chaos_story.Story) -> Iterator[float]:
     """Yield the time from each kill to the next step, if the new process made one."""
     for learner in story.learners.values():
         starts = [(chaos_story.span(life)[0], "step") for life in learner.lives]

@@ -74,6 +74,7 @@ def main() -> None:
     until.add_argument("--until-file", type=Path, help="a file whose appearance ends training")
     parser.add_argument("--matrices", type=int, default=48, help=f"number of matrices of the model, {WIDTH} x {WIDTH}")
     parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument("--slow", help="learner id whose steps take four times as long")
     parser.add_argument("--leaker", help="learner id that leaks")
     parser.add_argument("--leak-bytes", type=int, default=0, help="bytes leaked per step")
     parser.add_argument("--waits", action="store_true")
@@ -92,8 +93,9 @@ def main() -> None:
         max_epochs=-1,
         **QUIET,
     )
+    step_s = args.step_s * (4 if args.slow is not None and args.slow == os.environ.get("DILOCO_LEARNER") else 1)
     leaks = args.leaker is not None and args.leaker == os.environ.get("DILOCO_LEARNER")
-    module = Leaking(args.matrices, args.step_s, args.leak_bytes if leaks else 0)
+    module = Leaking(args.matrices, step_s, args.leak_bytes if leaks else 0)
     trainer.fit(module, DataLoader(torch.ones(NUM_SAMPLES, 1), batch_size=1))
 
 

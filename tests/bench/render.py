@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import fine_tuning, fleets, goodput_table, outer_rules, peers, quality, report, wide_area
+from tests.bench import fine_tuning, fleets, goodput_table, outer_rules, peers, quality, report, simulated, wide_area
 from tests.bench.tiny import RECIPE, Tiny
 
 Results = dict[str, Any]
@@ -115,6 +115,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
     **dict.fromkeys(("streams", "soak", "takeovers", "at_size", "shards"), _rows),
     "peers": _peers,
+    "simulated": _with(simulated.COLUMNS),
     "bandwidth": _bandwidth,
     "gpu": _gpu,
     "fleets": _with(fleets.COLUMNS),

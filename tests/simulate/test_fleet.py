@@ -119,7 +119,7 @@ def test_without_faults_every_token_is_in_the_anchor_at_the_end(num_learners: in
 
 
 def test_the_end_of_a_run_adds_no_rounds_for_questions_that_crossed_their_answers() -> None:
-    fleet = Fleet(RunConfig(), network=Network(latency_s=0.3, upload_s=0.2, download_s=0.2))
+    fleet = Fleet(RunConfig(), network=Network(latency_s=0.3, upload_s=0.02, download_s=0.02))
     for i in range(4):
         fleet.start(f"l{i}", Pace(step_s=1.0 + 0.02 * i, jitter=0.05, num_steps=100))
     fleet.run_to_the_end(limit_s=200.0)

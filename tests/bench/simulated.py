@@ -1,0 +1,174 @@
+"""Compares `diloco simulate` with real runs: rounds, participation, goodput, and recovery from kills.
+
+python tests/bench/run.py simulated
+
+1. Three learners sleep in each step. In one scenario learners are killed (SIGKILL) at random times, in one a learner is
+   four times slower, and in one each link is slower than the exchanges need. Each scenario runs three times.
+2. The simulation is told the mean and the spread of each learner's steps, the times between kills, the times from a
+   kill to the next step, and the rate of the links. Everything else follows from the state machines.
+3. Goodput, participation and recovery are those of `diloco chaos`. There, goodput is relative to steps of median
+   length, so that of the simulation is multiplied by median / mean. Rounds are counted between the first and the last
+   step of the fleet.
+4. A simulated figure must be within 5 % of the median of the real runs, or between the lowest and the highest of them.
+5. The controls are simulations that are told of no kills, no slow learner and full links. They must miss a bound.
+
+Source: bounds are our choice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_diloco.cli.faults import report as chaos_report
+from lightning_diloco.cli.faults import story as chaos_story
+from lightning_diloco.cli.faults.injector import FaultInjector
+from lightning_diloco.cli.faults.schedule import Fault, draw
+from lightning_diloco.config import RunConfig
+from lightning_diloco.core.quantize import wire_nbytes
+from lightning_diloco.simulate.chips import Chips
+from lightning_diloco.simulate.goodput import Scenario, simulate
+from lightning_diloco.simulate.settings import Network
+from tests.bench import local_run, report
+from tests.bench.forecast import restarts_s
+from tests.bench.idle_learner import WIDTH
+
+TOLERANCE, REPEATS = 0.05, 3
+STEP_S, NUM_MATRICES, START_S = 0.1, 1536, 25.0
+LEARNERS = ("l0", "l1", "l2")
+CONFIG = RunConfig(sync_every=24, num_fragments=4)  # of idle_learner.py
+KILLS_PER_HOUR = 360.0
+LATENCY_S = 0.005
+KILLED, SLOW, CAPPED = "killed learners", "a learner that is four times slower", "links that are too slow"
+METRICS = ("rounds per second", "participation", "goodput", "recovery [s]")
+COLUMNS = ("run", *(f"{name}, {which}" for name in METRICS for which in ("measured", "simulated")))
+Row = dict[str, Any]
+
+
+def fragment_bytes() -> int:
+    """Return the size of a contribution to one fragment."""
+    return wire_nbytes(NUM_MATRICES * WIDTH**2 // CONFIG.fragments_wanted, CONFIG.wire, CONFIG.block_size)
+
+
+def rate_bps() -> float:
+    """Return the rate of slow links, which would need 1.5 times as much in each direction."""
+    return 8 * fragment_bytes() * CONFIG.fragments_wanted / (CONFIG.sync_every * STEP_S) / 1.5
+
+
+def faults(name: str, seed: int) -> Iterator[Fault]:
+    """Yield the faults of a run."""
+    if name == KILLED:
+        yield from draw(("kill",), LEARNERS, num_shards=1, faults_per_hour=KILLS_PER_HOUR, seed=seed)
+    rate = rate_bps() if name == CAPPED else None
+    for number, learner in enumerate(LEARNERS, 1):
+        slow = {"delay_s": LATENCY_S, "rate_bps": rate, "lasts_s": 1e9}
+        yield Fault(number=number, at_s=0.0, kind="slow", target=learner, **slow)
+
+
+def real(name: str, seed: int, run_s: float) -> Row:
+    """Run a scenario for real; return what was measured, and what a simulation is told."""
+    until_s = time.time() + START_S + run_s
+    learner = ["tests.bench.idle_learner", "--until-s", until_s, "--step-s", STEP_S, "--matrices", NUM_MATRICES]
+    with tempfile.TemporaryDirectory(prefix="diloco-simulated-") as folder:
+        run_dir = Path(folder) / "run"
+        run_dir.mkdir()
+        with FaultInjector(faults(name, seed), run_dir / chaos_story.FAULTS) as injector:
+            slow = ["--slow", LEARNERS[-1]] if name == SLOW else []
+            options = {"via": injector.via, "max_restarts": 200}
+            ended = local_run.run(run_dir, [*learner, *slow], len(LEARNERS), injector, **options)
+        assert ended.exit_code == 0, f"{name}: {ended}"
+        story = chaos_story.read(run_dir)
+    first_s, last_s = (f(t) for f, t in ((min, [x.first_s for x in story.learners.values()]),
+                                         (max, [x.last_s for x in story.learners.values()])))  # fmt: skip
+    found = chaos_report.measure(story)
+    recoveries = [each["recovery_s"] for each in found["recoveries"] if each["recovery_s"] is not None]
+    gaps = [story.learners[learner].gaps() for learner in LEARNERS]
+    kills = found["num_faults_by_kind"].get("kill", 0)
+    return {
+        "rounds per second": sum(first_s <= c.t <= last_s for c in story.commits) / (last_s - first_s),
+        "participation": found["participation"],
+        "goodput": found["goodput"],
+        "recovery [s]": statistics.median(recoveries) if recoveries else None,
+        "steps_s": [statistics.mean(each) for each in gaps],
+        "median_of_mean": statistics.mean(statistics.median(each) / statistics.mean(each) for each in gaps),
+        "jitter": statistics.median(report.quantile(each, 0.9) / statistics.median(each) - 1 for each in gaps),
+        "mtbf_s": len(LEARNERS) * (last_s - first_s) / kills if kills else None,
+        "rejoin_s": statistics.mean(restarts_s(story)) if kills else 0.0,
+        "rate_bps": rate_bps() if name == CAPPED else None,
+    }
+
+
+def simulated(runs: Sequence[Row], duration_s: float) -> Row:
+    """Return the figures of a simulation that is told the means of these runs."""
+    kills = [run["mtbf_s"] for run in runs if run["mtbf_s"]]
+    transfer_s = 8 * fragment_bytes() / runs[0]["rate_bps"] if runs[0]["rate_bps"] else 0.02
+    found = simulate(
+        Scenario(
+            num_learners=len(LEARNERS),
+            chips=Chips(count=1, slice_chips=1, mtbi_s=1e15),
+            step_s=[statistics.mean(steps) for steps in zip(*(run["steps_s"] for run in runs), strict=True)],
+            jitter=statistics.mean(run["jitter"] for run in runs),
+            mtbf_s=statistics.mean(kills) if kills else None,
+            rejoin_s=statistics.mean(run["rejoin_s"] for run in runs),
+            duration_s=duration_s,
+            network=Network(latency_s=LATENCY_S, upload_s=transfer_s, download_s=transfer_s),
+            merge_s=0.01,
+            config=CONFIG,
+        )
+    )
+    return {
+        "rounds per second": found.rounds / duration_s,
+        "participation": found.participation,
+        "goodput": found.goodput * statistics.mean(run["median_of_mean"] for run in runs),
+        "recovery [s]": found.recovery_s,
+    }
+
+
+def misses(row: Row, runs: Sequence[Row]) -> list[str]:
+    """Return the figures that are neither near the median of the real runs nor among them."""
+    found = []
+    for metric in METRICS:
+        real_ones, value = [run[metric] for run in runs if run[metric] is not None], row[metric]
+        if real_ones and value is not None:
+            middle = statistics.median(real_ones)
+            if abs(value / middle - 1) > TOLERANCE and not min(real_ones) <= value <= max(real_ones):
+                found.append(f"{metric} {value:.3g} instead of {middle:.3g}")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, simulate, print and store; return 1 if a bound is missed."""
+    parser = report.options(__doc__)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--run-s", type=float, default=100.0, help="duration of a real run, without its start")
+    parser.add_argument("--simulated-s", type=float, default=1800.0, help="duration of a simulation")
+    args = parser.parse_args(argv)
+    names = (KILLED, SLOW, CAPPED)
+    runs: dict[str, list[Row]] = {name: [] for name in names}
+    for seed, name in itertools.product(range(1, args.repeats + 1), names):
+        runs[name].append(real(name, seed, args.run_s))
+        print(name, runs[name][-1], flush=True)
+    rows, checks = [], {}
+    for name in names:
+        row = simulated(runs[name], args.simulated_s)
+        pairs = {
+            f"{metric}, measured": statistics.median(each[metric] for each in runs[name])
+            for metric in METRICS
+            if runs[name][0][metric] is not None
+        }
+        rows.append({"run": name, **pairs, **{f"{metric}, simulated": row[metric] for metric in METRICS}})
+        missed = misses(row, runs[name])
+        checks[f"{name}: {', '.join(missed) or 'all figures'} within {TOLERANCE:.0%} or the spread"] = not missed
+        told_nothing = {"mtbf_s": None, "rate_bps": None, "steps_s": [STEP_S] * len(LEARNERS)}
+        control = misses(simulated([run | told_nothing for run in runs[name]], args.simulated_s / 4), runs[name])
+        checks[f"control: told of no {name}: {', '.join(control)}"] = bool(control)
+    return report.conclude(args.out, rows, checks, columns=COLUMNS, runs=runs)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
