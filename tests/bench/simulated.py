@@ -6,9 +6,8 @@ python tests/bench/run.py simulated
    four times slower, and in one each link is slower than the exchanges need. Each scenario runs three times.
 2. The simulation is told the mean and the spread of each learner's steps, the times between kills, the times from a
    kill to the next step, and the rate of the links. Everything else follows from the state machines.
-3. Goodput, participation and recovery are those of `diloco chaos`. There, goodput is relative to steps of median
-   length, so that of the simulation is multiplied by median / mean. Rounds are counted between the first and the last
-   step of the fleet.
+3. Participation and recovery are those of `diloco chaos`. Rounds are counted between the first and the last step of the
+   fleet. Goodput: tokens merged, of those that all learners would have trained in this time.
 4. A simulated figure must be within 5 % of the median of the real runs, or between the lowest and the highest of them.
 5. The controls are simulations that are told of no kills, no slow learner and full links. They must miss a bound.
 
@@ -39,7 +38,7 @@ from tests.bench.forecast import restarts_s
 from tests.bench.idle_learner import WIDTH
 
 TOLERANCE, REPEATS = 0.05, 3
-STEP_S, NUM_MATRICES, START_S = 0.1, 1536, 25.0
+STEP_S, NUM_MATRICES, START_S = 0.1, 1536, 15.0
 LEARNERS = ("l0", "l1", "l2")
 CONFIG = RunConfig(sync_every=24, num_fragments=4)  # of idle_learner.py
 KILLS_PER_HOUR = 360.0
@@ -83,19 +82,21 @@ def real(name: str, seed: int, run_s: float) -> Row:
             ended = local_run.run(run_dir, [*learner, *slow], len(LEARNERS), injector, **options)
         assert ended.exit_code == 0, f"{name}: {ended}"
         story = chaos_story.read(run_dir)
-    first_s, last_s = (f(t) for f, t in ((min, [x.first_s for x in story.learners.values()]),
-                                         (max, [x.last_s for x in story.learners.values()])))  # fmt: skip
+    learners = [story.learners[learner] for learner in LEARNERS]
+    first_s, last_s = min(x.first_s for x in learners), max(x.last_s for x in learners)
     found = chaos_report.measure(story)
     recoveries = [each["recovery_s"] for each in found["recoveries"] if each["recovery_s"] is not None]
-    gaps = [story.learners[learner].gaps() for learner in LEARNERS]
+    gaps = [x.gaps() for x in learners]
+    steps_s = [statistics.mean(each) for each in gaps]
+    summary = story.summary or {}
+    merged = summary["tokens_merged"] / CONFIG.fragments_wanted / (chaos_report.tokens_per_step(summary) or 1.0)
     kills = found["num_faults_by_kind"].get("kill", 0)
     return {
         "rounds per second": sum(first_s <= c.t <= last_s for c in story.commits) / (last_s - first_s),
         "participation": found["participation"],
-        "goodput": found["goodput"],
+        "goodput": merged / sum((last_s - first_s) / step_s for step_s in steps_s),
         "recovery [s]": statistics.median(recoveries) if recoveries else None,
-        "steps_s": [statistics.mean(each) for each in gaps],
-        "median_of_mean": statistics.mean(statistics.median(each) / statistics.mean(each) for each in gaps),
+        "steps_s": steps_s,
         "jitter": statistics.median(report.quantile(each, 0.9) / statistics.median(each) - 1 for each in gaps),
         "mtbf_s": len(LEARNERS) * (last_s - first_s) / kills if kills else None,
         "rejoin_s": statistics.mean(restarts_s(story)) if kills else 0.0,
@@ -124,7 +125,7 @@ def simulated(runs: Sequence[Row], duration_s: float) -> Row:
     return {
         "rounds per second": found.rounds / duration_s,
         "participation": found.participation,
-        "goodput": found.goodput * statistics.mean(run["median_of_mean"] for run in runs),
+        "goodput": found.goodput,
         "recovery [s]": found.recovery_s,
     }
 

@@ -37,6 +37,7 @@ from tests.bench import (
     ranks_step,
     report,
     shards,
+    simulated,
     soak,
     survivors,
     timed_recipe,
@@ -411,6 +412,19 @@ def test_goodput_that_is_planned_is_that_of_the_measured_runs() -> None:
     checks = forecast.checks_of(found["runs"])
     assert list(checks.values()) == [True] * (len(found["runs"]) + 1), checks
     assert [forecast.row_of(name, **run) for name, run in found["runs"].items()] == found["rows"]
+
+
+def test_a_simulation_shows_kills_slow_learners_and_slow_links() -> None:
+    told = {"steps_s": [0.1] * 3, "jitter": 0.05, "mtbf_s": None, "rejoin_s": 5.0, "rate_bps": None}
+    calm, *others = (
+        simulated.simulated([told | more], 200.0)
+        for more in ({}, {"mtbf_s": 20.0}, {"steps_s": [0.1, 0.1, 0.4]}, {"rate_bps": simulated.rate_bps()})
+    )
+    assert simulated.misses(calm, [calm | {"goodput": 0.98}]) == []
+    assert [len(simulated.misses(other, [calm])) > 0 for other in others] == [True] * 3
+    lowest = {name: value and 0.5 * value for name, value in others[0].items()}
+    assert simulated.misses(others[0], [calm, lowest | {"recovery [s]": 99.0}, {**calm, "recovery [s]": 1.0}]) == []
+    assert others[2]["participation"] < 0.7
 
 
 def test_memory_that_is_not_as_planned_is_seen() -> None:
