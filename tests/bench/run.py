@@ -59,6 +59,8 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)  # a benchmark that draws does so before it stores
     failed = []
     for name in args.names or SHORT:
         print(f"\n== {name} ==\n", flush=True)
