@@ -23,7 +23,6 @@ from lightning_diloco.syncer.standby.replica import has_standby
 
 log = logging.getLogger(__name__)
 
-
 MAX_SHARDS = 64
 
 
@@ -67,21 +66,20 @@ def deal_anew(run_dir: Path, num_shards: int) -> None:
     with opened_run(run_dir) as (state, whole, durable):
         if has_standby(run_dir):
             raise ConfigError(f"--shards {num_shards}: the run in {run_dir} has a standby, which follows one log")
+        if whole is not None and num_shards > len(whole.mine):
+            raise ConfigError(
+                f"--shards {num_shards}: the run in {run_dir} has {len(whole.mine)} fragments; each shard needs one"
+            )
         copy = replacement.begin(run_dir)
         make_directory(copy / "shards")
         if whole is None or state.manifest is None:
             make_directory(copy / "snapshot")  # start values without a log record come again
-        elif num_shards > len(whole.mine):
-            raise ConfigError(
-                f"--shards {num_shards}: the run in {run_dir} has {len(whole.mine)} fragments; each shard needs one"
-            )
         else:
             for k in range(num_shards):
-                fragments = fragments_of((k, num_shards), len(whole.mine))
+                numbers, tensors = whole.freeze(fragments_of((k, num_shards), len(whole.mine)))
                 about = {"machine": codec.dump(state.saved())} if k == 0 else {"part": [k, num_shards]}
-                directory, lsn = (copy, durable.log.last_lsn) if k == 0 else (copy / "shards" / str(k), 0)
-                numbers, tensors = whole.freeze(fragments)
                 about |= {"manifest": state.manifest, "anchors": numbers}
+                directory, lsn = (copy, durable.log.last_lsn) if k == 0 else (copy / "shards" / str(k), 0)
                 SnapshotStore(directory / "snapshot").write(lsn, about, tensors)
                 replacement.begin_log(directory / "log", lsn + 1)
         write_whole(copy / "num_shards", f"{num_shards}\n".encode())
