@@ -48,6 +48,15 @@ class Leaking(Sleeping):
         return super().training_step(batch, batch_idx)
 
 
+class Dense(Sleeping):
+    """A sleeping model whose steps move all of its matrices, so that learners of different speeds move alike."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        time.sleep(self._step_s)
+        noise = torch.randn(len(self.matrices), generator=self._own)
+        return torch.stack([matrix.sum() for matrix in self.matrices]).mul(batch.mean() + 0.1 * noise).sum()
+
+
 class EndWith(L.Callback):
     """Ends training when a file appears."""
 
@@ -74,6 +83,9 @@ def main() -> None:
     until.add_argument("--until-file", type=Path, help="a file whose appearance ends training")
     parser.add_argument("--matrices", type=int, default=48, help=f"number of matrices of the model, {WIDTH} x {WIDTH}")
     parser.add_argument("--step-s", type=float, required=True)
+    parser.add_argument(
+        "--dense", type=int, metavar="WIDTH", help="each step moves all matrices, which have this width"
+    )
     parser.add_argument("--slow", help="learner id whose steps take four times as long")
     parser.add_argument("--leaker", help="learner id that leaks")
     parser.add_argument("--leak-bytes", type=int, default=0, help="bytes leaked per step")
@@ -95,7 +107,9 @@ def main() -> None:
     )
     step_s = args.step_s * (4 if args.slow is not None and args.slow == os.environ.get("DILOCO_LEARNER") else 1)
     leaks = args.leaker is not None and args.leaker == os.environ.get("DILOCO_LEARNER")
-    module = Leaking(args.matrices, step_s, args.leak_bytes if leaks else 0)
+    module: Sleeping = Leaking(args.matrices, step_s, args.leak_bytes if leaks else 0)
+    if args.dense:
+        module = Dense(args.matrices * args.dense**2, args.dense, step_s)
     trainer.fit(module, DataLoader(torch.ones(NUM_SAMPLES, 1), batch_size=1))
 
 

@@ -35,10 +35,9 @@ from lightning_diloco.simulate.goodput import Scenario, simulate
 from lightning_diloco.simulate.settings import Network
 from tests.bench import local_run, report
 from tests.bench.forecast import restarts_s
-from tests.bench.idle_learner import WIDTH
 
 TOLERANCE, REPEATS = 0.05, 3
-STEP_S, NUM_MATRICES, START_S = 0.1, 1536, 15.0
+STEP_S, NUM_MATRICES, WIDTH, START_S = 0.1, 96, 256, 15.0
 LEARNERS = ("l0", "l1", "l2")
 CONFIG = RunConfig(sync_every=24, num_fragments=4)  # of idle_learner.py
 KILLS_PER_HOUR = 360.0
@@ -72,7 +71,17 @@ def faults(name: str, seed: int) -> Iterator[Fault]:
 def real(name: str, seed: int, run_s: float) -> Row:
     """Run a scenario for real; return what was measured, and what a simulation is told."""
     until_s = time.time() + START_S + run_s
-    learner = ["tests.bench.idle_learner", "--until-s", until_s, "--step-s", STEP_S, "--matrices", NUM_MATRICES]
+    learner = [
+        "tests.bench.idle_learner",
+        "--until-s",
+        until_s,
+        "--step-s",
+        STEP_S,
+        "--matrices",
+        NUM_MATRICES,
+        "--dense",
+        WIDTH,
+    ]
     with tempfile.TemporaryDirectory(prefix="diloco-simulated-") as folder:
         run_dir = Path(folder) / "run"
         run_dir.mkdir()
@@ -146,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, simulate, print and store; return 1 if a bound is missed."""
     parser = report.options(__doc__)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--run-s", type=float, default=100.0, help="duration of a real run, without its start")
+    parser.add_argument("--run-s", type=float, default=60.0, help="duration of a real run, without its start")
     parser.add_argument("--simulated-s", type=float, default=1800.0, help="duration of a simulation")
     args = parser.parse_args(argv)
     names = (KILLED, SLOW, CAPPED)
