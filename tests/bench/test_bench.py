@@ -414,10 +414,11 @@ def test_goodput_that_is_planned_is_that_of_the_measured_runs() -> None:
     assert [forecast.row_of(name, **run) for name, run in found["runs"].items()] == found["rows"]
 
 
-def test_a_simulation_shows_kills_slow_learners_and_slow_links() -> None:
+def test_a_simulation_shows_kills_slow_learners_and_slow_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "SIMULATIONS", 1)
     told = {"steps_s": [0.1] * 3, "jitter": 0.05, "mtbf_s": None, "rejoin_s": 5.0, "rate_bps": None}
     calm, *others = (
-        simulated.simulated([told | more], 200.0)
+        simulated.simulated([told | more], 100.0)
         for more in ({}, {"mtbf_s": 20.0}, {"steps_s": [0.1, 0.1, 0.4]}, {"rate_bps": simulated.rate_bps()})
     )
     assert simulated.misses(calm, [calm | {"goodput": 0.98}]) == []
