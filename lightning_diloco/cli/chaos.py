@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes, run
-from lightning_diloco.cli.faults.schedule import KINDS, Kind, draw
+from lightning_diloco.cli.faults.schedule import KINDS, WITHOUT_SHARDS, Kind, draw
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError, StorageError
 
@@ -128,12 +128,11 @@ def _check(arguments: argparse.Namespace) -> _Asked:
         problems.append("--faults-per-hour F is missing: pass the number of faults per hour, for example 60")
     elif not 0.0 < arguments.faults_per_hour < float("inf"):
         problems.append(f"--faults-per-hour {arguments.faults_per_hour}: must be above 0")
-    words = [kind for kind in KINDS if kind != "shard" or (arguments.shards or 1) > 1]
-    if arguments.kinds is not None:
-        words = arguments.kinds.split(",")
+    has_shards = arguments.shards is not None and arguments.shards > 1
+    words = arguments.kinds.split(",") if arguments.kinds else KINDS if has_shards else WITHOUT_SHARDS
     if unknown := [word for word in words if word not in KINDS] or len(set(words)) < len(words):
         problems.append(f"--kinds {arguments.kinds}: found {unknown}; allowed: {', '.join(KINDS)}, each once")
-    if "shard" in words and (arguments.shards or 1) < 2:
+    if "shard" in words and not has_shards:
         problems.append("--kinds shard: the run has one shard, which is the syncer; add --shards 2, or more")
     duration = _DURATION.fullmatch(arguments.duration or "0")
     if duration is None:

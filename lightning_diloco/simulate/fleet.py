@@ -410,6 +410,7 @@ class Fleet:
         if not self._reaches(learner, boot) or member is None:
             self._after(self.network.download_s, partial(self._fetched, learner, action, None, boot))
             return
+        self._fetch_begins(learner, action)
         rounds, disk = self.syncer.state.rounds, self.syncer.disk
         generation, version = rounds.generation, rounds.fragments[p].version
         fate = member.fates.get(p)
@@ -423,6 +424,9 @@ class Fleet:
         staged = on.Staged(p, generation, version, None if sent is None else merged_seq, is_full, kept, proof)
         takes_s = self.network.download_s * (FULL_VALUES if is_full else max(1, version - action.have))
         self._after(takes_s, partial(self._fetched, learner, action, (update, digest, staged), boot))
+
+    def _fetch_begins(self, learner: SimulatedLearner, action: do.Fetch) -> None:
+        """Do nothing; a fleet with real tensors takes the update now."""
 
     def _fetched(
         self, learner: SimulatedLearner, action: do.Fetch, found: tuple[Update, str, on.Staged] | None, boot: int

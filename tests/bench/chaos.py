@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli.faults import story as chaos_story
-from lightning_diloco.cli.faults.schedule import KINDS
+from lightning_diloco.cli.faults.schedule import WITHOUT_SHARDS
 from lightning_diloco.cli.main import main as diloco
 from tests.bench import report
 
@@ -62,10 +62,10 @@ def trained_minutes(run_dir: Path) -> float:
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, str]]:
     """Return the rows of the table."""
-    recovered = {kind: times for kind in KINDS if (times := recoveries_s(found, kind))}
+    recovered = {kind: times for kind in WITHOUT_SHARDS if (times := recoveries_s(found, kind))}
     figures = {
         "minutes from the first step to the last": f"{found['trained_minutes']:.1f}",
-        "faults applied": ", ".join(f"{kind} {found['num_faults_by_kind'].get(kind, 0)}" for kind in KINDS),
+        "faults applied": ", ".join(f"{kind} {found['num_faults_by_kind'].get(kind, 0)}" for kind in WITHOUT_SHARDS),
         "step efficiency": f"{found['step_efficiency']:.1%}",
         "availability": f"{found['availability']:.1%}",
         "goodput": f"{found['goodput']:.1%}",
@@ -100,7 +100,7 @@ def _each(recovered: dict[str, list[float]], figure: Callable[[list[float]], flo
 
 def checks_of(found: dict[str, Any]) -> dict[str, bool]:
     """Return the checks."""
-    counts = [found["num_faults_by_kind"].get(kind, 0) for kind in KINDS]
+    counts = [found["num_faults_by_kind"].get(kind, 0) for kind in WITHOUT_SHARDS]
     excess = found.get("eval_loss_excess")
     said = "not comparable" if excess is None else f"{excess:+.2%}"
     killed_s = statistics.median(recoveries_s(found, "kill") or [math.inf])

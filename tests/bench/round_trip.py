@@ -87,9 +87,9 @@ class _Watched(Fleet):
         self._note(learner.name, "uploaded", ready.fragment)
         super()._upload_arrives(learner, ready, boot)
 
-    def _fetched(self, learner: SimulatedLearner, action: do.Fetch, boot: int) -> None:
+    def _fetched(self, learner: SimulatedLearner, action: do.Fetch, found: Any, boot: int) -> None:
         self._note(learner.name, "downloaded", action.fragment)
-        super()._fetched(learner, action, boot)
+        super()._fetched(learner, action, found, boot)
 
 
 def trace() -> list[Moment]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_diloco.cli.faults import story as chaos_story
 from lightning_diloco.cli.faults.injector import FaultInjector
-from lightning_diloco.cli.faults.schedule import KINDS, draw
+from lightning_diloco.cli.faults.schedule import WITHOUT_SHARDS, draw
 from tests.bench import local_run, report
 
 SURVIVORS, VICTIM = ("l0", "l1"), "l2"
@@ -38,7 +38,8 @@ def run(seconds: float, seed: int | None, *, waits: bool = False) -> dict[str, A
         waits: whether learners wait for the syncer.
     """
     until_s = time.time() + seconds
-    faults = iter(()) if seed is None else draw(KINDS, [VICTIM], faults_per_hour=FAULTS_PER_HOUR, seed=seed)
+    chance = {"num_shards": 1, "faults_per_hour": FAULTS_PER_HOUR, "seed": seed}
+    faults = iter(()) if seed is None else draw(WITHOUT_SHARDS, [VICTIM], **chance)
     with (
         tempfile.TemporaryDirectory(prefix="diloco-survivors-") as name,
         FaultInjector(faults, Path(name) / chaos_story.FAULTS) as meddler,

@@ -188,7 +188,7 @@ class TrainingFleet(Fleet):
                 crew.sent.pop((action.fragment, action.seq), None)
         super()._do_for_learner(learner, action)
 
-    def _fetched(self, learner: SimulatedLearner, action: do.Fetch, boot: int) -> None:
+    def _fetch_begins(self, learner: SimulatedLearner, action: do.Fetch) -> None:
         crew, p = self._crews[learner.session], action.fragment
         update = self.store.update_for(p, None if action.adopt else action.have)
         fate = self.syncer.state.roster[learner.session].fates.get(p)
@@ -202,7 +202,6 @@ class TrainingFleet(Fleet):
         chain = tensor_of(update.payload, torch.uint8).chunk(num_updates) if num_updates else ()
         staged = None if action.adopt else crew.device.stage(p, Update(full, chain, sent))
         crew.staged[p] = staged, full if action.adopt else None
-        super()._fetched(learner, action, boot)
 
     def _sent(self, learner: SimulatedLearner, p: int, payload: Tensor) -> Tensor:
         """What reaches the syncer of a contribution."""

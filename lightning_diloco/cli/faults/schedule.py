@@ -19,6 +19,7 @@ from typing import Literal, get_args
 Kind = Literal["kill", "stop", "cut", "slow", "syncer", "shard"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+WITHOUT_SHARDS = tuple(kind for kind in KINDS if kind != "shard")
 SYNCER = "syncer"
 SHARD = "shard-"  # with a number: target of a fault
 LASTS_S: dict[Kind, tuple[float, float]] = {"stop": (1.0, 30.0), "cut": (1.0, 30.0), "slow": (5.0, 30.0)}
