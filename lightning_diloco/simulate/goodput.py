@@ -275,7 +275,8 @@ class _Member:
     def _replace(self, rejoin_s: float) -> None:
         self._fleet.kill(self.process)
         self._deaths.append((self._fleet.now_s, self._fleet.now_s + rejoin_s))
-        self.process = self._fleet.start(self.name, replace(self._pace, starts_s=rejoin_s))
+        join_s = self._fleet.syncer.state.heartbeat_s  # so long the syncer makes sure that the old process is gone
+        self.process = self._fleet.start(self.name, replace(self._pace, starts_s=max(0.0, rejoin_s - join_s)))
 
 
 def _training(all_pauses: Sequence[Sequence[Pause]], until_s: float) -> tuple[tuple[float, int], ...]:
