@@ -330,7 +330,7 @@ CHAINS: dict[str, tuple[Step, ...]] = {
             (
                 "diloco simulate --learners 8 --step 1s 1.18s --quorum 1 8 --mtbi 1000y",
                 "--duration 2min",
-                r"8 learners, quorum\s[^8]*│ 8 ",
+                r"8 learners, quorum[^\n]*\n│ 8 ",
                 (),
             ),
             (
