@@ -346,6 +346,11 @@ def test_random_schedules_keep_every_invariant(block: int) -> None:
         schedule(seed, may_roll_back=seed % 3 == 0)
 
 
+def test_a_learner_whose_activation_was_lost_may_leave() -> None:
+    """Its leave was ignored for ever, because it had said hello to the restarted syncer in vain."""
+    schedule(2619, may_roll_back=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(30))
 def test_many_random_schedules_keep_every_invariant(block: int) -> None:

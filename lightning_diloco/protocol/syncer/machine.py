@@ -247,6 +247,8 @@ class SyncerState(Joins):
             return [do.Send(member.session, msg.LeaveNoted(self._is_last()))]
         if self.rounds.is_committing(member):
             return []  # the learner repeats the message
+        if member.state in ("joining", "confirmed"):
+            return self._invite(member)  # the record that it takes part was lost; it says hello again
         if not self._is_whole(message.progress) or member.state != "active":
             return [do.Note("ignored", {"learner": member.learner, "message": "Leave"})]
         if self._is_out_of_step(message.progress):
