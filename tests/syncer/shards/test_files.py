@@ -84,7 +84,8 @@ def test_the_outer_steps_of_all_shards_are_computed_again(run_dir: Path) -> None
 
 @pytest.mark.parametrize("pattern", ["1/log/*.log", "2/snapshot/*/tensors-*", "2/snapshot/*/state.json"])
 def test_a_flipped_byte_in_the_files_of_a_shard_makes_it_fail(run_dir: Path, pattern: str) -> None:
-    path = sorted(path for path in (run_dir / "syncer" / "shards").glob(pattern) if path.stat().st_size)[-1]
+    # The last record of a log may be damaged without harm: a withdrawal of what the syncer has not decided.
+    path = max((run_dir / "syncer" / "shards").glob(pattern), key=lambda path: path.stat().st_size)
     for position in (0, path.stat().st_size // 2):
         flip(path, position)
         with pytest.raises(CorruptLogError):
