@@ -29,8 +29,6 @@ from lightning_diloco.simulate.timeline import Timeline
 
 TICK_S = 0.25
 CONFIRM_AGAIN_S = 0.5
-
-
 FULL_VALUES = 4  # float32, in updates of one byte per parameter
 
 

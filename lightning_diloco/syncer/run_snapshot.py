@@ -143,20 +143,23 @@ def _cut(run_dir: Path, to: Path) -> RunSnapshot:
 
 def _copy(run_dir: Path, to: Path) -> None:
     shutil.copytree(run_dir / "tape", to / "tape", dirs_exist_ok=True)
-    shutil.copytree(run_dir / "syncer" / "snapshot", to / "syncer" / "snapshot")
-    # Copy the log after the snapshot. If the log no longer reaches back to the snapshot, opening the copy fails.
-    shutil.copytree(run_dir / "syncer" / "log", to / "syncer" / "log")
+    _copy_state(run_dir / "syncer", to / "syncer")
     shutil.copy2(run_dir / "join", to / "join")
     for name in ("identity.pem", "num_shards"):
         if (run_dir / "syncer" / name).exists():
             shutil.copy2(run_dir / "syncer" / name, to / "syncer" / name)
     # Copy the shards last: they have an outer gradient before the syncer decides.
     for k in range(1, num_shards_of(run_dir)):
-        source, target = directory_of(run_dir, k), directory_of(to, k)
-        if not (source / "snapshot").exists():
+        if not (directory_of(run_dir, k) / "snapshot").exists():
             raise no_files(run_dir, k)
-        shutil.copytree(source / "snapshot", target / "snapshot")
-        shutil.copytree(source / "log", target / "log")
+        _copy_state(directory_of(run_dir, k), directory_of(to, k))
+
+
+def _copy_state(source: Path, target: Path) -> None:
+    """Copy snapshot and log of the syncer or of a shard."""
+    shutil.copytree(source / "snapshot", target / "snapshot")
+    # After the snapshot. If the log no longer reaches back to the snapshot, opening the copy fails.
+    shutil.copytree(source / "log", target / "log")
 
 
 def _opened(to: Path) -> RunSnapshot:
@@ -166,13 +169,13 @@ def _opened(to: Path) -> RunSnapshot:
     try:
         if durable.restore(state, time.monotonic()) is None:
             raise CorruptLogError("the log has no record of the start values yet")
+        versions = tuple(f.version for f in state.rounds.fragments)
         for k in range(1, num_shards):
-            cut_back(directory_of(to, k), dict(enumerate(f.version for f in state.rounds.fragments)))
+            cut_back(directory_of(to, k), versions)
             read_shard(to, (k, num_shards), state)
         totals = state.ledger.totals()
         if not totals.is_exact:
             raise StorageError(f"the ledger of the copy does not add up: {totals}; the snapshot was not written")
-        versions = tuple(f.version for f in state.rounds.fragments)
         return RunSnapshot(state.run, durable.log.last_lsn, versions, {}, totals.merged, totals.pending)
     finally:
         durable.close()

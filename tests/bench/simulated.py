@@ -8,7 +8,8 @@ python tests/bench/run.py simulated
    kill to the next step, and the rate of the links. Everything else follows from the state machines. Simulations take
    as long as a run; the figures are means of twenty. Their rounds are those that twice the time adds, without a drain.
 3. Participation and recovery are those of `diloco chaos`. Rounds are counted between the first and the last step of the
-   fleet. Goodput: tokens merged, of those that all learners would have trained in this time.
+   fleet. Goodput: tokens merged, of those that all learners would have trained in this time. Links have a delay, but in
+   the runs with kills.
 4. A simulated figure must be within 5 % of the median of the real runs, or between the lowest and the highest of them.
 5. The controls are simulations that are told of no kills, no slow learner and full links. They must miss a bound.
 
@@ -61,29 +62,19 @@ def rate_bps() -> float:
 
 
 def faults(name: str, seed: int) -> Iterator[Fault]:
-    """Yield the faults of a run."""
+    """Yield the faults of a run: kills without end, or slow links."""
     if name == KILLED:
-        yield from draw(("kill",), LEARNERS, num_shards=1, faults_per_hour=KILLS_PER_HOUR, seed=seed)
+        return draw(("kill",), LEARNERS, num_shards=1, faults_per_hour=KILLS_PER_HOUR, seed=seed)
     rate = rate_bps() if name == CAPPED else None
-    for number, learner in enumerate(LEARNERS, 1):
-        slow = {"delay_s": LATENCY_S, "rate_bps": rate, "lasts_s": 1e9}
-        yield Fault(number=number, at_s=0.0, kind="slow", target=learner, **slow)
+    slow = {"at_s": 0.0, "lasts_s": 1e9, "delay_s": LATENCY_S, "rate_bps": rate}
+    return (Fault(number=k, kind="slow", target=learner, **slow) for k, learner in enumerate(LEARNERS, 1))
 
 
 def real(name: str, seed: int, run_s: float) -> Row:
     """Run a scenario for real; return what was measured, and what a simulation is told."""
     until_s = time.time() + START_S + run_s
-    learner = [
-        "tests.bench.idle_learner",
-        "--until-s",
-        until_s,
-        "--step-s",
-        STEP_S,
-        "--matrices",
-        NUM_MATRICES,
-        "--dense",
-        WIDTH,
-    ]
+    model = ("--step-s", STEP_S, "--matrices", NUM_MATRICES, "--dense", WIDTH)
+    learner = ["tests.bench.idle_learner", "--until-s", until_s, *model]
     with tempfile.TemporaryDirectory(prefix="diloco-simulated-") as folder:
         run_dir = Path(folder) / "run"
         run_dir.mkdir()

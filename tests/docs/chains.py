@@ -430,7 +430,7 @@ NOT_HERE = {
     "PJRT_DEVICE=CPU python -m tests.bench.xla_step": "ten minutes, with torch_xla; tests/xla run it with less of all",
     "python -m tests.bench.gpu --out gpu.json": "needs a GPU; tests/bench run it on the CPU with less of all",
     "python tests/bench/run.py goodput_table": "eight minutes; its command runs here with shorter cells",
-    "python tests/bench/run.py simulated": "twenty minutes; tests/bench run its simulations",
+    "python tests/bench/run.py simulated": "thirteen minutes; tests/bench run its simulations",
     "python tests/bench/run.py wide_area": "eleven minutes on an idle machine",
     "python tests/bench/run.py peers": "half an hour, with other packages; tests/bench run it with this one",
     "python tests/bench/run.py at_size": "takes 24 GB; tests/bench run it with a small fragment",

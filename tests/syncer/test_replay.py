@@ -44,6 +44,10 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
 
 
+def content(run_dir: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
 def flip(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 4
@@ -55,14 +59,14 @@ def the(run_dir: Path, pattern: str) -> Path:
 
 
 def test_a_recorded_run_comes_out_again_bit_for_bit(run_dir: Path) -> None:
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    before = content(run_dir)
     found = replay(run_dir)
     assert found.level == "merges"
     assert found.num_merges == sum(found.versions) >= NUM_COMMITS
     assert 0 < found.num_outer_steps < found.num_merges  # a snapshot was taken on the way
     assert found.num_digests == found.num_merges
     assert found.is_summarized
-    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    assert content(run_dir) == before
 
 
 def test_without_recorded_contributions_the_outer_steps_are_verified(run_dir: Path) -> None:

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -94,14 +94,14 @@ def gradients(records: Iterable[Record]) -> dict[tuple[int, int], int]:
     return found
 
 
-def cut_back(directory: Path, versions: Mapping[int, int]) -> None:
+def cut_back(directory: Path, versions: Sequence[int]) -> None:
     """Remove the outer gradients of later versions than these from a shard's log.
 
     One thread prepares and decides the versions of a shard, so they are the end of the log.
 
     Args:
         directory: DIR.
-        versions: version of each fragment.
+        versions: version of each fragment of the run.
     """
     log = RedoLog(directory / "log")
     try:

@@ -21,7 +21,7 @@ from lightning_diloco.syncer.shards.whole import read_run
 from lightning_diloco.transport.address import JoinAddress, write_join_file
 from tests.learner.fleet import RUN, Fleet, assert_exact, finish
 from tests.syncer.shards.test_shards import SIX
-from tests.syncer.test_replay import flip
+from tests.syncer.test_replay import content, flip
 
 NUM_SHARDS = 3
 
@@ -38,6 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fleet.until_commits(12)
         fleet.shards[0].restart()
         fleet.until_commits(6)
+        patch.undo()  # the commits from here on stay in the logs
         fleet.restart()
         fleet.until_commits(24)
         finish(*learners)
@@ -49,10 +50,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_dir(trained: Path, tmp_path: Path) -> Path:
     """A copy of the run that may be changed."""
     return shutil.copytree(trained, tmp_path / "run")
-
-
-def content(run_dir: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
 def digests(run_dir: Path) -> tuple[str, ...]:
