@@ -47,7 +47,7 @@ class Streams:
     def synchronize(self, stream: Any) -> None:
         """Make the host wait for the work of this stream; without side streams, for all work."""
         if stream is None:
-            self._module.synchronize()
+            torch.accelerator.synchronize()
         else:
             stream.synchronize()
 

@@ -173,7 +173,8 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
-def _synchronize() -> None:
+def synchronize(device: object = None) -> None:
+    """Wait, on the host, for everything."""
     waits.append(threading.current_thread().name)
     for each in list(streams):
         each.run(each.num_queued)
@@ -197,8 +198,10 @@ def _operation(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def register() -> None:
-    """Make the device type known to torch; once per process."""
+def register(name: str = NAME, **functions: Any) -> None:
+    """Make the device type known to torch, by a name and with functions of its module; once per process."""
+    global NAME
+    NAME = name
     module = SimpleNamespace(
         is_initialized=lambda: True,
         is_available=lambda: True,
@@ -210,13 +213,15 @@ def register() -> None:
         Event=Event,
         current_stream=lambda device=None: current(),
         stream=stream,
-        synchronize=_synchronize,
+        synchronize=synchronize,
     )
+    vars(module).update(functions)
+    torch.accelerator.synchronize = synchronize  # torch's own ends in C++
     _setup_privateuseone_for_python_backend(NAME, backend_module=module)
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_any_operation, "PrivateUse1")
     copies = torch.library.Library("aten", "IMPL")
     copies.impl("_copy_from", _copy_from, "PrivateUse1")
-    for name in _views():
-        copies.impl(name, partial(_any_operation, _operation(name)), "PrivateUse1")
+    for view in _views():
+        copies.impl(view, partial(_any_operation, _operation(view)), "PrivateUse1")
     _libraries.extend((everything, copies))

@@ -22,7 +22,7 @@ FINAL_CLASSES: dict[Key, tuple[str, str]] = {
     ("cpu", False): ("single", "SingleDeviceDiLoCo"),
     (ACCELERATOR, False): ("single", "SingleDeviceDiLoCo"),
     ("cpu", True): ("ddp", "DDPDiLoCo"),
-    ("cuda", True): ("ddp", "DDPDiLoCo"),
+    (ACCELERATOR, True): ("ddp", "DDPDiLoCo"),
     ("xla", False): ("xla", "SingleDeviceXLADiLoCo"),
     ("xla", True): ("xla_hosts", "spmd_class"),
 }

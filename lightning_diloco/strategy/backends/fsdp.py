@@ -29,7 +29,7 @@ _SUPPORTED = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
 
 class FSDPDiLoCo(ShardedHooks, FSDPStrategy):
-    """A learner with several CPU or CUDA devices, each with a part of the model."""
+    """A learner with several devices, each with a part of the model."""
 
     _inner = FSDPStrategy
 

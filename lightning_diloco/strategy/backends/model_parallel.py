@@ -24,7 +24,7 @@ from lightning_diloco.strategy.backends.sharded import ShardedHooks
 
 
 class ModelParallelDiLoCo(ShardedHooks, ModelParallelStrategy):
-    """A learner with several CPU or CUDA devices, each with a part of the model."""
+    """A learner with several devices, each with a part of the model."""
 
     _inner = ModelParallelStrategy
 

@@ -26,13 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_diloco.devices import is_accelerator
 from lightning_diloco.devices.part import PartFragments
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.learner.name import given_address
@@ -68,10 +71,11 @@ class RanksHooks(DiLoCoHooks):
 
     def _check_devices(self, devices: Sequence[torch.device], num_nodes: int) -> None:
         types, name = sorted({device.type for device in devices}), self._inner.__name__
-        if types not in (["cpu"], ["cuda"]):
+        if len(types) != 1 or not (types == ["cpu"] or is_accelerator(types[0])):
             raise ConfigError(
-                f"inner={name}() on devices of type {'/'.join(types)}: it trains on cpu or "
-                'cuda; pass Trainer(accelerator="gpu") where there is a CUDA GPU, else pass Trainer(accelerator="cpu")'
+                f"inner={name}() on devices of type {'/'.join(types)}: it trains on cpu, or on an accelerator that "
+                'torch has a module for, such as cuda; pass Trainer(accelerator="gpu") where there is a CUDA GPU, else '
+                'pass Trainer(accelerator="cpu")'
             )
         if getattr(self, "_process_group_backend", None) == "nccl" and types == ["cpu"]:
             raise ConfigError(
@@ -80,9 +84,19 @@ class RanksHooks(DiLoCoHooks):
             )
 
     def _own_launcher(self) -> _Launcher:
+        if self.root_device.type == "tpu":
+            from lightning_diloco.strategy.backends.torch_tpu import ChipScripts
+
+            return ChipScripts(self)
         if isinstance(self._launcher, _MultiProcessingLauncher):
             return Processes(self, self._launcher._start_method)
         return Scripts(self)
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        """Return the user's backend or that of the device; Lightning knows those of CPUs and CUDA only."""
+        given: str | None = self._process_group_backend
+        return given or dist.get_default_backend_for_device(self.root_device)
 
     def _separate_paths(self, trainer: pl.Trainer) -> None:
         is_named = self._learner.learner or os.environ.get("DILOCO_LEARNER")

@@ -1,7 +1,7 @@
 """`Trainer(accelerator="torch")`: the devices of `torch.accelerator`, also of types for which Lightning has no class.
 
-Examples are Intel GPUs (`xpu`), chips of TorchTPU (`tpu`), and back ends that register themselves. The name "torch_tpu"
-is the same and asks for TorchTPU: it is not available on a machine where torch finds something else.
+Examples are Intel GPUs (`xpu`) and back ends that register themselves. Chips of TorchTPU have rules of their own
+(`torch_tpu.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TorchAccelerator(Accelerator):
         Raises:
             ConfigError: the device has another type.
         """
-        if device.type != (kind := _kind()):
+        if device.type != (kind := kind_of_accelerator()):
             raise ConfigError(f"device {device}: must be of type {kind}, the one that torch.accelerator finds here")
         torch.accelerator.set_device_index(device.index)
 
@@ -38,7 +38,7 @@ class TorchAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Return the indices of the wanted devices. One device is the current one: a TorchTPU process has no other.
+        """Return the indices of the wanted devices. One device is the current one.
 
         Raises:
             ConfigError: this machine does not have these devices.
@@ -49,15 +49,16 @@ class TorchAccelerator(Accelerator):
             wanted = [torch.accelerator.current_device_index()] if number == 1 else list(range(number))
         if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(range(count)):
             raise ConfigError(
-                f"devices={devices!r}: must be a number from 1 to {count}, the number of {_kind()} devices here, or -1 "
-                "for all of them, or a list of different indices from 0; change Trainer(devices=...)"
+                f"devices={devices!r}: must be a number from 1 to {count}, the number of {kind_of_accelerator()} "
+                "devices here, or -1 for all of them, or a list of different indices from 0; change "
+                "Trainer(devices=...)"
             )
         return wanted
 
     @staticmethod
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:
         """Return the devices with these indices."""
-        return [torch.device(_kind(), index) for index in devices]
+        return [torch.device(kind_of_accelerator(), index) for index in devices]
 
     @staticmethod
     def auto_device_count() -> int:
@@ -75,20 +76,7 @@ class TorchAccelerator(Accelerator):
         return "torch"
 
 
-class TorchTPUAccelerator(TorchAccelerator):
-    """Chips of TorchTPU (`pip install torch_tpu`), which makes TPUs ordinary devices of torch."""
-
-    @staticmethod
-    def is_available() -> bool:
-        """Return whether torch finds a TPU; torch_xla's do not count, see accelerator="xla"."""
-        return torch.accelerator.is_available() and _kind() == "tpu"
-
-    @staticmethod
-    def name() -> str:
-        """Return the name for `Trainer(accelerator=...)`."""
-        return "torch_tpu"
-
-
-def _kind() -> str:
+def kind_of_accelerator() -> str:
+    """Return the type of the devices that torch finds on this machine, or "none"."""
     found = torch.accelerator.current_accelerator()
     return "none" if found is None else found.type
