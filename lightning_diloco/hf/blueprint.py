@@ -213,7 +213,9 @@ def _num_devices(trainer: Any) -> int | None:
 
 def strategy_problem(accelerator: str, devices: int, spreads: bool) -> str | None:
     """Return why a learner on these devices is not supported, or None; `spreads`: its model is sharded over them."""
-    kind = {"gpu": "cuda", "tpu": "xla", "auto": "cpu"}.get(accelerator, accelerator)
+    # Accelerators of which torch may know nothing on this machine have the same classes as CUDA.
+    kinds = {"gpu": "cuda", "tpu": "xla", "auto": "cpu", "torch": "cuda", "torch_tpu": "cuda"}
+    kind = kinds.get(accelerator, accelerator)
     try:
         final_class([torch.device(kind, index) for index in range(devices)], 1)
     except ConfigError as error:

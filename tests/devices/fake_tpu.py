@@ -1,11 +1,11 @@
-"""A stand-in for the package torch_tpu on a TPU VM: its names, its signatures and its rules, on the device of `late.py`.
+"""A stand-in for torch_tpu on a TPU VM: its names, signatures and rules, on the device of `late.py`.
 
 1. A process has one chip, `tpu:0`. It belongs to the process that uses it first; a process without a rank takes all.
 2. Ranks need variables that `set_tpu_launch_env` sets before they start. Without them, the process aborts.
 3. Functions of `torch.tpu` with a counterpart in `torch.accelerator` raise if the caller is not torch.
 4. Collectives of `tpu_dist` run on gloo.
 
-FAKE_CHIPS is a folder with an empty file for each chip. `test_fake_tpu.py` compares the signatures with the wheel.
+FAKE_CHIPS is a folder with an empty file for each chip. `test_torch_tpu.py` compares the signatures with the wheel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import functools
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,17 +29,33 @@ from tests.devices import late
 _claimed: list[Any] = []  # open files
 
 
-def _internal(instead: str) -> Callable[[Any], Any]:
-    def of(function: Any) -> Any:
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "torch":
-                raise RuntimeError(f"torch.tpu.{function.__name__}() is internal. Use {instead} instead.")
-            return function(*args, **kwargs)
+INSTEAD = {
+    name: f"torch.accelerator.{instead}"
+    for name, instead in {
+        "current_device": "current_device_index",
+        "current_stream": "current_stream",
+        "device_count": "device_count",
+        "get_rng_state": "random.get_rng_state",
+        "initial_seed": "random.initial_seed",
+        "is_available": "is_available",
+        "set_device": "set_device_index",
+        "set_stream": "set_stream",
+        "synchronize": "synchronize",
+    }.items()
+}
+"""What to call instead, by the function of torch.tpu."""
 
-        return checked
 
-    return of
+def _internal(function: Any) -> Any:
+    name = function.__name__
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "torch":
+            raise RuntimeError(f"torch.tpu.{name}() is internal. Use {INSTEAD[name]} instead.")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def chips() -> list[Path]:
@@ -65,26 +82,26 @@ def _claim() -> None:
         _claimed.append(file)
 
 
-@_internal("torch.accelerator.device_count")
+@_internal
 def device_count() -> int:
     """Number of chips of this host; uses none."""
     return len(chips())
 
 
-@_internal("torch.accelerator.is_available")
+@_internal
 def is_available() -> bool:
     """Whether there are chips; uses none."""
     return bool(chips())
 
 
-@_internal("torch.accelerator.current_device_index")
+@_internal
 def current_device() -> int:
     """Index of this process's chip."""
     _claim()
     return 0
 
 
-@_internal("torch.accelerator.set_device_index")
+@_internal
 def set_device(device: Any) -> None:
     """Accept this process's chip only."""
     _claim()
@@ -92,28 +109,92 @@ def set_device(device: Any) -> None:
         raise ValueError(f"Cannot set TPU device to {device}, current process is bound to device index 0.")
 
 
-@_internal("torch.accelerator.synchronize")
+@_internal
 def synchronize(device: int | None = None) -> None:
     """Wait for all work."""
     late.synchronize()
 
 
-@_internal("torch.accelerator.current_stream")
-def current_stream(device: torch.device | None = None) -> late.Stream:
-    """The only stream."""
-    return late.current()
+@_internal
+def current_stream(device: torch.device | None = None) -> Stream:
+    """A stream."""
+    return Stream(device)
+
+
+@_internal
+def set_stream(stream: Stream) -> None:
+    """All streams are the same."""
+
+
+@_internal
+def initial_seed() -> int:
+    """The seed of the only generator."""
+    return torch.initial_seed()
+
+
+@_internal
+def get_rng_state(device: Any = "tpu") -> torch.Tensor:
+    """The state of the only generator."""
+    return torch.get_rng_state()
+
+
+class Event:
+    """A place in the only queue."""
+
+    def __init__(self, enable_timing: bool = False, device: Any = None) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> Event:
+        """Nothing to mark: work is in order."""
+        return self
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Wait, on the host."""
+        late.synchronize()
+
+
+class Stream:
+    """One of several names of the only queue."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = device
+
+    def wait_event(self, event: Event) -> None:
+        """Nothing to wait for."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return an event."""
+        return event or Event()
+
+    def synchronize(self) -> None:
+        """Wait, on the host."""
+        late.synchronize()
+
+
+@contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """All streams are the same."""
+    yield
 
 
 def set_tpu_launch_env(*, nnodes: int | None = None, nproc_per_node: int | None = None) -> None:
     """Set what ranks need, except what is set."""
     number = nproc_per_node or len(chips())
-    topology = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}[number]  # as on v6e: a KeyError for other numbers
+    of_v5p = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,2,2"}
+    if number not in of_v5p:
+        raise RuntimeError(f"No TPU topology found for count: {number}")
     sockets = [socket.create_server(("localhost", 0)) for _ in range(number)]
     addresses = ",".join(f"localhost:{it.getsockname()[1]}" for it in sockets)
     for it in sockets:
         it.close()
     os.environ.setdefault("TORCH_TPU_SLICEBUILDER_ADDRESSES", addresses)
-    os.environ.setdefault("TORCH_TPU_TOPOLOGY", topology)
+    os.environ.setdefault("TORCH_TPU_TOPOLOGY", of_v5p[number])
 
 
 class OverGloo(dist.ProcessGroup):
@@ -130,6 +211,14 @@ class OverGloo(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self._gloo
 
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """The group's name."""
+        return self._name
+
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce in place."""
         return self._run("allreduce", tensors, opts or dist.AllreduceOptions())
@@ -141,6 +230,14 @@ class OverGloo(dist.ProcessGroup):
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """Collect the tensors of all ranks."""
         return self._run("allgather", outputs, tensors, opts or dist.AllgatherOptions())
+
+    def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        return self._run("_allgather_base", output, tensor, opts or dist.AllgatherOptions())
+
+    def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
+        return self._run("_reduce_scatter_base", output, tensor, opts or dist.ReduceScatterOptions())
+
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base  # their names in torch 2.13
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks."""
@@ -156,20 +253,13 @@ class OverGloo(dist.ProcessGroup):
 
 def load() -> None:
     """Register the device, as the import of torch does where torch_tpu is installed."""
-    functions = {
-        it.__name__: it
-        for it in (device_count, is_available, current_device, set_device, synchronize, current_stream)
-    }
+    functions = {name: globals()[name] for name in (*INSTEAD, "stream", "Stream", "Event")}
     make = late.late
     late.late = lambda data: (_claim(), make(data))[1]
     late.register("tpu", **functions)
-    torch.accelerator.set_device_index = lambda device: _in_torch(set_device)(device)
-    torch.accelerator.current_device_index = lambda: _in_torch(current_device)()
+    torch.accelerator.set_device_index = set_device.__wrapped__  # torch's own end in C++
+    torch.accelerator.current_device_index = current_device.__wrapped__
     torch.tpu.distributed = sys.modules["torch.tpu.distributed"] = distributed = ModuleType("torch.tpu.distributed")
     sys.modules["torch.tpu"] = torch.tpu
     distributed.set_tpu_launch_env = set_tpu_launch_env
     dist.Backend.register_backend("tpu_dist", OverGloo, devices=["tpu"])
-
-
-def _in_torch(function: Any) -> Any:
-    return function.__wrapped__

@@ -68,6 +68,15 @@ def test_only_tpus_are_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TorchTPUAccelerator.is_available()
 
 
+@pytest.mark.usefixtures("kind")
+def test_each_rank_has_the_first_chip_that_its_process_sees() -> None:
+    assert TorchTPUAccelerator.parse_devices(4) == TorchTPUAccelerator.parse_devices("-1") == [0, 0, 0, 0]
+    with pytest.raises(ConfigError, match=r"devices=\[1\]: must be a number of chips.*TPU_VISIBLE_CHIPS"):
+        TorchTPUAccelerator.parse_devices([1])
+    with pytest.raises(ConfigError, match="must be a number from 1 to 4"):
+        TorchTPUAccelerator.parse_devices(5)
+
+
 def test_mixed_precision_is_that_of_the_device(kind: str) -> None:
     trainer = L.Trainer(
         accelerator="torch",

@@ -93,7 +93,7 @@ def _folder(engine: str) -> Path:
 def _machines(path: Path, num_learners: int) -> dict[str, int | None]:
     """Return the devices of a learner, and the syncer's cores and memory."""
     drawn, found = forecast_of(path, {"learners": num_learners})
-    if drawn.accelerator in ("tpu", "xla"):
+    if drawn.accelerator in ("tpu", "xla", "torch_tpu"):
         raise ConfigError(f"{path} trains on TPUs, whose machines differ too much for a template; see recipes/tpus.md")
     return {
         "devices": None if drawn.accelerator == "cpu" else drawn.devices or 1,

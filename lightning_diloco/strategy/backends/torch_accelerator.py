@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import Accelerator
+from typing_extensions import override
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.backends.xla_accelerator import numbers_of
@@ -24,7 +25,7 @@ class TorchAccelerator(Accelerator):
         Raises:
             ConfigError: the device has another type.
         """
-        if device.type != (kind := kind_of_accelerator()):
+        if device.type != (kind := _kind()):
             raise ConfigError(f"device {device}: must be of type {kind}, the one that torch.accelerator finds here")
         torch.accelerator.set_device_index(device.index)
 
@@ -49,7 +50,7 @@ class TorchAccelerator(Accelerator):
             wanted = [torch.accelerator.current_device_index()] if number == 1 else list(range(number))
         if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(range(count)):
             raise ConfigError(
-                f"devices={devices!r}: must be a number from 1 to {count}, the number of {kind_of_accelerator()} "
+                f"devices={devices!r}: must be a number from 1 to {count}, the number of {_kind()} "
                 "devices here, or -1 for all of them, or a list of different indices from 0; change "
                 "Trainer(devices=...)"
             )
@@ -58,7 +59,7 @@ class TorchAccelerator(Accelerator):
     @staticmethod
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:
         """Return the devices with these indices."""
-        return [torch.device(kind_of_accelerator(), index) for index in devices]
+        return [torch.device(_kind(), index) for index in devices]
 
     @staticmethod
     def auto_device_count() -> int:
@@ -76,7 +77,37 @@ class TorchAccelerator(Accelerator):
         return "torch"
 
 
-def kind_of_accelerator() -> str:
-    """Return the type of the devices that torch finds on this machine, or "none"."""
+class TorchTPUAccelerator(TorchAccelerator):
+    """Chips of TorchTPU (`torch_tpu.py`)."""
+
+    @staticmethod
+    @override
+    def parse_devices(devices: int | str | list[int]) -> list[int]:
+        """Return the index of each rank's chip in its own process, which is 0.
+
+        Raises:
+            ConfigError: this machine does not have so many chips, or chips are chosen by index.
+        """
+        if not isinstance(numbers_of(devices), int):
+            raise ConfigError(
+                f"devices={devices!r}: must be a number of chips, or -1 for all of them, because each process sees its "
+                "own chip only; set TPU_VISIBLE_CHIPS to choose chips of this host"
+            )
+        return [0] * len(TorchAccelerator.parse_devices(devices))
+
+    @staticmethod
+    @override
+    def is_available() -> bool:
+        """Return whether torch finds a TPU; torch_xla's do not count, see accelerator="xla"."""
+        return torch.accelerator.is_available() and _kind() == "tpu"
+
+    @staticmethod
+    @override
+    def name() -> str:
+        """Return the name for `Trainer(accelerator=...)`."""
+        return "torch_tpu"
+
+
+def _kind() -> str:
     found = torch.accelerator.current_accelerator()
     return "none" if found is None else found.type

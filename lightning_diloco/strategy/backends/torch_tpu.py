@@ -1,7 +1,7 @@
-"""`Trainer(accelerator="torch_tpu")`: chips of TorchTPU, which makes TPUs ordinary devices of torch.
+"""Ranks on chips of TorchTPU (`torch_tpu`), which makes TPUs ordinary devices of torch.
 
-All that this package knows about the package torch_tpu is in this file. It was written from the wheel of version 0.2,
-and has run on a stand-in only, never on a TPU.
+This file and `TorchTPUAccelerator` have all that this package knows about torch_tpu. They were written from the wheel
+of version 0.2, and have run on a stand-in only, never on a TPU.
 
 1. A process has one chip, which is `tpu:0` there. TPU_VISIBLE_CHIPS limits the chips of a host that are used.
 2. A chip belongs to the process that uses it first. The process that starts the ranks of a learner uses none, so it has
@@ -24,50 +24,16 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from typing_extensions import override
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.backends.launchers import PATIENCE_S, WATCH_S, Scripts, handed_on
-from lightning_diloco.strategy.backends.torch_accelerator import TorchAccelerator, kind_of_accelerator
-from lightning_diloco.strategy.backends.xla_accelerator import numbers_of
 
 log = logging.getLogger(__name__)
 
 NEEDED = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY")
 _INSTALLED = 'install it: pip install "lightning-diloco[torch_tpu]", on a TPU VM'
-
-
-class TorchTPUAccelerator(TorchAccelerator):
-    """Chips of TorchTPU (`pip install torch_tpu`); several of them are one learner with a process for each."""
-
-    @staticmethod
-    @override
-    def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Return the index of each rank's chip in its own process, which is 0 (rule 1).
-
-        Raises:
-            ConfigError: this machine does not have so many chips, or chips are chosen by index.
-        """
-        if not isinstance(numbers_of(devices), int):
-            raise ConfigError(
-                f"devices={devices!r}: must be a number of chips, or -1 for all of them, because each process sees its "
-                "own chip only; set TPU_VISIBLE_CHIPS to choose chips of this host"
-            )
-        return [0] * len(TorchAccelerator.parse_devices(devices))
-
-    @staticmethod
-    @override
-    def is_available() -> bool:
-        """Return whether torch finds a TPU; torch_xla's do not count, see accelerator="xla"."""
-        return torch.accelerator.is_available() and kind_of_accelerator() == "tpu"
-
-    @staticmethod
-    @override
-    def name() -> str:
-        """Return the name for `Trainer(accelerator=...)`."""
-        return "torch_tpu"
 
 
 class ChipScripts(Scripts):
@@ -144,7 +110,7 @@ def _set_launch_env(num_processes: int, num_nodes: int) -> None:
         raise ConfigError(f"several chips of TorchTPU need the package torch_tpu ({error}); {_INSTALLED}") from error
     try:
         set_tpu_launch_env(nnodes=num_nodes if num_nodes > 1 else None, nproc_per_node=num_processes)
-    except (ValueError, KeyError) as error:
+    except (ValueError, RuntimeError) as error:
         raise ConfigError(
             f"{num_processes} chip(s) on each of {num_nodes} host(s): torch_tpu cannot start such ranks ({error}); "
             "change Trainer(devices=..., num_nodes=...)"
