@@ -1,9 +1,10 @@
 """All environment variables that this package reads. An explicit argument always takes precedence.
 
 1. Each variable is read where and when it is used, never on import. A test compares `read_in` with the code.
-2. The package does not set variables in its own process; it passes them to child processes. There are three exceptions.
+2. The package does not set variables in its own process; it passes them to child processes. There are four exceptions.
    The learner id is set while Lightning starts ranks, because they inherit Lightning's environment. gRPC's log level is
-   set in a syncer, and Ray's token mode in `diloco scale`, because no call can set them.
+   set in a syncer, and Ray's token mode in `diloco scale`, because no call can set them. torch_tpu sets what its ranks
+   need in the process that starts them.
 """
 
 from __future__ import annotations
@@ -56,5 +57,6 @@ WHOLE_IN = (
     "learner/embedded_syncer.py",
     "process/grpc_log.py",
     "strategy/backends/launchers.py",
+    "strategy/backends/torch_tpu.py",
 )
 """Modules that read the whole environment, for a learner's arguments and for child processes, or set a variable."""

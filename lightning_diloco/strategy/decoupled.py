@@ -164,7 +164,7 @@ def final_class(devices: Sequence[torch.device], num_nodes: int) -> type[DiLoCoH
     types = sorted({torch.device(device).type for device in devices})
     kind, many = "/".join(types), len(devices) * num_nodes > 1
     key = (kind, many)
-    if key not in backends.DEVICES and len(types) == 1 and is_accelerator(kind):
+    if key not in backends.DEVICES and is_accelerator(kind) and (not many or backends.can_be_ranks(kind)):
         key = (backends.ACCELERATOR, many)
     if key not in backends.DEVICES:
         allowed = ", ".join(f"{'several' if many else 'one'} {kind}" for kind, many in backends.DEVICES)

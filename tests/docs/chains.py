@@ -418,6 +418,7 @@ NOT_HERE = {
     "pip install -e '.[test]' -c .ci/constraints.txt": "the same; .ci/run types it word for word",
     "pip install -e '.[wandb]'": "changes this environment",
     "pip install -e '.[tpu]'": "is for TPU hosts, and brings another torch",
+    "pip install -e '.[torch_tpu]'": "is for TPU hosts, and brings another torch",
     "pip install 'lightning-diloco[peft]'": "needs a package index that has a release of ours",
     "pip install 'lightning-diloco[syncer]'": "the same",
     "pip install 'lightning-diloco[ray]'": "the same",

@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from lightning_diloco.devices import is_accelerator
+
 Key = str | tuple[str, bool]
 ACCELERATOR = "accelerator"
 
@@ -28,6 +30,11 @@ FINAL_CLASSES: dict[Key, tuple[str, str]] = {
 }
 INNER = tuple(key for key in FINAL_CLASSES if isinstance(key, str))
 DEVICES = tuple(key for key in FINAL_CLASSES if isinstance(key, tuple))
+
+
+def can_be_ranks(kind: str) -> bool:
+    """Return whether several devices of this type can be one learner; a machine has one Apple GPU at most."""
+    return kind == "cpu" or (is_accelerator(kind) and kind != "mps")
 
 
 def load(key: Key) -> Any:

@@ -60,7 +60,7 @@ class Scripts(_SubprocessScriptLauncher):
             self._strategy._separate_paths(trainer)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            with handed_on(self._strategy._learner.learner):
+            with _handed_on(self._strategy._learner.learner):
                 self._call_children_scripts()
             threading.Thread(target=_watch, args=(self.procs,), name="diloco-ranks", daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -149,7 +149,7 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def handed_on(learner: str | None) -> Iterator[None]:
+def _handed_on(learner: str | None) -> Iterator[None]:
     """Set DILOCO_LEARNER to this learner id for the processes that are started meanwhile."""
     before = os.environ.get("DILOCO_LEARNER")
     if learner is not None:

@@ -35,11 +35,11 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompo
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_diloco.devices import is_accelerator
 from lightning_diloco.devices.part import PartFragments
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.learner.name import given_address
 from lightning_diloco.storage.checkpoint_store import CheckpointStore
+from lightning_diloco.strategy.backends import can_be_ranks
 from lightning_diloco.strategy.backends.launchers import Processes, Scripts
 from lightning_diloco.strategy.data.hooks import wants_link
 from lightning_diloco.strategy.data.range_batches import Batches, RangeBatches, Ranges
@@ -71,7 +71,7 @@ class RanksHooks(DiLoCoHooks):
 
     def _check_devices(self, devices: Sequence[torch.device], num_nodes: int) -> None:
         types, name = sorted({device.type for device in devices}), self._inner.__name__
-        if len(types) != 1 or not (types == ["cpu"] or is_accelerator(types[0])):
+        if len(types) != 1 or not can_be_ranks(types[0]):
             raise ConfigError(
                 f"inner={name}() on devices of type {'/'.join(types)}: it trains on cpu, or on an accelerator that "
                 'torch has a module for, such as cuda; pass Trainer(accelerator="gpu") where there is a CUDA GPU, else '

@@ -28,7 +28,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _basic_subpr
 from typing_extensions import override
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.strategy.backends.launchers import PATIENCE_S, WATCH_S, Scripts, handed_on
+from lightning_diloco.strategy.backends.launchers import PATIENCE_S, WATCH_S, Scripts
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,7 @@ class ChipScripts(Scripts):
             self._strategy._separate_paths(trainer)
         _set_launch_env(self.num_processes, self.num_nodes)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        with handed_on(self._strategy._learner.learner):
-            self._call_children_scripts()
+        self._call_children_scripts()
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(signum, self._pass_on)
@@ -88,6 +87,8 @@ class ChipScripts(Scripts):
             "NODE_RANK": str(environment.node_rank()),
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
         }
+        if (learner := self._strategy._learner.learner) is not None:
+            shared["DILOCO_LEARNER"] = learner
         # In Kubernetes, Lightning would take a process that has RANK for one that Kubeflow has started.
         inherited = {name: value for name, value in os.environ.items() if name != "KUBERNETES_PORT"}
         for local_rank in range(self.num_processes):
