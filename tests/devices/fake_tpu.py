@@ -27,8 +27,6 @@ import torch.distributed as dist
 from tests.devices import late
 
 _claimed: list[Any] = []  # open files
-
-
 INSTEAD = {
     name: f"torch.accelerator.{instead}"
     for name, instead in {

@@ -71,10 +71,10 @@ class ChipScripts(Scripts):
             self._strategy._separate_paths(trainer)
         _set_launch_env(self.num_processes, self.num_nodes)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        self._call_children_scripts()
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(signum, self._pass_on)
+        self._call_children_scripts()
         raise SystemExit(_code_of(self.procs))
 
     @override

@@ -40,7 +40,6 @@ class Host:
             (folder / "chips" / str(index)).touch()
         self.environ = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAKE_CHIPS": str(folder / "chips"),
-            "PYTHONWARNINGS": "",
         }  # fmt: skip
 
     def start(self, *options: str, launcher: tuple[str, ...] = (), **environ: str) -> subprocess.Popen[str]:
