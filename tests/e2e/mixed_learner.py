@@ -1,4 +1,4 @@
-"""A learner of a mixed fleet: on CPUs, or on the stand-in for an accelerator; in any precision; of any number of ranks.
+"""A learner of a mixed fleet: on CPUs, or on a stand-in for an accelerator; in any precision; of any number of ranks.
 
 Each rank writes to OUT.<rank>.json a digest of each anchor that it had at the end of a step, rank 0 by fragment and
 version.
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.devices import streams
 from tests.bench.idle_learner import EndWith
-from tests.devices import late
+from tests.devices import fake_tpu, late
 from tests.quiet import QUIET
 
 WIDTH = 16
@@ -70,6 +70,8 @@ def main() -> None:
     if given.accelerator == "torch":
         late.register()
         streams.WITH_SIDE_STREAMS = streams.WITH_SIDE_STREAMS | {late.NAME}  # type: ignore[misc]
+    elif given.accelerator == "torch_tpu":
+        fake_tpu.load()
     anchors = Anchors()
     trainer = L.Trainer(
         accelerator=given.accelerator,

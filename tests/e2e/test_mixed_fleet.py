@@ -1,4 +1,4 @@
-"""One run of an accelerator, a CPU in bfloat16 and two ranks of CPUs: the same anchors, bit for bit."""
+"""One run of an accelerator, a CPU in bfloat16, two ranks of CPUs, and two chips: the same anchors, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ LEARNERS = {  # with the samples of one step of all ranks
     "accelerator": (4, ("--accelerator", "torch", "--batch-size", 4)),
     "bfloat16": (8, ("--accelerator", "cpu", "--precision", "bf16-true", "--batch-size", 8)),
     "two-ranks": (32, ("--accelerator", "cpu", "--devices", 2, "--batch-size", 16)),
+    "two-chips": (16, ("--accelerator", "torch_tpu", "--devices", 2, "--batch-size", 8)),
 }
 WANTED = {
     "accelerator": ("late", "torch.float32"),
     "bfloat16": ("cpu", "torch.bfloat16"),
     "two-ranks": ("cpu", "torch.float32"),
+    "two-chips": ("tpu", "torch.float32"),
 }
 
 
@@ -28,17 +30,21 @@ WANTED = {
     reason="this torch has no interface for back ends written in Python",
 )
 def test_all_devices_have_the_same_anchors(processes: Processes) -> None:
-    syncer = processes.syncer(expect=3, quorum=3)
+    chips = processes.root / "chips"
+    chips.mkdir()
+    for index in range(2):
+        (chips / str(index)).touch()
+    syncer = processes.syncer(expect=4, quorum=4)
     join = processes.address.join_string()
     running = []
     for name, (_, options) in LEARNERS.items():
         (processes.root / name).mkdir()
         files = ("--out", processes.root / name / "held", "--until", processes.stop_file)
-        env = {"DILOCO_JOIN": join, "DILOCO_LEARNER": name}
+        env = {"DILOCO_JOIN": join, "DILOCO_LEARNER": name, "FAKE_CHIPS": str(chips)}
         running.append(processes.start(name, HERE / "mixed_learner.py", *options, *files, **env))
     processes.until_commits(100)
     processes.stop_file.touch()
-    assert [processes.end(process) for process in running] == [0, 0, 0], processes.logs()
+    assert [processes.end(process) for process in running] == [0, 0, 0, 0], processes.logs()
     syncer.terminate()
     assert processes.end(syncer) == 0
 
@@ -54,8 +60,8 @@ def test_all_devices_have_the_same_anchors(processes: Processes) -> None:
         assert {key: one[key] for key in both} == {key: other[key] for key in both}
     for digests in anchors.values():
         assert len(set(digests.values())) == len(digests), "each version has values of its own"
-    first, second = held["two-ranks"]
-    assert set(first["digests"].values()) <= set(second["digests"])
+    for first, second in (held["two-ranks"], held["two-chips"]):
+        assert set(first["digests"].values()) <= set(second["digests"])
 
     summary = processes.summary()
     assert summary["ledger_exact"]
