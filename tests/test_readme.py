@@ -34,7 +34,7 @@ PYTHON = [
     pytest.param(command, id=f"{readme.parent.name}: {command}")
     for readme in READMES
     for command in dict.fromkeys(re.findall(r"\bpython (?:-m )?[\w./][^`\n&|#]*", readme.read_text()))
-    if not command.startswith("python train.py")  # the reader's own
+    if not command.startswith(("python train.py", "python -m torch.tpu."))  # the reader's own; test_torch_tpu.py
 ]
 
 CHEAP = [  # the figures of other recipes' plans are compared in tests/recipes

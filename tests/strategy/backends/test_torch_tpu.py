@@ -214,4 +214,5 @@ def test_ranks_are_launched_as_the_wheel_wants_it(wheel: Wheel) -> None:
         assert name in wheel.text("_internal/distributed/distributed.py")
     assert '"torch.tpu.distributed": ModuleSpec(' in (exports := wheel.text("_internal/public_api.py"))
     assert '"torch_tpu._internal.distributed.distributed:set_tpu_launch_env"' in exports
+    assert 'main="torch_tpu._internal.distributed.distributed"' in exports, "python -m torch.tpu.distributed"
     assert '"tpu_dist", tpu_distributed.create_process_group, devices=["tpu"]' in wheel.text("_loader.py")
