@@ -219,6 +219,7 @@ def test_an_import_that_points_down_is_allowed(where: str, source: str) -> None:
     assert import_offences(where, source) == []
 
 
+@pytest.mark.seconds
 def test_no_module_imports_itself_by_way_of_others() -> None:
     assert circles(SOURCES) == []
 
@@ -239,6 +240,7 @@ def test_narrower_layers_still_point_down() -> None:
     assert upward == []
 
 
+@pytest.mark.seconds
 def test_only_the_command_line_prints() -> None:
     assert [offence for where, source in SOURCES.items() for offence in print_offences(where, source)] == []
 
@@ -249,6 +251,7 @@ def test_a_print_outside_the_command_line_is_found() -> None:
     assert print_offences("cli/run.py", source) == []
 
 
+@pytest.mark.seconds
 def test_environment_variables_are_read_only_where_the_table_says() -> None:
     documented = {(name, where) for name, variable in VARIABLES.items() for where in variable.read_in}
     documented |= {(WHOLE, where) for where in WHOLE_IN}

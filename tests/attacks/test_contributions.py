@@ -58,6 +58,7 @@ def assert_unharmed(fleet: Fleet, *, num_merged: int | None = 0) -> None:
     assert replay(fleet.run_dir).level == "merges"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "attack",
     [
@@ -93,6 +94,7 @@ def test_a_counter_that_cannot_be_is_not_counted(fleet: Fleet) -> None:
     assert_unharmed(fleet)
 
 
+@pytest.mark.seconds
 def test_claims_without_a_proof_move_no_generation(fleet: Fleet) -> None:
     contributions.generation_claims(mad(fleet))
 
@@ -101,6 +103,7 @@ def test_claims_without_a_proof_move_no_generation(fleet: Fleet) -> None:
     assert "restored" not in fleet.summary["tokens_discarded"]
 
 
+@pytest.mark.seconds
 def test_rounds_wait_for_nobody_who_says_that_its_steps_are_long(fleet: Fleet) -> None:
     wanted = fleet.num_commits + 15
     contributions.long_steps(mad(fleet), lambda: fleet.num_commits >= wanted)

@@ -65,6 +65,7 @@ def serve() -> Iterator[Callable[[Doorkeeper], JoinAddress]]:
         server.stop()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("hold", [wire.idle_sockets, wire.unfinished_handshakes])
 def test_connections_that_ask_for_nothing_end_and_those_of_learners_stay(
     serve: Callable[[Doorkeeper], JoinAddress], hold: Held
@@ -88,6 +89,7 @@ def test_beyond_the_number_of_strangers_the_oldest_has_to_go(serve: Callable[[Do
         assert newcomer.status() == {"status": "running"}
 
 
+@pytest.mark.seconds
 def test_an_upload_that_stops_ends_and_its_memory_is_free_again(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
     address = serve(Doorkeeper(silent_s=0.3))
     began_s = time.monotonic()

@@ -95,6 +95,7 @@ def toy(tmp_path: Path) -> Tiny:
 SMALL = {"sync_every": 6, "num_fragments": 3}
 
 
+@pytest.mark.seconds
 def test_one_learner_with_a_plain_outer_step_trains_as_without_the_strategy(toy: Tiny) -> None:
     size = {"learners": 1, "steps": 15, "seed": 1}
     config = RunConfig(**SMALL, outer_lr=1.0, outer_momentum=0.0, wire="fp32")
@@ -157,6 +158,7 @@ def test_at_the_computed_bandwidth_training_computes_for_the_share_that_was_aske
             assert method.period * 0.8 / (method.period * 0.8 + waits_s) == pytest.approx(share)
 
 
+@pytest.mark.seconds
 def test_quality_is_the_same_each_time(toy: Tiny) -> None:
     size = {"learners": 2, "steps": 13, "seed": 1}
     first, second = (quality.decoupled(toy, RunConfig(**SMALL), LearnerConfig(), **size) for _ in range(2))
@@ -164,6 +166,7 @@ def test_quality_is_the_same_each_time(toy: Tiny) -> None:
     assert -1 < first["rho"] < 1
 
 
+@pytest.mark.seconds
 def test_a_rule_that_changes_nothing_gives_the_loss_of_the_package(toy: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     task = {"batch_size": 2, "learners": 2, "sync_every": 6, "steps": 13, "seed": 1}
     options = RunConfig(sync_every=6, num_fragments=6, outer_lr=0.5, outer_momentum=0.9)
@@ -407,6 +410,7 @@ def test_threads_that_pile_up_are_told_from_one_that_comes_and_goes(at_the_end: 
     assert soak._row("a run", samples, is_kept=False)["grew"] == grew
 
 
+@pytest.mark.seconds
 def test_goodput_that_is_planned_is_that_of_the_measured_runs() -> None:
     found = json.loads((RECIPE.parent / "results" / "forecast.json").read_text())
     checks = forecast.checks_of(found["runs"])
@@ -414,6 +418,7 @@ def test_goodput_that_is_planned_is_that_of_the_measured_runs() -> None:
     assert [forecast.row_of(name, **run) for name, run in found["runs"].items()] == found["rows"]
 
 
+@pytest.mark.seconds
 def test_a_simulation_shows_kills_slow_learners_and_slow_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated, "SIMULATIONS", 1)
     told = {"steps_s": [0.1] * 3, "jitter": 0.05, "mtbf_s": None, "rejoin_s": 5.0, "rate_bps": None}
@@ -428,6 +433,7 @@ def test_a_simulation_shows_kills_slow_learners_and_slow_links(monkeypatch: pyte
     assert others[2]["participation"] < 0.7
 
 
+@pytest.mark.seconds
 def test_memory_that_is_not_as_planned_is_seen() -> None:
     planned = {size: memory.planned_of(memory.forecast_of(size)) for size in (320, 640)}
     assert list(memory.checks_of(planned).values()) == [True] * 6

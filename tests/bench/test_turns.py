@@ -40,6 +40,7 @@ def test_nobody_is_stopped_for_so_long_that_its_calls_fail(tmp_path: Path, progr
         assert not any(player.turns for player in players.values())
 
 
+@pytest.mark.seconds
 def test_only_one_plays_at_a_moment(tmp_path: Path, program: tuple[str, str]) -> None:
     names = ("a", "b")
     with turns.playing(dict.fromkeys(names, program), tmp_path, env={}, warm_up=3) as players:

@@ -94,6 +94,7 @@ def test_run_starts_scripts_with_python(project: Path, plans: list[Plan]) -> Non
     assert plans[0].threads is None
 
 
+@pytest.mark.seconds
 def test_run_directories_are_never_shared_by_default(project: Path, plans: list[Plan]) -> None:
     for _ in range(3):
         main(["run", "toy/one", "--local", "1"])

@@ -19,6 +19,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return dict(json.loads(capsys.readouterr().out))
 
 
+@pytest.mark.seconds
 def test_json_has_a_row_for_each_combination_and_the_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, *SHORT, "--chips", "64k", "2.4M", "--quorum", "1", "2", "--baseline", "dp", "dp-elastic")
     assert [(row["run"], row["chips"], row.get("quorum")) for row in found["rows"]] == [
@@ -29,12 +30,14 @@ def test_json_has_a_row_for_each_combination_and_the_assumptions(capsys: pytest.
     assert any("fails once in 365 days" in sentence for sentence in found["assumptions"])
 
 
+@pytest.mark.seconds
 def test_the_same_command_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*SHORT, "--chips", "2.4M", "--jitter", "5%")
     assert told(capsys, *words) == told(capsys, *words)
     assert told(capsys, *words) != told(capsys, *words, "--seed", "2")
 
 
+@pytest.mark.seconds
 def test_a_scenario_gives_options_and_the_command_line_takes_precedence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +87,7 @@ def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], words: list
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_tables_are_printed_by_fleet_and_by_number_of_chips(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *SHORT, "--chips", "64k"]) == 0
     assert "take part" in capsys.readouterr().out
@@ -93,6 +97,7 @@ def test_tables_are_printed_by_fleet_and_by_number_of_chips(capsys: pytest.Captu
     assert "2.4M" in out
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("chips", [["1.2M"], ["64k", "1.2M"]])
 def test_plots_are_drawn(tmp_path: Path, chips: list[str]) -> None:
     for kind in ("png", "svg"):
@@ -101,6 +106,7 @@ def test_plots_are_drawn(tmp_path: Path, chips: list[str]) -> None:
         assert path.stat().st_size > 5000
 
 
+@pytest.mark.seconds
 def test_a_sweep_is_drawn_over_the_option_with_most_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[str, Any] = {}
     real = forecast.draw_sweep
@@ -118,6 +124,7 @@ def test_a_sweep_is_drawn_over_the_option_with_most_values(tmp_path: Path, monke
     assert path.read_text().count("<svg") == 1
 
 
+@pytest.mark.seconds
 def test_a_baseline_has_a_line_only_if_the_option_changes_it(tmp_path: Path) -> None:
     words = ["simulate", *SHORT, "--mtbi", "30d", "1y", "--grace", "adaptive", "0", "--baseline", "dp"]
     assert main([*words, "--plot", str(tmp_path / "mtbi.svg")]) == 0

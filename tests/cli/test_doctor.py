@@ -67,6 +67,7 @@ def test_it_measures_the_link_that_is_there(address: JoinAddress, capsys: pytest
     assert checks["learner's link"]["is_good"]
 
 
+@pytest.mark.seconds
 def test_a_link_that_is_too_slow_for_the_recipe_fails_and_the_way_out_is_named(
     address: JoinAddress, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_wrong_token_and_a_syncer_that_is_not_there_fail(
     assert "cannot be reached" in checks["syncer"]["found"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("told", "name"),
     [
@@ -105,6 +107,7 @@ def test_another_clock_or_version_fails(
     assert [check["name"] for check in checks.values() if check["is_good"] is False] == [name]
 
 
+@pytest.mark.seconds
 def test_at_the_syncer_it_prints_options_that_plan_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--run-dir", str(tmp_path)]) == 0
     *_, last = capsys.readouterr().out.splitlines()

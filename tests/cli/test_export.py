@@ -89,6 +89,7 @@ def same(found: Tensor, wanted: Tensor) -> bool:
     return found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
+@pytest.mark.seconds
 def test_the_folder_opens_with_the_anchor_of_snapshot_and_log(run: Run, tmp_path: Path) -> None:
     to = tmp_path / "to"
     assert export(run, to) == 0
@@ -108,6 +109,7 @@ def test_tied_weights_are_stored_once_and_tied_again(run: Run, tmp_path: Path) -
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.seconds
 def test_the_checkpoint_loads_into_the_module(run: Run, tmp_path: Path) -> None:
     export(run, to := tmp_path / "to")
     module = CausalLM.load_from_checkpoint(to / CHECKPOINT)

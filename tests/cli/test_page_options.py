@@ -17,6 +17,7 @@ from lightning_diloco.errors import ConfigError
 from tests.live.told import status
 
 
+@pytest.mark.seconds
 def test_the_page_shows_what_the_screen_was_told(tmp_path: Path) -> None:
     said: list[str] = []
     with page.served(tmp_path, page.LISTEN, said.append) as watch:

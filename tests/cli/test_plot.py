@@ -19,6 +19,7 @@ NAMES = {"timeline", "loss", "goodput", "versions", "bandwidth", "overview"}
 Make = Callable[..., Path]
 
 
+@pytest.mark.seconds
 def test_every_picture_is_there_as_png_and_svg_with_its_labels(
     make_run: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,6 +41,7 @@ def _as_printed(path: Path) -> tuple[int, str]:
     return order.index(path.stem), path.suffix
 
 
+@pytest.mark.seconds
 def test_a_run_that_has_only_begun_can_be_drawn(make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = make_run(LINES[:3])
     assert main(["plot", str(run_dir)]) == 0

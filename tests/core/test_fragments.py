@@ -31,6 +31,7 @@ def rows_of(plan: FragmentPlan) -> dict[str, list[tuple[int, int]]]:
     return {name: sorted(rows) for name, rows in found.items()}
 
 
+@pytest.mark.seconds
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(_models, st.integers(1, 12), st.integers(1, 200))
 def test_plan_holds_every_row_once_and_is_balanced(shapes: Shapes, num_fragments: int, max_slice_numel: int) -> None:
@@ -52,6 +53,7 @@ def test_plan_holds_every_row_once_and_is_balanced(shapes: Shapes, num_fragments
     assert max(numels) <= sum(numels) / plan.num_fragments + max(slices)
 
 
+@pytest.mark.seconds
 @settings(derandomize=True, deadline=None)
 @given(_models, st.randoms(use_true_random=False))
 def test_plan_is_the_same_for_any_order_of_parameters(shapes: Shapes, random: Random) -> None:

@@ -32,6 +32,7 @@ def by_torch(call: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> Ten
         return call()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("values", [normal, hard])
 @pytest.mark.parametrize(("numel", "block_size"), [(4_096, 16), (40_001, 256), (3, 64), (12_289, 4096)])
 def test_encoding_and_adding(

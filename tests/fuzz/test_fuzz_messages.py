@@ -256,6 +256,7 @@ class Absurd(Honest):
         return encode(x, wire=self.config.wire, block_size=self.config.block_size, name="x")
 
 
+@pytest.mark.seconds
 def test_values_that_would_overflow_the_anchor_are_refused_before_any_norm_is_usual(target: Target) -> None:
     """The outer gradient is finite, the anchor after it would not be: found when the commit is about to be written."""
     absurd = Absurd(target.transport.connect(), "absurd")

@@ -11,6 +11,7 @@ import pytest
 from tests.learner.fleet import OPTIONS, Fleet, assert_exact, finish, until
 
 
+@pytest.mark.seconds
 def test_a_device_that_is_behind_does_not_hold_up_what_is_staged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,6 +40,7 @@ def test_a_device_that_is_behind_does_not_hold_up_what_is_staged(
     assert summary["tokens_merged"] == summary["tokens_seen"]
 
 
+@pytest.mark.seconds
 def test_training_goes_on_while_a_device_that_is_behind_says_what_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

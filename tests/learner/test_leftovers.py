@@ -45,6 +45,7 @@ def test_a_finished_run_keeps_one_copy_of_its_state(tmp_path: Path) -> None:
     assert 12 * numel < sum(path.stat().st_size for path in (run / "syncer").rglob("tensors-*")) < 20 * numel + 2000
 
 
+@pytest.mark.seconds
 def test_tensors_of_old_finished_runs_go_and_everything_else_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

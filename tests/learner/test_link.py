@@ -85,6 +85,7 @@ def test_the_number_of_parts_is_known_before_joining_and_seeds_are_the_runs(tmp_
         assert seeds == [(0, (0, 2), 0), (1, (1, 2), 0), (2, (0, 2), 0)]
 
 
+@pytest.mark.seconds
 def test_the_same_over_flight_with_a_pinned_certificate(tmp_path: Path) -> None:
     with Fleet(tmp_path, expect=2) as fleet:
         server = FlightServer(fleet.service, "127.0.0.1:0", token="secret", tls=ServerIdentity.create())
@@ -150,6 +151,7 @@ def test_a_learner_that_has_left_says_nothing_of_a_syncer_that_ends(
         learner.done()
 
 
+@pytest.mark.seconds
 def test_learner_trains_on_without_a_syncer_and_catches_up(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         away, other = fleet.learner("away").go(), fleet.learner("other").go()
@@ -169,6 +171,7 @@ def test_learner_trains_on_without_a_syncer_and_catches_up(tmp_path: Path) -> No
     assert_exact(summary)
 
 
+@pytest.mark.seconds
 def test_syncer_restarted_at_its_address_has_every_bit_and_learners_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +230,7 @@ def test_a_failing_upload_is_no_end(tmp_path: Path, error: Exception) -> None:
     assert summary["tokens_merged"] == summary["tokens_seen"]
 
 
+@pytest.mark.seconds
 def test_the_last_learner_takes_the_final_anchor_and_gives_its_verdict_although_calls_fail(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         first, last = fleet.learner("first").go(), fleet.learner("last").go()
@@ -255,6 +259,7 @@ def test_the_last_learner_takes_the_final_anchor_and_gives_its_verdict_although_
         assert fleet.stop()["eval_loss"] == 1.25
 
 
+@pytest.mark.seconds
 def test_the_last_learner_knows_the_version_of_the_final_anchor_if_nothing_landed_before(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         other, last = fleet.learner("other").go(), fleet.learner("last", drain_s=0.2).join()
@@ -268,6 +273,7 @@ def test_the_last_learner_knows_the_version_of_the_final_anchor_if_nothing_lande
         assert last.digests() == list(fleet.service._store.digests())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("is_away", [True, False], ids=["without a syncer", "with one"])
 def test_a_learner_that_is_asked_to_leave_does_not_wait_longer_for_its_last_contributions(
     tmp_path: Path, is_away: bool
@@ -290,6 +296,7 @@ def test_a_learner_that_is_asked_to_leave_does_not_wait_longer_for_its_last_cont
     assert_exact(summary)
 
 
+@pytest.mark.seconds
 def test_not_a_number_is_refused_and_the_anchor_adopted(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         sick, sound = fleet.learner("sick"), fleet.learner("sound").go()
@@ -372,6 +379,7 @@ def test_what_is_sent_is_of_the_boundary_although_it_is_copied_by_another_thread
     assert any(name.startswith("diloco-") for name in makers), "nobody but the training thread has copied"
 
 
+@pytest.mark.seconds
 def test_second_process_under_a_name_in_use_is_refused(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         owner = fleet.learner("twin").go()
@@ -381,6 +389,7 @@ def test_second_process_under_a_name_in_use_is_refused(tmp_path: Path) -> None:
         owner.enough().done()
 
 
+@pytest.mark.seconds
 def test_a_zombie_is_fenced_when_its_successor_has_taken_over(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         zombie = fleet.learner("l0").go()

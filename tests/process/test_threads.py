@@ -18,6 +18,7 @@ def niceness() -> int:
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
+@pytest.mark.seconds
 def test_computing_alone_leaves_all_other_threads_as_they_were() -> None:
     code = """
 import threading, torch

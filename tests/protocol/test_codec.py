@@ -109,6 +109,7 @@ for _ in range(400):
 """
 
 
+@pytest.mark.seconds
 def test_threads_load_a_class_for_the_first_time_at_once() -> None:
     """In a process of its own, because msgspec crashes it if `load` does not prevent that."""
     subprocess.run([sys.executable, "-c", ANALYZED_AT_ONCE], check=True)

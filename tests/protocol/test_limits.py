@@ -69,6 +69,7 @@ def is_accepted(message: object) -> bool:
     return True
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", typing.get_args(messages.FromLearner), ids=lambda kind: kind.__name__)
 def test_nothing_in_a_message_is_without_a_limit(kind: type) -> None:
     assert is_accepted(example(kind))

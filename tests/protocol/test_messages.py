@@ -47,11 +47,13 @@ def instances(union: object) -> st.SearchStrategy[object]:
     return st.one_of([of(kind) for kind in typing.get_args(union)])
 
 
+@pytest.mark.seconds
 @given(instances(messages.FromLearner))
 def test_every_message_of_a_learner_survives_the_wire(message: messages.FromLearner) -> None:
     assert messages.decode(json.loads(json.dumps(messages.encode(message))), messages.FromLearner) == message
 
 
+@pytest.mark.seconds
 @given(instances(messages.FromSyncer))
 def test_every_message_of_the_syncer_survives_the_wire(message: messages.FromSyncer) -> None:
     assert messages.decode(json.loads(json.dumps(messages.encode(message))), messages.FromSyncer) == message

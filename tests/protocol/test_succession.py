@@ -328,12 +328,14 @@ def outcome(seed: int) -> str:
     return kind[int(world.is_alone), int(world.has_taken_over)]
 
 
+@pytest.mark.seconds
 def test_no_schedule_lets_both_serve() -> None:
     found = Counter(map(outcome, range(500)))
     assert found["both"] == 0, found
     assert min(found["alone"], found["taken over"], found["neither"]) >= 10, f"the search must reach all cases: {found}"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "weaker",
     [{"BEFORE_S": -1000.0, "ALONE_S": 3.0}, {"BEFORE_S": -1000.0}, {"FRESH_S": 1000.0}, {"PAUSE_S": 100.0}],
@@ -355,6 +357,7 @@ def of_the_past(fleets: Fleets, fleet: Fleet, changed: Fleet = frozenset()) -> F
     return fleets
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("weaker", [of_the_machine, of_the_past])
 def test_the_search_finds_a_primary_that_counts_one_fleet_only(
     monkeypatch: pytest.MonkeyPatch, weaker: Callable[..., Fleets]

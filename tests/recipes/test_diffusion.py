@@ -46,6 +46,7 @@ def test_training_and_validation_clips_are_different(video: ModuleType) -> None:
     assert not any(torch.equal(a, b) for a in map(trained.__getitem__, range(4)) for b in (validated[0], validated[1]))
 
 
+@pytest.mark.seconds
 def test_forty_steps_lower_the_loss_and_clips_can_be_drawn(video: ModuleType) -> None:
     model, batches = video.VideoDiT(), iter(video.Clips().train_dataloader())
     optimizer, losses = model.configure_optimizers(), []

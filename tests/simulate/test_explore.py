@@ -19,6 +19,7 @@ from tests.simulate import test_sabotage as sabotages
 Patch = pytest.MonkeyPatch
 
 
+@pytest.mark.seconds
 def test_histories_keep_the_invariants() -> None:
     found = explore(1, num_seeds=25)
     assert found.violation is None, found.violation
@@ -26,6 +27,7 @@ def test_histories_keep_the_invariants() -> None:
     assert found.events > 100_000
 
 
+@pytest.mark.seconds
 def test_takeovers_lose_records_that_were_not_announced(monkeypatch: Patch) -> None:
     """Otherwise the histories would not try what a standby is for."""
     lost: list[str] = []
@@ -58,6 +60,7 @@ def test_a_history_follows_from_its_seed() -> None:
     assert (one.play(), one.num_events) == (other.play(), other.num_events)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "sabotage",
     [
@@ -77,6 +80,7 @@ def test_a_machine_with_one_rule_broken_is_found_out(sabotage: Callable[[Patch],
     assert History(found.seed, kept=found.kept).play() is not None, "the shrunk history fails as well"
 
 
+@pytest.mark.seconds
 def test_the_command_line_says_how_a_violation_is_replayed(
     monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def _state(fleet: Fleet) -> tuple[dict[str, float], ...]:
 # ------------------------------------------------------------------------------------------------------- participation
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_learners", [2, 4, 8])
 def test_everyone_takes_part_in_every_round_from_random_starts(num_learners: int) -> None:
     figures = measure(num_learners)
@@ -77,6 +78,7 @@ def test_everyone_takes_part_in_every_round_from_random_starts(num_learners: int
     assert 0.95 <= figures.rounds_per_period <= 1.05, figures
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_learners", [2, 4, 8])
 def test_participation_holds_with_unequal_speeds_and_jitter(num_learners: int) -> None:
     figures = measure(num_learners, slowest_s=1.18, jitter=0.1)
@@ -92,6 +94,7 @@ def test_uploads_of_a_whole_step_cost_little() -> None:
     assert figures.participation >= 0.9, figures
 
 
+@pytest.mark.seconds
 def test_a_learner_four_times_slower_neither_holds_up_nor_is_left_out() -> None:
     figures = measure(4, last_s=4.0)
 
@@ -118,6 +121,7 @@ def test_without_faults_every_token_is_in_the_anchor_at_the_end(num_learners: in
     assert [x.is_last for x in fleet.learners.values()].count(True) == 1
 
 
+@pytest.mark.seconds
 def test_the_end_of_a_run_adds_no_rounds_for_questions_that_crossed_their_answers() -> None:
     fleet = Fleet(RunConfig(), network=Network(latency_s=0.3, upload_s=0.02, download_s=0.02))
     for i in range(4):
@@ -333,6 +337,7 @@ def rounds_with_a_standby(delay_s: float) -> int:
     return sum(f.version for f in fleet.syncer.state.rounds.fragments)
 
 
+@pytest.mark.seconds
 def test_a_far_standby_does_not_slow_the_rounds_down(monkeypatch: pytest.MonkeyPatch) -> None:
     near = rounds_with_a_standby(0.001)
     assert rounds_with_a_standby(0.2) > 0.7 * near
@@ -340,6 +345,7 @@ def test_a_far_standby_does_not_slow_the_rounds_down(monkeypatch: pytest.MonkeyP
     assert rounds_with_a_standby(0.2) < 0.5 * near, "if each record waited for the one before"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("block", range(10))
 def test_random_schedules_keep_every_invariant(block: int) -> None:
     for seed in range(10 * block, 10 * block + 10):

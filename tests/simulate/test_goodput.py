@@ -43,6 +43,7 @@ def test_without_failures_all_work_is_merged() -> None:
     assert found.merges == 4 * found.rounds
 
 
+@pytest.mark.seconds
 def test_an_outage_of_a_link_costs_no_work() -> None:
     calm = replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12))
     found = simulate(replace(calm, outage_mtbf_s=60.0, outage_s=30.0))
@@ -51,6 +52,7 @@ def test_an_outage_of_a_link_costs_no_work() -> None:
     assert found.merges < 0.8 * simulate(calm).merges, "fewer contributions bring the same tokens"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("extra", [2, 4])
 def test_learners_that_come_for_a_part_of_the_run_save_their_part_of_its_time(extra: int) -> None:
     found = simulate(
@@ -77,6 +79,7 @@ def test_failures_cost_what_they_cost_the_learners_alone_and_nobody_waits(often:
     assert often.pauses > 4 * 1500 / 100 * 0.7
 
 
+@pytest.mark.seconds
 def test_the_same_seed_gives_the_same_result_and_another_one_another(often: Outcome) -> None:
     assert simulate(OFTEN) == often
     assert simulate(replace(OFTEN, seed=2)) != often
@@ -97,12 +100,14 @@ def test_training_is_told_as_the_number_of_learners_over_time(often: Outcome) ->
     assert min(nums) >= 0
 
 
+@pytest.mark.seconds
 def test_a_slow_learner_makes_nobody_wait() -> None:
     mixed = replace(FLEET, chips=replace(CHIPS, mtbi_s=1e12), step_s=(1.0, 1.5))
     found = {quorum: simulate(replace(mixed, config=replace(mixed.config, quorum=quorum))) for quorum in (1, 4)}
     assert all(one.goodput > 0.98 for one in found.values())
 
 
+@pytest.mark.seconds
 def test_processes_that_die_lose_what_was_not_merged_and_come_back() -> None:
     dying = replace(FLEET, duration_s=1500.0, chips=replace(CHIPS, mtbi_s=1e12), mtbf_s=150.0, rejoin_s=20.0)
     found = simulate(dying)

@@ -61,6 +61,7 @@ def fit(scenario, model, trainer_for, tmp_path):
     return run
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("end", ENDS)
 def test_last_and_best_checkpoint_are_the_module_after_fit(model, fit, end, save):

@@ -48,6 +48,7 @@ def test_importing_loads_nothing_heavy(name: str) -> None:
     assert python(f"import {name}; print(sorted({set(HEAVY)!r} & set(sys.modules)))") == "[]"
 
 
+@pytest.mark.seconds
 def test_the_syncer_needs_torch_and_the_wire_only() -> None:
     code = f"import lightning_diloco.syncer.process; print(sorted({set(HEAVY)!r} & set(sys.modules)))"
     assert python(code) == "['numpy', 'pyarrow', 'torch']"

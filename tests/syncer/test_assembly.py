@@ -72,6 +72,7 @@ def test_parts_of_any_order_count_once_however_often_they_come(tmp_path: Path) -
     assert summary["tokens_merged"] == summary["tokens_seen"] > 0
 
 
+@pytest.mark.seconds
 def test_a_part_that_is_lost_is_sent_again_or_nothing_is_made_of_the_others(tmp_path: Path) -> None:
     lost: list[Bulk] = []
 

@@ -130,6 +130,7 @@ def test_ledger_is_the_sum_of_recorded_ranges(run: Fleet) -> None:
     assert merged == summary["tokens_merged"] == sum(learner.steps for learner in run.learners) * 7 * 3
 
 
+@pytest.mark.seconds
 def test_one_flipped_byte_is_found_wherever_it_is(run: Fleet, tmp_path: Path) -> None:
     path = sorted((run.run_dir / "syncer" / "contributions").glob("commit-*"))[0]
     whole, copy = path.read_bytes(), tmp_path / "commit.safetensors"

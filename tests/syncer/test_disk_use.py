@@ -23,6 +23,7 @@ def nbytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.seconds
 def test_log_and_snapshots_stay_under_three_times_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable_module, "MIN_LOG_BYTES", 0)  # of a small model the log may be larger than that
     options = {"sync_every": 4, "num_fragments": NUM_FRAGMENTS, "overlap": 1}

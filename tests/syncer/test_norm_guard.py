@@ -58,6 +58,7 @@ def watched(fleet: Fleet) -> Watched:
     return learner.join()
 
 
+@pytest.mark.seconds
 def test_work_of_an_outage_is_merged_whole_for_it_is_long_and_not_odd(tmp_path: Path) -> None:
     with Fleet(tmp_path, run_options=ALONE) as fleet:
         learner = watched(fleet)
@@ -76,6 +77,7 @@ def test_work_of_an_outage_is_merged_whole_for_it_is_long_and_not_odd(tmp_path: 
         assert_exact(fleet.stop())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("seed", [0, 1])
 def test_what_is_cut_off_goes_into_the_next_contributions(tmp_path: Path, seed: int) -> None:
     with Fleet(tmp_path, run_options=ALONE) as fleet:
@@ -91,6 +93,7 @@ def test_what_is_cut_off_goes_into_the_next_contributions(tmp_path: Path, seed: 
         assert summary["tokens_merged"] == summary["tokens_seen"]
 
 
+@pytest.mark.seconds
 def test_weights_that_move_after_a_long_rest_are_merged_whole(tmp_path: Path) -> None:
     with Fleet(tmp_path, run_options=ALONE) as fleet:
         learner = watched(fleet)
@@ -104,6 +107,7 @@ def test_weights_that_move_after_a_long_rest_are_merged_whole(tmp_path: Path) ->
         assert_exact(fleet.stop())
 
 
+@pytest.mark.seconds
 def test_a_newcomer_with_too_high_a_rate_is_told_why_it_is_refused(tmp_path: Path) -> None:
     """Two are not enough to put it in quarantine."""
     with Fleet(tmp_path) as fleet:

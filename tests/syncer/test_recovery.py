@@ -183,6 +183,7 @@ def die_and_restart(
     return num_crashes
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("power_cuts", [0.0, 0.7], ids=["killed", "power-cut"])
 def test_crash_at_any_point_loses_nothing_promised(

@@ -77,6 +77,7 @@ def test_without_recorded_contributions_the_outer_steps_are_verified(run_dir: Pa
     assert found.num_digests == found.num_outer_steps > 0
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "pattern", ["log/*.log", "contributions/commit-0001-*", "contributions/seed-0002*", "snapshot/*/tensors-*",
                 "snapshot/*/state.json", "snapshot/*/B2SUMS"]
@@ -169,6 +170,7 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureF
     assert "give RUN_DIR" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("merge", ["trimmed_mean", "median"])
 def test_merges_by_coordinate_are_computed_again_bit_for_bit(tmp_path: Path, merge: str) -> None:
     with Fleet(tmp_path, run_options={**OPTIONS, "merge": merge}, record_contributions=True) as fleet:

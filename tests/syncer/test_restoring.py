@@ -27,6 +27,7 @@ def trained(fleet: Fleet, commits: int = 6) -> None:
     finish(*learners)
 
 
+@pytest.mark.seconds
 def test_a_clean_stop_leaves_a_snapshot_and_no_log_to_replay(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         trained(fleet)
@@ -54,6 +55,7 @@ def test_a_clean_stop_leaves_a_snapshot_and_no_log_to_replay(tmp_path: Path) -> 
         assert replay(tmp_path).num_outer_steps >= 12
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_replay_by_several_threads_has_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
@@ -77,6 +79,7 @@ def test_a_replay_by_several_threads_has_the_same_bits(
         fleet.restart()
 
 
+@pytest.mark.seconds
 def test_joiners_wait_for_a_restore_as_long_as_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "REACH_S", 0.05)
     monkeypatch.setattr(joining, "RESTORING_S", 2.0)

@@ -59,6 +59,7 @@ class FullDisk:
         until(lambda: self.num_refused >= wanted, "another try")
 
 
+@pytest.mark.seconds
 def test_full_disk_stops_commits_and_nothing_else(tmp_path: Path) -> None:
     disk = FullDisk()
     with Fleet(tmp_path, faults=disk) as fleet:
@@ -83,6 +84,7 @@ def test_full_disk_stops_commits_and_nothing_else(tmp_path: Path) -> None:
     assert summary["tokens_merged"] == summary["tokens_seen"]
 
 
+@pytest.mark.seconds
 def test_what_waits_for_a_full_disk_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "GOODBYE_S", DEADLINE_S)  # however slowly the other one makes its steps
     disk = FullDisk()
@@ -102,6 +104,7 @@ def test_what_waits_for_a_full_disk_does_not_pile_up(tmp_path: Path, monkeypatch
         assert fleet.stop()["ledger_exact"]
 
 
+@pytest.mark.seconds
 def test_snapshots_under_way_lose_nothing_at_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "MIN_LOG_BYTES", 0)  # state and log are small: a snapshot every few commits
     with Fleet(tmp_path) as fleet:

@@ -92,6 +92,7 @@ def test_a_malformed_message_is_refused_before_the_handler(serve, handler, body)
 # --- lines and servers
 
 
+@pytest.mark.seconds
 def test_calls_that_run_at_the_same_time_have_a_tcp_connection_each_and_it_is_used_again(serve, dial, handler, pool):
     server = serve()
     with FaultProxy(server.address) as proxy:

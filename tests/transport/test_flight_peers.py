@@ -44,6 +44,7 @@ def test_a_cut_line_ends_a_waiting_poll_at_once(serve, dial, handler, pool):
             waiting.result(2)
 
 
+@pytest.mark.seconds
 def test_a_frozen_peer_ends_every_call_within_its_deadline(served, dial, pool, eventually):
     with FaultProxy(served.address) as proxy:
         connection = dial(served.join_address("run"), through=proxy, keepalive_s=0.2, control_deadline_s=0.8)
@@ -66,6 +67,7 @@ def test_a_frozen_peer_ends_every_call_within_its_deadline(served, dial, pool, e
         assert eventually(connection.status) == {"status": "running"}
 
 
+@pytest.mark.seconds
 def test_after_a_missed_deadline_a_new_connection_is_made(served, dial, handler):
     with FaultProxy(served.address) as proxy:
         connection = dial(served.join_address("run"), through=proxy, control_deadline_s=0.5)
@@ -76,6 +78,7 @@ def test_after_a_missed_deadline_a_new_connection_is_made(served, dial, handler)
         assert connection.status() == {"status": "running"}
 
 
+@pytest.mark.seconds
 def test_an_upload_frozen_half_way_gives_its_memory_back_at_its_deadline(serve, dial, pool, eventually):
     server = serve(max_payload_bytes=16 * MIB, max_inflight_bytes=16 * MIB)
     with FaultProxy(server.address, rate_bps=8 * 32e6) as proxy:

@@ -61,6 +61,7 @@ def watched(fleet: Fleet, learner: Learner) -> Watched:
     return line
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("wire", ["int8", "int4", "fp32"])
 def test_a_run_whose_payloads_are_all_too_long_for_one_call_is_exact(tmp_path: Path, wire: str) -> None:
     with Fleet(tmp_path) as fleet:

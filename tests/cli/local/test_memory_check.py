@@ -21,14 +21,17 @@ def check(recipe: Path, num_here: int, *overrides: str) -> None:
     memory_check.check_room(recipe, parse(recipe, overrides), num_here)
 
 
+@pytest.mark.seconds
 def test_a_small_model_fits() -> None:
     check(TINY, 2)
 
 
+@pytest.mark.seconds
 def test_a_model_whose_tokenizer_has_to_be_fetched_first_is_not_looked_at() -> None:
     check(TINY, 1, "--data.init_args.tokenizer", "nobody/nothing")
 
 
+@pytest.mark.seconds
 def test_twelve_billion_parameters_are_refused_in_the_words_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_check, "memory_here", lambda: 64 << 30)
     with pytest.raises(ConfigError) as caught:
@@ -37,6 +40,7 @@ def test_twelve_billion_parameters_are_refused_in_the_words_of_the_plan(monkeypa
         assert part in str(caught.value)
 
 
+@pytest.mark.seconds
 def test_every_learner_on_the_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_check, "memory_here", lambda: 0)
     with pytest.raises(ConfigError) as caught:

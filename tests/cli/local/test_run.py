@@ -153,6 +153,7 @@ def test_a_syncer_that_writes_no_join_file_is_not_waited_for_forever(tmp_path: P
     assert f"did not write {tmp_path / 'join'}" in said.replace("\n", " ")
 
 
+@pytest.mark.seconds
 def test_a_join_file_of_an_earlier_syncer_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "join").write_text("diloco://127.0.0.1:1/run#stale")
     ended, _ = run(plan(tmp_path, FINISH, linger_s=10.0), [{"id": "l0", "phase": "left"}])
@@ -204,6 +205,7 @@ def test_threads_of_the_environment_are_kept(tmp_path: Path, monkeypatch: pytest
     assert "OMP_NUM_THREADS" not in plan(tmp_path, FINISH).learner("l0", JoinAddress.parse(JOIN)).env
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("prefix", "number", "exit_code", "grace_s"),
     [

@@ -83,6 +83,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
         keeper.kill()
 
 
+@pytest.mark.seconds
 def test_a_process_that_finishes_is_reported_and_nothing_is_left(place: Place) -> None:
     place.order("import os; print(os.environ['DILOCO_HOST'])")
     place.start("a")
@@ -101,6 +102,7 @@ def test_a_keeper_outlives_its_starter_in_a_session_of_its_own(place: Place) -> 
     assert keeper.ppid() != os.getpid()
 
 
+@pytest.mark.seconds
 def test_a_process_that_dies_is_started_again_for_ever(place: Place, tmp_path: Path) -> None:
     tries = str(tmp_path / "tries")
     count = f"print('x', file=open({tries!r}, 'a'))\nnumber = len(open({tries!r}).readlines())"
@@ -138,6 +140,7 @@ def test_a_process_that_was_told_to_leave_before_it_began_is_not_started(place: 
     assert place.log == ""
 
 
+@pytest.mark.seconds
 def test_the_newest_keeper_has_the_process_and_the_older_one_leaves_first(place: Place) -> None:
     place.run(OBEDIENT)
     place.start("b")
@@ -150,6 +153,7 @@ def test_the_newest_keeper_has_the_process_and_the_older_one_leaves_first(place:
     assert place.desk.ended("a") is None  # it has not ended, it was replaced
 
 
+@pytest.mark.seconds
 def test_another_command_replaces_the_process(place: Place) -> None:
     place.run(STUBBORN)
     place.order("print('another')")
@@ -163,6 +167,7 @@ def test_killing_a_keeper_leaves_no_process(place: Place) -> None:
     until(lambda: not is_running(int(place.log.split()[1])))
 
 
+@pytest.mark.seconds
 def test_a_keeper_that_is_asked_to_end_leaves_and_reports_no_end(place: Place) -> None:
     place.run(OBEDIENT)
     place.keepers[0].send_signal(signal.SIGTERM)

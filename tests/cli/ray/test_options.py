@@ -69,6 +69,7 @@ def test_only_a_running_run_is_scaled(line: str, said: str, tmp_path: Path, caps
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_ray_is_imported_only_for_its_engine() -> None:
     code = "import sys, lightning_diloco.cli.main as m; m.build_parser(); assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -63,6 +63,7 @@ def of_ranks(fleet: Fleet) -> tuple[Learner, OneRank]:
     return learner, ranks
 
 
+@pytest.mark.seconds
 def test_last_contributions_are_waited_for_as_long_as_by_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

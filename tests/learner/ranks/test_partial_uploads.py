@@ -127,6 +127,7 @@ def ranks(tmp_path: Path) -> Iterator[tuple[Fleet, Ranks]]:
     assert summary["tokens_merged"] == summary["tokens_seen"] > 0
 
 
+@pytest.mark.seconds
 def test_each_rank_uploads_half_of_each_contribution(tmp_path: Path) -> None:
     with ranks(tmp_path) as (fleet, both):
         both.go()
@@ -136,6 +137,7 @@ def test_each_rank_uploads_half_of_each_contribution(tmp_path: Path) -> None:
     assert both.own.sizes[0] == pytest.approx(both.other.sizes[1], rel=0.15)  # whole blocks, of few
 
 
+@pytest.mark.seconds
 def test_a_rank_whose_line_is_cut_does_not_cut_off_its_learner(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_rank_whose_line_is_cut_does_not_cut_off_its_learner(
     assert "token" not in caplog.text.replace("tokens", "")
 
 
+@pytest.mark.seconds
 def test_an_upload_that_rank_0_loses_is_repeated(tmp_path: Path) -> None:
     with ranks(tmp_path) as (fleet, both):
         failing = iter([True, True, False, True])
@@ -182,6 +185,7 @@ def test_a_contribution_that_the_syncer_has_lost_is_uploaded_by_rank_0(tmp_path:
     assert both.own.sizes[-1] == pytest.approx(both.own.sizes[0] + both.other.sizes[1], rel=0.05)
 
 
+@pytest.mark.seconds
 def test_a_rank_that_encoded_something_else_sends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ranks(tmp_path) as (fleet, both):
         both.encoded = lambda payload: payload ^ 1
@@ -192,6 +196,7 @@ def test_a_rank_that_encoded_something_else_sends_nothing(tmp_path: Path, caplog
     assert "ranks must hold equal parameters" in caplog.text
 
 
+@pytest.mark.seconds
 def test_the_other_ranks_dial_the_syncer_that_rank_0_has_moved_to(tmp_path: Path) -> None:
     with ranks(tmp_path) as (fleet, both):
         both.go()

@@ -121,6 +121,7 @@ def test_without_its_checkpoint_a_learner_starts_at_the_beginning(process):
     assert back.begins_at == 0
 
 
+@pytest.mark.seconds
 def test_accumulated_gradients_are_whole_at_a_checkpoint(process):
     whole, _ = process("l0", every=0, accumulate_grad_batches=2)
     process(every=3, dies_at=5, accumulate_grad_batches=2)
@@ -172,6 +173,7 @@ def test_the_position_that_a_loader_keeps_is_its_learners_own(scenario, process,
     assert back.trainer.train_dataloader.given == given
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("place", [(2, 2, "reads part 0, as another"), (None, 1, "not split")])
 @pytest.mark.filterwarnings("ignore:The training data:UserWarning", "ignore:.*all of them are given:UserWarning")
 def test_a_newcomer_reads_other_batches_than_the_peer_it_goes_on_from(scenario, process, place, recwarn):

@@ -128,6 +128,7 @@ def test_one_more_validation_is_seen_by_loggers_and_callbacks_as_any_other(scena
     assert trainer.callback_metrics["val_loss"].item() == pytest.approx(logged[-1])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_final_validation_works_with_progress_bars(scenario, model, trainer_for, bar, capsys):
     progress = bar(refresh_rate=1)

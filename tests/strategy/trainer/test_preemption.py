@@ -132,6 +132,7 @@ def test_whatever_hangs_the_process_is_gone_when_the_grace_is_over():
     assert ended.get(timeout=WITHIN_S) == EXIT_CODE
 
 
+@pytest.mark.seconds
 def test_before_the_first_step_the_signal_ends_the_process_at_once(caplog):
     ended: queue.Queue[int] = queue.Queue()
     Preemption(600.0, ended.put).notice()

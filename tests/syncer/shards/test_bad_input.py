@@ -73,6 +73,7 @@ def test_flags_that_do_not_fit_are_refused_by_the_command(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_more_shards_than_fragments_are_refused_at_the_seed(tmp_path: Path) -> None:
     with (
         Fleet(tmp_path, num_shards=4) as fleet,
@@ -108,6 +109,7 @@ def test_a_shard_works_only_for_the_syncer_that_has_its_key_and_attached_last(tm
     shard.stop()
 
 
+@pytest.mark.seconds
 def test_files_of_another_moment_or_of_another_shard_are_refused(tmp_path: Path) -> None:
     with Fleet(tmp_path / "run", num_shards=2) as fleet:
         learner = fleet.learner("l0").go()

@@ -102,6 +102,7 @@ def test_a_shard_whose_files_are_elsewhere_is_named(run_dir: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- snapshot
 
 
+@pytest.mark.seconds
 def test_a_snapshot_is_cut_at_the_versions_of_the_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with Fleet(first, num_shards=NUM_SHARDS, run_options=SIX) as fleet:
@@ -138,6 +139,7 @@ def test_a_snapshot_is_cut_at_the_versions_of_the_syncer(tmp_path: Path, monkeyp
 # --------------------------------------------------------------------------------------------- another number of shards
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 6])
 def test_a_run_goes_on_with_another_number_of_shards(run_dir: Path, num_shards: int) -> None:
     state, before = read_run(run_dir)[0], digests(run_dir)
@@ -177,6 +179,7 @@ def test_a_crash_during_the_change_loses_nothing(
     assert not (run_dir / "copy").exists()
 
 
+@pytest.mark.seconds
 def test_a_run_without_start_values_may_change_its_number_of_shards(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=2) as fleet:
         fleet.stop()
@@ -187,6 +190,7 @@ def test_a_run_without_start_values_may_change_its_number_of_shards(tmp_path: Pa
         assert_exact(fleet.stop())
 
 
+@pytest.mark.seconds
 def test_what_stands_in_the_way_of_another_number_is_said(run_dir: Path) -> None:
     before = content(run_dir)
     with pytest.raises(ConfigError, match="has 6 fragments; each shard needs one"):

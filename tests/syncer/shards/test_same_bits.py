@@ -159,6 +159,7 @@ def found(run_dir: Path, num_shards: int) -> list[list[object]]:
         syncer.close()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_shards", [2, 4])
 def test_the_same_contributions_give_the_same_bits(tmp_path: Path, num_shards: int) -> None:
     one = found(tmp_path / "one", 1)
@@ -167,6 +168,7 @@ def test_the_same_contributions_give_the_same_bits(tmp_path: Path, num_shards: i
     assert any(kept for versions in one for _, kept, *_ in versions), "the norm guard has had something to do"
 
 
+@pytest.mark.seconds
 def test_a_contribution_that_is_dropped_during_its_merge_makes_room_for_the_next(tmp_path: Path) -> None:
     syncer = Syncer(tmp_path, 2)
     try:

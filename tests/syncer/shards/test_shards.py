@@ -59,6 +59,7 @@ def end(fleet: Fleet, *learners: Learner) -> None:
     assert last.digests() == digests
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_learners_train_and_end_with_the_anchors_of_all_shards(tmp_path: Path, num_shards: int) -> None:
     with Fleet(tmp_path, num_shards=num_shards) as fleet:
@@ -67,6 +68,7 @@ def test_learners_train_and_end_with_the_anchors_of_all_shards(tmp_path: Path, n
         end(fleet, *learners)
 
 
+@pytest.mark.seconds
 def test_a_shard_that_is_started_again_loses_nothing(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=2) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
@@ -96,6 +98,7 @@ def test_bytes_of_a_shard_are_counted_once(
     assert (shard.bytes_up, shard.bytes_down) == counted
 
 
+@pytest.mark.seconds
 def test_while_a_shard_is_away_the_fragments_of_the_others_go_on(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=2) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
@@ -111,6 +114,7 @@ def test_while_a_shard_is_away_the_fragments_of_the_others_go_on(tmp_path: Path)
         end(fleet, *learners)
 
 
+@pytest.mark.seconds
 def test_a_syncer_that_is_started_again_continues_with_its_shards(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=3) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
@@ -156,6 +160,7 @@ def test_a_syncer_that_dies_between_the_two_steps_of_a_commit_loses_nothing(tmp_
         end(fleet, *learners)
 
 
+@pytest.mark.seconds
 def test_a_shard_that_dies_with_start_values_gets_them_again(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=2) as fleet:
         shard = fleet.shards[0]
@@ -168,6 +173,7 @@ def test_a_shard_that_dies_with_start_values_gets_them_again(tmp_path: Path) -> 
         end(fleet, *learners)
 
 
+@pytest.mark.seconds
 def test_start_values_that_are_not_finite_are_refused_by_the_shard_that_gets_them(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=3) as fleet:
         broken = fleet.learner("broken")
@@ -180,6 +186,7 @@ def test_start_values_that_are_not_finite_are_refused_by_the_shard_that_gets_the
         end(fleet, sound)
 
 
+@pytest.mark.seconds
 def test_a_full_disk_of_a_shard_stops_its_fragments_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +209,7 @@ def test_a_full_disk_of_a_shard_stops_its_fragments_until_there_is_room(
         end(fleet, *learners)
 
 
+@pytest.mark.seconds
 def test_both_disks_full_at_once_do_not_part_shard_and_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "RETRY_S", 0.1)
     monkeypatch.setattr(rounds, "RETRY_COMMIT_S", 0.1)
@@ -226,6 +234,7 @@ def test_both_disks_full_at_once_do_not_part_shard_and_syncer(tmp_path: Path, mo
         end(fleet, *learners)
 
 
+@pytest.mark.seconds
 def test_a_shard_without_room_for_a_snapshot_still_takes_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +251,7 @@ def test_a_shard_without_room_for_a_snapshot_still_takes_commits(
         end(fleet, learner)
 
 
+@pytest.mark.seconds
 def test_a_new_generation_reaches_a_shard_that_was_away(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]

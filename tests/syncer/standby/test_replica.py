@@ -84,6 +84,7 @@ def test_a_standby_that_has_caught_up_is_waited_for(replica: Replica, redo_log: 
     assert replica.may_announce
 
 
+@pytest.mark.seconds
 def test_a_silent_standby_is_given_up_by_the_rule_and_only_then_may_another_come(
     replica: Replica, redo_log: RedoLog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_silent_standby_is_given_up_by_the_rule_and_only_then_may_another_come
     assert replica.address == THERE
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("there_and_here", "may"),
     [

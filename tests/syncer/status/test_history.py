@@ -64,6 +64,7 @@ def test_a_run_pauses_from_a_stop_to_the_next_line_and_not_after_a_kill() -> Non
     assert recall(Roster(), [*TAPE, stop], now_s=30.0, unix_s=110.0).was_closed
 
 
+@pytest.mark.seconds
 def test_goodput_spans_a_restart_of_the_syncer(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("a").go()
@@ -77,6 +78,7 @@ def test_goodput_spans_a_restart_of_the_syncer(tmp_path: Path) -> None:
         assert 0.0 < fleet.stop()["goodput"] < 1.5
 
 
+@pytest.mark.seconds
 def test_who_joined_and_left_is_known_after_a_power_cut_that_took_the_tape_s_end(tmp_path: Path) -> None:
     tape = tmp_path / "tape" / "events.jsonl"
     with Fleet(tmp_path) as fleet:
@@ -104,6 +106,7 @@ def test_who_joined_and_left_is_known_after_a_power_cut_that_took_the_tape_s_end
         assert sum(line["event"] == "join" for line in read_tape(tape)) == 2, "what is there is not told again"
 
 
+@pytest.mark.seconds
 def test_bytes_and_wall_time_span_a_restart_of_the_syncer(tmp_path: Path) -> None:
     def notes() -> list[Json]:
         lines = read_tape(tmp_path / "tape" / "events.jsonl")
@@ -122,6 +125,7 @@ def test_bytes_and_wall_time_span_a_restart_of_the_syncer(tmp_path: Path) -> Non
     assert summary["wall_s"] > passed_s
 
 
+@pytest.mark.seconds
 def test_goodput_is_unknown_if_the_tape_is_gone(tmp_path: Path) -> None:
     with Fleet(tmp_path) as fleet:
         learner = fleet.learner("a").go()
