@@ -402,7 +402,11 @@ CHAINS: dict[str, tuple[Step, ...]] = {
         Step(line="ruff format --check", of=("ruff format --check",)),
         Step(line="mypy -p lightning_diloco.protocol", of=("mypy",), says="no issues"),
         Step(line="pytest tests/test_config.py", of=("pytest",), says=r"\d+ passed"),
-        Step(line="pytest -m seconds tests/core/test_fragments.py", of=("pytest -m seconds",), says=r"\d+ passed"),
+        Step(
+            line='pytest -m "seconds and not (slow or gpu)" tests/core/test_fragments.py',
+            of=('pytest -m "seconds and not (slow or gpu)"',),
+            says=r"\d+ passed",
+        ),
         Step(
             line='pytest -n 0 -m "slow or chaos" tests/tracking/test_script_real_run.py -k login',
             of=('pytest -n 0 -m "(slow or chaos) and not thorough"',),
