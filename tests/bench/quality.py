@@ -35,7 +35,7 @@ from tests.bench.trials import outcomes
 Trial = dict[str, Any]
 
 RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "outer_lr", "outer_momentum", "merge", "wire")
-TASK = ("model", "batch_size", "learners", "steps")
+TASK = ("model", "text_mb", "batch_size", "learners", "steps")
 KEYS = (*TASK, *RUN_OPTIONS, "align", "lr", "together")
 MODELS: dict[str, dict[str, int]] = {
     "recipe": {},  # 0.12M parameters
@@ -121,7 +121,8 @@ def run(args: argparse.Namespace) -> Trial:
 def _tiny(recipe: Path, trial: Trial) -> Tiny:
     config = Tiny(recipe).recipe["model"]["init_args"]["config"]
     model = {"lr": trial["lr"], "config": config | MODELS[trial["model"]]}
-    return Tiny(recipe, model=model, data={"batch_size": trial["batch_size"]})
+    data = {"batch_size": trial["batch_size"], "max_bytes": round(trial["text_mb"] * 1e6)}
+    return Tiny(recipe, model=model, data=data)
 
 
 def _baseline(recipe: Path, trial: Trial) -> Trial:
@@ -208,6 +209,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--lr", type=float, nargs="+", default=[tiny.lr])
     options.add_argument("--baseline-lr", type=float, nargs="+", help="of data parallel; default: the same")
     options.add_argument("--model", choices=MODELS, nargs="+", default=["recipe"])
+    options.add_argument("--text-mb", type=float, nargs="+", default=[tiny.text_mb], help="megabytes of text")
     options.add_argument("--batch-size", type=int, nargs="+", default=[tiny.batch_size])
     options.add_argument("--learners", type=int, nargs="+", default=[2])
     options.add_argument("--steps", type=int, nargs="+", default=[tiny.num_steps])
@@ -225,7 +227,8 @@ def _rate(text: str) -> str | float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print and store; return 1 if the gap of the defaults exceeds the bound."""
     args = parser().parse_args(argv)
-    Tiny(args.recipe).data  # noqa: B018  prepares the data once, before other processes start
+    for text_mb in args.text_mb:  # prepares the data once, before other processes start
+        Tiny(args.recipe, data={"max_bytes": round(text_mb * 1e6)}).data  # noqa: B018
     rows = compared(run(args))
     print(summary(rows))
     return int(len(rows) == 1 and any(gap > BOUND for gap in rows[0]["gaps"]))

@@ -66,6 +66,11 @@ class Tiny:
         return int(self._data["batch_size"])
 
     @property
+    def text_mb(self) -> float:
+        """Megabytes of text, of which most is for training."""
+        return float(self._data["max_bytes"]) / 1e6
+
+    @property
     def num_steps(self) -> int:
         """The recipe's number of inner steps."""
         return int(self.recipe["trainer"]["max_steps"])
