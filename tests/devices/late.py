@@ -8,7 +8,7 @@
 4. Copies from host memory read it when they run, as copies from pinned memory do, unless they block.
 
 PyTorch knows one such back end per process, so tests run it in a process of its own. The interface for Python back ends
-is not in torch 2.9; it is in 2.13.
+is not in torch 2.9; it is in 2.13. The module itself can be imported with both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "late"
 waits: list[str] = []
@@ -200,6 +199,8 @@ def _operation(name: str) -> Any:
 
 def register(name: str = NAME, **functions: Any) -> None:
     """Make the device type known to torch, by a name and with functions of its module; once per process."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
     global NAME
     NAME = name
     module = SimpleNamespace(
