@@ -56,6 +56,14 @@ def _internal(function: Any) -> Any:
     return checked
 
 
+def make_chips(folder: Path, number: int) -> Path:
+    """Make a machine's chips in a new folder, and return it, for FAKE_CHIPS."""
+    folder.mkdir()
+    for index in range(number):
+        (folder / str(index)).touch()
+    return folder
+
+
 def chips() -> list[Path]:
     """The files of this machine's chips."""
     return sorted(Path(os.environ["FAKE_CHIPS"]).iterdir())

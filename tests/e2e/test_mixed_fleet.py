@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 from torch.utils import backend_registration
 
+from tests.devices.fake_tpu import make_chips
 from tests.e2e.conftest import HERE, Processes
 
 LEARNERS = {  # with the samples of one step of all ranks
@@ -30,10 +31,7 @@ WANTED = {
     reason="this torch has no interface for back ends written in Python",
 )
 def test_all_devices_have_the_same_anchors(processes: Processes) -> None:
-    chips = processes.root / "chips"
-    chips.mkdir()
-    for index in range(2):
-        (chips / str(index)).touch()
+    chips = make_chips(processes.root / "chips", 2)
     syncer = processes.syncer(expect=4, quorum=4)
     join = processes.address.join_string()
     running = []

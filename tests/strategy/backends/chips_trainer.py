@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from tests.devices import fake_tpu
+from tests.quiet import QUIET
 
 INNER: dict[str, Any] = {
     "auto": lambda: "auto",
-    "ddp": DDPStrategy,
     "spawn": lambda: DDPStrategy(start_method="spawn"),
     "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
 }
@@ -91,9 +91,8 @@ def main() -> None:
     if given.touch:
         torch.ones(1, device="tpu")
     trainer = L.Trainer(
-        accelerator="torch_tpu", devices=given.devices, max_steps=given.steps, default_root_dir=".", logger=False,
-        strategy=DecoupledDiLoCoStrategy(INNER[given.inner](), sync_every=4), enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        accelerator="torch_tpu", devices=given.devices, max_steps=given.steps, default_root_dir=".",
+        strategy=DecoupledDiLoCoStrategy(INNER[given.inner](), sync_every=4), **QUIET,
     )  # fmt: skip
     module = Scale(given.inner == "fsdp2")
     samples = torch.randn(256, 4, generator=torch.Generator().manual_seed(0))

@@ -30,17 +30,13 @@ pytestmark = pytest.mark.slow
 
 
 class Host:
-    """A host with chips; learners run in its folder."""
+    """A host with four chips; learners run in its folder."""
 
-    def __init__(self, folder: Path, num_chips: int = 4) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder / "learner"
         self.folder.mkdir()
-        (folder / "chips").mkdir()
-        for index in range(num_chips):
-            (folder / "chips" / str(index)).touch()
-        self.environ = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAKE_CHIPS": str(folder / "chips"),
-        }  # fmt: skip
+        chips = fake_tpu.make_chips(folder / "chips", 4)
+        self.environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAKE_CHIPS": str(chips)}
 
     def start(self, *options: str, launcher: tuple[str, ...] = (), **environ: str) -> subprocess.Popen[str]:
         """Start a learner."""
