@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from lightning_diloco.errors import TransportError
 from lightning_diloco.learner.rotation import Followed
-from lightning_diloco.transport.address import JoinAddress, split_host_port
+from lightning_diloco.transport.address import JoinAddress, placed
 from lightning_diloco.transport.base import Bulk, Connection, Json
 from lightning_diloco.transport.portions import Portioned
 
@@ -72,9 +71,7 @@ class Sharded:
     def _shard(self, k: int, place: str) -> Portioned:
         if not place:
             raise TransportError(f"shard {k} is away; nothing was sent; try again")
-        syncer = self._syncer.address
-        host, port = split_host_port(place if place.partition(":")[0] else syncer.host_port.rpartition(":")[0] + place)
-        address = replace(syncer, host=host, port=port, standby=None)
+        address = placed(self._syncer.address, place)
         with self._connecting:
             known, connection = self._connections.get(k, (None, None))
             if connection is None or known != address:  # it has moved, or the run has a new token

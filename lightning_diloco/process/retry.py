@@ -1,4 +1,4 @@
-"""Retries of calls after network failures."""
+"""Calls after network failures: retries, and log messages that do not repeat."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from lightning_diloco.errors import TransportError
 AGAIN_S = 0.2
 
 Result = TypeVar("Result")
+
+
+def problem_of(error: Exception) -> str:
+    """Return a text that is the same for errors of which only the first one should be logged.
+
+    The text of a network failure holds times, so this is its kind.
+    """
+    return type(error).__name__ if isinstance(error, TransportError) else str(error)
 
 
 def retry(call: Callable[[], Result], *, within_s: float) -> Result:

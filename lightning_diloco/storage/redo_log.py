@@ -22,7 +22,7 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lightning_diloco.errors import CorruptLogError, StorageError
@@ -137,6 +137,22 @@ class RedoLog:
                     raise
                 self.durable_lsn = self.last_lsn
             return self.durable_lsn
+
+    def copy(self, copied: Sequence[Record]) -> None:
+        """Make the next records of another log durable.
+
+        Args:
+            copied: the records after the last one, in order.
+
+        Raises:
+            StorageError: the disk failed; the log is unchanged.
+            CorruptLogError: a record does not follow the last one.
+        """
+        for record in copied:
+            if record.lsn != self.last_lsn + 1:
+                raise CorruptLogError(f"log record {record.lsn} came after {self.last_lsn}; it must be the next")
+            self.append(record.header, record.payload)
+        self.sync()
 
     def records(self, from_lsn: int) -> Iterator[Record]:
         """Yield the records from this lsn up to the last one at the time of the first read.

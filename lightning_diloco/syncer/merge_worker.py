@@ -99,7 +99,7 @@ class MergeWorker:
                     action.commit, gradient.recording(action.record) if self._is_recorded else None
                 )
                 with prepared.hashing():
-                    lsn = self._durable.write(action.record, prepared.gradient)
+                    lsn = self._durable.write({**action.record, "shard_lsn": prepared.lsn}, prepared.gradient)
                 shard.decided(action.commit)
         except NonFiniteError as error:
             # In this order: while a commit is being written, the state machine ignores payloads of its members.

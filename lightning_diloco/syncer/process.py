@@ -28,6 +28,7 @@ from lightning_diloco.process import descriptors, grpc_log
 from lightning_diloco.process.exit import let_threads_become_idle
 from lightning_diloco.process.malloc import keep_few_heaps
 from lightning_diloco.storage import local_runs
+from lightning_diloco.storage.files import remove_tree, write_whole
 from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.restoring import RestoringHandler
@@ -35,13 +36,14 @@ from lightning_diloco.syncer.service import SyncerOptions, SyncerService
 from lightning_diloco.syncer.shards.elsewhere import Elsewhere
 from lightning_diloco.syncer.shards.layout import num_shards_of, tell_token
 from lightning_diloco.syncer.shards.process import ShardProcess
+from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.reign import begin_reign, reign
 from lightning_diloco.syncer.standby.replica import forget_standby
 from lightning_diloco.syncer.standby.requests import TookOver
-from lightning_diloco.syncer.standby.source import Source, copy_identity, differs_after
+from lightning_diloco.syncer.standby.source import Source, copy_identity, differs_after, num_shards_at
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import (
     JoinAddress,
@@ -98,7 +100,7 @@ class _Opened:
     Args:
         is_listening: the front has started.
         telling: tells the former primary of a takeover; None: there was none.
-        processes: shards on this machine.
+        others: its other shards.
     """
 
     service: SyncerService
@@ -107,7 +109,7 @@ class _Opened:
     identity: ServerIdentity
     is_listening: bool
     telling: _Telling | None
-    processes: Sequence[ShardProcess] = ()
+    others: _Others
 
 
 def _first_primary(options: SyncerOptions) -> Invitation | None:
@@ -141,30 +143,21 @@ def _opened(options: SyncerOptions) -> _Opened:
     door = RestoringHandler()
     front = _front(options, door, address, identity)
     is_known = (options.run_dir / "join").exists()
-    processes: list[ShardProcess] = []
-    elsewhere = None
+    others = _Others()
     try:
         # In a known run, listen first, so that learners get the progress. A new run has nothing to restore.
         locked = partial(_listen, front, options) if is_known else lambda: None
         durable = SyncerStore(options.run_dir, locked=locked, tell=door.tell, num_shards=num_shards)
         key = Invitation.of(address, identity).key
-        if options.shards_elsewhere:
-            elsewhere = Elsewhere(num_shards, identity, address=lambda: front.address, key=key)
-            door.shards = elsewhere.on_get
-        for k in range(1, num_shards if elsewhere is None else 1):
-            tell_token(options.run_dir, k, address)
-            processes.append(ShardProcess(options.run_dir, (k, num_shards), options.listen, key))
-        remote = elsewhere.shards if elsewhere is not None else [process.shard for process in processes]
-        standby_key = "" if remote else key
-        service = SyncerService(options, run=address.run, durable=durable, standby_key=standby_key, remote=remote)
+        others.start(options, num_shards, front, identity, door)
+        service = SyncerService(options, run=address.run, durable=durable, standby_key=key, remote=others.shards)
         former = taken_from(options.run_dir)
         telling = None if former is None else _Telling(former, front, options.run_dir, durable.log.last_lsn)
     except BaseException:
         front.stop()
-        for process in processes:
-            process.stop()
+        others.stop()
         raise
-    return _Opened(service, door, front, identity, is_known, telling, processes)
+    return _Opened(service, door, front, identity, is_known, telling, others)
 
 
 def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event) -> _Opened | None:
@@ -175,12 +168,17 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
         if not _reach(source, options, stop):
             return None
         become_standby(options.run_dir, primary)
+        num_shards = _as_the_primary(source, options)
         identity = ServerIdentity.load_or_create(options.run_dir / "syncer")
         address = replace(primary.address, standby=primary.address.host_port)
         front = _front(options, door, address, identity)
         undo.callback(front.stop)
         own = front.listen()
-        follower = Follower(options.run_dir, source, own.host_port, stop.is_set, options.expect)
+        others = _Others()
+        undo.callback(others.stop)
+        others.start(options, num_shards, front, identity, door)
+        about = {"expect": options.expect, "shards": others.shards}
+        follower = Follower(options.run_dir, source, own.host_port, stop.is_set, **about)
         door.refused = follower.asked
         log.info("run %s: this syncer, at %s, is the standby of %s", own.run, own, primary.address.host_port)
         if (run := follower.run()) is None:
@@ -191,12 +189,71 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
         undo.callback(telling.end)
         door.refused = lambda session: None  # learners wait here from now on
         door.tell("taking over")
-        followed = run.state, run.store
-        service = SyncerService(options, run=own.run, durable=run.durable, followed=followed, standby_key=primary.key)
+        about = {"durable": run.durable, "followed": (run.state, run.store), "remote": others.shards}
+        service = SyncerService(options, run=own.run, standby_key=primary.key, **about)
         local_runs.note(own.run, options.run_dir)
         undo.pop_all()
     source.close()
-    return _Opened(service, door, front, identity, True, telling)
+    return _Opened(service, door, front, identity, True, telling, others)
+
+
+def _as_the_primary(source: Source, options: SyncerOptions) -> int:
+    """Give a standby as many shards as the primary has; return their number.
+
+    Raises:
+        ConfigError: the user asks for another number.
+        TransportError: the primary cannot be reached.
+    """
+    run_dir, num_shards = options.run_dir, num_shards_at(source)
+    if options.num_shards not in (None, num_shards):
+        raise ConfigError(
+            f"--shards {options.num_shards}: the primary has {num_shards}, and its standby has as many; omit --shards"
+        )
+    if num_shards_of(run_dir) != num_shards:
+        if (run_dir / "syncer" / "log").exists():
+            differs_after(run_dir, 0)
+        remove_tree(run_dir / "syncer" / "shards")
+        write_whole(run_dir / "syncer" / "num_shards", f"{num_shards}\n".encode())
+    return num_shards
+
+
+class _Others:
+    """The other shards of a syncer: processes on this machine, or on machines of the user's.
+
+    Attributes:
+        shards: shards 1, 2, ..., as the syncer sees them.
+    """
+
+    def __init__(self) -> None:
+        self._processes: list[ShardProcess] = []
+        self.shards: Sequence[RemoteShard] = ()
+
+    def start(
+        self, options: SyncerOptions, num_shards: int, front: Front, identity: ServerIdentity, door: RestoringHandler
+    ) -> None:
+        """Start the processes, or wait for those of the user.
+
+        Args:
+            options: options of the syncer.
+            num_shards: number of shards, including the syncer.
+            front: its server.
+            identity: certificate of the run.
+            door: hears where shards on other machines listen.
+        """
+        key = Invitation.of(front.address, identity).key
+        if options.shards_elsewhere:
+            elsewhere = Elsewhere(num_shards, identity, address=lambda: front.address, key=key)
+            door.shards, self.shards = elsewhere.on_get, elsewhere.shards
+            return
+        for k in range(1, num_shards):
+            tell_token(options.run_dir, k, front.address)
+            self._processes.append(ShardProcess(options.run_dir, (k, num_shards), options.listen, key))
+        self.shards = [process.shard for process in self._processes]
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.stop()
 
 
 def _reach(source: Source, options: SyncerOptions, stop: threading.Event) -> bool:
@@ -220,7 +277,7 @@ def _front(options: SyncerOptions, door: RestoringHandler, address: JoinAddress,
         num_shards = num_shards_of(options.run_dir)
         for k in range(1, num_shards if not options.shards_elsewhere else 1):
             tell_token(options.run_dir, k, own)
-        if options.embedded_by is None and (num_shards == 1 or options.shards_elsewhere):  # a standby follows one log
+        if options.embedded_by is None:
             Invitation.of(replace(own, standby=None), identity).write(options.run_dir)
 
     return Front(door, options.run_dir, options.listen, address, identity, written=invite)
@@ -279,8 +336,7 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
         else:
             door.close()
             service.abandon()
-        for process in opened.processes:
-            process.stop()
+        opened.others.stop()
         front.stop()
     if service.error is not None:
         raise service.error

@@ -1,29 +1,34 @@
-"""New files of a whole run, which replace its files when they are complete.
+"""New files of a whole run, or of one shard, which replace its files when they are complete.
 
-1. The files are written to RUN_DIR/copy. Until `complete`, the run keeps its own files.
+1. The files are written to DIR/copy, where DIR is RUN_DIR or the directory of a shard. Until `complete`, the run keeps
+   its own files.
 2. If the process dies while files are being replaced, `install` replaces the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_diloco.storage.files import make_directory, remove_tree, storage, sync_directory, write_file
 
 OUTDATED = "syncer/outdated"
-_PARTS = {
+Parts = Mapping[str, str]  # place in DIR, by name in DIR/copy
+OF_A_RUN: Parts = {
     "snapshot": "syncer/snapshot",
     "log": "syncer/log",
     "shards": "syncer/shards",
     "num_shards": "syncer/num_shards",
     "tape": "tape",
 }
+COPIED = "copied"
+OF_A_SHARD: Parts = {"snapshot": "snapshot", "log": "log", COPIED: COPIED}
 _COMPLETE = "complete"
 
 
-def begin(run_dir: Path) -> Path:
-    """Return RUN_DIR/copy, which is empty."""
-    copy = run_dir / "copy"
+def begin(directory: Path) -> Path:
+    """Return DIR/copy, which is empty."""
+    copy = directory / "copy"
     remove_tree(copy)
     make_directory(copy)
     return copy
@@ -36,28 +41,28 @@ def begin_log(directory: Path, lsn: int) -> None:
         write_file(directory / f"{lsn:020d}.log")
 
 
-def complete(run_dir: Path) -> None:
-    """Replace the files of the run. Raises `StorageError`."""
-    copy = run_dir / "copy"
+def complete(directory: Path, parts: Parts = OF_A_RUN) -> None:
+    """Replace the files in DIR. Raises `StorageError`."""
+    copy = directory / "copy"
     with storage("complete the copy in", copy):
         for folder in [*(path for path in copy.rglob("*") if path.is_dir()), copy]:
             sync_directory(folder)
         write_file(copy / _COMPLETE)
         sync_directory(copy)
-    install(run_dir)
+    install(directory, parts)
 
 
-def install(run_dir: Path) -> None:
-    """Replace the run's files, if there is a complete set of new ones; call this again after a crash."""
-    copy = run_dir / "copy"
+def install(directory: Path, parts: Parts = OF_A_RUN) -> None:
+    """Replace the files in DIR, if there is a complete set of new ones; call this again after a crash."""
+    copy = directory / "copy"
     if (copy / _COMPLETE).exists():
-        with storage("install the copy in", run_dir):
-            for part, place in _PARTS.items():
+        with storage("install the copy in", directory):
+            for part, place in parts.items():
                 if (copy / part).exists():
-                    if (run_dir / place).is_dir():
-                        remove_tree(run_dir / place)
-                    (copy / part).rename(run_dir / place)
-            (run_dir / OUTDATED).unlink(missing_ok=True)
-            sync_directory(run_dir / "syncer")
-            sync_directory(run_dir)
+                    if (directory / place).is_dir():
+                        remove_tree(directory / place)
+                    (copy / part).rename(directory / place)
+            (directory / OUTDATED).unlink(missing_ok=True)
+            for folder in sorted({(directory / place).parent for place in parts.values()}, reverse=True):
+                sync_directory(folder)
     remove_tree(copy)

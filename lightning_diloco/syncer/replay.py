@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_diloco.core.buffers import bytes_of
@@ -94,7 +95,7 @@ class _Replay:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._recorded = run_dir / "syncer" / "contributions"
-        self._records: dict[tuple[int, int], Json] = {}
+        self._records: dict[tuple[int, int], records.CommitRecord] = {}
         self._gradients: dict[tuple[int, int], str] = {}
         self._merged: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
         self._told: dict[tuple[int, int], str] = {}
@@ -164,7 +165,7 @@ class _Replay:
             last_lsn = max(last_lsn, record.lsn)
             change = records.decode(record.header)
             if isinstance(change, records.CommitRecord):
-                self._records[change.fragment, change.version] = record.header
+                self._records[change.fragment, change.version] = replace(change, shard_lsn=0)  # as with the payloads
                 if change.fragment in own:
                     self._gradients[change.fragment, change.version] = _sha256(record.payload)
             if record.lsn <= snapshot_lsn:
@@ -247,8 +248,7 @@ class _Replay:
         gradient, found = store.merge(p, recorded.payloads, shares, recorded.max_norms)
         _check_kept(p, record, recorded, found.kept)
         key, found_hash = (p, version), _sha256(bytes_of(gradient))
-        logged = self._records.get(key, recorded.record), self._gradients.get(key, found_hash)
-        if (recorded.record, found_hash) != logged:
+        if (record, found_hash) != (self._records.get(key, record), self._gradients.get(key, found_hash)):
             raise _differs(_named(p, version), "was merged to other bits", "the outer gradient in the log")
         _advance(store, p, record.generation)
         store.commit(p, gradient, work=record.work, version=version)

@@ -140,7 +140,7 @@ class SyncerService:
             store = self._durable.restore(self.state, time.monotonic())
         else:
             store = self._durable.take_over(self.state, *followed, time.monotonic())
-        self.replica = Replica(options.run_dir, self._durable.log, standby_key, self._durable.fleets)
+        self.replica = Replica(options.run_dir, self._durable.log, standby_key, self._durable.fleets, remote)
         if self._durable.past.was_closed:
             self._ending.reopened()
         self._desk = Payloads(self._durable.part)

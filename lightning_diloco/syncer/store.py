@@ -155,23 +155,6 @@ class SyncerStore:
         self.tape.truncate_after(self.log.last_lsn)
         self.past = recall(state.roster, self._completed_tape(in_log), now_s=now_s, unix_s=unix_s)
 
-    def copy(self, copied: Sequence[Record]) -> None:
-        """Make records of another syncer durable. Used by a standby.
-
-        Args:
-            copied: the records after the last one, in order.
-
-        Raises:
-            StorageError: the disk failed; the log is unchanged.
-            CorruptLogError: a record does not follow the last one.
-        """
-        for record in copied:
-            if self.log.append(record.header, record.payload) != record.lsn:
-                raise CorruptLogError(
-                    f"log record {record.lsn} came after {self.log.last_lsn - 1}; it must be the next"
-                )
-        self.log.sync()
-
     @staticmethod
     def follow(copied: Sequence[Record], state: SyncerState, store: AnchorStore) -> None:
         """Apply records as a restart does.
@@ -187,7 +170,8 @@ class SyncerStore:
             change = records.decode(record.header)
             state.apply(change)
             if isinstance(change, records.CommitRecord):
-                store.commit(change.fragment, record.payload, work=change.work, version=change.version)
+                if change.fragment in store.mine:  # otherwise its shard has the outer gradient
+                    store.commit(change.fragment, record.payload, work=change.work, version=change.version)
             elif isinstance(change, records.Regenerated):
                 store.regenerate(change.generation)
 

@@ -148,6 +148,17 @@ def redact(text: str) -> str:
         return f"{text.partition('#')[0]}#***"
 
 
+def placed(address: JoinAddress, place: str) -> JoinAddress:
+    """Return the address of a shard, which has the token and the certificate of its syncer.
+
+    Args:
+        address: address of the syncer.
+        place: `host:port`; without a host, it is the syncer's.
+    """
+    host, port = split_host_port(place if place.partition(":")[0] else address.host_port.rpartition(":")[0] + place)
+    return replace(address, host=host, port=port, standby=None)
+
+
 def new_token() -> str:
     """Return a new token of 256 random bits."""
     return secrets.token_urlsafe(32)

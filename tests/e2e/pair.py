@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lightning_diloco.errors import TransportError
 from lightning_diloco.protocol.syncer.succession import BEFORE_S
 from lightning_diloco.transport.address import read_join_file
@@ -21,29 +23,39 @@ COMMAND = ("-m", "lightning_diloco.cli.main", "syncer")
 
 
 class Pair:
-    """Two syncers of one run, of which one serves; each can be started again with the same command."""
+    """Two syncers of one run, of which one serves; each can be started again with the same command.
 
-    def __init__(self, processes: Processes, expect: int) -> None:
+    Args:
+        processes: where they run.
+        expect: number of learners.
+        options: more options of the first one, at its first start.
+    """
+
+    def __init__(self, processes: Processes, expect: int, **options: object) -> None:
         self.processes, self._given = processes, {"expect": expect}
         self.dirs = [processes.run_dir, processes.root / "other"]
-        self.running = [processes.syncer(expect)]
+        self.running = [processes.syncer(expect, **options)]
         self.running.append(self._start(1))
         until((self.dirs[1] / "join").exists, "the standby", processes)
 
-    def _start(self, which: int) -> subprocess.Popen[bytes]:
-        given = dict(self._given) if which == 0 else {**self._given, "standby_of": str(self.invitation)}
+    def _start(self, which: int, **options: object) -> subprocess.Popen[bytes]:
+        given = self._given | options | ({} if which == 0 else {"standby_of": str(self.invitation)})
         return self.processes.start(f"syncer{which}", HERE / "syncer.py", self.dirs[which], json.dumps(given))
 
     @property
     def invitation(self) -> Path:
         return self.dirs[0] / "standby"
 
-    def restart(self, which: int) -> None:
-        self.running[which] = self._start(which)
+    def restart(self, which: int, **options: object) -> None:
+        self.running[which] = self._start(which, **options)
 
     def kill(self, which: int) -> None:
-        os.kill(self.running[which].pid, signal.SIGKILL)
+        """Kill a syncer and its shards at once, as the loss of their machine does."""
+        shards = psutil.Process(self.running[which].pid).children()
+        for process in (self.running[which], *shards):
+            os.kill(process.pid, signal.SIGKILL)
         self.running[which].wait()
+        psutil.wait_procs(shards)
 
     def address(self, which: int) -> str:
         return read_join_file(self.dirs[which] / "join").host_port

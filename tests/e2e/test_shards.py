@@ -26,9 +26,10 @@ def shards(syncer: int) -> dict[str, psutil.Process]:
     """Return the shards' processes by the argument that says which one it is."""
     found = {}
     for child in psutil.Process(syncer).children():
-        argv = child.cmdline()
-        if "--shard" in argv:
-            found[argv[argv.index("--shard") + 1]] = child
+        with suppress(psutil.Error):  # it ends
+            argv = child.cmdline()
+            if "--shard" in argv:
+                found[argv[argv.index("--shard") + 1]] = child
     return found
 
 

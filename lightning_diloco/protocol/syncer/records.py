@@ -83,6 +83,8 @@ class CommitRecord(Tagged, frozen=True):
         work: work in the round; 1 is a round of the whole fleet with H steps per learner (`shares.py`).
         num_stepping: number of learners that were stepping when the round opened.
         before: digest of the version before this one; "" in logs of older versions of this package.
+        shard_lsn: record of the outer gradient in the log of the fragment's shard, which a standby needs as well; 0 if
+            it is the payload, and in logs of older versions of this package.
     """
 
     fragment: Count
@@ -93,6 +95,7 @@ class CommitRecord(Tagged, frozen=True):
     num_stepping: Count
     merges: tuple[Merge, ...]
     before: str = ""
+    shard_lsn: Count = 0
 
 
 class Decided(Tagged, frozen=True):

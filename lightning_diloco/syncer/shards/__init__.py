@@ -9,5 +9,7 @@ A commit of a shard's fragment is durable in two steps. First the shard writes t
 the syncer writes the decision to the run's log, without the gradient. Only the second step counts. A shard that is
 restarted asks the syncer which of its last commits was decided, and drops the others.
 
+A standby has as many shards, and each copies the log of the primary's shard with the same number (`copying.py`).
+
 Source: our choice.
 """

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_diloco.errors import AuthError, ConfigError, RemoteError, ShardError, TransportError
+from lightning_diloco.process.retry import problem_of
 from lightning_diloco.storage.files import make_directory
 from lightning_diloco.syncer.shards import requests as ask
 from lightning_diloco.syncer.shards.remote import RemoteShard
@@ -135,8 +136,8 @@ class Reporting:
             try:
                 connection.get(ask.header(self._invitation.key, self._request), deadline_s=CALL_S)
             except RemoteError as error:
-                if str(error) != said:
-                    said = str(error)
+                if problem_of(error) != said:
+                    said = problem_of(error)
                     log.warning("the syncer did not hear where this shard listens: %s", error)
             except ConfigError as error:
                 log.error("%s", error)

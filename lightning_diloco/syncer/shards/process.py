@@ -157,7 +157,7 @@ class ShardProcess:
         while not self._ending.wait(LOOK_S):
             if self.shard.is_attached:
                 pause_s = AGAIN_S
-            if (code := self._process.poll()) is None:
+            if self.shard.is_over or (code := self._process.poll()) is None:
                 continue
             log.warning("%s has ended (exit code %d) and is started again; training goes on", self.shard.name, code)
             if self._ending.wait(pause_s):

@@ -28,6 +28,7 @@ from lightning_diloco.core.buffers import tensor_of
 from lightning_diloco.core.encoded import Measured
 from lightning_diloco.core.merge import MergeReport
 from lightning_diloco.errors import DiLoCoError, NonFiniteError, RemoteError, ShardError
+from lightning_diloco.process.retry import problem_of
 from lightning_diloco.protocol import actions, codec, events, messages
 from lightning_diloco.protocol.syncer.records import CommitRecord
 from lightning_diloco.syncer.shards import requests as ask
@@ -52,8 +53,10 @@ class RemoteShard:
         key: key of the shard.
 
     Attributes:
+        connect, key: as given.
         address: `host:port` for learners at the last `Attach`; without a host, it is the syncer's; "" if unknown.
         digests: digests of its fragments at the last `Attach`.
+        is_over: whether it was told that the run has finished.
         pid: its process, on its machine.
         bytes_up, bytes_down: payload bytes that it has received and sent since this syncer began, as of the last event.
     """
@@ -62,7 +65,7 @@ class RemoteShard:
         self, part: tuple[int, int], *, address: Callable[[], str], connect: Callable[[], Connection], key: str
     ) -> None:
         self.part = part
-        self._find_address, self._connect, self._key = address, connect, key
+        self._find_address, self.connect, self.key = address, connect, key
         self._connection: Connection | None = None
         self._nonce = ""
         self._attaching = threading.RLock()
@@ -79,6 +82,7 @@ class RemoteShard:
         self._threads: list[threading.Thread] = []
         self.address = ""
         self.digests: dict[int, str] = {}
+        self.is_over = False
         self.pid: int | None = None
         self.bytes_up = self.bytes_down = 0
         self._counted: tuple[int, int] | None = None
@@ -129,6 +133,7 @@ class RemoteShard:
             is_over: the run has finished, so the shard ends, too.
         """
         if is_over:
+            self.is_over = True
             with contextlib.suppress(ShardError):
                 self._call(ask.Over(), CALL_S)
         self._attached.clear()
@@ -154,8 +159,8 @@ class RemoteShard:
                 if self._is_stopping.is_set():
                     return
                 self.reattach()
-                if str(error) != said:
-                    said = str(error)
+                if problem_of(error) != said:
+                    said = problem_of(error)
                     level = logging.WARNING if has_worked else logging.INFO  # at first it is still starting
                     level = level if isinstance(error, RemoteError) else logging.ERROR
                     what = "does not work, its fragments wait for it" if has_worked else "does not answer yet"
@@ -166,7 +171,7 @@ class RemoteShard:
         with self._attaching:
             if self._connection is not None:
                 self._connection.close()
-            self._connection = self._connect()
+            self._connection = self.connect()
             request = self._with_decided(self._say())
             answer = self._ask(request, deadline_s=COMPUTE_S).header
             self._nonce, self.address = request.nonce, self._find_address()
@@ -251,7 +256,7 @@ class RemoteShard:
 
     def _ask(self, request: ask.Request, *, deadline_s: float) -> Bulk:
         assert self._connection is not None
-        return self._connection.get(ask.header(self._key, request, self._nonce), deadline_s=deadline_s)
+        return self._connection.get(ask.header(self.key, request, self._nonce), deadline_s=deadline_s)
 
     def reattach(self) -> None:
         """Make the thread attach again, because the shard may have what the run does not have."""
@@ -322,7 +327,7 @@ class RemoteShard:
     def prepare(self, commit: CommitRecord, recording: ask.Recording | None) -> Prepared:
         """See `Shard`."""
         answer = self._call(ask.Prepare(_without_data(commit), recording)).header
-        return Prepared(answer["lr"], answer["digest"])
+        return Prepared(answer["lr"], answer["digest"], lsn=answer["lsn"])
 
     def decided(self, commit: CommitRecord) -> None:
         """See `Shard`."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.codec import Json, Tagged, Value
-from lightning_diloco.protocol.limits import Count, Finite, Text
+from lightning_diloco.protocol.limits import Count, Finite, Rate, Text
 from lightning_diloco.protocol.syncer.records import CommitRecord
 
 SHARD = "shard"
@@ -64,6 +64,33 @@ class Attach(Tagged, frozen=True):
     admitted: Admitted
 
 
+class Decided(Value, frozen=True):
+    """The log of a standby has this version."""
+
+    fragment: Count
+    version: Count
+
+
+class Follow(Tagged, frozen=True):
+    """Copy records from the primary's shard with the same number, for a standby. No syncer is attached any more.
+
+    The answer is {"lsn", "num", "undecided"}: the last record on disk, null if the shard must be copied first; how many
+    records this request has copied; and how many versions are undecided.
+
+    Args:
+        shard, num_shards: what this shard must be.
+        invitation: address and key of the primary's shard, with its secrets.
+        wait_s: how long to wait for a record, if there is none.
+        decided: versions that may be installed; the shard has their outer gradients.
+    """
+
+    shard: Count
+    num_shards: Count
+    invitation: Text
+    wait_s: Rate
+    decided: tuple[Decided, ...] = ()
+
+
 class Admit(Tagged, frozen=True):
     """Only these sessions may upload from now on. `Drop` drops the payloads of others."""
 
@@ -113,7 +140,7 @@ class Recording(Value, frozen=True):
 
 
 class Prepare(Tagged, frozen=True):
-    """Compute the next version and log it. The answer is {"digest", "lr"}.
+    """Compute the next version and log it. The answer is {"digest", "lr", "lsn"}.
 
     Args:
         commit: record of the version, without leased data.
@@ -181,7 +208,19 @@ class Listens(Tagged, frozen=True):
 
 
 FromSyncer = (
-    Attach | Admit | Drop | Measure | Merge | Prepare | Install | Regenerate | SizeOfSeed | StoreSeed | Figures | Over
+    Attach
+    | Follow
+    | Admit
+    | Drop
+    | Measure
+    | Merge
+    | Prepare
+    | Install
+    | Regenerate
+    | SizeOfSeed
+    | StoreSeed
+    | Figures
+    | Over
 )
 FromShard = AskIdentity | Listens
 Request = FromSyncer | FromShard

@@ -65,7 +65,10 @@ def deal_anew(run_dir: Path, num_shards: int) -> None:
     log.info("the run has %d shards; its fragments are dealt to %d", num_shards_of(run_dir), num_shards)
     with opened_run(run_dir) as (state, whole, durable):
         if has_standby(run_dir):
-            raise ConfigError(f"--shards {num_shards}: the run in {run_dir} has a standby, which follows one log")
+            raise ConfigError(
+                f"--shards {num_shards}: the run in {run_dir} has a standby with {num_shards_of(run_dir)}; end the "
+                "standby, and wait until the run continues without it"
+            )
         if whole is not None and num_shards > len(whole.mine):
             raise ConfigError(
                 f"--shards {num_shards}: the run in {run_dir} has {len(whole.mine)} fragments; each shard needs one"

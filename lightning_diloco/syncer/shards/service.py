@@ -5,6 +5,8 @@
 3. Uploads are kept only for sessions that the syncer admits. An upload that is a moment ahead of the syncer's word
    waits for up to ADMIT_S.
 4. One computation runs at a time. `Attach` waits for it, so nothing that an earlier syncer has asked for comes late.
+5. The shard of a standby is not attached. It follows the primary's shard with the same number (`copying.py`), until the
+   standby takes over and attaches.
 """
 
 from __future__ import annotations
@@ -26,13 +28,21 @@ from lightning_diloco.errors import AuthError, ConfigError, CorruptMessageError,
 from lightning_diloco.protocol import codec, messages
 from lightning_diloco.protocol.syncer.proofs import proof_of_version
 from lightning_diloco.storage.files import Faults, no_faults
+from lightning_diloco.storage.log_frames import Record
+from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.anchors import AnchorStore, fragments_of
 from lightning_diloco.syncer.contribution_archive import Recorder
 from lightning_diloco.syncer.outbox import Outbox
 from lightning_diloco.syncer.payloads import Payloads, made_up
 from lightning_diloco.syncer.shards import requests as ask
+from lightning_diloco.syncer.shards.copying import ShardCopy, is_copied, no_copy_any_more
 from lightning_diloco.syncer.shards.shard import OwnShard, Prepared
 from lightning_diloco.syncer.shards.store import ShardStore
+from lightning_diloco.syncer.standby import requests as standby
+from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.syncer.standby.origin import Asked, Origin, is_the_key
+from lightning_diloco.syncer.standby.requests import STANDBY
+from lightning_diloco.syncer.standby.source import Source
 from lightning_diloco.transport.base import Bulk, Json, Polled
 
 log = logging.getLogger(__name__)
@@ -50,27 +60,39 @@ class ShardService:
         directory: directory of this shard.
         part: (shard, number of shards).
         key: key that the syncer must send.
+        connect: connects to the shard of a primary, which this one follows.
         faults: hook at named points, for crash tests.
 
     Attributes:
         is_over: whether the run has finished.
     """
 
-    def __init__(self, directory: Path, part: tuple[int, int], key: str, *, faults: Faults = no_faults) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        part: tuple[int, int],
+        key: str,
+        *,
+        connect: Callable[[Invitation], Source] = Source,
+        faults: Faults = no_faults,
+    ) -> None:
         self.part = part
-        self._key = key
-        self._disk = ShardStore(directory, part, faults=faults)
+        self._directory, self._key, self._faults = directory, key, faults
+        replacement.install(directory, replacement.OF_A_SHARD)
+        self._open()
+        self._copy = ShardCopy(directory, connect)
         self._desk = Payloads(part)
         self._own = OwnShard(self._desk, Recorder(directory.parent.parent / "contributions"))
         self._own.anchors = self._disk.anchors
         self._attached: ask.Attach | None = None
+        self._num_attached = 0
         self._polled_s = 0.0
         self.is_over = False
         self._admitted = ask.Admitted()
         self._measured: dict[int, tuple[tuple[Tensor, ...], Measured]] = {}
         self._prepared: dict[int, Prepared] = {}
         self._events = Outbox()
-        self._working, self._changing = threading.RLock(), threading.Condition()
+        self._working, self._changing, self._copying = threading.RLock(), threading.Condition(), threading.Lock()
         self._is_stopping = False
         self._answers: dict[type[ask.Request], Callable[..., Bulk]] = {
             ask.Admit: self._admit,
@@ -86,6 +108,14 @@ class ShardService:
             ask.Figures: lambda request: Bulk(self._figures(), _EMPTY),
         }
 
+    def _open(self) -> None:
+        self._disk = ShardStore(self._directory, self.part, faults=self._faults)
+        self._origin = Origin(self._directory, self._disk.snapshots.directory, self._disk.log)
+
+    def _close(self) -> None:
+        self._origin.close()
+        self._disk.close()
+
     @property
     def is_polled(self) -> bool:
         """Whether a syncer is attached and has asked for events within SILENT_S."""
@@ -96,7 +126,7 @@ class ShardService:
         self._is_stopping = True
         self._events.close()
         with self._working:
-            self._disk.close()
+            self._close()
 
     # -------------------------------------------------------------------------------------------- called by transport
 
@@ -130,9 +160,11 @@ class ShardService:
         return {"missing": missing}
 
     def on_get(self, header: Json) -> Bulk:
-        """Answer the syncer; or return the update that a learner needs, or bytes that measure a link."""
+        """Answer the syncer or a standby; or return the update that a learner needs, or bytes that measure a link."""
         if header.get("what") == ask.SHARD:
             return self._answer(header)
+        if header.get("what") == STANDBY:
+            return self._give_standby(header)
         if header.get("what") == "probe":
             return made_up(header)
         session, attached = str(header.get("session")), self._attachment()
@@ -194,6 +226,8 @@ class ShardService:
         request = ask.decode(header.get("request"))
         if isinstance(request, ask.Attach):
             return self._attach(request)
+        if isinstance(request, ask.Follow):
+            return self._follow(request)
         self._attachment(str(header.get("nonce")))
         if (answer := self._answers.get(type(request))) is None:
             raise CorruptMessageError(f"{type(request).__name__} is asked of the syncer, not of a shard")
@@ -203,18 +237,63 @@ class ShardService:
                 return answer(request)
         return answer(request)
 
-    def _attach(self, request: ask.Attach) -> Bulk:
+    def _give_standby(self, header: Json) -> Bulk:
+        if not is_the_key(header.get("key"), self._key):
+            raise AuthError(f"a request to shard {self.part[0]} came without the key of RUN_DIR/standby")
+        request = standby.decode(header.get("request"))
+        if self._is_stopping or not isinstance(request, Asked):
+            raise TransportError(f"shard {self.part[0]} does not answer {type(request).__name__}; try again")
+        return self._origin.give(request, header)
+
+    def _check_part(self, request: ask.Attach | ask.Follow) -> None:
         if (request.shard, request.num_shards) != self.part:
             raise ConfigError(
                 f"this is shard {self.part[0]} of {self.part[1]}; the syncer wants {request.shard} of "
                 f"{request.num_shards}; start both with the same --shards"
             )
+
+    def _detach(self) -> None:
+        """Forget what the attached syncer has said. Needs `_working`."""
+        self._attached = None
+        self._measured.clear()
+        self._prepared.clear()
+        self._own.forget_gradients()
+        self._desk.clear()
+
+    def _follow(self, request: ask.Follow) -> Bulk:
+        """Copy from the primary's shard. The network is used without `_working`, so that a syncer can attach."""
+        self._check_part(request)
+        with self._copying:
+            with self._working:
+                if self._attached is not None:
+                    self._detach()
+                self._own.anchors, num_attached = None, self._num_attached
+                for each in request.decided:
+                    self._disk.decided(each.fragment, each.version)
+                self._disk.snapshot_if_due()
+            copied: list[Record] = []
+            is_new = False
+            if is_copied(self._directory):
+                copied = self._copy.records_after(self._disk.log.last_lsn, request.invitation, request.wait_s)
+            else:
+                is_new = self._copy.fetch(request.invitation)
+            with self._working:
+                if self._is_stopping or self._num_attached != num_attached:
+                    raise TransportError(f"shard {self.part[0]} does not follow any more")
+                if is_new:
+                    self._close()
+                    self._copy.install()
+                    self._open()
+                self._disk.copy(copied)
+                lsn = self._disk.log.last_lsn if is_copied(self._directory) else None
+                return Bulk({"lsn": lsn, "num": len(copied), "undecided": len(self._disk.undecided)}, _EMPTY)
+
+    def _attach(self, request: ask.Attach) -> Bulk:
+        self._check_part(request)
         with self._working, self._disk.changing:
-            self._attached = None
-            self._measured.clear()
-            self._prepared.clear()
-            self._own.forget_gradients()
-            self._desk.clear()
+            self._num_attached += 1
+            self._detach()
+            no_copy_any_more(self._directory)
             self._desk.remember_merged(request.merged)
             if request.positions is None:
                 self._disk.forget()
@@ -231,6 +310,7 @@ class ShardService:
             self._admit(ask.Admit(request.admitted))
             digests = {} if self._own.anchors is None else _digests(self._own.anchors)
             self._attached, self._polled_s = request, time.monotonic()
+            self._origin.wake()
         log.info("shard %d of %d works for run %s", *self.part, request.run)
         return Bulk({"digests": digests}, _EMPTY)
 
@@ -275,9 +355,10 @@ class ShardService:
         gradient = self._own.gradient(commit)
         prepared = self._own.prepare(commit, request.recording)
         with prepared.hashing():
-            self._disk.write(commit, gradient)
+            lsn = self._disk.write(commit, gradient)
+        self._origin.wake()
         self._prepared[commit.fragment] = prepared
-        return Bulk({"digest": prepared.digest, "lr": prepared.lr}, _EMPTY)
+        return Bulk({"digest": prepared.digest, "lr": prepared.lr, "lsn": lsn}, _EMPTY)
 
     def _install(self, request: ask.Install) -> Bulk:
         commit = request.commit

@@ -62,12 +62,14 @@ class Prepared:
         lr: outer learning rate of this step.
         digest: digest of the published values; "" before `hashing` has ended.
         gradient: bytes of the outer gradient for the run's log; empty if the shard has logged them.
+        lsn: record of the outer gradient in the shard's log; 0 if it has none.
         anchor: the next state; None if another process holds it.
     """
 
     lr: float
     digest: str = ""
     gradient: Buffer = b""
+    lsn: int = 0
     anchor: Anchor | None = field(default=None, repr=False)
 
     @contextmanager

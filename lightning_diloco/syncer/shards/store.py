@@ -122,6 +122,7 @@ class ShardStore:
         faults: hook at named points, for crash tests.
 
     Attributes:
+        log, snapshots: the files.
         anchors: the fragments; None before the run has start values.
         undecided: the last version of a fragment in the log, if it may be undecided.
         changing: lock for changes of `undecided` and `anchors`, which a snapshot must not see halfway.
@@ -129,8 +130,8 @@ class ShardStore:
 
     def __init__(self, directory: Path, part: tuple[int, int], *, faults: Faults = no_faults) -> None:
         self._part = part
-        self._log = RedoLog(directory / "log", faults=faults)
-        self._snapshots = SnapshotStore(directory / "snapshot", faults=faults)
+        self.log = RedoLog(directory / "log", faults=faults)
+        self.snapshots = SnapshotStore(directory / "snapshot", faults=faults)
         self._manifest: Json = {}
         self._writing: threading.Thread | None = None
         self._again_s = 0.0
@@ -140,33 +141,51 @@ class ShardStore:
         try:
             self._load()
         except BaseException:
-            self._log.close()
+            self.log.close()
             raise
 
     def _load(self) -> None:
-        snapshot = self._snapshots.latest()
+        snapshot = self.snapshots.latest()
         if snapshot is None:
             return
         if (found := tuple(cast("list[int]", snapshot.state["part"]))) != self._part:
             raise ConfigError(
-                f"{self._snapshots.directory} is of shard {found[0]} of {found[1]}; this is shard {self._part[0]} of "
+                f"{self.snapshots.directory} is of shard {found[0]} of {found[1]}; this is shard {self._part[0]} of "
                 f"{self._part[1]}; each shard of a run needs its own directory"
             )
         self._manifest = cast("Json", snapshot.state["manifest"])
         self.anchors = store = AnchorStore(*plan_of(self._manifest), self._part)
         store.restore(cast("list[Any]", snapshot.state["anchors"]), snapshot.tensors)
-        for record in self._log.records(snapshot.lsn + 1):
-            change = decode(record.header)
-            if isinstance(change, Gradient):
-                self._apply(change.fragment, in_place=True)
-                gradient = tensor_of(record.payload, torch.bfloat16).clone()
-                self.undecided[change.fragment] = Undecided(change.version, change.work, gradient)
-            elif isinstance(change, Withdrawn):
-                self.undecided.pop(change.fragment)
-            else:
-                for p in list(self.undecided):
-                    self._apply(p, in_place=True)
-                store.regenerate(change.generation)
+        for record in self.log.records(snapshot.lsn + 1):
+            self._follow(record, in_place=True)
+
+    def _follow(self, record: Record, *, in_place: bool) -> None:
+        """Apply a record of the log."""
+        assert self.anchors is not None
+        change = decode(record.header)
+        if isinstance(change, Gradient):
+            self._apply(change.fragment, in_place=in_place)
+            gradient = tensor_of(record.payload, torch.bfloat16).clone()
+            self.undecided[change.fragment] = Undecided(change.version, change.work, gradient)
+        elif isinstance(change, Withdrawn):
+            self.undecided.pop(change.fragment)
+        else:
+            for p in list(self.undecided):
+                self._apply(p, in_place=in_place)
+            self.anchors.regenerate(change.generation)
+
+    def copy(self, copied: Sequence[Record]) -> None:
+        """Make the next records of the primary's shard durable, and apply them; see `RedoLog.copy`. For a standby."""
+        self.log.copy(copied)
+        with self.changing:
+            for record in copied:
+                self._follow(record, in_place=False)
+
+    def decided(self, p: int, version: int) -> None:
+        """Install the undecided version of a fragment if it is not later than this one, which was decided."""
+        with self.changing:
+            if (found := self.undecided.get(p)) is not None and found.version <= version:
+                self._apply(p, in_place=False)
 
     def _apply(self, p: int, *, in_place: bool) -> None:
         """Install an undecided version that turns out to be decided, if there is one."""
@@ -197,13 +216,13 @@ class ShardStore:
                     "restore the syncer's directory and those of all shards as of one moment"
                 )
 
-    def write(self, commit: CommitRecord, gradient: Tensor) -> None:
-        """Make the outer gradient of an undecided version durable. Raises `StorageError`."""
+    def write(self, commit: CommitRecord, gradient: Tensor) -> int:
+        """Make the outer gradient of an undecided version durable; return its lsn. Raises `StorageError`."""
         p = commit.fragment
         with self.changing:  # before the record, so that no snapshot includes the record without the version
             self.undecided[p] = Undecided(commit.version, commit.work, gradient)
         try:
-            self._append(Gradient(p, commit.version, commit.work), gradient)
+            return self._append(Gradient(p, commit.version, commit.work), gradient)
         except StorageError:
             del self.undecided[p]
             raise
@@ -220,23 +239,24 @@ class ShardStore:
         self._append(Regenerated(generation))
         self.anchors.regenerate(generation)
 
-    def _append(self, record: Tagged, gradient: Tensor | None = None) -> None:
-        self._log.append(codec.dump(record), b"" if gradient is None else bytes_of(gradient))
-        self._log.sync()
+    def _append(self, record: Tagged, gradient: Tensor | None = None) -> int:
+        lsn = self.log.append(codec.dump(record), b"" if gradient is None else bytes_of(gradient))
+        self.log.sync()
+        return lsn
 
     # ----------------------------------------------------------------------------------------------------- snapshots
 
     def forget(self) -> None:
         """Drop start values that the run's log does not have."""
         self.anchors = None
-        remove_tree(self._snapshots.directory)
+        remove_tree(self.snapshots.directory)
 
     def store_seed(self, manifest: Json, values: Mapping[int, Tensor], num_values: int) -> AnchorStore:
         """Make start values durable; see `seeded_store`."""
         store = seeded_store(manifest, values, part=self._part, num_values=num_values)
         self._manifest = manifest
-        remove_tree(self._snapshots.directory)
-        self._write_snapshot(self._log.last_lsn, store.freeze())
+        remove_tree(self.snapshots.directory)
+        self._write_snapshot(self.log.last_lsn, store.freeze())
         self.anchors = store
         return store
 
@@ -246,24 +266,24 @@ class ShardStore:
         is_writing = self._writing is not None and self._writing.is_alive()
         if store is None or is_writing or time.monotonic() < self._again_s:
             return
-        if self._log.nbytes <= max(MIN_LOG_BYTES, store.nbytes):
+        if self.log.nbytes <= max(MIN_LOG_BYTES, store.nbytes):
             return
         with self.changing:
             if self.undecided:
                 return
             try:
-                self._log.rotate()
+                self.log.rotate()
             except StorageError as error:
                 self._snapshot_failed(error)
                 return
-            lsn, frozen = self._log.last_lsn, store.freeze()
+            lsn, frozen = self.log.last_lsn, store.freeze()
         self._writing = threading.Thread(target=self._snapshot, args=(lsn, frozen), daemon=True)
         self._writing.start()
 
     def _snapshot(self, lsn: int, frozen: Any) -> None:
         try:
             self._write_snapshot(lsn, frozen)
-            self._log.drop_before(lsn + 1)
+            self.log.drop_before(lsn + 1)
         except Exception as error:
             self._snapshot_failed(error)
 
@@ -274,10 +294,10 @@ class ShardStore:
     def _write_snapshot(self, lsn: int, frozen: Any) -> None:
         numbers, tensors = frozen
         state = {"manifest": self._manifest, "anchors": numbers, "part": list(self._part)}
-        self._snapshots.write(lsn, state, tensors)
+        self.snapshots.write(lsn, state, tensors)
 
     def close(self) -> None:
         """Wait for a snapshot that is being written, and close the files."""
         if self._writing is not None:
             self._writing.join()
-        self._log.close()
+        self.log.close()

@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -30,9 +30,12 @@ from lightning_diloco.storage.files import storage, sync_directory
 from lightning_diloco.storage.log_frames import Record
 from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.anchors import AnchorStore
+from lightning_diloco.syncer.shards.layout import num_shards_of
+from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.reign import forget_reign_after, reign, set_reign
 from lightning_diloco.syncer.standby.replica import forget_standby
+from lightning_diloco.syncer.standby.shards import StandbyShards
 from lightning_diloco.syncer.standby.source import TAPE, Source, copy_run, cut_to_common, is_copied
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import write_private
@@ -148,17 +151,27 @@ class Follower:
         address: `host:port` of this standby.
         is_stopping: returns whether this process was asked to stop.
         expect: number of learners that must finish; None: unknown.
+        shards: the other shards of this standby; none if the run has one shard.
     """
 
     def __init__(
-        self, run_dir: Path, source: Source, address: str, is_stopping: Callable[[], bool], expect: int | None = None
+        self,
+        run_dir: Path,
+        source: Source,
+        address: str,
+        is_stopping: Callable[[], bool],
+        *,
+        expect: int | None = None,
+        shards: Sequence[RemoteShard] = (),
     ) -> None:
         self._run_dir, self._source, self._address = run_dir, source, address
         self._is_stopping, self._expect = is_stopping, expect
+        self._shards = StandbyShards(shards, source.primary)
         self._rule = Standby()
         self._run: Followed | None = None
         self._fetch: _Fetch | None = None
         self._reign = reign(run_dir)
+        self._held: list[Record] = []  # a shard lacks the outer gradient of the first one
         self._reported_s = -REPORT_S
         self._copies_tape = True
         self._said_s = -SAY_EVERY_S
@@ -180,7 +193,7 @@ class Follower:
             The run, which this process must serve now; None if the run is over, or this process was asked to stop.
 
         Raises:
-            ConfigError: the primary has another standby.
+            ConfigError: the primary has another standby, or another number of shards.
             AuthError: wrong token or key.
             CorruptLogError: this directory is damaged, or the primary has another version of this package.
             StorageError: the disk failed.
@@ -202,6 +215,7 @@ class Follower:
                     self._is_over = self._has_missed_the_end()
                     time.sleep(AGAIN_S)
         finally:
+            self._shards.end()
             self._close()
         return None
 
@@ -209,6 +223,7 @@ class Follower:
         """Return the run, without its records on the way; the primary has not announced them."""
         if self._fetch is not None:
             self._fetch.end(within_s=0.0)
+        self._held = []
         found, self._run, self._fetch = self._run, None, None
         return found
 
@@ -227,8 +242,9 @@ class Follower:
     def _follow(self, run: Followed) -> None:
         """Take the next records, if there are any, and report to the primary."""
         self._fetch = self._fetch or _Fetch(self._source, run.durable.log.last_lsn)
+        self._shards.open(run.state)
         try:
-            copied = self._fetch.take()
+            taken = self._held or self._fetch.take()
         except CorruptLogError as error:  # the primary has dropped these records, or this is another history
             log.warning("copying the run again: %s", error)
             self._close()
@@ -236,8 +252,11 @@ class Follower:
         except TransportError:
             self._fetch = None
             raise
+        num = self._shards.num_complete(taken, LOOK_S)
+        copied, self._held = taken[:num], taken[num:]
         if copied:
-            run.durable.copy(copied)
+            run.durable.log.copy(copied)
+            self._shards.wrote(copied)
         try:
             if copied or time.monotonic() - self._reported_s >= REPORT_S:
                 self._report(run)
@@ -249,10 +268,11 @@ class Follower:
     def _report(self, run: Followed) -> None:
         """Tell the primary which records are on disk, and copy its tape, unless it is time to take over first."""
         self._reported_s = sent_s = time.monotonic()
-        lsn = run.durable.log.last_lsn
+        lsn = run.durable.log.last_lsn if self._shards.have_all else 0
         answer = unless(self._is_futile, lambda: self._source.have(lsn, self._address))
         if answer is None:
             return
+        self._shards.know(answer["shards"])
         if answer["reign"] != self._reign:
             self._reign = answer["reign"]
             set_reign(self._run_dir, self._reign)
@@ -301,7 +321,7 @@ class Follower:
             )
 
     def _open(self) -> None:
-        state, durable = SyncerState(run=""), SyncerStore(self._run_dir)
+        state, durable = SyncerState(run=""), SyncerStore(self._run_dir, num_shards=num_shards_of(self._run_dir))
         store = durable.load(state, time.monotonic())
         if store is None:
             durable.close()
@@ -313,6 +333,8 @@ class Follower:
             self._fetch.end(within_s=POLL_S + 1.0)
             self._fetch = None
         self._rule = Standby()  # a new copy has to catch up first
+        self._shards.close()
+        self._held = []
         run, self._run = self._run, None
         if run is not None:
             run.durable.close()

@@ -9,33 +9,28 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
-import mmap
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from lightning_diloco.errors import AuthError, ConfigError, CorruptLogError, StorageError
+from lightning_diloco.errors import AuthError, ConfigError, StorageError
 from lightning_diloco.protocol.syncer.succession import Fleets, Primary
 from lightning_diloco.storage.files import storage, sync_directory, write_whole
-from lightning_diloco.storage.log_cursor import LogCursor
 from lightning_diloco.storage.redo_log import RedoLog
-from lightning_diloco.storage.snapshots import SnapshotStore
+from lightning_diloco.syncer.shards.remote import RemoteShard
+from lightning_diloco.syncer.standby.origin import Origin, is_the_key
 from lightning_diloco.syncer.standby.reign import reign
-from lightning_diloco.syncer.standby.requests import AskFile, AskListing, AskLog, HaveLog, Request, TookOver, decode
+from lightning_diloco.syncer.standby.requests import HaveLog, TookOver, decode
 from lightning_diloco.transport.address import split_host_port
 from lightning_diloco.transport.base import Bulk, Json
-from lightning_diloco.transport.portions import asked_range
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES = 16 << 20
 LOOK_S = 0.25
 LAST_WAIT_S = 2.0
-MAX_WAIT_S = 5.0
 _REGISTERED = "syncer/standby.json"
 
 
@@ -61,6 +56,7 @@ class Replica:
         redo_log: the log that the standby follows.
         key: key that a standby must send; "" refuses all.
         fleets: the fleets that the standby may count, as far as the disk shows.
+        shards: the primary's shards in other processes.
 
     Attributes:
         address: `host:port` of the registered standby; None: there is none.
@@ -68,8 +64,11 @@ class Replica:
         common_lsn: last record that the successor has, too.
     """
 
-    def __init__(self, run_dir: Path, redo_log: RedoLog, key: str, fleets: Fleets) -> None:
+    def __init__(
+        self, run_dir: Path, redo_log: RedoLog, key: str, fleets: Fleets, shards: Sequence[RemoteShard] = ()
+    ) -> None:
         self._run_dir, self._log, self._key, self._fleets = run_dir, redo_log, key, fleets
+        self._shards = shards
         self._file = run_dir / _REGISTERED
         self.address: str | None = json.loads(self._file.read_text())["address"] if self._file.exists() else None
         self.successor: str | None = None
@@ -80,9 +79,7 @@ class Replica:
         self._acked_lsn, self._counts_from_lsn = 0, redo_log.last_lsn
         self._is_ending = self._has_ended = self._was_told = False
         self._waiting: dict[int, float] = {}  # records, and since when they wait
-        self._giving = threading.Lock()
-        self._cursor: LogCursor | None = None
-        self._given: dict[type[Request], tuple[str, memoryview]] = {}
+        self._origin = Origin(run_dir, run_dir / "syncer" / "snapshot", redo_log)
 
     def heard(self, session: str) -> None:
         """Record an answered call of a learner."""
@@ -131,8 +128,7 @@ class Replica:
 
     def wake(self) -> None:
         """Send new records to the standby at once, if it waits for them."""
-        with self._changed:
-            self._changed.notify_all()
+        self._origin.wake()
 
     def fleet_changes_to(self, learners: Collection[str], changed: Collection[str]) -> None:
         """Note who takes part after an event whose records are not written yet, and whom these records name."""
@@ -174,12 +170,11 @@ class Replica:
             self._is_ending = is_over
             until_s = time.monotonic() + LAST_WAIT_S
             while self._must_end_later() and time.monotonic() < until_s:
-                self._changed.notify_all()
+                self._origin.wake()
                 self._changed.wait(LOOK_S)
             self._has_ended = True
             self._changed.notify_all()
-        with self._giving:
-            self._forget()
+        self._origin.close()
 
     def _must_end_later(self) -> bool:
         must_be_told = self._is_ending and not self._was_told and self.address is not None
@@ -210,72 +205,15 @@ class Replica:
             CorruptLogError: the log no longer has the next record.
             CorruptMessageError: the header is invalid.
         """
-        if not self._key or not hmac.compare_digest(
-            str(header.get("key")).encode(errors="replace"), self._key.encode()
-        ):
+        if not is_the_key(header.get("key"), self._key):
             raise AuthError("the key of the standby is wrong; it must be the one in RUN_DIR/standby of the primary")
-        request, mark = decode(header.get("request")), str(header.get("mark"))
-        match request:
+        match request := decode(header.get("request")):
             case HaveLog():
                 return Bulk({**self._have(request), "at": 0, "of": 0}, memoryview(b""))
             case TookOver():
                 self._succeed(request)
                 return Bulk({"at": 0, "of": 0}, memoryview(b""))
-        if isinstance(request, AskLog):
-            self._wait_for_record(request)
-        with self._giving:
-            known, payload = self._given.get(type(request), ("", memoryview(b"")))
-            if known != mark:
-                payload = self._content(request)
-                self._given[type(request)] = mark, payload
-        start, stop = asked_range(header, payload.nbytes)
-        return Bulk({"at": start, "of": payload.nbytes}, payload[start:stop])
-
-    def _content(self, request: AskListing | AskFile | AskLog) -> memoryview:
-        match request:
-            case AskListing():
-                return memoryview(json.dumps(self._listing()).encode())
-            case AskFile():
-                return self._file_from(request.name, request.start)
-            case AskLog():
-                return self._log_after(request.after)
-
-    def _listing(self) -> Json:
-        """Return the files of the newest snapshot; none if the run has no start values yet."""
-        snapshots = SnapshotStore(self._run_dir / "syncer" / "snapshot")
-        if not (lsns := snapshots.lsns()):
-            return {"lsn": None, "files": []}
-        files = sorted(path.relative_to(self._run_dir).as_posix() for path in snapshots.path(lsns[-1]).iterdir())
-        return {"lsn": lsns[-1], "files": files}
-
-    def _file_from(self, name: str, start: int) -> memoryview:
-        path = (self._run_dir / name).resolve()
-        if not path.is_relative_to(self._run_dir.resolve()) or not path.is_file():
-            raise CorruptLogError(f"{name!r} is not, or no longer, a file of this run; begin the copy again")
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
-        return whole[start:]
-
-    def _wait_for_record(self, request: AskLog) -> None:
-        until_s = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
-        with self._changed:
-            while self._log.durable_lsn <= request.after and (left_s := until_s - time.monotonic()) > 0:
-                self._changed.wait(min(left_s, LOOK_S))
-
-    def _log_after(self, lsn: int) -> memoryview:
-        """Return the next records, encoded; none if there is none."""
-        if self._cursor is None or self._cursor.lsn != lsn:
-            self._forget()
-            self._cursor = LogCursor(self._log, lsn)
-        return memoryview(self._cursor.take(BATCH_BYTES))
-
-    def _forget(self) -> None:
-        """Close the log, and drop what was sent. Needs `_giving`."""
-        cursor, self._cursor = self._cursor, None
-        self._given.clear()
-        if cursor is not None:
-            cursor.close()
+        return self._origin.give(request, header)
 
     def _have(self, request: HaveLog) -> Json:
         """Take note of the records that the standby has, and register it when it has all."""
@@ -303,7 +241,8 @@ class Replica:
                 log.info("the standby at %s has caught up, and is registered", address)
             self._was_told = self._is_ending and has_all
             counts = self.address == address and is_in_step and lsn >= self._counts_from_lsn
-            return {"counts": counts, "is_over": self._was_told, "reign": self._reign}
+            shards = [shard.address for shard in self._shards]
+            return {"counts": counts, "is_over": self._was_told, "reign": self._reign, "shards": shards}
 
     def _succeed(self, request: TookOver) -> None:
         """Take note of a takeover, unless this syncer has taken over later."""

@@ -47,10 +47,13 @@ class Source:
     Args:
         invitation: address and key.
         connection: makes calls; None connects to the address.
+
+    Attributes:
+        primary: address and key.
     """
 
     def __init__(self, invitation: Invitation, connection: Connection | None = None) -> None:
-        self._key = invitation.key
+        self.primary, self._key = invitation, invitation.key
         self._connection = connection or FlightConnection(invitation.address)
         self._large = Portioned(self._connection)
 
@@ -117,6 +120,14 @@ def copy_identity(source: Source, run_dir: Path) -> None:
     if not (run_dir / IDENTITY).exists():
         make_directory(run_dir / "syncer")
         write_whole(run_dir / IDENTITY, source.file(IDENTITY))
+
+
+def num_shards_at(source: Source) -> int:
+    """Return the number of shards of the primary's run."""
+    try:
+        return int(bytes(source.file("syncer/num_shards")))
+    except CorruptLogError:  # a run with one shard has no such file
+        return 1
 
 
 def copy_run(source: Source, run_dir: Path, is_stopping: Callable[[], bool]) -> bool:

@@ -1,0 +1,334 @@
+"""The shard of a standby has what the primary's shard has, whatever happens in between, and takes over from there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_diloco.errors import AuthError, ConfigError, CorruptLogError, TransportError
+from lightning_diloco.manifest import ModelDescription, make_manifest, plan_of
+from lightning_diloco.protocol import codec
+from lightning_diloco.protocol.syncer import records
+from lightning_diloco.syncer.anchors import fragments_of
+from lightning_diloco.syncer.shards import requests as ask
+from lightning_diloco.syncer.shards import store as shard_store
+from lightning_diloco.syncer.shards.copying import is_copied
+from lightning_diloco.syncer.shards.service import ShardService
+from lightning_diloco.syncer.shards.store import ShardStore
+from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.syncer.standby.requests import STANDBY, HaveLog
+from lightning_diloco.syncer.standby.source import Source
+from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.base import Bulk, Json
+from tests.learner.fleet import KEY
+
+PART = (1, 2)
+NUM_FRAGMENTS = 4
+SHAPES = {"embedding": (8, 4), **{f"w{i}": (6, 4) for i in range(5)}}
+MANIFEST, PLAN = make_manifest(
+    ModelDescription(SHAPES, frozenset({"embedding"}), {}, "tokens"),
+    {"sync_every": 8, "num_fragments": NUM_FRAGMENTS, "block_size": 16},
+)
+CONFIG = plan_of(MANIFEST)[1]
+MINE = list(fragments_of(PART, NUM_FRAGMENTS))
+PRIMARY = Invitation(JoinAddress("h", 1, "run", "token", "0" * 64), KEY)
+
+
+@pytest.fixture(autouse=True)
+def _small_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)  # a snapshot every few versions
+
+
+class Wire:
+    """Calls a shard directly, unless it is cut, or after a number of calls."""
+
+    def __init__(self, primary: Primary) -> None:
+        self.send = self.poll = self.put = self.status = None
+        self._primary = primary
+        self.calls_left = 10**9
+        self.after_call: Callable[[], object] = lambda: None
+
+    def close(self) -> None:
+        """See `Connection`."""
+
+    def get(self, header: Json, *, deadline_s: float) -> Bulk:
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            raise TransportError("cut")
+        found = self._primary.service.on_get(header)
+        self.after_call()
+        return found
+
+
+class Primary:
+    """A shard of the primary, with the decisions of its syncer."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.service = ShardService(directory, PART, KEY)
+        self.decisions: list[tuple[ask.Decided, int]] = []  # with the record of the gradient
+        self.versions, self.generation = dict.fromkeys(MINE, 0), 0
+        self.digests: dict[tuple[int, int], str] = {}
+        self._lsns: dict[int, int] = {}
+        self._num = 0
+
+    @property
+    def store(self) -> ShardStore:
+        return self.service._disk
+
+    def seed(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        values = {p: torch.randn(_numel(p), generator=generator) for p in MINE}
+        num_values = sum(_numel(p) for p in range(NUM_FRAGMENTS))
+        self.store.store_seed(MANIFEST, values, num_values)
+        self._note_digests()
+
+    def prepare(self, p: int) -> None:
+        """Log an outer gradient, unlike all others."""
+        if p not in self.store.undecided:
+            self._num += 1
+            values_P = torch.randn(_numel(p), generator=torch.Generator().manual_seed(self._num))
+            commit = records.CommitRecord(p, self.generation, self.versions[p] + 1, self._num, 1.0, 1, ())
+            self._lsns[p] = self.store.write(commit, values_P.bfloat16())
+
+    def decide(self, p: int) -> None:
+        if p in self.store.undecided:
+            self.versions[p] += 1
+            self.store.decided(p, self.versions[p])
+            self.decisions.append((ask.Decided(p, self.versions[p]), self._lsns[p]))
+            self._note_digests()
+
+    def withdraw(self) -> None:
+        """Attach again, as a syncer does that has died before it decided."""
+        self.store.settle(self.versions)
+
+    def regenerate(self) -> None:
+        self.withdraw()
+        self.generation += 1
+        self.store.regenerate(self.generation)
+        self._note_digests()
+
+    def snapshot(self) -> None:
+        self.store.snapshot_if_due()
+        if self.store._writing is not None:
+            self.store._writing.join()
+
+    def restart(self) -> None:
+        self.service.stop()
+        self.service = ShardService(self.directory, PART, KEY)
+        self.withdraw()
+
+    def _note_digests(self) -> None:
+        assert self.store.anchors is not None
+        self.digests |= {(p, self.versions[p]): self.store.anchors.digest(p) for p in MINE}
+
+
+class Standby:
+    """The same shard of a standby, with the standby's own log of decisions."""
+
+    def __init__(self, directory: Path, primary: Primary) -> None:
+        self.directory, self.primary = directory, primary
+        self.wire = Wire(primary)
+        self.log: list[ask.Decided] = []
+        self.lsn: int | None = None
+        self._start()
+
+    def _start(self) -> None:
+        def connect(invitation: Invitation) -> Source:
+            return Source(invitation, self.wire)  # type: ignore[arg-type]
+
+        self.service = ShardService(self.directory, PART, KEY, connect=connect)
+
+    def follow(self) -> Json:
+        """Copy records, and then write the decisions whose gradients are there."""
+        told = tuple(self.log[-3:]) if self.lsn else ()
+        self.lsn = (answer := call(self.service, ask.Follow(*PART, PRIMARY.text(), 0.0, told)))["lsn"]
+        for decision, lsn in self.primary.decisions[len(self.log) :]:
+            if lsn > (self.lsn or 0):
+                break
+            self.log.append(decision)
+        return answer
+
+    def restart(self) -> None:
+        self.service.stop()
+        self._start()
+
+    def take_over(self) -> tuple[dict[int, int], dict[int, str]]:
+        """Attach its syncer; return versions and digests."""
+        versions = dict.fromkeys(MINE, 0) | {each.fragment: each.version for each in self.log}
+        return versions, attach(self.service, versions)
+
+
+def _numel(p: int) -> int:
+    return PLAN.layout(p, CONFIG.block_size).padded_numel
+
+
+def call(shard: ShardService, request: ask.Request) -> Json:
+    return shard.on_get(ask.header(KEY, request)).header
+
+
+def attach(shard: ShardService, versions: dict[int, int], generation: int = 0) -> dict[int, str]:
+    positions = tuple(ask.Position(p, generation, version) for p, version in versions.items())
+    answer = call(shard, ask.Attach("nonce", "run", *PART, "secret", positions, (), ask.Admitted()))
+    return {int(p): digest for p, digest in answer["digests"].items()}
+
+
+@pytest.fixture
+def primary(tmp_path: Path) -> Iterator[Primary]:
+    found = Primary(tmp_path / "primary")
+    found.seed()
+    yield found
+    found.service.stop()
+
+
+@pytest.fixture
+def standby(tmp_path: Path, primary: Primary) -> Iterator[Standby]:
+    found = Standby(tmp_path / "standby", primary)
+    yield found
+    found.service.stop()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_takeover_has_the_bits_of_each_announced_version(primary: Primary, standby: Standby, seed: int) -> None:
+    """Its log may end anywhere: a gradient may be undecided, withdrawn or missing, and it may have copied again."""
+    chance = random.Random(seed)
+    usual = [lambda: primary.prepare(chance.choice(MINE)), lambda: primary.decide(chance.choice(MINE)), standby.follow]
+    rare = [primary.withdraw, primary.regenerate, primary.snapshot, primary.restart, standby.restart]
+
+    def go_on(num_decisions: int) -> None:
+        until = len(primary.decisions) + num_decisions
+        while len(primary.decisions) < until:
+            standby.wire.calls_left = chance.choice([0, 1, 2, 3, *[10**9] * 8])
+            with suppress(TransportError):
+                chance.choice(rare if chance.random() < 0.1 else usual)()
+
+    go_on(20)
+    standby.wire.calls_left = 10**9
+    for _ in range(2):  # it may have to copy the shard
+        standby.follow()
+    assert standby.log == [decision for decision, _ in primary.decisions]
+    rare.remove(primary.snapshot)  # the shard is not copied again any more
+    go_on(chance.randrange(4))
+    versions, digests = standby.take_over()
+    assert sum(versions.values()) >= 20
+    assert digests == {p: primary.digests[p, versions[p]] for p in MINE}
+
+
+def test_a_gradient_that_was_withdrawn_is_not_that_of_the_decision(primary: Primary, standby: Standby) -> None:
+    p = MINE[0]
+    standby.follow()
+    primary.prepare(p)
+    standby.follow()
+    standby.wire.calls_left = 0
+    primary.withdraw()
+    primary.prepare(p)  # the same version, another gradient
+    primary.decide(p)
+    with pytest.raises(TransportError):
+        standby.follow()
+    assert (standby.lsn, standby.log, primary.decisions[0][1]) == (1, [], 3)
+    assert standby.service._disk.undecided[p].version == primary.decisions[0][0].version
+    standby.wire.calls_left = 10**9
+    standby.follow()
+    assert standby.take_over()[1][p] == primary.digests[p, 1]
+
+
+def test_without_the_rule_a_takeover_would_have_other_bits(primary: Primary, standby: Standby) -> None:
+    """The control of the test above."""
+    p = MINE[0]
+    standby.follow()
+    primary.prepare(p)
+    standby.follow()
+    primary.withdraw()
+    primary.prepare(p)
+    primary.decide(p)
+    standby.log.append(primary.decisions[0][0])
+    assert standby.take_over()[1][p] != primary.digests[p, 1]
+
+
+def test_a_decision_whose_gradient_is_missing_cannot_be_served(primary: Primary, standby: Standby) -> None:
+    standby.follow()
+    primary.prepare(MINE[0])
+    primary.decide(MINE[0])
+    standby.log.append(primary.decisions[0][0])
+    with pytest.raises(CorruptLogError, match="version 0; the run has it at version 1"):
+        standby.take_over()
+
+
+def test_a_standby_writes_snapshots_of_its_own(primary: Primary, standby: Standby) -> None:
+    standby.follow()
+    for _ in range(10):
+        for p in MINE:
+            primary.prepare(p)
+            primary.decide(p)
+        standby.follow()
+        standby.follow()  # it hears of the decisions
+        if standby.service._disk._writing is not None:
+            standby.service._disk._writing.join()
+    assert standby.service._disk.log.first_lsn > 10
+    standby.restart()
+    assert standby.take_over() == (primary.versions, {p: primary.digests[p, 10] for p in MINE})
+
+
+def test_a_shard_whose_syncer_was_the_primary_copies_everything_again(primary: Primary, standby: Standby) -> None:
+    standby.follow()
+    for _ in range(3):
+        primary.prepare(MINE[0])
+        primary.decide(MINE[0])
+        standby.follow()
+    standby.take_over()
+    assert not is_copied(standby.directory)
+    standby.service._disk.write(
+        records.CommitRecord(MINE[0], 0, 4, 99, 1.0, 1, ()), torch.ones(_numel(MINE[0])).bfloat16()
+    )
+    assert standby.follow() == {"lsn": 0, "num": 0, "undecided": 0}, "it has the snapshot"
+    standby.follow()
+    assert standby.take_over()[1][MINE[0]] == primary.digests[MINE[0], 3]
+
+
+def test_it_keeps_its_own_files_until_the_copy_is_complete(primary: Primary, standby: Standby) -> None:
+    standby.follow()
+    primary.prepare(MINE[0])
+    primary.decide(MINE[0])
+    standby.follow()
+    versions, digests = standby.take_over()
+    for calls_left in range(4):
+        standby.wire.calls_left = calls_left
+        with pytest.raises(TransportError):
+            standby.follow()
+        standby.restart()
+        assert attach(standby.service, versions) == digests
+
+
+def test_a_syncer_that_attaches_during_a_copy_is_not_disturbed_by_it(primary: Primary, standby: Standby) -> None:
+    standby.follow()
+    primary.prepare(MINE[0])
+    standby.wire.after_call = lambda: attach(standby.service, dict.fromkeys(MINE, 0))
+    with pytest.raises(TransportError, match="does not follow any more"):
+        standby.follow()
+    assert standby.service._disk.log.last_lsn == 0
+    assert not is_copied(standby.directory)
+
+
+def test_a_standby_before_the_start_values_has_nothing_to_copy(tmp_path: Path) -> None:
+    primary = Primary(tmp_path / "primary")
+    standby = Standby(tmp_path / "standby", primary)
+    assert standby.follow() == {"lsn": None, "num": 0, "undecided": 0}
+    primary.seed()
+    assert standby.follow() == {"lsn": 0, "num": 0, "undecided": 0}
+    primary.service.stop()
+    standby.service.stop()
+
+
+def test_what_is_asked_of_a_shard_for_a_standby_needs_the_key_and_the_right_shard(primary: Primary) -> None:
+    with pytest.raises(ConfigError, match=r"this is shard 1 of 2; the syncer wants 1 of 3"):
+        call(primary.service, ask.Follow(1, 3, PRIMARY.text(), 0.0))
+    header = {"what": STANDBY, "key": "another", "request": codec.dump(HaveLog(1, "h:1"))}
+    with pytest.raises(AuthError, match="without the key"):
+        primary.service.on_get(header)
+    with pytest.raises(TransportError, match="does not answer HaveLog"):
+        primary.service.on_get(header | {"key": KEY})
