@@ -1,9 +1,10 @@
 """Kills the serving syncer of a run again and again; its standby takes over each time, and the killed one follows.
 
 python -m tests.bench.takeovers --out tests/bench/results/takeovers.json
+python -m tests.bench.takeovers --shards 3 --takeovers 10                        each syncer with two more processes
 
 1. Two syncers and two learners are processes of this machine, over Flight with TLS. Every second fault suspends the
-   syncer instead, so that it vanishes without a word, and kills it after the takeover.
+   syncer instead, so that it vanishes without a word, and kills it after the takeover. A fault hits its shards, too.
 2. A takeover lasts from the signal to the first new commit at the other syncer, as an onlooker's `status` shows it.
 3. Learners time their own calls of the strategy. With n takeovers, the n-th longest call is compared with that of a run
    of about the same time without a standby or faults, in which processes start as often. (Starts take most of a core
@@ -17,7 +18,6 @@ python -m tests.bench.takeovers --out tests/bench/results/takeovers.json
 from __future__ import annotations
 
 import json
-import os
 import signal
 import statistics
 import tempfile
@@ -44,7 +44,7 @@ BETWEEN_S = 10.0  # about that of takeovers
 
 def take_over(pair: Pair, primary: int, sign: signal.Signals) -> float:
     """End the serving syncer; return the seconds until the other one commits, then start the former one again."""
-    os.kill(pair.running[primary].pid, sign)
+    pair.send(primary, sign)
     began_s = time.monotonic()
     pair.until_commits(1 - primary, 1)
     took_s = time.monotonic() - began_s
@@ -82,11 +82,11 @@ def finish(pair: Pair, primary: int, processes: Sequence[Any]) -> dict[str, Any]
     }
 
 
-def disturbed(root: Path, num_takeovers: int) -> dict[str, Any]:
+def disturbed(root: Path, num_takeovers: int, num_shards: int) -> dict[str, Any]:
     """Run with takeovers back and forth."""
     processes, primary, rows = Processes(root), 0, []
     try:
-        pair = Pair(processes, len(LEARNERS))
+        pair = Pair(processes, len(LEARNERS), num_shards=num_shards)
         learners = [processes.learner(name) for name in LEARNERS]
         pair.until_registered(0)
         for k in range(num_takeovers):
@@ -100,7 +100,7 @@ def disturbed(root: Path, num_takeovers: int) -> dict[str, Any]:
         processes.kill_all()
 
 
-def undisturbed(root: Path, num_starts: int) -> dict[str, Any]:
+def undisturbed(root: Path, num_starts: int, num_shards: int) -> dict[str, Any]:
     """Run without a standby or faults, beside processes that start and end."""
     processes = Processes(root)
     try:
@@ -108,7 +108,8 @@ def undisturbed(root: Path, num_starts: int) -> dict[str, Any]:
         learners = [processes.learner(name) for name in LEARNERS]
         until(lambda: processes.status()["num_commits"] >= COMMITS_BETWEEN, "commits", processes)
         for _ in range(num_starts):
-            processes.start("bystander", "-c", "import lightning_diloco.syncer.process")
+            for _ in range(num_shards):
+                processes.start("bystander", "-c", "import lightning_diloco.syncer.process")
             time.sleep(BETWEEN_S)
         processes.stop_file.touch()
         for process in (*learners, syncer):
@@ -118,11 +119,11 @@ def undisturbed(root: Path, num_starts: int) -> dict[str, Any]:
         processes.kill_all()
 
 
-def control(root: Path) -> dict[str, Any]:
+def control(root: Path, num_shards: int) -> dict[str, Any]:
     """Run with a takeover by a standby that missed commits."""
     processes = Processes(root)
     try:
-        pair = Pair(processes, len(LEARNERS))
+        pair = Pair(processes, len(LEARNERS), num_shards=num_shards)
         learners = [processes.learner(name) for name in LEARNERS]
         pair.until_registered(0)
         pair.until_in_contact()
@@ -146,9 +147,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print and store the results; return 1 if a check fails."""
     parser = report.options(__doc__)
     parser.add_argument("--takeovers", type=int, default=20)
+    parser.add_argument("--shards", type=int, default=1, help="of each syncer")
     args = parser.parse_args(argv)
-    found, num = [], args.takeovers
-    for run in (partial(disturbed, num_takeovers=num), partial(undisturbed, num_starts=num), control):
+    found, num, num_shards = [], args.takeovers, args.shards
+    for run in (
+        partial(disturbed, num_takeovers=num, num_shards=num_shards),
+        partial(undisturbed, num_starts=num, num_shards=num_shards),
+        partial(control, num_shards=num_shards),
+    ):
         with tempfile.TemporaryDirectory(prefix="diloco-takeovers-") as root:
             found.append(run(Path(root)))
     faults, quiet, late = found

@@ -52,10 +52,14 @@ class Pair:
     def kill(self, which: int) -> None:
         """Kill a syncer and its shards at once, as the loss of their machine does."""
         shards = psutil.Process(self.running[which].pid).children()
-        for process in (self.running[which], *shards):
-            os.kill(process.pid, signal.SIGKILL)
+        self.send(which, signal.SIGKILL)
         self.running[which].wait()
         psutil.wait_procs(shards)
+
+    def send(self, which: int, sign: signal.Signals) -> None:
+        """Send a signal to a syncer and its shards."""
+        for process in (self.running[which], *psutil.Process(self.running[which].pid).children()):
+            os.kill(process.pid, sign)
 
     def address(self, which: int) -> str:
         return read_join_file(self.dirs[which] / "join").host_port

@@ -18,9 +18,8 @@ import pytest
 
 from lightning_diloco.errors import AuthError
 from lightning_diloco.process.threads import NICENESS
-from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.tape import read_tape
-from lightning_diloco.syncer.store import SyncerStore
+from lightning_diloco.syncer.shards.whole import read_run
 from lightning_diloco.transport.flight import FlightConnection
 from tests.e2e.conftest import Processes, until
 from tests.e2e.learner import TOKENS
@@ -41,9 +40,8 @@ def assert_exact(summary: dict) -> None:
 def restored(run_dir: Path, to: Path) -> tuple[list[int], tuple[str, ...]]:
     """Versions and digests of a copy of what is on disk."""
     shutil.copytree(run_dir, to)
-    state, durable = SyncerState(run="any"), SyncerStore(to)
-    store = durable.restore(state, 0.0)
-    durable.close()
+    state, store = read_run(to)
+    assert store is not None
     return [f.version for f in state.rounds.fragments], store.digests()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_diloco.protocol.syncer.succession import ALONE_S
 from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.syncer.replay import replay
 from tests.e2e.conftest import HERE, Processes, until
 from tests.e2e.learner import TOKENS
 from tests.e2e.pair import COMMAND, Pair
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 
 
 def assert_whole(pair: Pair, which: int, learners: list[str]) -> None:
-    """Nothing was lost or counted twice, and learners hold what this syncer has on disk."""
+    """Nothing was lost or counted twice, and learners hold what this syncer and its shards have on disk."""
     summary = json.loads((pair.dirs[which] / "summary.json").read_text())
     held = [pair.processes.held(name) for name in learners]
     assert summary["status"] == "finished"
@@ -31,6 +32,8 @@ def assert_whole(pair: Pair, which: int, learners: list[str]) -> None:
     versions, digests = restored(pair.dirs[which], pair.processes.root / "copy")
     for h in held:
         assert all(h["digests"][p] == digests[p] for p in range(NUM_FRAGMENTS) if h["landed"][p] == versions[p])
+    assert any(h["landed"] == versions for h in held)
+    assert replay(pair.dirs[which]).versions == tuple(versions)
     events = [line["event"] for line in read_tape(pair.dirs[which] / "tape" / "events.jsonl")]
     assert "regenerated" not in events, "all that a learner knew was at the standby"
     assert events.count("join") == len(learners)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -12,35 +11,12 @@ from functools import partial
 
 import pytest
 
-from lightning_diloco.storage.tape import read_tape
-from lightning_diloco.syncer.replay import replay
-from lightning_diloco.syncer.shards.whole import read_run
 from tests.e2e.conftest import Processes, until
-from tests.e2e.learner import TOKENS
 from tests.e2e.pair import COMMAND, Pair
-from tests.e2e.test_processes import NUM_FRAGMENTS, assert_exact
 from tests.e2e.test_shards import shards
+from tests.e2e.test_standby import assert_whole
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
-
-
-def assert_whole(pair: Pair, which: int, learners: list[str]) -> None:
-    """Nothing was lost or counted twice, and learners hold what this syncer and its shards have on disk."""
-    summary = json.loads((pair.dirs[which] / "summary.json").read_text())
-    held = [pair.processes.held(name) for name in learners]
-    assert summary["status"] == "finished"
-    assert summary["tokens_seen"] == summary["tokens_merged"] == sum(h["steps"] for h in held) * TOKENS * NUM_FRAGMENTS
-    assert_exact(summary)
-    shutil.copytree(pair.dirs[which], copy := pair.processes.root / "copy")
-    state, store = read_run(copy)
-    assert store is not None
-    versions, digests = [fragment.version for fragment in state.rounds.fragments], store.digests()
-    for h in held:
-        assert all(h["digests"][p] == digests[p] for p in range(NUM_FRAGMENTS) if h["landed"][p] == versions[p])
-    assert any(h["landed"] == versions for h in held)
-    events = [line["event"] for line in read_tape(pair.dirs[which] / "tape" / "events.jsonl")]
-    assert "regenerated" not in events, "all that a learner knew was at the standby"
-    assert replay(pair.dirs[which]).versions == tuple(versions)
 
 
 def is_running_again(syncer: int, part: str, before: int) -> bool:

@@ -196,7 +196,7 @@ def test_what_stands_in_the_way_of_another_number_is_said(run_dir: Path) -> None
     with pytest.raises(ConfigError, match="has 6 fragments; each shard needs one"):
         settle_num_shards(run_dir, 7)
     (run_dir / "syncer" / "standby.json").touch()
-    with pytest.raises(ConfigError, match="has a standby, which follows one log"):
+    with pytest.raises(ConfigError, match="has a standby with 3; end the standby"):
         settle_num_shards(run_dir, 2)
     (run_dir / "syncer" / "standby.json").unlink()
     assert content(run_dir) == before
