@@ -113,7 +113,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     **dict.fromkeys(("exchange", "straggler", "xla_step", "ranks_step", "attacks", "forecast", "memory"), _rows),
     "goodput_table": _goodput,
     **dict.fromkeys(("chaos", "survivors", "busy_survivors", "loop", "syncer_round"), _rows),
-    **dict.fromkeys(("streams", "soak", "takeovers", "at_size", "shards"), _rows),
+    **dict.fromkeys(("streams", "soak", "takeovers", "takeovers_shards", "at_size", "shards"), _rows),
     "peers": _peers,
     "simulated": _with(simulated.COLUMNS),
     "bandwidth": _bandwidth,

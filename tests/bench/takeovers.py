@@ -184,7 +184,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "control: a standby that missed commits loses some, and the ledger says so": late["ledger"]
         and not late["nothing discarded"],
     }
-    return report.conclude(args.out, rows, checks, runs={"faults": faults, "quiet": quiet, "control": late})
+    command = f"python -m tests.bench.takeovers --shards {num_shards} --takeovers {num}" if num_shards > 1 else None
+    return report.conclude(
+        args.out, rows, checks, command=command, runs={"faults": faults, "quiet": quiet, "control": late}
+    )
 
 
 if __name__ == "__main__":

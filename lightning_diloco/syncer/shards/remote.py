@@ -54,6 +54,7 @@ class RemoteShard:
 
     Attributes:
         connect, key: as given.
+        following: name under which this shard follows that of a primary, until it is attached.
         address: `host:port` for learners at the last `Attach`; without a host, it is the syncer's; "" if unknown.
         digests: digests of its fragments at the last `Attach`.
         is_over: whether it was told that the run has finished.
@@ -66,6 +67,7 @@ class RemoteShard:
     ) -> None:
         self.part = part
         self._find_address, self.connect, self.key = address, connect, key
+        self.following = secrets.token_hex(8)
         self._connection: Connection | None = None
         self._nonce = ""
         self._attaching = threading.RLock()
@@ -196,7 +198,8 @@ class RemoteShard:
                 new = ask.Position(p, commit.generation, commit.version)
                 positions = tuple(new if each is at else each for each in positions or ())
                 merged = (*merged, *((m.session, p, m.ready.seq, commit.version, m.kept) for m in commit.merges))
-        return replace(said, nonce=secrets.token_hex(16), positions=positions, merged=merged)
+        own = {"nonce": secrets.token_hex(16), "following": self.following}
+        return replace(said, **own, positions=positions, merged=merged)
 
     def _poll(self, nonce: str) -> None:
         assert self._connection is not None

@@ -52,6 +52,7 @@ class Attach(Tagged, frozen=True):
         positions: all fragments of this shard; None if the run has no start values.
         merged: merged contributions, see `Payloads.remember_merged`.
         admitted: who may upload.
+        following: the shard does not follow under this name any more; see `Follow`.
     """
 
     nonce: Text
@@ -62,6 +63,7 @@ class Attach(Tagged, frozen=True):
     positions: tuple[Position, ...] | None
     merged: tuple[tuple[Text, Count, Count, Count, Finite], ...]
     admitted: Admitted
+    following: Text = ""
 
 
 class Decided(Value, frozen=True):
@@ -79,6 +81,7 @@ class Follow(Tagged, frozen=True):
 
     Args:
         shard, num_shards: what this shard must be.
+        following: name under which the standby makes such requests. One that is late, after its `Attach`, is refused.
         invitation: address and key of the primary's shard, with its secrets.
         wait_s: how long to wait for a record, if there is none.
         decided: versions that may be installed; the shard has their outer gradients.
@@ -86,6 +89,7 @@ class Follow(Tagged, frozen=True):
 
     shard: Count
     num_shards: Count
+    following: Text
     invitation: Text
     wait_s: Rate
     decided: tuple[Decided, ...] = ()

@@ -85,7 +85,7 @@ class ShardService:
         self._own = OwnShard(self._desk, Recorder(directory.parent.parent / "contributions"))
         self._own.anchors = self._disk.anchors
         self._attached: ask.Attach | None = None
-        self._num_attached = 0
+        self._num_attached, self._followed = 0, ""
         self._polled_s = 0.0
         self.is_over = False
         self._admitted = ask.Admitted()
@@ -265,6 +265,8 @@ class ShardService:
         self._check_part(request)
         with self._copying:
             with self._working:
+                if request.following == self._followed:
+                    raise TransportError(f"shard {self.part[0]} does not follow any more")
                 if self._attached is not None:
                     self._detach()
                 self._own.anchors, num_attached = None, self._num_attached
@@ -291,7 +293,7 @@ class ShardService:
     def _attach(self, request: ask.Attach) -> Bulk:
         self._check_part(request)
         with self._working, self._disk.changing:
-            self._num_attached += 1
+            self._num_attached, self._followed = self._num_attached + 1, request.following
             self._detach()
             no_copy_any_more(self._directory)
             self._desk.remember_merged(request.merged)

@@ -100,7 +100,7 @@ class _Following:
             try:
                 connection = connection or self._shard.connect()
                 origin = replace(self._primary, address=placed(self._primary.address, self.address))
-                request = ask.Follow(*self._shard.part, origin.text(), wait_s, decided)
+                request = ask.Follow(*self._shard.part, self._shard.following, origin.text(), wait_s, decided)
                 answer = connection.get(ask.header(self._shard.key, request), deadline_s=COMPUTE_S).header
                 self._answered(answer, decided)
                 said = ""

@@ -135,6 +135,7 @@ class Standby:
         self.directory, self.primary = directory, primary
         self.wire = Wire(primary)
         self.log: list[ask.Decided] = []
+        self.following = "first"
         self.lsn: int | None = None
         self._start()
 
@@ -147,7 +148,7 @@ class Standby:
     def follow(self) -> Json:
         """Copy records, and then write the decisions whose gradients are there."""
         told = tuple(self.log[-3:]) if self.lsn else ()
-        self.lsn = (answer := call(self.service, ask.Follow(*PART, PRIMARY.text(), 0.0, told)))["lsn"]
+        self.lsn = (answer := call(self.service, ask.Follow(*PART, self.following, PRIMARY.text(), 0.0, told)))["lsn"]
         for decision, lsn in self.primary.decisions[len(self.log) :]:
             if lsn > (self.lsn or 0):
                 break
@@ -161,7 +162,7 @@ class Standby:
     def take_over(self) -> tuple[dict[int, int], dict[int, str]]:
         """Attach its syncer; return versions and digests."""
         versions = dict.fromkeys(MINE, 0) | {each.fragment: each.version for each in self.log}
-        return versions, attach(self.service, versions)
+        return versions, attach(self.service, versions, self.following)
 
 
 def _numel(p: int) -> int:
@@ -172,9 +173,9 @@ def call(shard: ShardService, request: ask.Request) -> Json:
     return shard.on_get(ask.header(KEY, request)).header
 
 
-def attach(shard: ShardService, versions: dict[int, int], generation: int = 0) -> dict[int, str]:
-    positions = tuple(ask.Position(p, generation, version) for p, version in versions.items())
-    answer = call(shard, ask.Attach("nonce", "run", *PART, "secret", positions, (), ask.Admitted()))
+def attach(shard: ShardService, versions: dict[int, int], following: str) -> dict[int, str]:
+    positions = tuple(ask.Position(p, 0, version) for p, version in versions.items())
+    answer = call(shard, ask.Attach("nonce", "run", *PART, "secret", positions, (), ask.Admitted(), following))
     return {int(p): digest for p, digest in answer["digests"].items()}
 
 
@@ -281,7 +282,11 @@ def test_a_shard_whose_syncer_was_the_primary_copies_everything_again(primary: P
         primary.decide(MINE[0])
         standby.follow()
     standby.take_over()
+    with pytest.raises(TransportError, match="does not follow any more"):
+        standby.follow()  # a request that was late
+    assert standby.service._attached is not None
     assert not is_copied(standby.directory)
+    standby.following = "second"
     standby.service._disk.write(
         records.CommitRecord(MINE[0], 0, 4, 99, 1.0, 1, ()), torch.ones(_numel(MINE[0])).bfloat16()
     )
@@ -296,18 +301,19 @@ def test_it_keeps_its_own_files_until_the_copy_is_complete(primary: Primary, sta
     primary.decide(MINE[0])
     standby.follow()
     versions, digests = standby.take_over()
+    standby.following = "second"
     for calls_left in range(4):
         standby.wire.calls_left = calls_left
         with pytest.raises(TransportError):
             standby.follow()
         standby.restart()
-        assert attach(standby.service, versions) == digests
+        assert attach(standby.service, versions, "") == digests
 
 
 def test_a_syncer_that_attaches_during_a_copy_is_not_disturbed_by_it(primary: Primary, standby: Standby) -> None:
     standby.follow()
     primary.prepare(MINE[0])
-    standby.wire.after_call = lambda: attach(standby.service, dict.fromkeys(MINE, 0))
+    standby.wire.after_call = lambda: attach(standby.service, dict.fromkeys(MINE, 0), "")
     with pytest.raises(TransportError, match="does not follow any more"):
         standby.follow()
     assert standby.service._disk.log.last_lsn == 0
@@ -326,7 +332,7 @@ def test_a_standby_before_the_start_values_has_nothing_to_copy(tmp_path: Path) -
 
 def test_what_is_asked_of_a_shard_for_a_standby_needs_the_key_and_the_right_shard(primary: Primary) -> None:
     with pytest.raises(ConfigError, match=r"this is shard 1 of 2; the syncer wants 1 of 3"):
-        call(primary.service, ask.Follow(1, 3, PRIMARY.text(), 0.0))
+        call(primary.service, ask.Follow(1, 3, "a", PRIMARY.text(), 0.0))
     header = {"what": STANDBY, "key": "another", "request": codec.dump(HaveLog(1, "h:1"))}
     with pytest.raises(AuthError, match="without the key"):
         primary.service.on_get(header)
