@@ -20,10 +20,10 @@ Source: our choice; the outer step is the paper's.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from lightning_diloco.core.outer import OuterState, momentum_by_work, outer_step
 from lightning_diloco.core.outer_lr import Correlation
 from lightning_diloco.core.quantize import wire_nbytes
 from lightning_diloco.errors import CorruptLogError, NonFiniteError, PlanMismatchError
+from lightning_diloco.process.parallel import ByFragment
 from lightning_diloco.storage.files import Buffer
 
 WHOLE = (0, 1)
@@ -74,10 +75,12 @@ class Anchor:
     chain: tuple[Tensor, ...] = field(repr=False)
     correlation: Correlation
 
-    @cached_property
+    @property
     def digest(self) -> str:
-        """Digest of `published`; devices compute the same digest of their anchors."""
-        return digest(self.published)
+        """Digest of `published`, computed once; devices compute the same digest of their anchors."""
+        if (known := self.__dict__.get("_digest")) is None:  # `cached_property` of Python 3.11 has one lock for all
+            known = self.__dict__["_digest"] = digest(self.published)
+        return cast("str", known)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, for a snapshot; they share memory with this anchor."""
@@ -325,8 +328,15 @@ class AnchorStore:
         return self.anchor(p).digest
 
     def digests(self) -> tuple[str, ...]:
-        """Return the digests of all fragments that are held here."""
+        """Return the digests of all fragments that are held here; uses all cores for those that are not known."""
+        with ByFragment(len(self.mine)) as threads:
+            for p in self.mine:
+                threads.do(p, self.digest, p)
         return tuple(self.digest(p) for p in self.mine)
+
+    def compute_digest(self, p: int) -> None:
+        """Compute a digest in the background, so that it is known when a standby takes over."""
+        threading.Thread(target=getattr, args=(self.anchor(p), "digest"), name="diloco-digest").start()
 
     def freeze(
         self, fragments: Iterable[int] | None = None

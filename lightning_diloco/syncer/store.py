@@ -172,6 +172,7 @@ class SyncerStore:
             if isinstance(change, records.CommitRecord):
                 if change.fragment in store.mine:  # otherwise its shard has the outer gradient
                     store.commit(change.fragment, record.payload, work=change.work, version=change.version)
+                    store.compute_digest(change.fragment)
             elif isinstance(change, records.Regenerated):
                 store.regenerate(change.generation)
 

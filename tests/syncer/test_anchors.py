@@ -16,6 +16,8 @@ from lightning_diloco.core.fragments import FragmentPlan
 from lightning_diloco.core.outer import apply_update
 from lightning_diloco.core.quantize import encode, wire_nbytes
 from lightning_diloco.errors import CorruptLogError, CorruptMessageError, NonFiniteError, PlanMismatchError
+from lightning_diloco.process import parallel
+from lightning_diloco.syncer import anchors
 from lightning_diloco.syncer.anchors import AnchorStore, Update
 
 PLAN = FragmentPlan.balanced({"a": (40, 8), "b": (100,), "c": (30, 7)}, num_fragments=2, max_slice_numel=1 << 20)
@@ -219,6 +221,33 @@ def test_digest_is_of_the_published_bits() -> None:
     assert store.digest(0) != other.digest(0)
     store.seed(0, other.anchor(0).published)
     assert store.digest(0) == other.digest(0)
+
+
+def test_digests_are_computed_on_several_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    def hashed(values_P: Tensor) -> str:
+        both.wait(10.0)  # breaks if only one is computed at a time
+        return "digest"
+
+    store = seeded()
+    monkeypatch.setattr(parallel, "cores_here", lambda: 2)
+    monkeypatch.setattr(anchors, "digest", hashed)
+    assert len(store.mine) % 2 == 0
+    assert store.digests() == ("digest",) * len(store.mine)
+
+
+def test_a_digest_that_was_computed_in_the_background_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = seeded()
+    for p in store.mine:
+        store.commit(p, gradient(store, p, 1), work=1.0)
+        store.compute_digest(p)
+    for thread in threading.enumerate():
+        if thread.name == "diloco-digest":
+            thread.join()
+    wanted = tuple(hashlib.sha256(store.anchor(p).published.numpy()).hexdigest() for p in store.mine)
+    monkeypatch.setattr(anchors, "digest", lambda values_P: pytest.fail("computed again"))
+    assert store.digests() == wanted
 
 
 def test_frozen_state_restores_and_goes_on_with_the_same_bits() -> None:

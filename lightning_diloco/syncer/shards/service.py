@@ -405,4 +405,4 @@ class ShardService:
 
 def _digests(store: AnchorStore) -> dict[str, str]:
     """Return digests by fragment; the keys are texts, as in JSON."""
-    return {str(p): store.digest(p) for p in store.mine}
+    return {str(p): digest for p, digest in zip(store.mine, store.digests(), strict=True)}

@@ -193,6 +193,8 @@ class ShardStore:
         if found is not None:
             assert self.anchors is not None
             self.anchors.commit(p, found.gradient, work=found.work, version=found.version, in_place=in_place)
+            if not in_place:
+                self.anchors.compute_digest(p)
 
     def settle(self, positions: Mapping[int, int]) -> None:
         """Install the undecided versions that were decided, and withdraw the others.
