@@ -57,7 +57,7 @@ LIBRARIES = {
     "syncer": "torch msgspec",
     "syncer/contribution_archive.py": "torch safetensors",
     "manifest": "torch",
-    "storage": "torch safetensors fsspec",
+    "storage": "torch safetensors fsspec msgspec",
     "process": "torch",
     "devices": "torch",
     "devices/xla/ops.py": "torch torch_xla",

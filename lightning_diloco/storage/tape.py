@@ -22,11 +22,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from lightning_diloco.errors import CorruptLogError, StorageError
 from lightning_diloco.storage.files import AppendFile, make_directory, storage
 from lightning_diloco.transport.base import Json
 
 _MAX = sys.maxsize
+_decode = msgspec.json.Decoder().decode
 _END_BYTES = 1 << 16
 
 
@@ -86,17 +89,29 @@ class Tape:
         """Size of the tape, in bytes."""
         return self._file.end
 
-    def copy(self, text: bytes) -> None:
-        """Append lines of another tape; an incomplete last line is left out.
+    def copy(self, text: bytes, up_to_lsn: int = _MAX) -> list[Json]:
+        """Append lines of another tape, and return them; an incomplete last line is left out.
+
+        Args:
+            text: lines of the other tape, after those that were copied before.
+            up_to_lsn: the first line with a later lsn, and those after it, are left out.
 
         Raises:
             CorruptLogError: the text does not begin with a line; the tape is unchanged.
         """
-        whole = text[: text.rfind(b"\n") + 1]
-        lsns = [_parse(self.path, number, line)["lsn"] or 0 for number, line in enumerate(whole.splitlines(), start=1)]
+        copied, end = list[Json](), 0
+        for number, piece in enumerate(text.splitlines(keepends=True), start=1):
+            if not piece.endswith(b"\n"):
+                break
+            line = _parse(self.path, number, piece)
+            if (line["lsn"] or 0) > up_to_lsn:
+                break
+            copied.append(line)
+            end += len(piece)
         with self._mutex:
-            self._file.append([whole])
-            self.last_lsn = max([self.last_lsn, *lsns])
+            self._file.append([text[:end]])
+            self.last_lsn = max([self.last_lsn, *(line["lsn"] or 0 for line in copied)])
+        return copied
 
     def truncate_after(self, lsn: int) -> int:
         """Cut the tape before the first line with a later lsn.
@@ -184,9 +199,12 @@ def _lines(path: Path) -> Iterator[tuple[Json, int]]:
 
 def _parse(path: Path, number: int, text: bytes) -> Json:
     try:
-        line = json.loads(text)
-    except ValueError:
-        line = None
+        line = _decode(text)  # five times as fast, which counts after a month of training
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        try:
+            line = json.loads(text)  # NaN and Infinity
+        except ValueError:
+            line = None
     if not isinstance(line, dict) or not {"t", "event", "lsn"} <= line.keys():
         raise CorruptLogError(
             f"{path}, line {number}, is {text[:60]!r}; a line must be a JSON object with t, event and lsn; restore the "

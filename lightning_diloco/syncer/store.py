@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from lightning_diloco.storage.redo_log import Record, RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.storage.tape import Tape, read_tape
 from lightning_diloco.syncer.anchors import WHOLE, AnchorStore
-from lightning_diloco.syncer.status.history import History, recall
+from lightning_diloco.syncer.status.history import History, Recollection
 from lightning_diloco.transport.base import Json
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ class SyncerStore:
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
         self.tape = Tape(run_dir / "tape" / "events.jsonl")
         self.past = History()
+        self._recollection = Recollection()
+        self._in_log: list[Json] = []  # joins and leaves in the log that may be missing on the tape
         self.fleets = Fleets()
         self._writing: threading.Thread | None = None
         self._snapshot_again_s = 0.0
@@ -91,12 +93,14 @@ class SyncerStore:
         Raises:
             CorruptLogError: a durable file is damaged.
         """
-        return self._resumed(state, self.load(state, now_s), now_s)
+        unix_s = time.time()  # the moment of now_s
+        store = self.load(state, now_s)
+        self._remember(state, now_s, unix_s)
+        return self._resumed(state, store, now_s)
 
     def load(self, state: SyncerState, now_s: float) -> AnchorStore | None:
         """Restore a machine that only follows. Start values without a log record are returned as well."""
-        unix_s = time.time()  # the moment of now_s
-        in_log: list[Json] = []
+        self._in_log.clear()
         snapshot = self.snapshots.latest()
         store = None
         if snapshot is not None:
@@ -114,7 +118,7 @@ class SyncerStore:
                 if record.header["kind"] not in IN_FLIGHT:
                     before = state.roster.fleet()
                 state.apply(change)
-                in_log += _told_of(change, state)
+                self._in_log += _told_of(change, state)
                 if isinstance(change, records.CommitRecord):
                     if store is None:
                         raise CorruptLogError(
@@ -132,7 +136,7 @@ class SyncerStore:
             for p in store.mine if store and store.is_seeded else ():
                 threads.do(p, cast("AnchorStore", store).digest, p)
         self.fleets = Fleets.only(before).or_(state.roster.fleet())
-        self._remember(state, in_log, now_s, unix_s)
+        self._read_tape()
         return store
 
     def take_over(
@@ -140,7 +144,7 @@ class SyncerStore:
     ) -> AnchorStore | None:
         """Do what `restore` does, with what `follow` has applied to another machine and to these anchors."""
         state.restore(followed.saved(), now_s)
-        self._remember(state, (), now_s, time.time())
+        self._remember(state, now_s, time.time())
         return self._resumed(state, store, now_s)
 
     def _resumed(self, state: SyncerState, store: AnchorStore | None, now_s: float) -> AnchorStore | None:
@@ -150,13 +154,29 @@ class SyncerStore:
         state.resume(now_s)
         return store
 
-    def _remember(self, state: SyncerState, in_log: Sequence[Json], now_s: float, unix_s: float) -> None:
-        """Cut and complete the tape, and read the history of the run from it."""
+    def _read_tape(self) -> None:
+        """Cut the tape to the log, and read it."""
         self.tape.truncate_after(self.log.last_lsn)
-        self.past = recall(state.roster, self._completed_tape(in_log), now_s=now_s, unix_s=unix_s)
+        self._recollection = Recollection()
+        for line in read_tape(self.tape.path):
+            self._recollection.add(line)
 
-    @staticmethod
-    def follow(copied: Sequence[Record], state: SyncerState, store: AnchorStore) -> None:
+    def _remember(self, state: SyncerState, now_s: float, unix_s: float) -> None:
+        """Append the joins and leaves that are only in the log to the tape, and recall the history of the run."""
+        for told in self._in_log:
+            if not self._recollection.has(told):
+                self.note(**told, restored=True)
+                self._recollection.add({**told, "t": time.time()})
+        self._in_log.clear()
+        self.past = self._recollection.recall(state.roster, now_s=now_s, unix_s=unix_s)
+
+    def follow_tape(self, text: bytes) -> None:
+        """Append the next lines of the primary's tape, up to those that are ahead of this log."""
+        for line in self.tape.copy(text, self.log.last_lsn):
+            self._recollection.add(line)
+        self._in_log = [told for told in self._in_log if not self._recollection.has(told)]
+
+    def follow(self, copied: Sequence[Record], state: SyncerState, store: AnchorStore) -> None:
         """Apply records as a restart does.
 
         Args:
@@ -169,24 +189,13 @@ class SyncerStore:
         for record in copied:
             change = records.decode(record.header)
             state.apply(change)
+            self._in_log += _told_of(change, state)
             if isinstance(change, records.CommitRecord):
                 if change.fragment in store.mine:  # otherwise its shard has the outer gradient
                     store.commit(change.fragment, record.payload, work=change.work, version=change.version)
                     store.compute_digest(change.fragment)
             elif isinstance(change, records.Regenerated):
                 store.regenerate(change.generation)
-
-    def _completed_tape(self, in_log: Sequence[Json]) -> Iterator[Json]:
-        """Yield the lines of the tape, and append joins and leaves that are only in the log. Reads the tape once."""
-        on_tape: list[Json] = []
-        for line in read_tape(self.tape.path):
-            if line["event"] in ("join", "leave"):
-                on_tape.append(line)
-            yield line
-        for told in in_log:
-            if not any(told.items() <= line.items() for line in on_tape):
-                self.note(**told, restored=True)
-                yield {**told, "t": time.time()}
 
     def write(self, record: Json, payload: Buffer = b"") -> int:
         """Append a record and make it durable; return its lsn. If this raises `StorageError`, the log is unchanged."""

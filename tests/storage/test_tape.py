@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from collections.abc import Iterator
 from itertools import count
@@ -107,10 +108,10 @@ def test_opening_reads_the_end_of_a_long_tape_only(path: Path, tape: Tape, monke
         Tape(path)
 
 
-@pytest.mark.parametrize("line", ["[]", "3", '{"event": "join"}'])
-def test_line_that_is_not_an_event_is_named(path: Path, line: str) -> None:
+@pytest.mark.parametrize("line", [b"[]", b"3", b'{"event": "join"}', b'{"t":1.0,"event":"\xff","lsn":1}'])
+def test_line_that_is_not_an_event_is_named(path: Path, line: bytes) -> None:
     path.parent.mkdir()
-    path.write_text(line + "\n")
+    path.write_bytes(line + b"\n")
     with pytest.raises(CorruptLogError, match="line 1"):
         Tape(path)
 
@@ -175,3 +176,22 @@ def test_lines_of_another_tape_are_appended_whole(tape: Tape, tmp_path: Path, pa
         tape.copy(text[5:])
     assert path.read_bytes() == text
     other.close()
+
+
+def test_lines_of_another_tape_that_are_ahead_of_this_log_are_left_out(tape: Tape, tmp_path: Path, path: Path) -> None:
+    other = Tape(tmp_path / "other.jsonl")
+    for event, lsn in (("join", 1), ("stall", None), ("commit", 2), ("stall", None)):
+        other.record(event, lsn=lsn)
+    text = (tmp_path / "other.jsonl").read_bytes()
+    assert [line["event"] for line in tape.copy(text, 1)] == ["join", "stall"]
+    assert tape.copy(text[tape.nbytes :], 1) == []
+    assert [line["event"] for line in tape.copy(text[tape.nbytes :], 2)] == ["commit", "stall"]
+    assert path.read_bytes() == text
+    other.close()
+
+
+def test_numbers_that_are_not_finite_are_read(tape: Tape, path: Path) -> None:
+    tape.record("outer", lsn=1, norms=[math.nan, -math.inf])
+    (line,) = read_tape(path)
+    assert math.isnan(line["norms"][0])
+    assert line["norms"][1] == -math.inf

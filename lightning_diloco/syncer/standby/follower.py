@@ -286,7 +286,7 @@ class Follower:
         try:
             text = unless(self._is_futile, lambda: self._source.file(TAPE, start)) if self._copies_tape else None
             if text is not None:
-                run.durable.tape.copy(bytes(text))
+                run.durable.follow_tape(bytes(text))
         except CorruptLogError as error:  # the primary was restarted, and has cut its tape
             log.warning("the tape is not copied any more, so that history of the run will be missing: %s", error)
             self._copies_tape = False

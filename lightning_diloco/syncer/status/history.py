@@ -6,15 +6,15 @@ Bytes transferred between the last progress note and a kill are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lightning_diloco.protocol.syncer.roster import Member, Roster
+from lightning_diloco.protocol.syncer.roster import Roster
 from lightning_diloco.syncer.norm_guard import NormGuard
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.transport.base import Json
 
 CLOSED = "closed"  # event: the syncer was stopped or the run ended; the run is paused until the next line
+_OF_LIVES = {"join": ("event", "learner", "incarnation"), "leave": ("event", "learner", "reason", "tokens")}
 
 
 @dataclass(slots=True)
@@ -37,42 +37,88 @@ class History:
     usual: NormGuard = field(default_factory=NormGuard, compare=False)
 
 
-def recall(roster: Roster, lines: Iterable[Json], *, now_s: float, unix_s: float) -> History:
-    """Restore the times and rates of members, and the statistics, from the tape.
+@dataclass(slots=True)
+class _Life:
+    """A member's times, in unix seconds, and its last rate."""
 
-    Args:
-        roster: members as restored from the log, without times; changed in place.
-        lines: lines of the tape.
-        now_s: current time on the clock of this process.
-        unix_s: the same moment on the clock of the tape.
+    active_t: float
+    ended_t: float | None = None
+    tokens_per_s: float = 0.0
 
-    Returns:
-        The other statistics.
-    """
-    past = History()
-    members = {(member.learner, member.incarnation): member for member in roster.members.values()}
-    newest: dict[str, Member] = {}
-    closed_s: float | None = None
-    for line in lines:
-        at_s = now_s - (unix_s - line["t"])
-        past.began_s = at_s if past.began_s is None else past.began_s
-        if closed_s is not None:
-            past.pauses.append((closed_s, at_s))
-        closed_s = at_s if line["event"] == CLOSED else None
-        if line["event"] == "join" and (joined := members.get((line["learner"], line["incarnation"]))):
-            if (replaced := newest.get(joined.learner)) is not None and replaced.ended_s is None:
-                replaced.ended_s = at_s
-            joined.active_s, newest[joined.learner] = at_s, joined
-        elif line["event"] == "leave" and (left := newest.get(line["learner"])):
-            left.ended_s = at_s
-        elif line["event"] == "outer":
-            past.usual.learn(line["fragment"], line["learners"], line["norms"], line["steps"], line["kept"])
-        elif line["event"] == PROGRESS:
-            past.bytes_up, past.bytes_down = line["bytes_up"], line["bytes_down"]
+
+class Recollection:
+    """What the tape says about a run. Lines are added in order; a standby adds them while the tape grows."""
+
+    def __init__(self) -> None:
+        self._began_t: float | None = None
+        self._closed_t: float | None = None
+        self._pauses: list[tuple[float, float]] = []
+        self._lives: dict[tuple[str, int], _Life] = {}
+        self._newest: dict[str, _Life] = {}
+        self._usual = NormGuard()
+        self._bytes = 0, 0
+        self._shown: set[frozenset[tuple[str, object]]] = set()
+
+    def add(self, line: Json) -> None:
+        """Add the next line."""
+        t, event = line["t"], line["event"]
+        self._began_t = t if self._began_t is None else self._began_t
+        if self._closed_t is not None:
+            self._pauses.append((self._closed_t, t))
+        self._closed_t = t if event == CLOSED else None
+        if event in _OF_LIVES:
+            self._shown.add(_key(line))
+        if event == "join":
+            if (replaced := self._newest.get(line["learner"])) is not None and replaced.ended_t is None:
+                replaced.ended_t = t
+            life = self._newest[line["learner"]] = _Life(t)
+            self._lives[line["learner"], line["incarnation"]] = life
+        elif event == "leave" and (left := self._newest.get(line["learner"])):
+            left.ended_t = t
+        elif event == "outer":
+            self._usual.learn(line["fragment"], line["learners"], line["norms"], line["steps"], line["kept"])
+        elif event == PROGRESS:
+            self._bytes = line["bytes_up"], line["bytes_down"]
             for learner in line["learners"]:
-                if (member := newest.get(learner["id"])) is not None:
-                    member.tokens_per_s = learner["tokens_per_s"] or member.tokens_per_s
-    if closed_s is not None:
-        past.was_closed = True
-        past.pauses.append((closed_s, now_s))
-    return past
+                if (life_ := self._newest.get(learner["id"])) is not None:
+                    life_.tokens_per_s = learner["tokens_per_s"] or life_.tokens_per_s
+
+    def has(self, line: Json) -> bool:
+        """Return whether this join or leave was added, whatever else its line has."""
+        return _key(line) in self._shown
+
+    def recall(self, roster: Roster, *, now_s: float, unix_s: float) -> History:
+        """Restore the times and rates of members.
+
+        Args:
+            roster: members as restored from the log, without times; changed in place.
+            now_s: current time on the clock of this process.
+            unix_s: the same moment on the clock of the tape.
+
+        Returns:
+            The other statistics.
+        """
+
+        def here(t: float) -> float:
+            return now_s - (unix_s - t)
+
+        for member in roster.members.values():
+            if (life := self._lives.get((member.learner, member.incarnation))) is not None:
+                member.active_s = here(life.active_t)
+                member.ended_s = None if life.ended_t is None else here(life.ended_t)
+                member.tokens_per_s = life.tokens_per_s or member.tokens_per_s
+        pauses = [(here(a), here(b)) for a, b in self._pauses]
+        if self._closed_t is not None:
+            pauses.append((here(self._closed_t), now_s))
+        return History(
+            began_s=None if self._began_t is None else here(self._began_t),
+            pauses=pauses,
+            was_closed=self._closed_t is not None,
+            bytes_up=self._bytes[0],
+            bytes_down=self._bytes[1],
+            usual=self._usual,
+        )
+
+
+def _key(line: Json) -> frozenset[tuple[str, object]]:
+    return frozenset((name, line.get(name)) for name in _OF_LIVES[str(line["event"])])

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
+from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.roster import Member, Roster
 from lightning_diloco.storage.tape import read_tape
 from lightning_diloco.syncer.status import report
-from lightning_diloco.syncer.status.history import History, recall
+from lightning_diloco.syncer.status.history import History, Recollection
+from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.base import Json
 from tests.learner.fleet import Fleet, until
+
+
+def recall(roster: Roster, lines: list[Json]) -> History:
+    recollection = Recollection()
+    for line in lines:
+        recollection.add(line)
+    return recollection.recall(roster, now_s=30.0, unix_s=110.0)
 
 
 def rates(**tokens_per_s: float) -> list[Json]:
@@ -42,7 +52,7 @@ def test_times_and_rates_come_back_by_this_process_s_clock() -> None:
         "c": Member("c", "l1", 1, 1, state="left"),
         "d": Member("d", "l2", 1, 2, state="active"),
     }
-    past = recall(roster, TAPE, now_s=30.0, unix_s=110.0)
+    past = recall(roster, TAPE)
     found = {key: (m.active_s, m.ended_s, m.tokens_per_s) for key, m in roster.members.items()}
     assert found == {
         "a": (20.0, 25.0, 7.0),
@@ -55,13 +65,13 @@ def test_times_and_rates_come_back_by_this_process_s_clock() -> None:
 
 def test_a_run_pauses_from_a_stop_to_the_next_line_and_not_after_a_kill() -> None:
     stop: Json = {"t": 108.5, "event": "closed"}
-    assert recall(Roster(), TAPE, now_s=30.0, unix_s=110.0).pauses == []
-    assert recall(Roster(), [*TAPE, stop], now_s=30.0, unix_s=110.0).pauses == [(28.5, 30.0)]
+    assert recall(Roster(), TAPE).pauses == []
+    assert recall(Roster(), [*TAPE, stop]).pauses == [(28.5, 30.0)]
     again: Json = {"t": 109.0, "event": "join", "learner": "l0", "incarnation": 3}
-    past = recall(Roster(), [*TAPE, stop, again], now_s=30.0, unix_s=110.0)
+    past = recall(Roster(), [*TAPE, stop, again])
     assert past.pauses == [(28.5, 29.0)]
     assert not past.was_closed
-    assert recall(Roster(), [*TAPE, stop], now_s=30.0, unix_s=110.0).was_closed
+    assert recall(Roster(), [*TAPE, stop]).was_closed
 
 
 @pytest.mark.seconds
@@ -104,6 +114,55 @@ def test_who_joined_and_left_is_known_after_a_power_cut_that_took_the_tape_s_end
         assert fleet.stop()["goodput"] > 0.0
         fleet.restart()
         assert sum(line["event"] == "join" for line in read_tape(tape)) == 2, "what is there is not told again"
+
+
+@pytest.mark.seconds
+def test_a_standby_that_is_started_again_copies_the_tape_on_and_recalls_the_same(tmp_path: Path) -> None:
+    """It died after it had the record of a join, and before it had its line on the tape."""
+    with Fleet(tmp_path / "primary") as fleet:
+        learners = [fleet.learner(name).go() for name in ("first", "second")]
+        fleet.until_commits(6)
+        learners[0].enough().done()
+        learners[1].enough().done()
+        fleet.crash()
+    text = (tmp_path / "primary" / "tape" / "events.jsonl").read_bytes()
+    shutil.copytree(tmp_path / "primary", tmp_path / "standby")
+    last_join = text.rindex(b"\n", 0, text.rindex(b'"event":"join"')) + 1
+    (tmp_path / "standby" / "tape" / "events.jsonl").write_bytes(text[:last_join])
+
+    state, durable = SyncerState(run=""), SyncerStore(tmp_path / "standby")
+    store = durable.load(state, 0.0)
+    assert store is not None
+    assert durable.tape.nbytes == last_join, "lines of its own would part it from the primary's"
+    durable.follow_tape(text[last_join:])
+    assert (tmp_path / "standby" / "tape" / "events.jsonl").read_bytes() == text
+    durable.take_over(SyncerState(run=""), state, store, 0.0)
+    assert (tmp_path / "standby" / "tape" / "events.jsonl").read_bytes() == text
+    durable.close()
+
+    primary = SyncerStore(tmp_path / "primary")
+    primary.restore(SyncerState(run=""), 0.0)
+    assert durable.past.began_s == pytest.approx(primary.past.began_s, abs=1.0)
+    assert durable.past.usual._recent[0].keys() == primary.past.usual._recent[0].keys() == {"first", "second"}
+    primary.close()
+
+
+@pytest.mark.seconds
+def test_a_takeover_completes_the_tape_with_what_only_the_log_has(tmp_path: Path) -> None:
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("a").go()
+        fleet.until_commits(3)
+        learner.enough().done()
+        fleet.crash()
+    tape = tmp_path / "tape" / "events.jsonl"
+    text = tape.read_bytes()
+    tape.write_bytes(text[: text.rindex(b"\n", 0, text.index(b'"event":"join"')) + 1])
+    state, durable = SyncerState(run=""), SyncerStore(tmp_path)
+    store = durable.load(state, 0.0)
+    assert store is not None
+    durable.take_over(SyncerState(run=""), state, store, 0.0)
+    assert [line["event"] for line in read_tape(tape) if line.get("restored")] == ["join", "leave"]
+    durable.close()
 
 
 @pytest.mark.seconds
