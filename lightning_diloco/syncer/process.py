@@ -149,7 +149,7 @@ def _opened(options: SyncerOptions) -> _Opened:
         locked = partial(_listen, front, options) if is_known else lambda: None
         durable = SyncerStore(options.run_dir, locked=locked, tell=door.tell, num_shards=num_shards)
         key = Invitation.of(address, identity).key
-        others.start(options, num_shards, front, identity, door)
+        others.prepare(options, num_shards, front, identity, door)
         service = SyncerService(options, run=address.run, durable=durable, standby_key=key, remote=others.shards)
         former = taken_from(options.run_dir)
         telling = None if former is None else _Telling(former, front, options.run_dir, durable.log.last_lsn)
@@ -176,7 +176,8 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
         own = front.listen()
         others = _Others()
         undo.callback(others.stop)
-        others.start(options, num_shards, front, identity, door)
+        others.prepare(options, num_shards, front, identity, door)
+        others.start()
         about = {"expect": options.expect, "shards": others.shards}
         follower = Follower(options.run_dir, source, own.host_port, stop.is_set, **about)
         door.refused = follower.asked
@@ -226,12 +227,13 @@ class _Others:
 
     def __init__(self) -> None:
         self._processes: list[ShardProcess] = []
+        self._has_started = False
         self.shards: Sequence[RemoteShard] = ()
 
-    def start(
+    def prepare(
         self, options: SyncerOptions, num_shards: int, front: Front, identity: ServerIdentity, door: RestoringHandler
     ) -> None:
-        """Start the processes, or wait for those of the user.
+        """Prepare to start the processes, or to hear of those of the user.
 
         Args:
             options: options of the syncer.
@@ -249,6 +251,13 @@ class _Others:
             tell_token(options.run_dir, k, front.address)
             self._processes.append(ShardProcess(options.run_dir, (k, num_shards), options.listen, key))
         self.shards = [process.shard for process in self._processes]
+
+    def start(self) -> None:
+        """Start the processes, unless they have been started."""
+        if not self._has_started:
+            self._has_started = True
+            for process in self._processes:
+                process.start()
 
     def stop(self) -> None:
         """End the processes."""
@@ -290,34 +299,51 @@ def _listen(front: Front, options: SyncerOptions) -> None:
     log.info("run %s is served at %s; the whole join string is in %s/join", own.run, own, options.run_dir)
 
 
+def _is_ready(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> bool:
+    """Wait for the standby and for all shards.
+
+    Returns:
+        False if the standby has taken over, or if the process must stop.
+    """
+    service, door, replica = opened.service, opened.door, opened.service.replica
+
+    def goes_on() -> bool:
+        return replica.successor is None and not stop.is_set()
+
+    if replica.is_behind:
+        door.tell(f"waiting for its standby at {replica.address}")
+        log.warning(
+            "waiting for the standby at %s, which may have taken over. If it is lost: diloco syncer --run-dir %s "
+            "--take-over",
+            replica.address,
+            options.run_dir,
+        )
+    while replica.is_behind and not stop.is_set():
+        stop.wait(LOOK_S)
+    if not goes_on():
+        return False  # its shards need not load their files
+    opened.others.start()
+    if door.shards is not None and not opened.is_listening:
+        _listen(opened.front, options)
+        opened.is_listening = True
+    service.attach()
+    warn_s = time.monotonic() + WARN_S
+    while (missing := service.missing) is not None and goes_on():
+        door.tell(f"waiting for {missing.name}")
+        if time.monotonic() > warn_s:
+            warn_s += WARN_S
+            log.warning("still waiting for %s; learners cannot join before", missing.name)
+        stop.wait(LOOK_S)
+    return goes_on()
+
+
 def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> Invitation | None:
     """Serve a run until its end; return the new primary if the standby has taken over instead."""
     service, door, front, telling = opened.service, opened.door, opened.front, opened.telling
     replica = service.replica
     door.refused, door.standby = service.heard, replica.on_get
     try:
-        if replica.is_behind:
-            door.tell(f"waiting for its standby at {replica.address}")
-            log.warning(
-                "waiting for the standby at %s, which may have taken over. If it is lost: diloco syncer --run-dir %s "
-                "--take-over",
-                replica.address,
-                options.run_dir,
-            )
-        while replica.is_behind and not stop.is_set():
-            stop.wait(LOOK_S)
-        if door.shards is not None and not opened.is_listening:
-            _listen(front, options)
-            opened.is_listening = True
-        service.attach()
-        warn_s = time.monotonic() + WARN_S
-        while (missing := service.missing) is not None and not stop.is_set():
-            door.tell(f"waiting for {missing.name}")
-            if time.monotonic() > warn_s:
-                warn_s += WARN_S
-                log.warning("still waiting for %s; learners cannot join before", missing.name)
-            stop.wait(LOOK_S)
-        if replica.successor is None and not stop.is_set():
+        if _is_ready(opened, options, stop):
             service.start()
             door.open(service)
         if not opened.is_listening:

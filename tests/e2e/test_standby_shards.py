@@ -28,7 +28,7 @@ def test_takeovers_back_and_forth_lose_nothing(processes: Processes) -> None:
     pair = Pair(processes, expect=2, num_shards=3)
     learners = [processes.learner(name) for name in ("l0", "l1")]
     primary = 0
-    for _ in range(3):
+    for _ in range(2):
         pair.until_registered(primary)
         pair.until_commits(primary, 8)
         pair.kill(primary)

@@ -121,13 +121,18 @@ class ShardProcess:
         self._join = directory_of(run_dir, part[0]) / "join"
         self._ending = threading.Event()
         self.shard = RemoteShard(part, address=self._address, connect=self._connect, key=key)
-        self._process = self._start()
         self._thread = threading.Thread(target=self._watch, name=f"diloco-shard-{part[0]}", daemon=True)
+
+    def start(self) -> None:
+        """Start the process."""
+        self._process = self._started()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, if it was started."""
         self._ending.set()
+        if self._thread.ident is None:
+            return
         self._thread.join()
         self._process.terminate()
         try:
@@ -146,7 +151,7 @@ class ShardProcess:
             raise ShardError("it is starting")
         return FlightConnection(address)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> subprocess.Popen[bytes]:
         k, num_shards = self._part
         argv = [sys.executable, "-m", "lightning_diloco.cli.main", "syncer", "--run-dir", str(self._run_dir)]
         argv += ["--shard", f"{k}/{num_shards}", "--listen", listen_of(self._run_dir, k, self._listen)]
@@ -163,7 +168,7 @@ class ShardProcess:
             if self._ending.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
-            self._process = self._start()
+            self._process = self._started()
 
 
 def parsed_part(text: str) -> tuple[int, int]:
