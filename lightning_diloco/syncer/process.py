@@ -203,15 +203,21 @@ def _as_the_primary(source: Source, options: SyncerOptions) -> int:
 
     Raises:
         ConfigError: the user asks for another number.
-        TransportError: the primary cannot be reached.
+        TransportError: the primary cannot be reached, and this directory has not followed it before.
     """
-    run_dir, num_shards = options.run_dir, num_shards_at(source)
+    run_dir, is_known = options.run_dir, (options.run_dir / "syncer" / "log").exists()
+    try:
+        num_shards = num_shards_at(source)
+    except TransportError:
+        if not is_known:
+            raise
+        num_shards = num_shards_of(run_dir)
     if options.num_shards not in (None, num_shards):
         raise ConfigError(
             f"--shards {options.num_shards}: the primary has {num_shards}, and its standby has as many; omit --shards"
         )
     if num_shards_of(run_dir) != num_shards:
-        if (run_dir / "syncer" / "log").exists():
+        if is_known:
             differs_after(run_dir, 0)
         remove_tree(run_dir / "syncer" / "shards")
         write_whole(run_dir / "syncer" / "num_shards", f"{num_shards}\n".encode())

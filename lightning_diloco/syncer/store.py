@@ -156,6 +156,7 @@ class SyncerStore:
 
     def _read_tape(self) -> None:
         """Cut the tape to the log, and read it."""
+        self._tell("reading the tape")
         self.tape.truncate_after(self.log.last_lsn)
         self._recollection = Recollection()
         for line in read_tape(self.tape.path):

@@ -159,6 +159,26 @@ def test_a_standby_without_enough_learners_takes_over_if_a_person_says_so(proces
     assert_whole(pair, 1, ["l0", "l1"])
 
 
+def test_a_standby_that_is_started_while_the_primary_is_away_waits_for_it(processes: Processes) -> None:
+    pair = Pair(processes, expect=1)
+    learner = processes.learner("l0")
+    pair.until_registered(0)
+    pair.until_commits(0, 4)
+    pair.kill(1)
+    pair.kill(0)
+    log = processes.root / "syncer1.log"
+    pair.restart(1)
+    until(lambda: log.read_text().count("is the standby of") == 2, "the standby", processes)
+    pair.restart(0)
+    pair.until_registered(0)
+    pair.until_commits(0, 4)
+    pair.kill(0)
+    pair.until_commits(1, 4)
+    processes.stop_file.touch()
+    assert [processes.end(process) for process in (learner, pair.running[1])] == [0, 0]
+    assert_whole(pair, 1, ["l0"])
+
+
 def test_one_run_has_one_standby_and_it_needs_the_key(processes: Processes) -> None:
     pair = Pair(processes, expect=1)
     learner = processes.learner("l0")
