@@ -64,6 +64,11 @@ class Large(Peer):
         }
         self.tokens = self.version = self.round = 0
 
+    def beat(self) -> None:
+        """Report to be stepping, so that a round waits for this contributor."""
+        progress = messages.Progress(self.round * STEPS, self.tokens, (self.version,), ((),), {}, 0)
+        self.say(messages.Heartbeat("stepping", progress, STEP_S, TOKENS / STEPS / STEP_S))
+
     def contribute(self, payload: Tensor) -> float:
         """Announce and upload a contribution; returns when its last byte was received."""
         self.tokens, self.round = self.tokens + TOKENS, self.round + 1
@@ -77,10 +82,12 @@ class Large(Peer):
         return time.monotonic()
 
     def committed(self) -> float:
-        """Wait for the commit of the round; returns when it came."""
+        """Wait for the commit with this contribution; returns when it came."""
         # A round that closed before the bytes were here, as the first one does, is followed by another one.
-        again = messages.Intent(0, STEP_S)
-        self.version = self.hear(messages.Commit, again, fragment=0, version=self.round).version
+        again, learners = messages.Intent(0, STEP_S), set[str]()
+        while self.learner not in learners:
+            commit = self.hear(messages.Commit, again, fragment=0)
+            self.version, learners = commit.version, {each.learner for each in commit.contributors}
         return time.monotonic()
 
     def fetch(self) -> float:
@@ -106,6 +113,8 @@ def measure(numel: int, contributors: int, threads: int, *, rounds: int) -> dict
             seeded, found = resident_now(syncer.pid), []
             log = run_dir / "syncer" / "log"
             for k in range(rounds):
+                for peer in peers:
+                    peer.beat()
                 logged, began_s = log_size(log), time.monotonic()
                 last_byte_s = max(together.map(Large.contribute, peers, [payloads[k % 2]] * contributors))
                 commit_s = max(together.map(Large.committed, peers))

@@ -39,8 +39,9 @@ def assert_whole(pair: Pair, which: int, learners: list[str]) -> None:
     assert events.count("join") == len(learners)
 
 
-def test_takeovers_back_and_forth_lose_nothing(processes: Processes) -> None:
-    pair = Pair(processes, expect=2)
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_takeovers_back_and_forth_lose_nothing(processes: Processes, num_shards: int) -> None:
+    pair = Pair(processes, expect=2, num_shards=num_shards)
     learners = [processes.learner(name) for name in ("l0", "l1")]
     primary = 0
     for _ in range(2):
@@ -101,8 +102,9 @@ def test_all_ranks_upload_to_the_new_syncer_also_those_of_a_learner_that_starts_
     assert_exact(summary)
 
 
-def test_a_suspended_primary_that_wakes_up_becomes_the_standby(processes: Processes) -> None:
-    pair = Pair(processes, expect=2)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_suspended_primary_that_wakes_up_becomes_the_standby(processes: Processes, num_shards: int) -> None:
+    pair = Pair(processes, expect=2, num_shards=num_shards)
     learners = [processes.learner(name) for name in ("l0", "l1")]
     pair.until_registered(0)
     pair.until_commits(0, 4)

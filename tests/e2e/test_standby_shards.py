@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from functools import partial
 
 import pytest
@@ -22,26 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos]
 def is_running_again(syncer: int, part: str, before: int) -> bool:
     """Return whether another process than before is this shard of a syncer."""
     return (now := shards(syncer).get(part)) is not None and now.pid != before
-
-
-def test_takeovers_back_and_forth_lose_nothing(processes: Processes) -> None:
-    pair = Pair(processes, expect=2, num_shards=3)
-    learners = [processes.learner(name) for name in ("l0", "l1")]
-    primary = 0
-    for _ in range(2):
-        pair.until_registered(primary)
-        pair.until_commits(primary, 8)
-        pair.kill(primary)
-        began_s = time.monotonic()
-        pair.until_commits(1 - primary, 4)
-        assert time.monotonic() - began_s < 20.0
-        pair.restart(primary)
-        primary = 1 - primary
-    pair.until_registered(primary)
-    pair.until_commits(primary, 8)
-    processes.stop_file.touch()
-    assert [processes.end(process) for process in (*learners, *pair.running)] == [0, 0, 0, 0]
-    assert_whole(pair, primary, ["l0", "l1"])
 
 
 def test_a_takeover_after_the_death_of_shards_on_both_sides_loses_nothing(processes: Processes) -> None:
