@@ -130,6 +130,8 @@ class AnchorStore:
         self.config = config
         native.warm_up(max(layout.padded_numel for layout in self.layouts))
         self._anchors: dict[int, Anchor | None] = dict.fromkeys(self.mine)
+        self._hashing, self._is_hashing = threading.Lock(), False
+        self._unhashed: dict[int, None] = {}  # fragments, in order
 
     @property
     def nbytes(self) -> int:
@@ -335,8 +337,25 @@ class AnchorStore:
         return tuple(self.digest(p) for p in self.mine)
 
     def compute_digest(self, p: int) -> None:
-        """Compute a digest in the background, so that it is known when a standby takes over."""
-        threading.Thread(target=getattr, args=(self.anchor(p), "digest"), name="diloco-digest").start()
+        """Compute a digest in the background, so that it is known when a standby takes over.
+
+        One thread computes those of the present versions. It skips versions if they come faster.
+        """
+        with self._hashing:
+            self._unhashed[p] = None
+            if not self._is_hashing:
+                self._is_hashing = True
+                threading.Thread(target=self._compute_digests, name="diloco-digest").start()
+
+    def _compute_digests(self) -> None:
+        while True:
+            with self._hashing:
+                if not self._unhashed:
+                    self._is_hashing = False
+                    return
+                p = next(iter(self._unhashed))
+                del self._unhashed[p]
+            self.digest(p)
 
     def freeze(
         self, fragments: Iterable[int] | None = None

@@ -250,6 +250,30 @@ def test_a_digest_that_was_computed_in_the_background_is_not_computed_again(monk
     assert store.digests() == wanted
 
 
+def test_versions_that_come_faster_than_digests_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hashed = seeded(), list[Tensor]()
+    goes_on, has_begun = threading.Event(), threading.Event()
+
+    def slow(values_P: Tensor) -> str:
+        hashed.append(values_P)
+        has_begun.set()
+        goes_on.wait(10.0)
+        return "digest"
+
+    monkeypatch.setattr(anchors, "digest", slow)
+    store.compute_digest(0)
+    assert has_begun.wait(10.0)
+    for version in range(5):
+        store.commit(0, gradient(store, 0, version), work=1.0)
+        store.compute_digest(0)
+    goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "diloco-digest":
+            thread.join()
+    assert len(hashed) == 2
+    assert hashed[1] is store.anchor(0).published
+
+
 def test_frozen_state_restores_and_goes_on_with_the_same_bits() -> None:
     store, restored = seeded(), AnchorStore(PLAN, config())
     for k in range(5):
