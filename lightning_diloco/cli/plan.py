@@ -75,6 +75,8 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     add("--mtbf", type=seconds, metavar="TIME", help="mean time between failures of a learner, such as 6h (none)")
     add("--restart", type=seconds, metavar="TIME", help="time from a failure to the next step (2min)")
     add("--disk-rate", type=nbytes, metavar="SIZE", help="bytes per second that the syncer's disk can write (1GB)")
+    standby = "link between the syncer, or a shard, and its standby (no standby)"
+    add("--standby-link", type=bits, metavar="RATE", help=standby)
     add("--shards", type=int, metavar="S", help="machines like the syncer's that share the fragments, with it (1)")
     add("--syncer-cores", type=int, metavar="N", help="cores of the syncer (2)")
     memory_rate = "bytes per second that the syncer's memory moves, see tests/bench/syncer_round.py (20GB)"
@@ -164,6 +166,7 @@ def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:
             syncer_cores=machines["syncer_cores"],
             memory_bytes_per_s=machines["syncer_memory_rate"],
             num_shards=machines["shards"],
+            standby_link_bps=machines.get("standby_link"),
         ),
         on_cpu=drawn.accelerator == "cpu",
         mtbf_s=machines.get("mtbf"),

@@ -1,6 +1,6 @@
 """Timing of a fragment exchange, its load on links, merge thread and disk, and the total traffic of a run.
 
-    snapshot -> ready, upload -> merge, outer step -> log -> commit message, download -> next step boundary
+    snapshot -> ready, upload -> merge, outer step -> log, standby -> commit message, download -> next step boundary
 
 1. Links are full duplex. A stream gets LINK_SHARE of its link and at most STREAM_BPS; each direction is one TLS
    connection.
@@ -53,6 +53,8 @@ class Machines:
         syncer_cores: cores of the syncer's machine.
         memory_bytes_per_s: bytes per second that the syncer's memory moves, with all cores.
         num_shards: machines that share the fragments, each like the syncer's; 1: the syncer alone.
+        standby_link_bps: bits per second between each of these machines and its standby, which is rtt_s away; None:
+            there is no standby.
 
     Raises:
         ConfigError: there is no learner or no core, or a rate or a duration is not above 0.
@@ -67,12 +69,14 @@ class Machines:
     syncer_cores: int = 2
     memory_bytes_per_s: float = MEMORY_BYTES_PER_S
     num_shards: int = 1
+    standby_link_bps: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_learners", "syncer_cores"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: found {getattr(self, name)}; must be at least 1")
-        for name in ("link_bps", "step_s", "syncer_link_bps", "disk_bytes_per_s", "memory_bytes_per_s"):
+        rates = ("link_bps", "syncer_link_bps", "standby_link_bps", "disk_bytes_per_s", "memory_bytes_per_s")
+        for name in ("step_s", *rates):
             if (found := getattr(self, name)) is not None and not found > 0:
                 raise ConfigError(f"{name}: found {found}; must be above 0")
         if self.rtt_s < 0:
@@ -93,6 +97,11 @@ class Machines:
         return LINK_SHARE * (self.syncer_link_bps or self.num_learners * self.link_bps)
 
     @property
+    def standby_stream_bps(self) -> float:
+        """Return the usable bits per second to the standby; infinite without one."""
+        return math.inf if self.standby_link_bps is None else min(STREAM_BPS, LINK_SHARE * self.standby_link_bps)
+
+    @property
     def stream_bps(self) -> float:
         """Return the usable bits per second of one learner while all learners transfer."""
         return min(self.learner_stream_bps, self.syncer_usable_bps / self.num_learners)
@@ -107,6 +116,7 @@ class Exchange:
         download_s: download of one update while all learners download.
         merge_s: merge and outer step.
         log_s: durable write of the redo log's record; the digest is computed meanwhile.
+        standby_s: copy of this record to the standby's disk; 0 without a standby.
         landing_s: from snapshot to landing, without the wait for the next step boundary.
         overlap_s: time that the schedule allows for this: `overlap` steps.
         period_s: time between two fragments.
@@ -118,6 +128,7 @@ class Exchange:
     download_s: float
     merge_s: float
     log_s: float
+    standby_s: float
     landing_s: float
     overlap_s: float
     period_s: float
@@ -130,13 +141,18 @@ class Exchange:
         transfer_s = fleet.rtt_s + _BITS * sizes.nbytes / fleet.stream_bps
         merge_s = sizes.numel * merge_s_per_value(fleet)
         log_s = sizes.numel * max(_LOG_BYTES / fleet.disk_bytes_per_s, DIGEST_S)
+        standby_s = 0.0
+        if fleet.standby_link_bps is not None:
+            record = _LOG_BYTES * sizes.numel + _RECORD_BYTES
+            standby_s = fleet.rtt_s + _BITS * record / fleet.standby_stream_bps + record / fleet.disk_bytes_per_s
         whole_s = _BITS * _FLOAT32_BYTES * sizes.total_numel / fleet.learner_stream_bps
         return cls(
             upload_s=transfer_s,
             download_s=transfer_s,
             merge_s=merge_s,
             log_s=log_s,
-            landing_s=fleet.rtt_s + transfer_s + merge_s + log_s + transfer_s,
+            standby_s=standby_s,
+            landing_s=fleet.rtt_s + transfer_s + merge_s + log_s + standby_s + transfer_s,
             overlap_s=config.overlap * fleet.step_s,
             period_s=config.sync_every * fleet.step_s / sizes.count,
             adopt_s=whole_s,

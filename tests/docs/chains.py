@@ -279,6 +279,7 @@ CHAINS: dict[str, tuple[Step, ...]] = {
         for line, says in {
             "diloco plan RECIPE --learners 8 --link 5Gbit": "It fits",
             "diloco plan RECIPE --shards 4": "4 such machines",
+            "diloco plan RECIPE --standby-link 10Gbit": "standby's link",
             "diloco plan recipes/tiny/gpt.yaml --learners 2 --link 1Gbit --step 200ms": "It fits",
             "diloco plan gemma/12b-8gpu --learners 8 --link 5Gbit --rtt 40ms --mtbf 6h --json": '"feasible": true',
             "diloco plan diffusion/video": "It fits",

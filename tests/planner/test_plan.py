@@ -135,6 +135,22 @@ def test_shards_share_what_the_syncer_holds_receives_and_writes() -> None:
     assert sum(seven.disk.values()) == pytest.approx(part * sum(one.disk.values()), rel=0.05)
 
 
+def test_a_standby_gets_each_record_before_the_offer() -> None:
+    alone, beside = forecast(large()), forecast(large(standby_link_bps=2.5e9))
+    numel = beside.sizes.numel
+    copied_s = 0.04 + 8 * (2 * numel + 1024) / 2e9 + (2 * numel + 1024) / 1e9
+    assert beside.exchange.standby_s == pytest.approx(copied_s)
+    assert beside.exchange.landing_s == pytest.approx(alone.exchange.landing_s + copied_s)
+    assert alone.exchange.standby_s == 0.0
+    assert load(beside, "standby's link") == pytest.approx(
+        8 * 2 * sum(map(math.prod, LARGE.values())) / 384 / 2e9, rel=0.01
+    )
+    shared = forecast(large(standby_link_bps=2.5e9, num_shards=4))
+    assert load(shared, "standby's link") == pytest.approx(load(beside, "standby's link") / 4, rel=0.01)
+    with pytest.raises(ConfigError, match="standby_link_bps: found 0; must be above 0"):
+        Machines(standby_link_bps=0)
+
+
 @pytest.mark.parametrize("num_shards", [0, 5])
 def test_each_shard_needs_a_fragment(num_shards: int) -> None:
     with pytest.raises(ConfigError, match=rf"--shards {num_shards}: must be 1\.\.4"):

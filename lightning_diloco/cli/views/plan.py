@@ -56,13 +56,14 @@ def _exchange(found: Forecast) -> Table:
     config, fleet = scenario.config, scenario.fleet
     each = bandwidth.learner_bps(sizes, config, fleet)
     parallel = bandwidth.data_parallel_bps(scenario.training, fleet)
+    standby = f"standby {way.standby_s:.2f} s, " if way.standby_s else ""
     table = Table.grid(padding=(0, 2))
     table.title, table.title_justify, table.title_style = "exchange", "left", "bold"
     rows = {
         "fragments": f"{sizes.count} of up to {gib(sizes.nbytes)} as {config.wire}, "
         f"one every {way.period_s:.3g} s (H={config.sync_every}, {fleet.step_s:g} s per step)",
-        "one fragment": f"upload {way.upload_s:.2f} s, merge {way.merge_s:.2f} s, log {way.log_s:.2f} s, download "
-        f"{way.download_s:.2f} s; lands after {way.landing_s:.2f} s; overlap {way.overlap_s:.2f} s",
+        "one fragment": f"upload {way.upload_s:.2f} s, merge {way.merge_s:.2f} s, log {way.log_s:.2f} s, "
+        f"{standby}download {way.download_s:.2f} s; lands after {way.landing_s:.2f} s; overlap {way.overlap_s:.2f} s",
         "each learner": f"{_rate(each)} each way; data parallel would need {_rate(parallel)}, "
         f"{parallel / each:.0f} times as much",
         "syncer": f"{_rate(each * fleet.num_learners)} each way; redo log "
