@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,9 +17,9 @@ Result = TypeVar("Result")
 def problem_of(error: Exception) -> str:
     """Return a text that is the same for errors of which only the first one should be logged.
 
-    The text of a network failure holds times, so this is its kind.
+    It has no digits, because the text of a network failure holds times.
     """
-    return type(error).__name__ if isinstance(error, TransportError) else str(error)
+    return re.sub(r"\d+", "", str(error))
 
 
 def retry(call: Callable[[], Result], *, within_s: float) -> Result:

@@ -148,11 +148,17 @@ class RedoLog:
             StorageError: the disk failed; the log is unchanged.
             CorruptLogError: a record does not follow the last one.
         """
-        for record in copied:
-            if record.lsn != self.last_lsn + 1:
-                raise CorruptLogError(f"log record {record.lsn} came after {self.last_lsn}; it must be the next")
-            self.append(record.header, record.payload)
-        self.sync()
+        before = self.last_lsn
+        for lsn, record in enumerate(copied, start=before + 1):
+            if record.lsn != lsn:
+                raise CorruptLogError(f"log record {record.lsn} came after {lsn - 1}; it must be the next")
+        try:
+            for record in copied:
+                self.append(record.header, record.payload)
+            self.sync()
+        except StorageError:
+            self.cut_after(before)
+            raise
 
     def records(self, from_lsn: int) -> Iterator[Record]:
         """Yield the records from this lsn up to the last one at the time of the first read.

@@ -165,10 +165,12 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
     with contextlib.ExitStack() as undo:
         source, door = Source(primary), RestoringHandler()
         undo.callback(source.close)
-        if not _reach(source, options, stop):
+        replacement.install(options.run_dir)
+        num_shards = _reach(source, options, stop)
+        if num_shards is None:
             return None
         become_standby(options.run_dir, primary)
-        num_shards = _as_the_primary(source, options)
+        _have_shards(options, num_shards)
         identity = ServerIdentity.load_or_create(options.run_dir / "syncer")
         address = replace(primary.address, standby=primary.address.host_port)
         front = _front(options, door, address, identity)
@@ -198,30 +200,22 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
     return _Opened(service, door, front, identity, True, telling, others)
 
 
-def _as_the_primary(source: Source, options: SyncerOptions) -> int:
-    """Give a standby as many shards as the primary has; return their number.
+def _have_shards(options: SyncerOptions, num_shards: int) -> None:
+    """Give a standby as many shards as the primary has.
 
     Raises:
         ConfigError: the user asks for another number.
-        TransportError: the primary cannot be reached, and this directory has not followed it before.
     """
-    run_dir, is_known = options.run_dir, (options.run_dir / "syncer" / "log").exists()
-    try:
-        num_shards = num_shards_at(source)
-    except TransportError:
-        if not is_known:
-            raise
-        num_shards = num_shards_of(run_dir)
+    run_dir = options.run_dir
     if options.num_shards not in (None, num_shards):
         raise ConfigError(
             f"--shards {options.num_shards}: the primary has {num_shards}, and its standby has as many; omit --shards"
         )
     if num_shards_of(run_dir) != num_shards:
-        if is_known:
+        if (run_dir / "syncer" / "log").exists():
             differs_after(run_dir, 0)
         remove_tree(run_dir / "syncer" / "shards")
         write_whole(run_dir / "syncer" / "num_shards", f"{num_shards}\n".encode())
-    return num_shards
 
 
 class _Others:
@@ -271,18 +265,24 @@ class _Others:
             process.stop()
 
 
-def _reach(source: Source, options: SyncerOptions, stop: threading.Event) -> bool:
-    """Copy the certificate of the run; try for REACH_S. Return False if the process must stop."""
+def _reach(source: Source, options: SyncerOptions, stop: threading.Event) -> int | None:
+    """Copy the certificate of the run; try for REACH_S.
+
+    Returns:
+        The number of its shards, as far as it is known if the primary is away; None if the process must stop.
+    """
     until_s = time.monotonic() + REACH_S
     while not stop.is_set():
         try:
             copy_identity(source, options.run_dir)
-            return True
+            return num_shards_at(source)
         except TransportError:
+            if (options.run_dir / "syncer" / "log").exists():
+                return num_shards_of(options.run_dir)
             if time.monotonic() > until_s:
                 raise
         stop.wait(AGAIN_S)
-    return False
+    return None
 
 
 def _front(options: SyncerOptions, door: RestoringHandler, address: JoinAddress, identity: ServerIdentity) -> Front:
@@ -325,6 +325,8 @@ def _is_ready(opened: _Opened, options: SyncerOptions, stop: threading.Event) ->
             options.run_dir,
         )
     while replica.is_behind and not stop.is_set():
+        if replica.is_followed:  # the standby may need what a shard has
+            opened.others.start()
         stop.wait(LOOK_S)
     if not goes_on():
         return False  # its shards need not load their files

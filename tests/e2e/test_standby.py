@@ -161,8 +161,11 @@ def test_a_standby_without_enough_learners_takes_over_if_a_person_says_so(proces
     assert_whole(pair, 1, ["l0", "l1"])
 
 
-def test_a_standby_that_is_started_while_the_primary_is_away_waits_for_it(processes: Processes) -> None:
-    pair = Pair(processes, expect=1)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_standby_that_is_started_while_the_primary_is_away_waits_for_it(
+    processes: Processes, num_shards: int
+) -> None:
+    pair = Pair(processes, expect=1, num_shards=num_shards)
     learner = processes.learner("l0")
     pair.until_registered(0)
     pair.until_commits(0, 4)

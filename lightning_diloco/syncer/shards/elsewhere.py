@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import threading
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from lightning_diloco.syncer.shards import requests as ask
 from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.standby.invitation import Invitation
+from lightning_diloco.syncer.standby.origin import is_the_key
 from lightning_diloco.transport.address import JoinAddress, split_host_port, write_private
 from lightning_diloco.transport.base import Bulk, Connection, Json
 from lightning_diloco.transport.flight import FlightConnection
@@ -72,7 +72,7 @@ class Elsewhere:
             AuthError: wrong key.
             ConfigError: it is none of this run's shards.
         """
-        if not hmac.compare_digest(str(header.get("key")).encode(), self._key.encode()):
+        if not is_the_key(header.get("key"), self._key):
             raise AuthError("a shard came without the key of RUN_DIR/standby; give it a current copy of that file")
         request = ask.decode(header.get("request"))
         if isinstance(request, ask.AskIdentity):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 REACH_S = 60.0
 LOOK_S = 0.1
 AGAIN_S, AGAIN_AT_MOST_S = 0.5, 30.0
+WORKS_S = 60.0  # a process that has lived for so long works
 END_S = 60.0  # a snapshot may be under way
 
 
@@ -92,7 +94,7 @@ def _serve(
         if reports_to is not None:
             signal.signal(signal.SIGINT, lambda *_: stop.set())
             reporting = Reporting(reports_to, service, own.host_port)
-        while not stop.wait(LOOK_S) and goes_on() and not service.is_over:
+        while not stop.wait(LOOK_S) and goes_on() and not service.is_over and service.error is None:
             front.follow_rotation()
     finally:
         if reporting is not None:
@@ -100,6 +102,8 @@ def _serve(
         service.stop()
         front.stop()
     let_threads_become_idle()
+    if service.error is not None:
+        raise service.error
     return 0
 
 
@@ -158,9 +162,9 @@ class ShardProcess:
         return subprocess.Popen([*argv, "--embedded-by", str(os.getpid())], stdin=subprocess.DEVNULL)
 
     def _watch(self) -> None:
-        pause_s = AGAIN_S
+        pause_s, started_s = AGAIN_S, time.monotonic()
         while not self._ending.wait(LOOK_S):
-            if self.shard.is_attached:
+            if self.shard.is_attached or time.monotonic() - started_s > WORKS_S:
                 pause_s = AGAIN_S
             if self.shard.is_over or (code := self._process.poll()) is None:
                 continue
@@ -168,7 +172,7 @@ class ShardProcess:
             if self._ending.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
-            self._process = self._started()
+            self._process, started_s = self._started(), time.monotonic()
 
 
 def parsed_part(text: str) -> tuple[int, int]:

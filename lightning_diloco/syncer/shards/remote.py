@@ -98,6 +98,11 @@ class RemoteShard:
         """Whether the shard works."""
         return self._attached.is_set()
 
+    @property
+    def place(self) -> str:
+        """See `address`; where the shard listens also before it is attached, as far as it is known."""
+        return self.address or self._find_address()
+
     def status(self) -> Json:
         """Return what the status of the run says about this shard."""
         away_s = None if self.is_attached else time.monotonic() - self._away_since_s

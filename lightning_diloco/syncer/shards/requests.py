@@ -76,8 +76,8 @@ class Decided(Value, frozen=True):
 class Follow(Tagged, frozen=True):
     """Copy records from the primary's shard with the same number, for a standby. No syncer is attached any more.
 
-    The answer is {"lsn", "num", "undecided"}: the last record on disk, null if the shard must be copied first; how many
-    records this request has copied; and how many versions are undecided.
+    The answer is {"lsn", "has_all", "undecided"}: the last record on disk, null if the shard must be copied first;
+    whether the primary's shard had no later one; and how many versions are undecided.
 
     Args:
         shard, num_shards: what this shard must be.

@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -65,6 +66,7 @@ class ShardService:
 
     Attributes:
         is_over: whether the run has finished.
+        error: why the process must end and be started again; None: it need not.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class ShardService:
         self._num_attached, self._followed = 0, ""
         self._polled_s = 0.0
         self.is_over = False
+        self.error: BaseException | None = None
         self._admitted = ask.Admitted()
         self._measured: dict[int, tuple[tuple[Tensor, ...], Measured]] = {}
         self._prepared: dict[int, Prepared] = {}
@@ -126,7 +129,8 @@ class ShardService:
         self._is_stopping = True
         self._events.close()
         with self._working:
-            self._close()
+            if self.error is None:
+                self._close()
 
     # -------------------------------------------------------------------------------------------- called by transport
 
@@ -221,7 +225,7 @@ class ShardService:
         return attached
 
     def _answer(self, header: Json) -> Bulk:
-        if header.get("key") != self._key:
+        if not is_the_key(header.get("key"), self._key):
             raise AuthError(f"a request to shard {self.part[0]} came without the key of RUN_DIR/standby")
         request = ask.decode(header.get("request"))
         if isinstance(request, ask.Attach):
@@ -265,7 +269,7 @@ class ShardService:
         self._check_part(request)
         with self._copying:
             with self._working:
-                if request.following == self._followed:
+                if self._is_stopping or self.is_polled or request.following == self._followed:
                     raise TransportError(f"shard {self.part[0]} does not follow any more")
                 if self._attached is not None:
                     self._detach()
@@ -283,18 +287,44 @@ class ShardService:
                 if self._is_stopping or self._num_attached != num_attached:
                     raise TransportError(f"shard {self.part[0]} does not follow any more")
                 if is_new:
-                    self._close()
-                    self._copy.install()
-                    self._open()
-                self._disk.copy(copied)
+                    self._replace()
+                with self._ends_if_broken():
+                    self._disk.copy(copied)
                 lsn = self._disk.log.last_lsn if is_copied(self._directory) else None
-                return Bulk({"lsn": lsn, "num": len(copied), "undecided": len(self._disk.undecided)}, _EMPTY)
+                has_all = lsn is not None and not copied and not is_new
+                return Bulk({"lsn": lsn, "has_all": has_all, "undecided": len(self._disk.undecided)}, _EMPTY)
+
+    def _replace(self) -> None:
+        """Open the files of a new copy."""
+        try:
+            self._close()
+            self._disk.anchors = None  # they take as much memory as the new ones
+            self._disk.undecided.clear()
+            self._copy.install()
+            self._open()
+        except BaseException as error:
+            self.error = error
+            raise
+
+    @contextlib.contextmanager
+    def _ends_if_broken(self) -> Iterator[None]:
+        """End the process if the block fails and leaves records in the log that are not in memory."""
+        before = self._disk.log.last_lsn
+        try:
+            yield
+        except BaseException as error:
+            if self._disk.log.last_lsn != before:
+                self.error = error
+            raise
 
     def _attach(self, request: ask.Attach) -> Bulk:
         self._check_part(request)
         with self._working, self._disk.changing:
             self._num_attached, self._followed = self._num_attached + 1, request.following
             self._detach()
+            positions = {each.fragment: each.version for each in request.positions or ()}
+            if positions and self._disk.anchors is not None:
+                self._disk.check(positions)  # before the log goes its own way
             no_copy_any_more(self._directory)
             self._desk.remember_merged(request.merged)
             if request.positions is None:
@@ -305,7 +335,7 @@ class ShardService:
                     "directory, or begin a new run"
                 )
             else:
-                self._disk.settle({each.fragment: each.version for each in request.positions})
+                self._disk.settle(positions)
                 if (generation := max(each.generation for each in request.positions)) != self._disk.generation:
                     self._disk.regenerate(generation)
             self._own.anchors = self._disk.anchors

@@ -196,27 +196,33 @@ class ShardStore:
             if not in_place:
                 self.anchors.compute_digest(p)
 
-    def settle(self, positions: Mapping[int, int]) -> None:
-        """Install the undecided versions that were decided, and withdraw the others.
+    def check(self, positions: Mapping[int, int]) -> None:
+        """Check that this shard has these versions.
 
         Args:
             positions: version of each fragment in the run.
 
         Raises:
-            CorruptLogError: this shard has other versions, so its files or the syncer's were lost or replaced.
+            CorruptLogError: it has others, so its files or the syncer's were lost or replaced.
         """
         assert self.anchors is not None
+        for p, version in positions.items():
+            found, own = self.undecided.get(p), self.anchors.anchor(p).version
+            if version != own and (found is None or found.version != version):
+                raise CorruptLogError(
+                    f"shard {self._part[0]} has fragment {p} at version {own}; the run has it at version {version}; "
+                    "restore the syncer's directory and those of all shards as of one moment"
+                )
+
+    def settle(self, positions: Mapping[int, int]) -> None:
+        """Install the undecided versions that were decided, and withdraw the others; see `check`."""
+        self.check(positions)
         for p, version in positions.items():
             found = self.undecided.get(p)
             if found is not None and found.version != version:
                 self._append(Withdrawn(p, found.version))
                 del self.undecided[p]
             self._apply(p, in_place=False)
-            if (own := self.anchors.anchor(p).version) != version:
-                raise CorruptLogError(
-                    f"shard {self._part[0]} has fragment {p} at version {own}; the run has it at version {version}; "
-                    "restore the syncer's directory and those of all shards as of one moment"
-                )
 
     def write(self, commit: CommitRecord, gradient: Tensor) -> int:
         """Make the outer gradient of an undecided version durable; return its lsn. Raises `StorageError`."""

@@ -28,7 +28,6 @@ from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.succession import Standby
 from lightning_diloco.storage.files import storage, sync_directory
 from lightning_diloco.storage.log_frames import Record
-from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.shards.layout import num_shards_of
 from lightning_diloco.syncer.shards.remote import RemoteShard
@@ -198,7 +197,6 @@ class Follower:
             CorruptLogError: this directory is damaged, or the primary has another version of this package.
             StorageError: the disk failed.
         """
-        replacement.install(self._run_dir)
         if is_copied(self._run_dir):
             self._open()
         try:
@@ -296,7 +294,7 @@ class Follower:
 
     def _may_take_over(self) -> bool:
         assert self._run is not None
-        return self._rule.may_take_over(self._run.state.roster.fleet(), time.monotonic())
+        return self._shards.have_all and self._rule.may_take_over(self._run.state.roster.fleet(), time.monotonic())
 
     def _has_missed_the_end(self) -> bool:
         """Return whether the primary is gone because the run is over, as far as the log shows."""

@@ -62,6 +62,7 @@ class Replica:
         address: `host:port` of the registered standby; None: there is none.
         successor: `host:port` of the standby that has taken over; None: none has.
         common_lsn: last record that the successor has, too.
+        is_followed: whether the standby has reported since this process began, so it has not taken over before.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Replica:
     ) -> None:
         self._run_dir, self._log, self._key, self._fleets = run_dir, redo_log, key, fleets
         self._shards = shards
+        self.is_followed = False
         self._file = run_dir / _REGISTERED
         self.address: str | None = json.loads(self._file.read_text())["address"] if self._file.exists() else None
         self.successor: str | None = None
@@ -225,6 +227,7 @@ class Replica:
                     f"the run has a standby already, {self.address}, heard {self._rule.silent_s(now_s):.0f} s ago; a "
                     "run has one standby; stop that one, and wait until the run continues without it"
                 )
+            self.is_followed = True
             if lsn > self._log.durable_lsn:
                 lsn = 0  # another history; it asks for records that are not there, and copies the run again
             if lsn < self._acked_lsn:  # a new copy
@@ -241,7 +244,7 @@ class Replica:
                 log.info("the standby at %s has caught up, and is registered", address)
             self._was_told = self._is_ending and has_all
             counts = self.address == address and is_in_step and lsn >= self._counts_from_lsn
-            shards = [shard.address for shard in self._shards]
+            shards = [shard.place for shard in self._shards]
             return {"counts": counts, "is_over": self._was_told, "reign": self._reign, "shards": shards}
 
     def _succeed(self, request: TookOver) -> None:

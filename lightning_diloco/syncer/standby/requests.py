@@ -36,7 +36,7 @@ class HaveLog(Tagged, frozen=True):
     """Report that the standby at this `host:port` has all records up to this one on disk.
 
     The answer is {"counts", "is_over", "reign", "shards"}: whether the standby has all decisions that were announced,
-    whether the run has ended, the primary's reign, and where its shards listen (`RemoteShard.address`).
+    whether the run has ended, the primary's reign, and where its shards listen (`RemoteShard.place`).
     """
 
     lsn: Count

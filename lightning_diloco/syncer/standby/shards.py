@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 from lightning_diloco.errors import ConfigError, DiLoCoError, RemoteError
 from lightning_diloco.process.retry import problem_of
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 SOON_S = 0.1  # for decisions that come soon
-AGAIN_S = 0.2
+AGAIN_S, AGAIN_AT_MOST_S = 0.2, 30.0
 
 
 class _Following:
@@ -48,7 +47,7 @@ class _Following:
         self.address = ""
         self._changed = threading.Condition()
         self._is_open = self._has_all = self._has_ended = False
-        self._lsn = self._num_undecided = 0
+        self._lsn = self._num_undecided = self._num_opened = 0
         self._decided: dict[int, ask.Decided] = {}
         self._thread = threading.Thread(target=self._run, name=f"diloco-shard-{shard.part[0]}", daemon=True)
         self._thread.start()
@@ -56,7 +55,7 @@ class _Following:
     def open(self, versions: Sequence[int]) -> None:
         """Begin to follow for a standby whose log has these versions."""
         with self._changed:
-            self._is_open, self._has_all = True, False
+            self._is_open, self._has_all, self._num_opened = True, False, self._num_opened + 1
             k, num_shards = self._shard.part
             self._decided = {p: ask.Decided(p, versions[p]) for p in range(k, len(versions), num_shards)}
             self._changed.notify_all()
@@ -72,15 +71,15 @@ class _Following:
             self._has_ended, self._is_open = True, False
             self._changed.notify_all()
 
-    def has(self, commit: records.CommitRecord, within_s: float) -> bool:
-        """Return whether the shard has the outer gradient of a decision; wait for it for a while."""
+    def has(self, lsn: int, within_s: float) -> bool:
+        """Return whether the shard has this record of its log; wait for it for a while."""
         with self._changed:
-            return self._changed.wait_for(lambda: commit.shard_lsn <= self._lsn, within_s)
+            return self._changed.wait_for(lambda: lsn <= self._lsn, within_s)
 
-    def decided(self, commit: records.CommitRecord) -> None:
+    def decided(self, p: int, version: int) -> None:
         """Note a decision that the standby has on disk."""
         with self._changed:
-            self._decided[commit.fragment] = ask.Decided(commit.fragment, commit.version)
+            self._decided[p] = ask.Decided(p, version)
 
     @property
     def has_all(self) -> bool:
@@ -88,9 +87,10 @@ class _Following:
         return self._has_all
 
     def _run(self) -> None:
-        connection, said = None, ""
+        connection, said, pause_s = None, "", AGAIN_S
         while not self._has_ended:
             with self._changed:
+                num_opened = self._num_opened
                 if not (self._is_open and self.address):
                     self._changed.wait(AGAIN_S)
                     continue
@@ -102,28 +102,32 @@ class _Following:
                 origin = replace(self._primary, address=placed(self._primary.address, self.address))
                 request = ask.Follow(*self._shard.part, self._shard.following, origin.text(), wait_s, decided)
                 answer = connection.get(ask.header(self._shard.key, request), deadline_s=COMPUTE_S).header
-                self._answered(answer, decided)
-                said = ""
+                self._answered(answer, decided, num_opened)
+                said, pause_s = "", AGAIN_S
             except DiLoCoError as error:
                 if self._has_ended:
                     break
+                pause_s = AGAIN_S if isinstance(error, RemoteError) else min(2 * pause_s, AGAIN_AT_MOST_S)
                 if isinstance(error, RemoteError) and connection is not None:
                     connection.close()
                     connection = None
                 if problem_of(error) != said:
                     said = problem_of(error)
                     log.warning("%s does not follow: %s", self._shard.name, error)
-                with self._changed:
-                    self._changed.wait(AGAIN_S)
+                self._pause(pause_s)
         if connection is not None:
             connection.close()
 
-    def _answered(self, answer: Json, told: Sequence[ask.Decided]) -> None:
+    def _pause(self, pause_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended, pause_s)
+
+    def _answered(self, answer: Json, told: Sequence[ask.Decided], num_opened: int) -> None:
         lsn = answer["lsn"]
         with self._changed:
             if lsn is None or lsn < self._lsn:  # it has lost its files, or copies the shard again
                 self._has_all = False
-            elif answer["num"] == 0:
+            elif answer["has_all"] and num_opened == self._num_opened:
                 self._has_all = True
             self._lsn, self._num_undecided = lsn or 0, answer["undecided"]
             for each in told:
@@ -174,7 +178,7 @@ class StandbyShards:
                 "standby again"
             )
         for each, address in zip(self._each, addresses, strict=True):
-            each.address = address
+            each.address = address or each.address
 
     @property
     def have_all(self) -> bool:
@@ -184,20 +188,20 @@ class StandbyShards:
     def num_complete(self, taken: Sequence[Record], within_s: float) -> int:
         """Return how many of these records, from the first on, may be written; wait for a gradient for a while."""
         for i, record in enumerate(taken):
-            for each, commit in self._concerned(record):
-                if not each.has(commit, within_s):
+            for each in self._concerned(record):
+                if not each.has(record.header.get("shard_lsn", 0), within_s):
                     return i
         return len(taken)
 
     def wrote(self, copied: Sequence[Record]) -> None:
         """Note the decisions in these records of the run's log, which are on disk."""
         for record in copied:
-            for each, commit in self._concerned(record):
-                each.decided(commit)
+            for each in self._concerned(record):
+                each.decided(record.header["fragment"], record.header["version"])
 
-    def _concerned(self, record: Record) -> Iterator[tuple[_Following, records.CommitRecord]]:
-        """Yield the shard of a decision; nothing if this process has the fragment, or the record is another one."""
-        if self._each and record.header["kind"] == records.CommitRecord.__name__:
-            commit = cast("records.CommitRecord", records.decode(record.header))
-            if k := commit.fragment % (len(self._each) + 1):
-                yield self._each[k - 1], commit
+    def _concerned(self, record: Record) -> list[_Following]:
+        """Return the shard of a decision; none if this process has the fragment, or the record is another one."""
+        if record.header["kind"] != records.CommitRecord.__name__:
+            return []
+        k = record.header["fragment"] % (len(self._each) + 1)
+        return [self._each[k - 1]] if k else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -10,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_diloco.errors import AuthError, ConfigError, CorruptLogError, TransportError
+from lightning_diloco.errors import AuthError, ConfigError, CorruptLogError, StorageError, TransportError
 from lightning_diloco.manifest import ModelDescription, make_manifest, plan_of
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer import records
+from lightning_diloco.storage.files import Faults, no_faults
 from lightning_diloco.syncer.anchors import fragments_of
 from lightning_diloco.syncer.shards import requests as ask
+from lightning_diloco.syncer.shards import service
 from lightning_diloco.syncer.shards import store as shard_store
 from lightning_diloco.syncer.shards.copying import is_copied
 from lightning_diloco.syncer.shards.service import ShardService
@@ -42,6 +46,7 @@ PRIMARY = Invitation(JoinAddress("h", 1, "run", "token", "0" * 64), KEY)
 @pytest.fixture(autouse=True)
 def _small_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)  # a snapshot every few versions
+    monkeypatch.setattr(service, "SILENT_S", 0.0)
 
 
 class Wire:
@@ -133,6 +138,7 @@ class Standby:
 
     def __init__(self, directory: Path, primary: Primary) -> None:
         self.directory, self.primary = directory, primary
+        self.faults: Faults = no_faults
         self.wire = Wire(primary)
         self.log: list[ask.Decided] = []
         self.following = "first"
@@ -143,7 +149,10 @@ class Standby:
         def connect(invitation: Invitation) -> Source:
             return Source(invitation, self.wire)  # type: ignore[arg-type]
 
-        self.service = ShardService(self.directory, PART, KEY, connect=connect)
+        def strike(point: str) -> None:
+            self.faults(point)
+
+        self.service = ShardService(self.directory, PART, KEY, connect=connect, faults=strike)
 
     def follow(self) -> Json:
         """Copy records, and then write the decisions whose gradients are there."""
@@ -260,6 +269,63 @@ def test_a_decision_whose_gradient_is_missing_cannot_be_served(primary: Primary,
         standby.take_over()
 
 
+def test_a_shard_without_what_the_run_has_is_left_as_it_is(primary: Primary, standby: Standby) -> None:
+    standby.follow()
+    primary.prepare(MINE[0])
+    standby.follow()
+    before = standby.service._disk.log.last_lsn
+    with pytest.raises(CorruptLogError, match="the run has it at version 7"):
+        attach(standby.service, dict.fromkeys(MINE, 7), standby.following)
+    assert standby.service._disk.log.last_lsn == before
+    assert is_copied(standby.directory), "it may follow on"
+
+
+def test_a_disk_that_fills_within_a_batch_takes_none_of_it(primary: Primary, standby: Standby) -> None:
+    standby.follow()
+    for _ in range(3):
+        primary.prepare(MINE[0])
+        primary.decide(MINE[0])
+    num_appended = itertools.count()
+
+    def full(point: str) -> None:
+        if point == "append:before" and next(num_appended) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    standby.faults = full
+    with pytest.raises(StorageError, match="No space left"):
+        standby.follow()
+    assert standby.service._disk.log.last_lsn == 0
+    assert standby.service.error is None
+    standby.faults = no_faults
+    standby.follow()
+    assert standby.take_over() == (primary.versions, {p: primary.digests[p, primary.versions[p]] for p in MINE})
+
+
+def test_a_copy_that_cannot_be_opened_ends_the_process(
+    primary: Primary, standby: Standby, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as failing:
+        failing.setattr(ShardStore, "_load", lambda self: (_ for _ in ()).throw(MemoryError("too large")))
+        with pytest.raises(MemoryError):
+            standby.follow()
+    assert isinstance(standby.service.error, MemoryError)
+    standby.restart()
+    standby.follow()
+    assert standby.take_over()[1] == {p: primary.digests[p, 0] for p in MINE}
+
+
+def test_a_shard_that_works_for_a_syncer_does_not_follow(
+    primary: Primary, standby: Standby, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standby.follow()
+    standby.take_over()
+    standby.following = "second"
+    monkeypatch.setattr(service, "SILENT_S", 60.0)
+    with pytest.raises(TransportError, match="does not follow any more"):
+        standby.follow()
+    assert standby.service._attached is not None
+
+
 def test_a_standby_writes_snapshots_of_its_own(primary: Primary, standby: Standby) -> None:
     standby.follow()
     for _ in range(10):
@@ -290,7 +356,7 @@ def test_a_shard_whose_syncer_was_the_primary_copies_everything_again(primary: P
     standby.service._disk.write(
         records.CommitRecord(MINE[0], 0, 4, 99, 1.0, 1, ()), torch.ones(_numel(MINE[0])).bfloat16()
     )
-    assert standby.follow() == {"lsn": 0, "num": 0, "undecided": 0}, "it has the snapshot"
+    assert standby.follow() == {"lsn": 0, "has_all": False, "undecided": 0}, "it has the snapshot"
     standby.follow()
     assert standby.take_over()[1][MINE[0]] == primary.digests[MINE[0], 3]
 
@@ -323,9 +389,10 @@ def test_a_syncer_that_attaches_during_a_copy_is_not_disturbed_by_it(primary: Pr
 def test_a_standby_before_the_start_values_has_nothing_to_copy(tmp_path: Path) -> None:
     primary = Primary(tmp_path / "primary")
     standby = Standby(tmp_path / "standby", primary)
-    assert standby.follow() == {"lsn": None, "num": 0, "undecided": 0}
+    assert standby.follow() == {"lsn": None, "has_all": False, "undecided": 0}
     primary.seed()
-    assert standby.follow() == {"lsn": 0, "num": 0, "undecided": 0}
+    assert standby.follow() == {"lsn": 0, "has_all": False, "undecided": 0}
+    assert standby.follow() == {"lsn": 0, "has_all": True, "undecided": 0}
     primary.service.stop()
     standby.service.stop()
 
