@@ -17,13 +17,11 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from lightning_diloco.config import RunConfig
-from lightning_diloco.errors import ConfigError, RemoteError, TransportError
+from lightning_diloco.errors import ConfigError, TransportError
 from lightning_diloco.process import descriptors, grpc_log
 from lightning_diloco.process.exit import let_threads_become_idle
 from lightning_diloco.process.malloc import keep_few_heaps
@@ -33,17 +31,14 @@ from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
-from lightning_diloco.syncer.shards.elsewhere import Elsewhere
 from lightning_diloco.syncer.shards.layout import num_shards_of, tell_token
-from lightning_diloco.syncer.shards.process import ShardProcess
-from lightning_diloco.syncer.shards.remote import RemoteShard
+from lightning_diloco.syncer.shards.others import OtherShards
 from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
 from lightning_diloco.syncer.standby.invitation import Invitation
-from lightning_diloco.syncer.standby.reign import begin_reign, reign
 from lightning_diloco.syncer.standby.replica import forget_standby
-from lightning_diloco.syncer.standby.requests import TookOver
 from lightning_diloco.syncer.standby.source import Source, copy_identity, differs_after, num_shards_at
+from lightning_diloco.syncer.standby.telling import Telling
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import (
     JoinAddress,
@@ -60,7 +55,6 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.1
 REACH_S = 60.0
 AGAIN_S = 2.0
-TELLING_S = 6.0
 WARN_S = 30.0
 
 
@@ -108,8 +102,8 @@ class _Opened:
     front: Front
     identity: ServerIdentity
     is_listening: bool
-    telling: _Telling | None
-    others: _Others
+    telling: Telling | None
+    others: OtherShards
 
 
 def _first_primary(options: SyncerOptions) -> Invitation | None:
@@ -143,7 +137,7 @@ def _opened(options: SyncerOptions) -> _Opened:
     door = RestoringHandler()
     front = _front(options, door, address, identity)
     is_known = (options.run_dir / "join").exists()
-    others = _Others()
+    others = OtherShards()
     try:
         # In a known run, listen first, so that learners get the progress. A new run has nothing to restore.
         locked = partial(_listen, front, options) if is_known else lambda: None
@@ -152,7 +146,7 @@ def _opened(options: SyncerOptions) -> _Opened:
         others.prepare(options, num_shards, front, identity, door)
         service = SyncerService(options, run=address.run, durable=durable, standby_key=key, remote=others.shards)
         former = taken_from(options.run_dir)
-        telling = None if former is None else _Telling(former, front, options.run_dir, durable.log.last_lsn)
+        telling = None if former is None else Telling(former, front, options.run_dir, durable.log.last_lsn)
     except BaseException:
         front.stop()
         others.stop()
@@ -176,7 +170,7 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
         front = _front(options, door, address, identity)
         undo.callback(front.stop)
         own = front.listen()
-        others = _Others()
+        others = OtherShards()
         undo.callback(others.stop)
         others.prepare(options, num_shards, front, identity, door)
         others.start()
@@ -188,7 +182,7 @@ def _followed(options: SyncerOptions, primary: Invitation, stop: threading.Event
             return None
         log.warning("the primary at %s is lost; this syncer serves the run now", primary.address.host_port)
         become_primary(options.run_dir)
-        telling = _Telling(primary, front, options.run_dir, run.durable.log.last_lsn)
+        telling = Telling(primary, front, options.run_dir, run.durable.log.last_lsn)
         undo.callback(telling.end)
         door.refused = lambda session: None  # learners wait here from now on
         door.tell("taking over")
@@ -216,53 +210,6 @@ def _have_shards(options: SyncerOptions, num_shards: int) -> None:
             differs_after(run_dir, 0)
         remove_tree(run_dir / "syncer" / "shards")
         write_whole(run_dir / "syncer" / "num_shards", f"{num_shards}\n".encode())
-
-
-class _Others:
-    """The other shards of a syncer: processes on this machine, or on machines of the user's.
-
-    Attributes:
-        shards: shards 1, 2, ..., as the syncer sees them.
-    """
-
-    def __init__(self) -> None:
-        self._processes: list[ShardProcess] = []
-        self._has_started = False
-        self.shards: Sequence[RemoteShard] = ()
-
-    def prepare(
-        self, options: SyncerOptions, num_shards: int, front: Front, identity: ServerIdentity, door: RestoringHandler
-    ) -> None:
-        """Prepare to start the processes, or to hear of those of the user.
-
-        Args:
-            options: options of the syncer.
-            num_shards: number of shards, including the syncer.
-            front: its server.
-            identity: certificate of the run.
-            door: hears where shards on other machines listen.
-        """
-        key = Invitation.of(front.address, identity).key
-        if options.shards_elsewhere:
-            elsewhere = Elsewhere(num_shards, identity, address=lambda: front.address, key=key)
-            door.shards, self.shards = elsewhere.on_get, elsewhere.shards
-            return
-        for k in range(1, num_shards):
-            tell_token(options.run_dir, k, front.address)
-            self._processes.append(ShardProcess(options.run_dir, (k, num_shards), options.listen, key))
-        self.shards = [process.shard for process in self._processes]
-
-    def start(self) -> None:
-        """Start the processes, unless they have been started."""
-        if not self._has_started:
-            self._has_started = True
-            for process in self._processes:
-                process.start()
-
-    def stop(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.stop()
 
 
 def _reach(source: Source, options: SyncerOptions, stop: threading.Event) -> int | None:
@@ -381,45 +328,6 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
     log.warning("the standby at %s has taken over; this syncer becomes its standby", replica.successor)
     differs_after(options.run_dir, replica.common_lsn)
     return Invitation.of(replace(front.address, host=host, port=port, standby=None), opened.identity)
-
-
-class _Telling:
-    """A thread that tells the former primary of a takeover, again and again.
-
-    A former primary that was told may be killed before it has noted it, so only a standby of this run ends this. If the
-    other one has taken over since, it does not listen, and tells this syncer.
-
-    Args:
-        former: the former primary.
-        front: the server of this syncer.
-        run_dir: RUN_DIR of this syncer.
-        last_lsn: last record of its log, before it decides anything.
-    """
-
-    def __init__(self, former: Invitation, front: Front, run_dir: Path, last_lsn: int) -> None:
-        self._former, self._front = former, front
-        self._reign, self._lsn = reign(run_dir), begin_reign(run_dir, last_lsn)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="diloco-telling", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """End the thread after its present call; idempotent."""
-        self._ended.set()
-        self._thread.join(TELLING_S)
-
-    def _run(self) -> None:
-        source = Source(self._former)
-        while not self._ended.is_set():
-            try:
-                source.took_over(TookOver(self._front.address.host_port, self._reign, self._lsn))
-            except TransportError:  # it is away, or a standby already
-                pass
-            except RemoteError as error:
-                log.warning("the former primary was not told of the takeover: %s", error)
-                break
-            self._ended.wait(AGAIN_S)
-        source.close()
 
 
 def _address_and_identity(options: SyncerOptions) -> tuple[JoinAddress, ServerIdentity]:
