@@ -232,6 +232,8 @@ class ShardService:
             return self._attach(request)
         if isinstance(request, ask.Follow):
             return self._follow(request)
+        if isinstance(request, ask.Over) and self._attached is None:  # of a standby
+            return self._over(request)
         self._attachment(str(header.get("nonce")))
         if (answer := self._answers.get(type(request))) is None:
             raise CorruptMessageError(f"{type(request).__name__} is asked of the syncer, not of a shard")

@@ -213,7 +213,7 @@ class Follower:
                     self._is_over = self._has_missed_the_end()
                     time.sleep(AGAIN_S)
         finally:
-            self._shards.end()
+            self._shards.end(is_over=self._is_over)
             self._close()
         return None
 

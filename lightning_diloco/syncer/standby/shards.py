@@ -11,6 +11,7 @@ Source: our choice.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from lightning_diloco.protocol.syncer import records
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.log_frames import Record
 from lightning_diloco.syncer.shards import requests as ask
-from lightning_diloco.syncer.shards.remote import COMPUTE_S, RemoteShard
+from lightning_diloco.syncer.shards.remote import CALL_S, COMPUTE_S, RemoteShard
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.transport.address import placed
 from lightning_diloco.transport.base import Json
@@ -46,7 +47,7 @@ class _Following:
         self._shard, self._primary = shard, primary
         self.address = ""
         self._changed = threading.Condition()
-        self._is_open = self._has_all = self._has_ended = False
+        self._is_open = self._has_all = self._has_ended = self._is_over = False
         self._lsn = self._num_undecided = self._num_opened = 0
         self._decided: dict[int, ask.Decided] = {}
         self._thread = threading.Thread(target=self._run, name=f"diloco-shard-{shard.part[0]}", daemon=True)
@@ -65,11 +66,13 @@ class _Following:
         with self._changed:
             self._is_open = self._has_all = False
 
-    def end(self) -> None:
-        """End the thread after its present call, without waiting for it: the primary may be silent."""
+    def end(self, *, is_over: bool) -> None:
+        """End the thread after its present call. Wait for it only if the run is over: the primary may be silent."""
         with self._changed:
-            self._has_ended, self._is_open = True, False
+            self._has_ended, self._is_open, self._is_over = True, False, is_over
             self._changed.notify_all()
+        if is_over:
+            self._thread.join(2 * POLL_S)
 
     def has(self, lsn: int, within_s: float) -> bool:
         """Return whether the shard has this record of its log; wait for it for a while."""
@@ -116,6 +119,9 @@ class _Following:
                     log.warning("%s does not follow: %s", self._shard.name, error)
                 self._pause(pause_s)
         if connection is not None:
+            if self._is_over:
+                with contextlib.suppress(DiLoCoError):
+                    connection.get(ask.header(self._shard.key, ask.Over()), deadline_s=CALL_S)
             connection.close()
 
     def _pause(self, pause_s: float) -> None:
@@ -161,10 +167,14 @@ class StandbyShards:
         for each in self._each:
             each.close()
 
-    def end(self) -> None:
-        """Follow no more, because the standby takes over or ends."""
+    def end(self, *, is_over: bool) -> None:
+        """Follow no more, because the standby takes over or ends.
+
+        Args:
+            is_over: the run has finished, so the shards end as well.
+        """
         for each in self._each:
-            each.end()
+            each.end(is_over=is_over)
 
     def know(self, addresses: Sequence[str]) -> None:
         """Take note where the primary's shards listen.

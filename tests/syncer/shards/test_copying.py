@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,19 +19,23 @@ from lightning_diloco.manifest import ModelDescription, make_manifest, plan_of
 from lightning_diloco.protocol import codec
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.storage.files import Faults, no_faults
+from lightning_diloco.storage.log_frames import Record
 from lightning_diloco.syncer.anchors import fragments_of
 from lightning_diloco.syncer.shards import requests as ask
 from lightning_diloco.syncer.shards import service
 from lightning_diloco.syncer.shards import store as shard_store
 from lightning_diloco.syncer.shards.copying import is_copied
+from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.shards.store import ShardStore
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.requests import STANDBY, HaveLog
+from lightning_diloco.syncer.standby.shards import StandbyShards
 from lightning_diloco.syncer.standby.source import Source
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json
-from tests.learner.fleet import KEY
+from lightning_diloco.transport.memory import MemoryTransport
+from tests.learner.fleet import KEY, until
 
 PART = (1, 2)
 NUM_FRAGMENTS = 4
@@ -395,6 +401,46 @@ def test_a_standby_before_the_start_values_has_nothing_to_copy(tmp_path: Path) -
     assert standby.follow() == {"lsn": 0, "has_all": True, "undecided": 0}
     primary.service.stop()
     standby.service.stop()
+
+
+@pytest.fixture
+def shards(standby: Standby) -> Iterator[StandbyShards]:
+    connect = MemoryTransport(standby.service).connect
+    remote = RemoteShard(PART, address=lambda: ":1", connect=connect, key=KEY)
+    found = StandbyShards([remote], PRIMARY)
+    found.know([":2"])
+    yield found
+    found.end(is_over=False)
+
+
+def state(*versions: int) -> Any:
+    rounds = SimpleNamespace(fragments=[SimpleNamespace(version=version) for version in versions])
+    return SimpleNamespace(manifest=MANIFEST, rounds=rounds)
+
+
+def test_a_standby_waits_for_gradients_and_its_shards_end_with_the_run(
+    primary: Primary, standby: Standby, shards: StandbyShards
+) -> None:
+    assert not shards.have_all
+    shards.open(state(0, 0, 0, 0))
+    until(lambda: shards.have_all, "a whole copy")
+    decision = Record(9, {"kind": "CommitRecord", "fragment": MINE[0], "version": 1, "shard_lsn": 1}, memoryview(b""))
+    own = Record(8, {"kind": "CommitRecord", "fragment": 0, "version": 1, "shard_lsn": 0}, memoryview(b""))
+    assert shards.num_complete([own, decision], 0.0) == 1
+    primary.prepare(MINE[0])
+    until(lambda: shards.num_complete([own, decision], 0.1) == 2, "the gradient")
+    assert standby.service._disk.undecided
+    shards.wrote([own, decision])
+    until(lambda: not standby.service._disk.undecided, "the decision")
+    shards.end(is_over=True)
+    assert standby.service.is_over
+
+
+def test_addresses_that_are_not_known_any_more_are_kept_and_another_number_is_refused(shards: StandbyShards) -> None:
+    shards.know([""])
+    assert shards._each[0].address == ":2"
+    with pytest.raises(ConfigError, match="the primary has 3 shards, this standby has 2; start the standby again"):
+        shards.know([":2", ":3"])
 
 
 def test_what_is_asked_of_a_shard_for_a_standby_needs_the_key_and_the_right_shard(primary: Primary) -> None:
