@@ -97,9 +97,9 @@ class Machines:
         return LINK_SHARE * (self.syncer_link_bps or self.num_learners * self.link_bps)
 
     @property
-    def standby_stream_bps(self) -> float:
-        """Return the usable bits per second to the standby; infinite without one."""
-        return math.inf if self.standby_link_bps is None else min(STREAM_BPS, LINK_SHARE * self.standby_link_bps)
+    def standby_stream_bps(self) -> float | None:
+        """Return the usable bits per second to the standby; None without one."""
+        return None if self.standby_link_bps is None else min(STREAM_BPS, LINK_SHARE * self.standby_link_bps)
 
     @property
     def stream_bps(self) -> float:
@@ -142,9 +142,9 @@ class Exchange:
         merge_s = sizes.numel * merge_s_per_value(fleet)
         log_s = sizes.numel * max(_LOG_BYTES / fleet.disk_bytes_per_s, DIGEST_S)
         standby_s = 0.0
-        if fleet.standby_link_bps is not None:
+        if (standby_bps := fleet.standby_stream_bps) is not None:
             record = _LOG_BYTES * sizes.numel + _RECORD_BYTES
-            standby_s = fleet.rtt_s + _BITS * record / fleet.standby_stream_bps + record / fleet.disk_bytes_per_s
+            standby_s = fleet.rtt_s + _BITS * record / standby_bps + record / fleet.disk_bytes_per_s
         whole_s = _BITS * _FLOAT32_BYTES * sizes.total_numel / fleet.learner_stream_bps
         return cls(
             upload_s=transfer_s,

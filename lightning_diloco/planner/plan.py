@@ -215,13 +215,13 @@ def _rates(sizes: FragmentSizes, config: RunConfig, fleet: Machines, exchange: E
         f"{log_bps / 1e6:.1f} of {fleet.disk_bytes_per_s / 1e6:.0f} MB/s",
         f"a disk that takes {log_bps / 1e6:.0f} MB/s",
     )
-    if fleet.standby_link_bps is not None:
+    if (usable_bps := fleet.standby_stream_bps) is not None:
         standby_bps = 8 * log_bps
         yield Resource(
             "rate",
             "standby's link",
-            standby_bps / fleet.standby_stream_bps,
-            f"{standby_bps / 1e9:.2f} of {fleet.standby_stream_bps / 1e9:.2f} Gbit/s usable",
+            standby_bps / usable_bps,
+            f"{standby_bps / 1e9:.2f} of {usable_bps / 1e9:.2f} Gbit/s usable",
             f"a link of {standby_bps / bandwidth.LINK_SHARE / 1e9:.2f} Gbit/s to the standby, or more shards",
         )
     yield Resource(

@@ -26,12 +26,12 @@ from lightning_diloco.process import descriptors, grpc_log
 from lightning_diloco.process.exit import let_threads_become_idle
 from lightning_diloco.process.malloc import keep_few_heaps
 from lightning_diloco.storage import local_runs
-from lightning_diloco.storage.files import remove_tree, write_whole
+from lightning_diloco.storage.files import remove_tree
 from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.front import Front
 from lightning_diloco.syncer.restoring import RestoringHandler
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
-from lightning_diloco.syncer.shards.layout import num_shards_of, tell_token
+from lightning_diloco.syncer.shards.layout import num_shards_of, tell_token, write_num_shards
 from lightning_diloco.syncer.shards.others import OtherShards
 from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.standby.follower import Follower, become_primary, become_standby, primary_of, taken_from
@@ -43,6 +43,7 @@ from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import (
     JoinAddress,
     new_token,
+    placed,
     read_join_file,
     split_host_port,
 )
@@ -209,7 +210,7 @@ def _have_shards(options: SyncerOptions, num_shards: int) -> None:
         if (run_dir / "syncer" / "log").exists():
             differs_after(run_dir, 0)
         remove_tree(run_dir / "syncer" / "shards")
-        write_whole(run_dir / "syncer" / "num_shards", f"{num_shards}\n".encode())
+        write_num_shards(run_dir / "syncer", num_shards)
 
 
 def _reach(source: Source, options: SyncerOptions, stop: threading.Event) -> int | None:
@@ -324,10 +325,9 @@ def _serve(opened: _Opened, options: SyncerOptions, stop: threading.Event) -> In
     if replica.successor is None:
         log.info("the run ended: %s", summary["status"])
         return None
-    host, port = split_host_port(replica.successor)
     log.warning("the standby at %s has taken over; this syncer becomes its standby", replica.successor)
     differs_after(options.run_dir, replica.common_lsn)
-    return Invitation.of(replace(front.address, host=host, port=port, standby=None), opened.identity)
+    return Invitation.of(placed(front.address, replica.successor), opened.identity)
 
 
 def _address_and_identity(options: SyncerOptions) -> tuple[JoinAddress, ServerIdentity]:

@@ -149,7 +149,7 @@ def redact(text: str) -> str:
 
 
 def placed(address: JoinAddress, place: str) -> JoinAddress:
-    """Return the address of a shard, which has the token and the certificate of its syncer.
+    """Return the address of a shard or a standby, which has the token and the certificate of the syncer.
 
     Args:
         address: address of the syncer.

@@ -39,6 +39,16 @@ def assert_whole(pair: Pair, which: int, learners: list[str]) -> None:
     assert events.count("join") == len(learners)
 
 
+def assert_takes_over(pair: Pair, learner: subprocess.Popen[bytes]) -> None:
+    """The second syncer takes over from the first one, and serves the only learner, l0, to the end."""
+    pair.until_commits(0, 4)
+    pair.kill(0)
+    pair.until_commits(1, 4)
+    pair.processes.stop_file.touch()
+    assert [pair.processes.end(process) for process in (learner, pair.running[1])] == [0, 0]
+    assert_whole(pair, 1, ["l0"])
+
+
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_takeovers_back_and_forth_lose_nothing(processes: Processes, num_shards: int) -> None:
     pair = Pair(processes, expect=2, num_shards=num_shards)
@@ -132,12 +142,7 @@ def test_a_run_waits_for_a_killed_standby_and_then_continues_without_it(processe
     pair.restart(1)
     pair.until_registered(0)
     assert "copying the run" not in (processes.root / "syncer1.log").read_text().rpartition("is the standby of")[2]
-    pair.until_commits(0, 4)
-    pair.kill(0)
-    pair.until_commits(1, 4)
-    processes.stop_file.touch()
-    assert [processes.end(process) for process in (learner, pair.running[1])] == [0, 0]
-    assert_whole(pair, 1, ["l0"])
+    assert_takes_over(pair, learner)
 
 
 def test_a_standby_without_enough_learners_takes_over_if_a_person_says_so(processes: Processes) -> None:
@@ -176,12 +181,7 @@ def test_a_standby_that_is_started_while_the_primary_is_away_waits_for_it(
     until(lambda: log.read_text().count("is the standby of") == 2, "the standby", processes)
     pair.restart(0)
     pair.until_registered(0)
-    pair.until_commits(0, 4)
-    pair.kill(0)
-    pair.until_commits(1, 4)
-    processes.stop_file.touch()
-    assert [processes.end(process) for process in (learner, pair.running[1])] == [0, 0]
-    assert_whole(pair, 1, ["l0"])
+    assert_takes_over(pair, learner)
 
 
 def test_one_run_has_one_standby_and_it_needs_the_key(processes: Processes) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from lightning_diloco.errors import AuthError, ConfigError, RemoteError, ShardError, TransportError
@@ -22,7 +21,7 @@ from lightning_diloco.syncer.shards.remote import RemoteShard
 from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.origin import is_the_key
-from lightning_diloco.transport.address import JoinAddress, split_host_port, write_private
+from lightning_diloco.transport.address import JoinAddress, placed, write_private
 from lightning_diloco.transport.base import Bulk, Connection, Json
 from lightning_diloco.transport.flight import FlightConnection
 from lightning_diloco.transport.identity import ServerIdentity
@@ -60,8 +59,7 @@ class Elsewhere:
         def connect() -> Connection:
             if not place():
                 raise ShardError("it has not reported where it listens")
-            host, port = split_host_port(place())
-            return FlightConnection(replace(self._address(), host=host, port=port, standby=None))
+            return FlightConnection(placed(self._address(), place()))
 
         return RemoteShard(part, address=place, connect=connect, key=self._key)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_diloco.storage.files import make_directory
+from lightning_diloco.storage.files import make_directory, write_whole
 from lightning_diloco.transport.address import (
     JoinAddress,
     join_host_port,
@@ -30,6 +30,11 @@ def num_shards_of(run_dir: Path) -> int:
     """Return the number of shards of the run in this directory; 1 if there is no run."""
     file = run_dir / "syncer" / "num_shards"
     return int(file.read_text()) if file.exists() else 1
+
+
+def write_num_shards(folder: Path, num_shards: int) -> None:
+    """Write the number of shards, durably, to RUN_DIR/syncer, or to new files that will replace it."""
+    write_whole(folder / "num_shards", f"{num_shards}\n".encode())
 
 
 def listen_of(run_dir: Path, k: int, listen: str) -> str:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.protocol import codec
-from lightning_diloco.storage.files import make_directory, write_whole
+from lightning_diloco.storage.files import make_directory
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.anchors import fragments_of
-from lightning_diloco.syncer.shards.layout import num_shards_of
+from lightning_diloco.syncer.shards.layout import num_shards_of, write_num_shards
 from lightning_diloco.syncer.shards.whole import opened_run
 from lightning_diloco.syncer.standby.replica import has_standby
 
@@ -46,7 +46,7 @@ def settle_num_shards(run_dir: Path, given: int | None) -> int:
         deal_anew(run_dir, given)
     else:
         make_directory(run_dir / "syncer")
-        write_whole(run_dir / "syncer" / "num_shards", f"{given}\n".encode())
+        write_num_shards(run_dir / "syncer", given)
     return given
 
 
@@ -85,5 +85,5 @@ def deal_anew(run_dir: Path, num_shards: int) -> None:
                 directory, lsn = (copy, durable.log.last_lsn) if k == 0 else (copy / "shards" / str(k), 0)
                 SnapshotStore(directory / "snapshot").write(lsn, about, tensors)
                 replacement.begin_log(directory / "log", lsn + 1)
-        write_whole(copy / "num_shards", f"{num_shards}\n".encode())
+        write_num_shards(copy, num_shards)
         replacement.complete(run_dir)
