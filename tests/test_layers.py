@@ -194,7 +194,7 @@ def test_imports_point_down(where: str) -> None:
         ("learner/link.py", "if TYPE_CHECKING:\n    from lightning_diloco.strategy.hooks import Hooks", "strategy"),
         ("learner/link.py", "import lightning_diloco.cli.main", "cli"),
         ("learner/link.py", "from lightning_diloco import __version__", "__init__"),
-        ("simulate/fleet.py", "from lightning_diloco.transport.memory import MemoryTransport", "transport"),
+        ("simulate/fleet.py", "from lightning_diloco.transport.flight_client import FlightConnection", "transport"),
         ("strategy/hooks.py", "import transformers.utils", "transformers"),
         ("strategy/hooks.py", "from . import data", "relative"),
         ("extra/thing.py", "", "extra"),

@@ -5,8 +5,7 @@
 
 1. The join string is a secret, because it is sufficient to join. It is written to files of mode 0600 and never logged.
 2. `str`, `repr` and `redacted()` hide the token. Only `join_string()` shows it. No error message contains it.
-3. An address without the certificate's SHA-256 needs the user's own public key infrastructure.
-4. Syncer and standby have the same token and certificate.
+3. Syncer and standby have the same token and certificate.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class JoinAddress:
         port: 1..65535.
         run: run id, 1 to 64 letters, digits, '.', '_' or '-'.
         token: letters, digits, '_' and '-'; see `new_token`.
-        fingerprint: SHA-256 of the syncer's certificate (DER), 64 hex digits; None: not pinned.
+        fingerprint: SHA-256 of the syncer's certificate (DER), 64 hex digits.
         standby: `host:port` of the syncer's standby; None: there is none, or it is not known.
 
     Raises:
@@ -49,7 +48,7 @@ class JoinAddress:
     port: int
     run: str
     token: str = field(repr=False)
-    fingerprint: str | None = None
+    fingerprint: str
     standby: str | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +67,7 @@ class JoinAddress:
                 f"token of {len(self.token)} characters (not shown): must be letters, digits, '_' and '-', at least "
                 "one; copy the whole join string, in quotes"
             )
-        if self.fingerprint is not None and not _FINGERPRINT.fullmatch(self.fingerprint):
+        if not _FINGERPRINT.fullmatch(self.fingerprint):
             problems.append(
                 f"certificate hash {self.fingerprint!r}: must be 64 lower-case hex digits (SHA-256); copy the whole "
                 "join string, in quotes"
@@ -104,10 +103,10 @@ class JoinAddress:
             host, port = place.hostname, place.port
         except ValueError as error:
             raise ConfigError(f"join string {shown!r}: {error}; must be {_FORM}; copy it from RUN_DIR/join") from None
-        if scheme != SCHEME or not host or port is None or not secret:
-            raise ConfigError(f"join string {shown!r}: must be {_FORM}; copy all of it from RUN_DIR/join, in quotes")
         token, _, fingerprint = secret.partition(",")
-        return cls(host, port, run, token, fingerprint.lower() or None, standby or None)
+        if scheme != SCHEME or not host or port is None or not token or not fingerprint:
+            raise ConfigError(f"join string {shown!r}: must be {_FORM}; copy all of it from RUN_DIR/join, in quotes")
+        return cls(host, port, run, token, fingerprint.lower(), standby or None)
 
     @property
     def host_port(self) -> str:
@@ -126,13 +125,11 @@ class JoinAddress:
 
     def join_string(self) -> str:
         """Return the join string, with the token."""
-        secret = self.token if self.fingerprint is None else f"{self.token},{self.fingerprint}"
-        return f"{SCHEME}://{self._places}/{self.run}#{secret}"
+        return f"{SCHEME}://{self._places}/{self.run}#{self.token},{self.fingerprint}"
 
     def redacted(self) -> str:
         """Return the join string without the token."""
-        pinned = "" if self.fingerprint is None else f",{self.fingerprint}"
-        return f"{SCHEME}://{self._places}/{self.run}#***{pinned}"
+        return f"{SCHEME}://{self._places}/{self.run}#***,{self.fingerprint}"
 
     def __str__(self) -> str:
         return self.redacted()

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import pyarrow as pa
 from pyarrow import flight
 
-from lightning_diloco.errors import AuthError, ConfigError, CorruptMessageError, DiLoCoError, TransportError
+from lightning_diloco.errors import AuthError, CorruptMessageError, DiLoCoError, TransportError
 from lightning_diloco.protocol.syncer.succession import ASK_AFTER_S
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json, Polled
@@ -38,7 +38,7 @@ from lightning_diloco.transport.frames import (
     loads,
     to_slices,
 )
-from lightning_diloco.transport.identity import ClientIdentity, server_name
+from lightning_diloco.transport.identity import server_name
 from lightning_diloco.transport.introduction import pinned_certificate, refused_token
 from lightning_diloco.transport.token_identity import learner_certificate
 
@@ -51,36 +51,23 @@ class FlightConnection:
     """Implements `Connection`; all methods may be called from several threads.
 
     Args:
-        address: address of the run; if it has a fingerprint, only that certificate is trusted.
-        identity: identity in the user's own public key infrastructure; missing fields follow from the address.
+        address: address of the run; only the certificate with its fingerprint is trusted.
         control_deadline_s: deadline of send and status, and of poll beyond its wait; at most ASK_AFTER_S if the run has
             a standby, so that a syncer that vanishes without a word is noticed in time.
         keepalive_s: silence after which the connection is probed, and the time limit for the answer.
         max_payload_bytes: limit of the payload of one call.
-
-    Raises:
-        ConfigError: neither address nor identity can verify the syncer.
     """
 
     def __init__(
         self,
         address: JoinAddress,
         *,
-        identity: ClientIdentity | None = None,
         control_deadline_s: float = 10.0,
         keepalive_s: float = 10.0,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
     ) -> None:
         self._address = address
-        self._identity = identity or ClientIdentity()
-        if address.fingerprint is None and self._identity.server_ca is None:
-            raise ConfigError(
-                f"{address.redacted()} has no certificate hash; a join string must have one (older versions had none "
-                "on loopback); copy the whole string from RUN_DIR/join of a syncer of this version, or give the "
-                "authority's certificate (server_ca)"
-            )
-        shown = self._identity.certificate, self._identity.key
-        self._shown = shown if None not in shown else learner_certificate(address.token)
+        self._shown = learner_certificate(address.token)
         has_standby = address.standby is not None
         self._control_deadline_s = min(control_deadline_s, ASK_AFTER_S) if has_standby else control_deadline_s
         self._keepalive_s = keepalive_s
@@ -188,23 +175,19 @@ class FlightConnection:
             ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),  # time limit of one attempt
             ("grpc.use_local_subchannel_pool", 1),  # otherwise a new client inherits the backoff of the last client
         ]
-        roots, name = self._identity.server_ca, None
-        if self._address.fingerprint is not None:
-            self._pinned = self._pinned or pinned_certificate(self._address, self._shown, timeout_s)
-            if roots is None:
-                roots, name = self._pinned, server_name(self._pinned) or None
+        self._pinned = self._pinned or pinned_certificate(self._address, self._shown, timeout_s)
         return flight.FlightClient(
             f"grpc+tls://{self._address.host_port}",
-            tls_root_certs=roots,
+            tls_root_certs=self._pinned,
             cert_chain=self._shown[0],
             private_key=self._shown[1],
-            override_hostname=name,
+            override_hostname=server_name(self._pinned) or None,
             generic_options=options,
         )
 
     def _refusal(self, error: Exception, left_s: float) -> AuthError | None:
         """Return an `AuthError` if gRPC's "unavailable" means a changed or refused certificate."""
-        if isinstance(error, flight.FlightUnavailableError) and self._address.fingerprint is not None and left_s > 0:
+        if isinstance(error, flight.FlightUnavailableError) and left_s > 0:
             try:
                 pinned_certificate(self._address, self._shown, min(left_s, _PIN_CHECK_S))
             except AuthError as refusal:

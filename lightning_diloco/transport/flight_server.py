@@ -203,7 +203,7 @@ class _Service(flight.FlightServerBase):  # type: ignore[misc]
             middleware={"gate": _Gate(token)},
             tls_certificates=[(tls.certificate, tls.key)],
             verify_client=True,
-            root_certificates=tls.client_ca or learners_authority(token),
+            root_certificates=learners_authority(token),
         )
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> list[bytes]:

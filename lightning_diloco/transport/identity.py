@@ -2,8 +2,7 @@
 
 1. By default the syncer makes its own certificate and keeps it over restarts. Its SHA-256 is part of the join string.
 2. A learner trusts only this certificate (`introduction`). It presents a certificate made from the token
-   (`token_identity`).
-3. Users with their own public key infrastructure give files instead. Each side can then verify the other.
+   (`token_identity`), so each side verifies the other.
 """
 
 from __future__ import annotations
@@ -35,13 +34,10 @@ class ServerIdentity:
     Args:
         certificate: PEM.
         key: PEM, not encrypted.
-        client_ca: authority that must have signed the learners' certificates, PEM; None: the authority made from the
-            token.
     """
 
     certificate: bytes
     key: bytes = field(repr=False)
-    client_ca: bytes | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -84,46 +80,6 @@ class ServerIdentity:
         key, marker, certificate = file.read_bytes().partition(b"-----BEGIN CERTIFICATE-----")
         return _checked(cls(marker + certificate, key), str(file))
 
-    @classmethod
-    def from_files(
-        cls,
-        certificate: str | os.PathLike[str],
-        key: str | os.PathLike[str],
-        client_ca: str | os.PathLike[str] | None = None,
-    ) -> ServerIdentity:
-        """Read the user's PEM files; see the class for their contents."""
-        authority = None if client_ca is None else _read(client_ca)
-        return _checked(cls(_read(certificate), _read(key), authority), str(certificate))
-
-
-@dataclass(frozen=True, slots=True)
-class ClientIdentity:
-    """A learner's identity in the user's own public key infrastructure.
-
-    Args:
-        server_ca: authority that must have signed the syncer's certificate for the host name used, PEM.
-        certificate: the learner's certificate, PEM; requires `key`.
-        key: PEM, not encrypted.
-    """
-
-    server_ca: bytes | None = None
-    certificate: bytes | None = None
-    key: bytes | None = field(default=None, repr=False)
-
-    @classmethod
-    def from_files(
-        cls,
-        server_ca: str | os.PathLike[str] | None = None,
-        certificate: str | os.PathLike[str] | None = None,
-        key: str | os.PathLike[str] | None = None,
-    ) -> ClientIdentity:
-        """Read PEM files; see the class for their contents."""
-        if (certificate is None) != (key is None):
-            raise ConfigError(
-                f"certificate={certificate!s} and key={key!s}: must be given together or not at all; add the other file"
-            )
-        return cls(*(None if path is None else _read(path) for path in (server_ca, certificate, key)))
-
 
 def fingerprint(certificate: bytes) -> str:
     """Return the SHA-256 of a PEM certificate's DER form, 64 hex digits."""
@@ -144,13 +100,6 @@ def _first(certificate: bytes) -> str:
     end = "-----END CERTIFICATE-----"
     text = certificate.decode("ascii", errors="replace")
     return text[text.find("-----BEGIN") : text.find(end) + len(end)]
-
-
-def _read(path: str | os.PathLike[str]) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"TLS file {str(path)!r}: {error}; must be a readable PEM file; correct the path") from error
 
 
 def _checked(identity: ServerIdentity, source: str) -> ServerIdentity:

@@ -61,8 +61,7 @@ def refused_token(address: JoinAddress) -> AuthError:
     """Return the error to raise if the syncer refuses the token, or the certificate made from it."""
     return AuthError(
         f"the syncer at {address.host_port} refused the token of {address.redacted()}; it must be the token of the run "
-        "that is served there; use the join string in that run's RUN_DIR/join (a syncer with its own authority, "
-        "client_ca, needs a certificate of that authority: ClientIdentity)"
+        "that is served there; use the join string in that run's RUN_DIR/join"
     )
 
 

@@ -22,11 +22,11 @@ from lightning_diloco.syncer.process import SyncerOptions, SyncerService
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.doorkeeper import Doorkeeper
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
-from lightning_diloco.transport.memory import MemoryTransport
 from tests.attacks import wire
 from tests.e2e.conftest import Processes, until
 from tests.fuzz.target import OPTIONS, Honest, Peer
 from tests.transport.conftest import Recorder
+from tests.transport.memory import MemoryTransport
 
 WAIT_S = 10.0
 MIB = 1 << 20

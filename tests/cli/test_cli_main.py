@@ -25,7 +25,7 @@ from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, StorageError, TransportError
 
 VERBS = ("run", "syncer", "status", "ls", "cp")
-JOIN = "diloco://127.0.0.1:7654/run#secret"
+JOIN = "diloco://127.0.0.1:7654/run#secret," + "0" * 64
 
 
 @pytest.fixture

@@ -112,8 +112,8 @@ def test_the_files_are_no_recipes() -> None:
     [
         (None, ("tiny/gpt",), "DILOCO_JOIN is not set"),
         ("nonsense", ("tiny/gpt",), "must be diloco://"),
-        ("diloco://a:1/r#token", ("tiny/gtp",), "nearest: tiny/gpt"),
-        ("diloco://a:1/r#token", ("tiny/gpt", "--local", "2"), "--local: unknown"),
+        ("diloco://a:1/r#token," + "0" * 64, ("tiny/gtp",), "nearest: tiny/gpt"),
+        ("diloco://a:1/r#token," + "0" * 64, ("tiny/gpt", "--local", "2"), "--local: unknown"),
     ],
 )
 def test_fit_refuses_what_cannot_work(

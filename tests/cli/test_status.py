@@ -19,7 +19,7 @@ from lightning_diloco.cli.main import main
 from lightning_diloco.cli.status import PATIENCE_S, address
 from lightning_diloco.errors import RemoteError
 
-JOIN = "diloco://127.0.0.1:7654/run#secret"
+JOIN = "diloco://127.0.0.1:7654/run#secret," + "0" * 64
 Watched = Callable[..., tuple[int, list[Any]]]
 
 
@@ -43,7 +43,7 @@ def test_status_asks_the_syncer_of_a_run_directory(tmp_path: Path) -> None:
 
 def test_status_of_an_address_takes_the_token_from_option_or_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_JOIN", JOIN)
-    assert address(namespace("10.0.0.1:99")).join_string() == "diloco://10.0.0.1:99/run#secret"
+    assert address(namespace("10.0.0.1:99")).join_string() == "diloco://10.0.0.1:99/run#secret," + "0" * 64
     assert address(namespace("10.0.0.1:99", JOIN.replace("secret", "other"))).token == "other"
 
 

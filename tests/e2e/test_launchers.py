@@ -61,7 +61,7 @@ def test_learners_of_several_ranks_read_each_sample_once(processes: Processes) -
 
 
 def test_settings_that_differ_between_ranks_are_named_by_all(processes: Processes) -> None:
-    join, named = "diloco://127.0.0.1:1/run#token", {"learner": "l0", "overlap": 1}
+    join, named = "diloco://127.0.0.1:1/run#token," + "0" * 64, {"learner": "l0", "overlap": 1}
     options = [
         {**named, "sync_every": 4, "join": f"{join}Of0"},
         {**named, "sync_every": 6, "join": f"{join}Of1", "evaluate": "local"},

@@ -27,7 +27,7 @@ from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.base import Bulk, Connection, Handler, Json
 from lightning_diloco.transport.failures import handling
 from lightning_diloco.transport.frames import dumps, loads
-from lightning_diloco.transport.memory import MemoryTransport
+from tests.transport.memory import MemoryTransport
 
 NUM_FRAGMENTS = 2
 TOKENS = 64

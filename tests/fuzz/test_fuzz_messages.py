@@ -27,7 +27,6 @@ from lightning_diloco.protocol import messages
 from lightning_diloco.syncer import outbox, service
 from lightning_diloco.syncer.process import SyncerOptions, SyncerService
 from lightning_diloco.transport.base import Bulk
-from lightning_diloco.transport.memory import MemoryTransport
 from tests.fuzz.strategies import (
     BAD_SCALES,
     GOOD_SCALE,
@@ -41,6 +40,7 @@ from tests.fuzz.strategies import (
     texts,
 )
 from tests.fuzz.target import STEP_S, STEPS, TOKENS, Honest, Peer, Target, held_bytes, message_fields
+from tests.transport.memory import MemoryTransport
 
 NUM_VALUES, NUM_SCALES = 64, 4
 CHECK_EVERY = 100

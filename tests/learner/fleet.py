@@ -33,11 +33,11 @@ from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Connection, Json
-from lightning_diloco.transport.memory import MemoryConnection, MemoryTransport
 from tests.storage.faults import Crash
+from tests.transport.memory import MemoryConnection, MemoryTransport
 
 RUN = "toy"
-JOIN = f"diloco://127.0.0.1:1/{RUN}#token"
+JOIN = f"diloco://127.0.0.1:1/{RUN}#token," + "0" * 64
 KEY = "key of the shards"
 SHAPES = {"embedding": (24, 8), "hidden": (16, 12), "bias": (16,)}
 OPTIONS = {"sync_every": 6, "num_fragments": 3, "overlap": 2, "block_size": 16, "lease_s": 3.0}

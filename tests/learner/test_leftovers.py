@@ -16,7 +16,7 @@ from tests.learner.fleet import RUN, Fleet
 
 def finished(run_dir: Path) -> Path:
     with Fleet(run_dir, embedded_by=os.getppid()) as fleet:
-        write_join_file(run_dir / "join", JoinAddress("127.0.0.1", 1, RUN, "token"))
+        write_join_file(run_dir / "join", JoinAddress("127.0.0.1", 1, RUN, "token", "0" * 64))
         learner = fleet.learner("l0").go()
         fleet.until_commits(4)
         learner.enough().done()

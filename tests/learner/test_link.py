@@ -118,7 +118,7 @@ def test_a_run_that_ended_on_this_machine_is_not_waited_for(tmp_path: Path, monk
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     run_dir = tmp_path / "runs" / "mine"
     run_dir.mkdir(parents=True)
-    (run_dir / "join").write_text("diloco://127.0.0.1:1/toy#token")
+    (run_dir / "join").write_text("diloco://127.0.0.1:1/toy#token," + "0" * 64)
     (run_dir / "summary.json").write_text(f'{{"run": "{RUN}", "status": "finished"}}')
     local_runs.note(RUN, tmp_path / "elsewhere")
     local_runs.note(RUN, run_dir)  # the newest counts

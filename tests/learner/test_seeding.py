@@ -21,10 +21,10 @@ from lightning_diloco.syncer.process import SyncerOptions, SyncerService
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json, Polled
-from lightning_diloco.transport.memory import MemoryTransport
 from tests.fuzz.target import MODEL, OPTIONS, Peer
 from tests.learner.fleet import until
 from tests.syncer.test_service import FullDisk
+from tests.transport.memory import MemoryTransport
 
 
 def offer(peer: Peer) -> None:
@@ -102,7 +102,7 @@ class Values:
 def seed(syncer: Storing) -> None:
     joining.Joining(
         syncer,  # type: ignore[arg-type]
-        JoinAddress("127.0.0.1", 1, "run", "token"),
+        JoinAddress("127.0.0.1", 1, "run", "token", "0" * 64),
         session="s",
         learner="l0",
         options=OPTIONS,

@@ -124,7 +124,7 @@ def test_without_a_syncer_at_the_end_the_module_keeps_what_was_trained(scenario,
 
 
 @pytest.mark.parametrize("lands", [True, False], ids=["merged", "unmerged"])
-@pytest.mark.parametrize("join", [None, "diloco://127.0.0.1:1/run#token"], ids=["own run", "run of others"])
+@pytest.mark.parametrize("join", [None, "diloco://127.0.0.1:1/run#token," + "0" * 64], ids=["own run", "run of others"])
 def test_the_process_fails_at_its_end_if_a_run_of_others_has_lost_work(scenario, fit, monkeypatch, join, lands):
     reasons = []
     monkeypatch.setattr(fits, "fail_at_exit", reasons.append)

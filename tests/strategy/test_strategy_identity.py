@@ -12,7 +12,7 @@ from lightning_diloco.errors import ConfigError, JoinError
 from lightning_diloco.learner import name as naming
 from lightning_diloco.strategy.identity import learner_id
 
-JOIN = "diloco://127.0.0.1:1/{run}#secret"
+JOIN = "diloco://127.0.0.1:1/{run}#secret," + "0" * 64
 
 
 @pytest.fixture(autouse=True)

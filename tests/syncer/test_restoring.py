@@ -121,7 +121,7 @@ def test_a_syncer_that_is_started_again_answers_while_it_reads_its_disk(
     with Fleet(tmp_path) as fleet:
         trained(fleet, 3)
         fleet.crash()
-    write_join_file(tmp_path / "join", JoinAddress("127.0.0.1", 1, "toy", "token"))  # as older versions wrote it
+    write_join_file(tmp_path / "join", JoinAddress("127.0.0.1", 1, "toy", "token", "0" * 64))
     answers: list[str] = []
 
     def restored(self: SyncerStore, *_: object) -> None:

@@ -21,7 +21,7 @@ from tests.learner.fleet import RUN, Fleet, finish
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     run_dir = tmp_path / "run"
     with Fleet(run_dir) as running:
-        write_join_file(run_dir / "join", JoinAddress("127.0.0.1", 1, RUN, "token"))
+        write_join_file(run_dir / "join", JoinAddress("127.0.0.1", 1, RUN, "token", "0" * 64))
         yield running
 
 

@@ -113,7 +113,7 @@ def test_the_syncers_run_has_what_the_tape_tells_from_its_start_on(tmp_path: Pat
         with tape.open("a") as file:
             file.writelines(json.dumps({**line, "t": now + 60}) + "\n" for line in lines)
         (tmp_path / "summary.json").write_text(json.dumps({"status": "finished", "goodput": 0.5}))
-        (tmp_path / "join").write_text("diloco://127.0.0.1:1/toy-run#secret")
+        (tmp_path / "join").write_text("diloco://127.0.0.1:1/toy-run#secret," + "0" * 64)
         deadline_s = time.monotonic() + 60
         while not list(tmp_path.rglob("*.wandb")) and time.monotonic() < deadline_s:
             time.sleep(0.05)

@@ -17,8 +17,8 @@ from lightning_diloco.transport.base import Bulk, Connection, Json, Polled
 from lightning_diloco.transport.faults import FaultProxy
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
 from lightning_diloco.transport.identity import HOSTNAME, ServerIdentity
-from lightning_diloco.transport.memory import MemoryTransport
 from lightning_diloco.transport.token_identity import learner_certificate
+from tests.transport.memory import MemoryTransport
 
 TOKEN = "a-token-nobody-should-see"
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import ssl
 import pytest
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.transport.identity import HOSTNAME, ClientIdentity, ServerIdentity, server_name
+from lightning_diloco.transport.identity import HOSTNAME, ServerIdentity, server_name
 
 
 def test_an_identity_is_kept_over_restarts(tmp_path):
@@ -31,7 +31,6 @@ def test_the_fingerprint_is_the_sha256_of_the_der(identity):
 
 def test_the_key_is_not_shown(identity):
     assert "PRIVATE" not in repr(identity)
-    assert "PRIVATE" not in repr(ClientIdentity(b"", b"", identity.key))
 
 
 def test_a_broken_identity_file_is_a_config_error_not_a_new_identity(tmp_path):
@@ -42,14 +41,6 @@ def test_a_broken_identity_file_is_a_config_error_not_a_new_identity(tmp_path):
 
 
 def test_a_key_of_another_certificate_is_refused(tmp_path, identity):
-    (tmp_path / "cert").write_bytes(identity.certificate)
-    (tmp_path / "key").write_bytes(ServerIdentity.create().key)
+    (tmp_path / "identity.pem").write_bytes(ServerIdentity.create().key + identity.certificate)
     with pytest.raises(ConfigError, match="belong together"):
-        ServerIdentity.from_files(tmp_path / "cert", tmp_path / "key")
-
-
-def test_a_missing_file_and_half_a_pair_are_config_errors(tmp_path):
-    with pytest.raises(ConfigError, match="TLS file"):
-        ClientIdentity.from_files(server_ca=tmp_path / "none")
-    with pytest.raises(ConfigError, match="together"):
-        ClientIdentity.from_files(certificate=tmp_path / "cert")
+        ServerIdentity.load_or_create(tmp_path)

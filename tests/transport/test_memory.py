@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_diloco.errors import TransportError
-from lightning_diloco.transport.memory import MemoryTransport
+from tests.transport.memory import MemoryTransport
 
 
 def losing(lost: str):

@@ -197,7 +197,7 @@ def carries(server: socket.socket, through: JoinAddress) -> bool:
 def test_a_slow_network_is_fast_again_afterwards(tmp_path: Path, fleet: Fleet) -> None:
     run = Run(tmp_path, fleet, fault(1, "slow", lasts_s=3.0, delay_s=0.1, rate_bps=1e6))
     with run.meddler:
-        run.meddler.via("l0", JoinAddress("127.0.0.1", 1, "run", "secret"))
+        run.meddler.via("l0", JoinAddress("127.0.0.1", 1, "run", "secret", "0" * 64))
         proxy = run.meddler._proxies["l0"]
         seen = []
         for since_s in (0.0, 1.0, 4.0):

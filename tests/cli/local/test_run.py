@@ -24,7 +24,7 @@ from lightning_diloco.cli.local.interruption import CTRL_C_GRACE_S, GRACE_S, Int
 from lightning_diloco.cli.local.run import Ended, Plan, execute
 from lightning_diloco.transport.address import JoinAddress
 
-JOIN = "diloco://127.0.0.1:1/run#secret"
+JOIN = "diloco://127.0.0.1:1/run#secret," + "0" * 64
 SYNCER = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -34,7 +34,7 @@ def end(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
 (run_dir / "pid-syncer").write_text(str(os.getpid()))
-(run_dir / "join.tmp").write_text("diloco://127.0.0.1:1/run#secret")
+(run_dir / "join.tmp").write_text("diloco://127.0.0.1:1/run#secret," + "0" * 64)
 os.replace(run_dir / "join.tmp", run_dir / "join")
 while len(list(run_dir.glob("done-*"))) < num_learners:
     time.sleep(0.01)
@@ -155,7 +155,7 @@ def test_a_syncer_that_writes_no_join_file_is_not_waited_for_forever(tmp_path: P
 
 @pytest.mark.seconds
 def test_a_join_file_of_an_earlier_syncer_is_not_used(tmp_path: Path) -> None:
-    (tmp_path / "join").write_text("diloco://127.0.0.1:1/run#stale")
+    (tmp_path / "join").write_text("diloco://127.0.0.1:1/run#stale," + "0" * 64)
     ended, _ = run(plan(tmp_path, FINISH, linger_s=10.0), [{"id": "l0", "phase": "left"}])
     assert ended.exit_code == 0
 

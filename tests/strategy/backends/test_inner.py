@@ -147,7 +147,7 @@ def test_ranks_that_join_without_a_name_are_refused_where_nobody_can_hand_it_on(
     for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("DILOCO_LEARNER", raising=False)
-    trainer = trainer_for(strategy=DecoupledDiLoCoStrategy(join="diloco://127.0.0.1:1/r#token"), devices=2)
+    trainer = trainer_for(strategy=DecoupledDiLoCoStrategy(join="diloco://127.0.0.1:1/r#token," + "0" * 64), devices=2)
     with pytest.raises(ConfigError, match=r"2 processes.*set DILOCO_LEARNER for all"):
         trainer.fit(model)
 

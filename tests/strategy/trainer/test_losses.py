@@ -42,7 +42,7 @@ def _last(scenario):
 @pytest.fixture
 def _joined(monkeypatch):
     """The run is that of others, who want to know its loss."""
-    monkeypatch.setenv("DILOCO_JOIN", "diloco://127.0.0.1:1/run#secret")
+    monkeypatch.setenv("DILOCO_JOIN", "diloco://127.0.0.1:1/run#secret," + "0" * 64)
 
 
 @pytest.mark.usefixtures("_joined")
@@ -79,7 +79,7 @@ def test_without_a_loss_the_report_says_why(scenario, model, trainer_for, monkey
     trainer_for(limit_val_batches=0).fit(model)
     steps = [lambda self, batch, batch_idx: self.log("accuracy", 1.0), lambda self, batch, batch_idx: 1 / 0]
     for number, step in enumerate(steps):
-        monkeypatch.setenv("DILOCO_JOIN", f"diloco://127.0.0.1:1/run{number}#secret")
+        monkeypatch.setenv("DILOCO_JOIN", f"diloco://127.0.0.1:1/run{number}#secret," + "0" * 64)
         monkeypatch.setattr(type(model), "validation_step", step)
         trainer_for(num_sanity_val_steps=0).fit(model)
     losses, reasons = zip(*(link.reports[0] for link in scenario.made), strict=True)

@@ -50,9 +50,9 @@ def test_the_number_of_shards_is_recorded(tmp_path: Path) -> None:
 def test_a_shard_keeps_its_port(tmp_path: Path) -> None:
     assert listen_of(tmp_path, 2, "0.0.0.0:7000") == "0.0.0.0:7002"
     assert listen_of(tmp_path, 2, "127.0.0.1:0") == "127.0.0.1:0"
-    tell_token(tmp_path, 2, JoinAddress("host", 7000, "run", "token"))
+    tell_token(tmp_path, 2, JoinAddress("host", 7000, "run", "token", "0" * 64))
     assert listen_of(tmp_path, 2, "0.0.0.0:7000") == "0.0.0.0:7002", "it has not listened yet"
-    (directory_of(tmp_path, 2) / "join").write_text("diloco://host:7012/run#token\n")
+    (directory_of(tmp_path, 2) / "join").write_text("diloco://host:7012/run#token," + "0" * 64)
     assert listen_of(tmp_path, 2, "0.0.0.0:7000") == "0.0.0.0:7012"
 
 

@@ -34,8 +34,8 @@ from lightning_diloco.syncer.standby.shards import StandbyShards
 from lightning_diloco.syncer.standby.source import Source
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json
-from lightning_diloco.transport.memory import MemoryTransport
 from tests.learner.fleet import KEY, until
+from tests.transport.memory import MemoryTransport
 
 PART = (1, 2)
 NUM_FRAGMENTS = 4

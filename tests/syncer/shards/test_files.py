@@ -106,7 +106,7 @@ def test_a_shard_whose_files_are_elsewhere_is_named(run_dir: Path) -> None:
 def test_a_snapshot_is_cut_at_the_versions_of_the_syncer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with Fleet(first, num_shards=NUM_SHARDS, run_options=SIX) as fleet:
-        write_join_file(first / "join", JoinAddress("127.0.0.1", 1, RUN, "token"))
+        write_join_file(first / "join", JoinAddress("127.0.0.1", 1, RUN, "token", "0" * 64))
         learners = [fleet.learner(name).go() for name in ("a", "b")]
         fleet.until_commits(12)
         copytree = shutil.copytree

@@ -21,8 +21,8 @@ from lightning_diloco.syncer.shards.service import ShardService
 from lightning_diloco.syncer.shards.shard import OwnShard, Shard
 from lightning_diloco.syncer.store import SyncerStore, seeded_store
 from lightning_diloco.transport.base import Bulk, Json
-from lightning_diloco.transport.memory import MemoryTransport
 from tests.learner.fleet import KEY, until
+from tests.transport.memory import MemoryTransport
 
 SESSIONS = ("s0", "s1", "s2")
 NUM_FRAGMENTS, NUM_VERSIONS = 4, 6

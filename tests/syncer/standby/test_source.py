@@ -62,7 +62,7 @@ def wire(primary: Path) -> Any:
 
 
 def made(wire: Wire) -> Source:
-    return Source(Invitation(JoinAddress("h", 1, "run", "token"), KEY), wire)  # type: ignore[arg-type]
+    return Source(Invitation(JoinAddress("h", 1, "run", "token", "0" * 64), KEY), wire)  # type: ignore[arg-type]
 
 
 def old_copy(tmp_path: Path) -> Path:

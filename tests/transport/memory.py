@@ -1,4 +1,4 @@
-"""A transport within one process, for tests and simulation.
+"""A transport within one process.
 
 1. The transport converts messages and headers to JSON and back, and copies payloads, as a network transport does.
 2. The transport calls `fault` with the name of each call before and after the handler runs (for example "put" and
