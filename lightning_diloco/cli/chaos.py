@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes, run
 from lightning_diloco.cli.faults.schedule import KINDS, WITHOUT_SHARDS, Kind, draw
+from lightning_diloco.cli.text.quantities import seconds
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError, StorageError
 
@@ -33,8 +33,6 @@ _EXAMPLE = """examples:
   diloco chaos recipes/tiny/gpt.yaml --local 2 --faults-per-hour 240 --kinds kill,cut --trainer.max_steps 400"""
 _VALUED = (*run.VALUED, "--faults-per-hour", "--kinds", "--shards", "--seed", "--duration")
 _FLAGS = ("--compare", "--no-table", "-h", "--help")
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|)")
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _CLOCK = "lightning_diloco.cli.faults.step_log.StepClock"
 
 split = partial(run.split, valued=_VALUED, flags=_FLAGS)
@@ -134,13 +132,14 @@ def _check(arguments: argparse.Namespace) -> _Asked:
         problems.append(f"--kinds {arguments.kinds}: found {unknown}; allowed: {', '.join(KINDS)}, each once")
     if "shard" in words and not has_shards:
         problems.append("--kinds shard: the run has one shard, which is the syncer; add --shards 2, or more")
-    duration = _DURATION.fullmatch(arguments.duration or "0")
-    if duration is None:
-        problems.append(f"--duration {arguments.duration}: must be a number with s, m or h, such as 20m")
-    if problems or duration is None:
+    duration_s = None
+    try:
+        duration_s = seconds(arguments.duration) if arguments.duration else None
+    except argparse.ArgumentTypeError as error:
+        problems.append(f"--duration {error}")
+    if problems:
         raise ConfigError(problems)
-    seconds = float(duration[1]) * _SECONDS[duration[2]] if arguments.duration else None
-    return _Asked(tuple(kind for kind in KINDS if kind in words), seconds)
+    return _Asked(tuple(kind for kind in KINDS if kind in words), duration_s)
 
 
 def _names(arguments: argparse.Namespace) -> list[str]:

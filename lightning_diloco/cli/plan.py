@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +30,6 @@ _EXAMPLE = """examples:
   diloco plan recipes/tiny/gpt.yaml --learners 2 --link 1Gbit --step 200ms
   diloco plan gemma/12b-8gpu --learners 8 --link 5Gbit --rtt 40ms --mtbf 6h --json"""
 _RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "wire")
-_DEFAULTS = {
-    "learners": 2,
-    "link": 1e9,
-    "rtt": 0.04,
-    "step": 1.0,
-    "restart": 120.0,
-    "pauses": 0.0,
-    "disk_rate": 1e9,
-    "syncer_cores": 2,
-    "syncer_memory_rate": 20e9,
-    "shards": 1,
-}
 _MARK = "# plan:"
 
 
@@ -65,24 +53,31 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         "machines and links", f"default: the recipe's `{_MARK}` line, else the value in parentheses"
     )
     add = machines.add_argument
-    add("--learners", type=int, metavar="M", help="number of learners (2)")
+    add("--learners", dest="num_learners", type=int, metavar="M", help="number of learners (2)")
     add("--devices", type=int, metavar="N", help="devices per learner (the recipe's, else 1)")
-    add("--link", type=bits, metavar="RATE", help="link of each learner in each direction, such as 5Gbit (1Gbit)")
-    add("--syncer-link", type=bits, metavar="RATE", help="link of the syncer (M times --link)")
-    add("--rtt", type=seconds, metavar="TIME", help="round-trip time between learner and syncer (40ms)")
-    add("--step", type=seconds, metavar="TIME", help="time of a usual inner step (1s)")
+    link = "link of each learner in each direction, such as 5Gbit (1Gbit)"
+    add("--link", dest="link_bps", type=bits, metavar="RATE", help=link)
+    add("--syncer-link", dest="syncer_link_bps", type=bits, metavar="RATE", help="link of the syncer (M times --link)")
+    add("--rtt", dest="rtt_s", type=seconds, metavar="TIME", help="round-trip time between learner and syncer (40ms)")
+    add("--step", dest="step_s", type=seconds, metavar="TIME", help="time of a usual inner step (1s)")
     add("--pauses", type=share, metavar="SHARE", help="share of time in validation and slow steps, such as 5%% (none)")
-    add("--mtbf", type=seconds, metavar="TIME", help="mean time between failures of a learner, such as 6h (none)")
-    add("--restart", type=seconds, metavar="TIME", help="time from a failure to the next step (2min)")
-    add("--disk-rate", type=nbytes, metavar="SIZE", help="bytes per second that the syncer's disk can write (1GB)")
+    mtbf = "mean time between failures of a learner, such as 6h (none)"
+    add("--mtbf", dest="mtbf_s", type=seconds, metavar="TIME", help=mtbf)
+    restart = "time from a failure to the next step (2min)"
+    add("--restart", dest="restart_s", type=seconds, metavar="TIME", help=restart)
+    disk = "bytes per second that the syncer's disk can write (1GB)"
+    add("--disk-rate", dest="disk_bytes_per_s", type=nbytes, metavar="SIZE", help=disk)
     standby = "link between the syncer, or a shard, and its standby (no standby)"
-    add("--standby-link", type=bits, metavar="RATE", help=standby)
-    add("--shards", type=int, metavar="S", help="machines like the syncer's that share the fragments, with it (1)")
+    add("--standby-link", dest="standby_link_bps", type=bits, metavar="RATE", help=standby)
+    shards = "machines like the syncer's that share the fragments, with it (1)"
+    add("--shards", dest="num_shards", type=int, metavar="S", help=shards)
     add("--syncer-cores", type=int, metavar="N", help="cores of the syncer (2)")
-    memory_rate = "bytes per second that the syncer's memory moves, see tests/bench/syncer_round.py (20GB)"
-    add("--syncer-memory-rate", type=nbytes, metavar="SIZE", help=memory_rate)
-    for what in ("device-memory", "host-memory", "syncer-memory", "syncer-disk"):
-        add(f"--{what}", type=nbytes, metavar="SIZE", help="such as 80GiB (not checked)")
+    memory = "bytes per second that the syncer's memory moves, see tests/bench/syncer_round.py (20GB)"
+    add("--syncer-memory-rate", dest="memory_bytes_per_s", type=nbytes, metavar="SIZE", help=memory)
+    for what in ("device", "host", "syncer"):
+        help_ = "such as 80GiB (not checked)"
+        add(f"--{what}-memory", dest=f"{what}_capacity", type=nbytes, metavar="SIZE", help=help_)
+    add("--syncer-disk", dest="disk_capacity", type=nbytes, metavar="SIZE", help="such as 2TB (not checked)")
 
 
 def call(arguments: argparse.Namespace) -> int:
@@ -112,7 +107,7 @@ def forecast_of(path: Path, given: Mapping[str, Any]) -> tuple[Blueprint, Foreca
 
     Args:
         path: the recipe.
-        given: options of machines and run by name; options that are None or missing come from the recipe.
+        given: as for `scenario_of`; values that are None or missing come from the recipe.
     """
     machines = _machines(path, given)
     with kept():
@@ -129,55 +124,48 @@ def _machines(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     _add_machines(parser)
     lines = path.read_text(encoding="utf-8").splitlines()
     words = [word for line in lines if line.startswith(_MARK) for word in shlex.split(line.removeprefix(_MARK))]
-    of_recipe = {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
-    return {**of_recipe, **{name: value for name, value in given.items() if value is not None}}
+    of_recipe = vars(parser.parse_args(words))
+    return {**of_recipe, **_only(given, given)}
 
 
-def scenario_of(drawn: Blueprint, machines: Mapping[str, Any]) -> Scenario:
-    """Return the scenario of a recipe on machines given by option names."""
+def scenario_of(drawn: Blueprint, given: Mapping[str, Any]) -> Scenario:
+    """Return the scenario of a recipe.
+
+    Args:
+        drawn: the recipe.
+        given: values of `Machines`, `Scenario` and `RunConfig` by name, and `devices`; the others are defaults.
+    """
     from lightning_diloco.planner.bandwidth import Machines
     from lightning_diloco.planner.memory import Training
     from lightning_diloco.planner.plan import Scenario
 
-    machines = {**_DEFAULTS, **machines}
     for name in ("devices", "max_steps"):
-        if (number := machines.get(name)) is not None and number < 1:
+        if (number := given.get(name)) is not None and number < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {number}: must be at least 1")
-    wanted = {name: machines[name] for name in _RUN_OPTIONS if name in machines}
-    devices = machines.get("devices") or drawn.devices or 1
-    shared = {field.name for field in dataclasses.fields(Training)} & {f.name for f in dataclasses.fields(drawn)}
+    devices = given.get("devices") or drawn.devices or 1
+    shared = _names(Training) & _names(type(drawn)) - {"devices", "batch_size"}
     return Scenario(
         shapes=drawn.shapes,
         mean_names=drawn.mean_names,
-        config=RunConfig(**{**drawn.run_options, **wanted}).validate(),
+        config=RunConfig(**{**drawn.run_options, **_only(_RUN_OPTIONS, given)}).validate(),
         training=Training(
-            **{name: getattr(drawn, name) for name in shared - {"devices", "batch_size"}},
+            **{name: getattr(drawn, name) for name in shared},
             num_trainable=drawn.num_trainable,
             devices=devices,
             batch_size=_batch_per_device(drawn, devices),
         ),
-        fleet=Machines(
-            num_learners=machines["learners"],
-            link_bps=machines["link"],
-            rtt_s=machines["rtt"],
-            step_s=machines["step"],
-            syncer_link_bps=machines.get("syncer_link"),
-            disk_bytes_per_s=machines["disk_rate"],
-            syncer_cores=machines["syncer_cores"],
-            memory_bytes_per_s=machines["syncer_memory_rate"],
-            num_shards=machines["shards"],
-            standby_link_bps=machines.get("standby_link"),
-        ),
+        fleet=Machines(**_only(_names(Machines), given)),
         on_cpu=drawn.accelerator == "cpu",
-        mtbf_s=machines.get("mtbf"),
-        restart_s=machines["restart"],
-        pauses=machines["pauses"],
-        max_steps=machines.get("max_steps") or drawn.max_steps,
-        device_capacity=machines.get("device_memory"),
-        host_capacity=machines.get("host_memory"),
-        syncer_capacity=machines.get("syncer_memory"),
-        disk_capacity=machines.get("syncer_disk"),
+        **{"max_steps": drawn.max_steps, **_only(_names(Scenario), given)},
     )
+
+
+def _names(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def _only(names: Iterable[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def _batch_per_device(drawn: Blueprint, devices: int) -> int | None:

@@ -60,10 +60,10 @@ class Machines:
         ConfigError: there is no learner or no core, or a rate or a duration is not above 0.
     """
 
-    num_learners: int = 8
-    link_bps: float = 5e9
+    num_learners: int = 2
+    link_bps: float = 1e9
     rtt_s: float = 0.04
-    step_s: float = 2.0
+    step_s: float = 1.0
     syncer_link_bps: float | None = None
     disk_bytes_per_s: float = DISK_BYTES_PER_S
     syncer_cores: int = 2

@@ -46,11 +46,11 @@ Told = dict[str, float | None]
 
 
 def told_of(story: chaos_story.Story, pauses: float | None = None) -> Told:
-    """Return the options of `diloco plan` that describe a chaos run."""
+    """Return the values of a forecast that describe a chaos run."""
     step_s = statistics.mean(statistics.median(learner.gaps()) for learner in story.learners.values())
-    told = {"learners": len(story.learners), "step": step_s, "mtbf": None, "restart": None, "pauses": pauses}
+    told = {"num_learners": len(story.learners), "step_s": step_s, "mtbf_s": None, "restart_s": None, "pauses": pauses}
     if kills := [fault for fault in story.faults if fault["kind"] == "kill"]:
-        told |= {"mtbf": _planned_s(story) / len(kills), "restart": statistics.mean(restarts_s(story))}
+        told |= {"mtbf_s": _planned_s(story) / len(kills), "restart_s": statistics.mean(restarts_s(story))}
     return told
 
 
@@ -84,8 +84,7 @@ def run_of(story: chaos_story.Story, pauses: float | None) -> dict[str, Any]:
 
 def expected(told: Told) -> float:
     """Return the goodput that `diloco plan` expects of such a run."""
-    given = {name: value for name, value in told.items() if value is not None}
-    return forecast(scenario_of(blueprint(parse(RECIPE)), {"rtt": LOOPBACK_RTT_S, **given})).goodput
+    return forecast(scenario_of(blueprint(parse(RECIPE)), {"rtt_s": LOOPBACK_RTT_S, **told})).goodput
 
 
 def off_by(told: Told, measured: float) -> float:
@@ -95,10 +94,14 @@ def off_by(told: Told, measured: float) -> float:
 
 def row_of(name: str, told: Told, measured: float) -> dict[str, Any]:
     """Return the table row of one run."""
-    seconds = {"step [s]": told["step"], "mean time between kills [s]": told["mtbf"], "restart [s]": told["restart"]}
-    others = {"learners": told["learners"], **seconds, "pauses": told["pauses"]}
+    seconds = {
+        "step [s]": told["step_s"],
+        "mean time between kills [s]": told["mtbf_s"],
+        "restart [s]": told["restart_s"],
+    }
+    others = {"learners": told["num_learners"], **seconds, "pauses": told["pauses"]}
     goodput = {"goodput expected": f"{expected(told):.1%}", "goodput measured": f"{measured:.1%}"}
-    return {"run": name, **others, **goodput, "off by": f"{off_by(told, measured):+.1%}"}
+    return {"run": name, **described, **goodput, "off by": f"{off_by(told, measured):+.1%}"}
 
 
 def checks_of(runs: dict[str, dict[str, Any]]) -> dict[str, bool]:
@@ -110,7 +113,7 @@ def checks_of(runs: dict[str, dict[str, Any]]) -> dict[str, bool]:
         for name, run in runs.items()
     }
     killed = runs[KILLED]
-    told_nothing = {**killed["told"], "mtbf": None, "restart": None}
+    told_nothing = {**killed["told"], "mtbf_s": None, "restart_s": None}
     gap = off_by(told_nothing, killed["measured"])
     return {
         **checks,

@@ -86,7 +86,7 @@ def run(hidden_size: int) -> tuple[int, int]:
 @cache
 def forecast_of(hidden_size: int) -> Forecast:
     """Return the forecast for a model of this width."""
-    return forecast(scenario_of(blueprint(parse(RECIPE, overrides_of(hidden_size))), {"learners": len(LEARNERS)}))
+    return forecast(scenario_of(blueprint(parse(RECIPE, overrides_of(hidden_size))), {"num_learners": len(LEARNERS)}))
 
 
 def planned_of(found: Forecast) -> tuple[int, int]:

@@ -27,7 +27,7 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
     ]
     assert main(words) == 2
     said = capsys.readouterr().err
-    for part in ("--local 0", "--faults-per-hour -1", "['fire']; allowed: kill, stop", "--duration soon"):
+    for part in ("--local 0", "--faults-per-hour -1", "['fire']; allowed: kill, stop", "--duration 'soon'"):
         assert part in said
 
 
@@ -63,7 +63,7 @@ def test_options_of_ours_come_first_and_the_rest_is_passed_on() -> None:
     assert chaos.split(words) == (words[:6], words[6:])
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("1.5m", 90.0), ("2h", 7200.0)])
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("1.5m", 90.0), ("1.5min", 90.0), ("2h", 7200.0)])
 def test_a_duration_becomes_a_time_of_day(text: str, seconds: float) -> None:
     words = ["chaos", "x", "--local", "1", "--faults-per-hour", "1", "--duration", text]
     asked = chaos._check(_parsed(words))

@@ -36,7 +36,7 @@ def check_room(recipe: Path, config: Any, num_here: int) -> None:
     if not is_language_model(config) or not can_be_built(config):
         return
     drawn = blueprint(config)
-    found = forecast(scenario_of(drawn, {"learners": num_here}))
+    found = forecast(scenario_of(drawn, {"num_learners": num_here}))
     on_gpu = _trains_on_gpu(drawn)
     if on_gpu:
         needed, there = sum(found.device.values()), torch.cuda.get_device_properties(0).total_memory

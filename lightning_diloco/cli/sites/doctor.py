@@ -165,7 +165,11 @@ def _traffic(recipe: Path, round_trip_s: float, rate: Rate) -> Iterator[Check]:
     from lightning_diloco.planner.plan import OVERLAP
 
     # The measured rate is that of streams, including the syncer's link. The forecast takes a share of a link's rate.
-    machines = {"link": 8 * rate.bytes_per_s / LINK_SHARE, "rtt": round_trip_s, "syncer_link": float("inf")}
+    machines = {
+        "link_bps": 8 * rate.bytes_per_s / LINK_SHARE,
+        "syncer_link_bps": float("inf"),
+        "rtt_s": round_trip_s,
+    }
     _, found = forecast_of(recipe, machines)
     exchange, step_s = found.exchange, found.scenario.fleet.step_s
     yield Check(

@@ -92,7 +92,7 @@ def _folder(engine: str) -> Path:
 
 def _machines(path: Path, num_learners: int) -> dict[str, int | None]:
     """Return the devices of a learner, and the syncer's cores and memory."""
-    drawn, found = forecast_of(path, {"learners": num_learners})
+    drawn, found = forecast_of(path, {"num_learners": num_learners})
     if drawn.accelerator in ("tpu", "xla", "torch_tpu"):
         raise ConfigError(f"{path} trains on TPUs, whose machines differ too much for a template; see recipes/tpus.md")
     return {

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Mapping
 
-_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400}
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _NUMBERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 _BYTES = {
@@ -17,7 +17,7 @@ _BYTES = {
 
 def seconds(text: str) -> float:
     """Parse a time in seconds; without a unit, the number is in seconds."""
-    return _quantity(text, _SECONDS, "s", "a time such as 200ms, 2s, 30min or 6h")
+    return _quantity(text, _SECONDS, "s", "a time such as 200ms, 2s, 30m or 6h")
 
 
 def bits(text: str) -> float:
