@@ -94,12 +94,13 @@ def off_by(told: Told, measured: float) -> float:
 
 def row_of(name: str, told: Told, measured: float) -> dict[str, Any]:
     """Return the table row of one run."""
-    seconds = {
+    described = {
+        "learners": told["num_learners"],
         "step [s]": told["step_s"],
         "mean time between kills [s]": told["mtbf_s"],
         "restart [s]": told["restart_s"],
+        "pauses": told["pauses"],
     }
-    others = {"learners": told["num_learners"], **seconds, "pauses": told["pauses"]}
     goodput = {"goodput expected": f"{expected(told):.1%}", "goodput measured": f"{measured:.1%}"}
     return {"run": name, **described, **goodput, "off by": f"{off_by(told, measured):+.1%}"}
 
