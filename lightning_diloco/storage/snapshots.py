@@ -92,7 +92,9 @@ class SnapshotStore:
             sync_directory(self.directory)
             self._faults("snapshot:after_rename")
             for old in older[keeps_oldest:]:
-                remove_tree(self.path(old))
+                removed = self.path(old).with_suffix(_PARTIAL)  # a crash must not leave half of it under its name
+                self.path(old).rename(removed)
+                remove_tree(removed)
             self._faults("snapshot:after_remove")
 
     def oldest(self) -> Snapshot | None:

@@ -32,6 +32,7 @@ from typing import Any, cast
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.errors import (
     CorruptMessageError,
+    ShardError,
     StorageError,
     TransportError,
 )
@@ -220,7 +221,8 @@ class SyncerService:
         """
         self._end_threads()
         # Otherwise the state is ahead of the disk, or the disk is ahead of the standby (`SyncerStore.fleets`).
-        may_rest = self.error is None and not self._todo and not self.replica.lacks_records
+        is_quiet = not any(thread.is_alive() for thread in self._merge_threads)
+        may_rest = self.error is None and is_quiet and not self._todo and not self.replica.lacks_records
         saved = codec.dump(self.state.saved()) if may_rest else {}
         is_finished = self.state.is_finished and self.state.ended_by_finishing and self.error is None
         self.state.finish()
@@ -244,15 +246,16 @@ class SyncerService:
 
     def _end_threads(self) -> None:
         self._is_stopping = True
-        for shard in self._remote:
-            shard.stop_within(SHARD_S)
+        until_s = time.monotonic() + SHARD_S
         with self._board.looking:
             is_over = self.error is None and self.state.is_finished and self.state.ended_by_finishing
         self.replica.end(is_over=is_over)
         for jobs in self._jobs:
             jobs.put(None)
-        for thread in self._merge_threads:
-            _join(thread)
+        own, *others = self._merge_threads
+        _join(own)
+        for thread in others:
+            _join(thread, max(0.0, until_s - time.monotonic()))
         self._announcer.end_commits()
         _join(self._commits_thread)
         self._inbox.close()  # after the last durable commit was queued
@@ -261,7 +264,7 @@ class SyncerService:
         self._announcer.end_messages()
         _join(self._messages_thread)
         for shard in self._remote:
-            shard.stop(is_over=is_over)
+            shard.stop(is_over=is_over, until_s=until_s)
         self._outbox.close()
 
     def _rest(self, saved: Json) -> None:
@@ -428,7 +431,14 @@ class SyncerService:
             self._snapshot_if_quiet()
 
     def _attachment(self, part: tuple[int, int]) -> Attach:
-        """Return what a shard must know. A thread of the shard."""
+        """Return what a shard must know, when learners may have all decided versions. A thread of the shard.
+
+        Raises:
+            ShardError: another syncer serves the run, or this one has stopped.
+        """
+        self.replica.wait(self._durable.log.last_lsn)
+        if not self.replica.may_announce:
+            raise ShardError("the standby lacks versions that this shard would give to learners")
         with self._board.looking:
             return attachment(self.state, part)
 
@@ -567,9 +577,9 @@ def _stopping() -> TransportError:
     return TransportError("the syncer is stopping; nothing of the call was used; try again")
 
 
-def _join(thread: threading.Thread) -> None:
+def _join(thread: threading.Thread, timeout_s: float | None = None) -> None:
     if thread.ident is not None:
-        thread.join()
+        thread.join(timeout_s)
 
 
 def _json(values: Json) -> bytes:

@@ -352,6 +352,36 @@ def test_failed_rotation_leaves_no_empty_segment(folder: Path, monkeypatch: pyte
     reopened.close()
 
 
+@pytest.mark.parametrize("point", ["append:after_header", "sync:before"])
+def test_what_a_disk_without_truncation_leaves_is_cut_off_before_a_new_segment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    faults, truncate = Faults(), os.ftruncate
+    log = RedoLog(folder, faults=faults)
+    fill(log)
+    log.sync()
+
+    def refuse(fd: int, length: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def write() -> None:
+        log.append({"k": 4}, b"lost")
+        log.sync()
+
+    faults.arm(point, 0, OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(StorageError):
+        write()
+    monkeypatch.setattr(os, "ftruncate", truncate)
+    log.rotate()
+    log.append({"k": 4}, b"a" * 10)
+    log.sync()
+    log.close(sync=False)  # kill -9 while the snapshot is written
+    again = RedoLog(folder)
+    assert [record.lsn for record in again.records(1)] == [1, 2, 3, 4, 5]
+    again.close()
+
+
 def test_sync_reaches_the_disk_once_per_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = RedoLog(folder)
     fsync, calls = os.fsync, []

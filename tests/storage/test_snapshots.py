@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.storage import snapshots
 from lightning_diloco.storage.snapshots import Snapshot, SnapshotStore
 from tests.storage import faults
 from tests.storage.faults import Crash, Faults
@@ -113,7 +114,8 @@ def test_old_snapshot_goes_only_after_the_new_one_is_durable(tmp_path: Path, mon
     store.write(9, {"seed": 2}, tensors(2))
     old, new, root = f"{7:020d}", f"{9:020d}", tmp_path.name
     files = [f"tensors-{stem}.safetensors" for stem, _ in tensors(2)] + ["state.json", "B2SUMS", f"{new}.partial"]
-    assert done == [f"fsync {name}" for name in files] + ["rename", f"fsync {root}", f"remove {old}", f"fsync {root}"]
+    removal = ["rename", f"remove {old}.partial", f"fsync {root}"]
+    assert done == [f"fsync {name}" for name in files] + ["rename", f"fsync {root}", *removal]
 
 
 @pytest.mark.parametrize("name", ["state.json", "tensors-fragment-0001.safetensors", "B2SUMS"])
@@ -133,6 +135,25 @@ def test_damage_is_named(tmp_path: Path, name: str, damage: str) -> None:
     with pytest.raises(CorruptLogError, match=r"safetensors|state.json|B2SUMS") as caught:
         is_that_of(store.latest(), 1)
     assert "the snapshot is damaged; restore its directory from a backup" in str(caught.value)
+
+
+def test_crash_while_removing_the_old_one_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SnapshotStore(tmp_path)
+    store.write(1, {"seed": 1}, tensors(1))
+
+    def remove_one_file(path: Path) -> None:
+        if path.exists():
+            next(path.glob("tensors-*")).unlink()
+            raise Crash
+
+    monkeypatch.setattr(snapshots, "remove_tree", remove_one_file)
+    with pytest.raises(Crash):
+        store.write(2, {"seed": 2}, tensors(2))
+    monkeypatch.undo()
+    again = SnapshotStore(tmp_path)
+    assert again.lsns() == [2]
+    assert is_that_of(again.oldest(), 2)
+    assert [path.name for path in tmp_path.iterdir()] == [again.path(2).name]
 
 
 def test_full_disk_keeps_the_old_one(tmp_path: Path) -> None:

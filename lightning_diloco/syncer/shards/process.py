@@ -172,7 +172,10 @@ class ShardProcess:
             if self._ending.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
-            self._process, started_s = self._started(), time.monotonic()
+            try:
+                self._process, started_s = self._started(), time.monotonic()
+            except OSError as error:  # no memory for a process, for example
+                log.error("%s cannot be started: %s; it is tried again", self.shard.name, error)
 
 
 def parsed_part(text: str) -> tuple[int, int]:

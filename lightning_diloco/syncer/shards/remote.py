@@ -77,7 +77,6 @@ class RemoteShard:
         self._commands: queue.SimpleQueue[ask.Request | None] = queue.SimpleQueue()
         self._admitted: ask.Admitted | None = None
         self._generation: int | None = None
-        self._stopping_at_last: threading.Timer | None = None
         self._in_use: dict[int, set[tuple[str, int]]] = {}
         self._later: dict[int, list[actions.DropPayload]] = {}
         self._dropping = threading.Lock()
@@ -122,22 +121,12 @@ class RemoteShard:
             self._threads.append(thread)
             thread.start()
 
-    def stop_within(self, limit_s: float) -> None:
-        """End all calls when this time is over, unless `stop` has ended the threads before."""
-        self._stopping_at_last = threading.Timer(limit_s, self._hang_up)
-        self._stopping_at_last.daemon = True
-        self._stopping_at_last.start()
-
-    def _hang_up(self) -> None:
-        self._is_stopping.set()
-        if self._connection is not None:
-            self._connection.close()
-
-    def stop(self, *, is_over: bool) -> None:
-        """End the threads.
+    def stop(self, *, is_over: bool, until_s: float) -> None:
+        """End the threads. A call that the shard does not answer is left alone.
 
         Args:
             is_over: the run has finished, so the shard ends, too.
+            until_s: time (monotonic) after which a thread is not waited for.
         """
         if is_over:
             self.is_over = True
@@ -145,11 +134,11 @@ class RemoteShard:
                 self._call(ask.Over(), CALL_S)
         self._attached.clear()
         self._commands.put(None)
-        self._hang_up()
+        self._is_stopping.set()
+        if self._connection is not None:
+            self._connection.close()
         for thread in self._threads:
-            thread.join()
-        if self._stopping_at_last is not None:
-            self._stopping_at_last.cancel()
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     # --------------------------------------------------------------------------------------------------------- threads
 

@@ -20,11 +20,12 @@ Number = float | Text  # "inf" and "nan", which JSON has no numbers for
 
 
 class Position(Value, frozen=True):
-    """The version of a fragment that the run's log has decided."""
+    """The version of a fragment that the run's log has decided, and its digest; "" if it is not known."""
 
     fragment: Count
     generation: Count
     version: Count
+    digest: Text = ""
 
 
 class Admitted(Value, frozen=True):

@@ -14,10 +14,11 @@ from pathlib import Path
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.protocol import codec
 from lightning_diloco.storage.files import make_directory
+from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
 from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.anchors import fragments_of
-from lightning_diloco.syncer.shards.layout import num_shards_of, write_num_shards
+from lightning_diloco.syncer.shards.layout import directory_of, num_shards_of, write_num_shards
 from lightning_diloco.syncer.shards.whole import opened_run
 from lightning_diloco.syncer.standby.replica import has_standby
 
@@ -73,6 +74,11 @@ def deal_anew(run_dir: Path, num_shards: int) -> None:
             raise ConfigError(
                 f"--shards {num_shards}: the run in {run_dir} has {len(whole.mine)} fragments; each shard needs one"
             )
+        # Above all old records: the shard of a standby that comes back must see that its place is gone.
+        old = [RedoLog(directory_of(run_dir, k) / "log") for k in range(1, num_shards_of(run_dir))]
+        after = max([durable.log.last_lsn, *(each.last_lsn for each in old)]) + 1
+        for each in old:
+            each.close()
         copy = replacement.begin(run_dir)
         make_directory(copy / "shards")
         if whole is None or state.manifest is None:
@@ -82,7 +88,8 @@ def deal_anew(run_dir: Path, num_shards: int) -> None:
                 numbers, tensors = whole.freeze(fragments_of((k, num_shards), len(whole.mine)))
                 about = {"machine": codec.dump(state.saved())} if k == 0 else {"part": [k, num_shards]}
                 about |= {"manifest": state.manifest, "anchors": numbers}
-                directory, lsn = (copy, durable.log.last_lsn) if k == 0 else (copy / "shards" / str(k), 0)
+                directory = copy if k == 0 else copy / "shards" / str(k)
+                lsn = durable.log.last_lsn if k == 0 else after
                 SnapshotStore(directory / "snapshot").write(lsn, about, tensors)
                 replacement.begin_log(directory / "log", lsn + 1)
         write_num_shards(copy, num_shards)

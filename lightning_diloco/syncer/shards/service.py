@@ -25,7 +25,14 @@ from torch import Tensor
 from lightning_diloco.config import PROTOCOL_VERSION, RunConfig
 from lightning_diloco.core.buffers import bytes_of
 from lightning_diloco.core.encoded import Measured
-from lightning_diloco.errors import AuthError, ConfigError, CorruptMessageError, RestoringError, TransportError
+from lightning_diloco.errors import (
+    AuthError,
+    ConfigError,
+    CorruptLogError,
+    CorruptMessageError,
+    RestoringError,
+    TransportError,
+)
 from lightning_diloco.protocol import codec, messages
 from lightning_diloco.protocol.syncer.proofs import proof_of_version
 from lightning_diloco.storage.files import Faults, no_faults
@@ -338,8 +345,10 @@ class ShardService:
                 )
             else:
                 self._disk.settle(positions)
+                self._check_digests(request.positions)
                 if (generation := max(each.generation for each in request.positions)) != self._disk.generation:
                     self._disk.regenerate(generation)
+            self._disk.snapshot_if_due()  # while the syncer's disk is full, each attempt leaves a gradient in the log
             self._own.anchors = self._disk.anchors
             self._admit(ask.Admit(request.admitted))
             digests = {} if self._own.anchors is None else _digests(self._own.anchors)
@@ -347,6 +356,20 @@ class ShardService:
             self._origin.wake()
         log.info("shard %d of %d works for run %s", *self.part, request.run)
         return Bulk({"digests": digests}, _EMPTY)
+
+    def _check_digests(self, positions: Sequence[ask.Position]) -> None:
+        """Check the values of the versions that `ShardStore.settle` has installed.
+
+        Raises:
+            CorruptLogError: they are not those of the run.
+        """
+        for each in positions:
+            found = self._disk.anchors.anchor(each.fragment).digest if self._disk.anchors else ""
+            if each.digest not in ("", found):
+                raise CorruptLogError(
+                    f"shard {self.part[0]} has other values of fragment {each.fragment}, version {each.version}, than "
+                    "the run; restore the syncer's directory and those of all shards as of one moment"
+                )
 
     def _admit(self, request: ask.Admit) -> Bulk:
         with self._changing:
@@ -357,6 +380,7 @@ class ShardService:
 
     def _drop(self, request: ask.Drop) -> Bulk:
         self._desk.drop(request.session, request.fragment, request.seq)
+        self._desk.prune(self)
         self._disk.snapshot_if_due()  # drops follow each commit
         return Bulk({}, _EMPTY)
 

@@ -66,6 +66,8 @@ def read_shard(run_dir: Path, part: tuple[int, int], state: SyncerState) -> Anch
             raise no_files(run_dir, part[0])
         fragments = state.rounds.fragments
         shard.settle({p: fragments[p].version for p in fragments_of(part, len(fragments))})
+        if state.rounds.generation != shard.generation:  # it was away when this generation began
+            shard.regenerate(state.rounds.generation)
         return shard.anchors
     finally:
         shard.close()

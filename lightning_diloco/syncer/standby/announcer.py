@@ -80,7 +80,8 @@ class Announcer:
         """Pass on commits until `end_commits`. Meanwhile, the merge thread computes the next one."""
         while (made := self._commits.get()) is not None:
             self._replica.wait(made.lsn)
-            self._install(made)
+            if self._replica.may_announce:  # otherwise learners would get a version that the standby lacks
+                self._install(made)
 
     def run_messages(self) -> None:
         """Send messages until `end_messages`. Meanwhile, the loop thread decides more."""

@@ -93,6 +93,9 @@ class Origin:
         if not path.is_relative_to(self._root.resolve()) or not path.is_file():
             raise CorruptLogError(f"{name!r} is not, or no longer, a file of this run; begin the copy again")
         with path.open("rb") as file:
+            if not path.is_relative_to(self._snapshots.resolve()):  # it may be shortened, as the tape after an error
+                file.seek(start)
+                return memoryview(file.read())
             size = path.stat().st_size
             whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
         return whole[start:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from lightning_diloco.syncer.shards.whole import read_run
 from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk, Json
 from tests.learner.fleet import KEY, Fleet, finish
+from tests.syncer.shards.test_copying import MINE, Primary
 
 
 @pytest.mark.parametrize("text", ["0/2", "2/2", "3/2", "1", "1/", "/2", "-1/2", "one/2", "1/2/3"])
@@ -139,3 +141,24 @@ def test_start_values_that_come_to_the_wrong_process_are_refused() -> None:
     header = {"what": "seed", "session": "s0", "lease": 1, "fragment": 0}
     with pytest.raises(CorruptMessageError, match="fragment 0, which is not held here"):
         desk.take_seed("s0", Bulk(header, memoryview(bytes(8))), ("s0", 1))
+
+
+def test_a_gradient_that_was_withdrawn_later_is_not_taken_for_that_of_the_run(tmp_path: Path) -> None:
+    """A backup of a shard may hold the version that the run has, with other values."""
+    primary, p = Primary(tmp_path / "shard"), MINE[0]
+    primary.seed()
+    primary.prepare(p)
+    shutil.copytree(tmp_path / "shard", tmp_path / "backup")
+    primary.withdraw()
+    primary.prepare(p)
+    primary.decide(p)
+    positions = [
+        {"fragment": q, "generation": 0, "version": version, "digest": primary.digests[q, version]}
+        for q, version in primary.versions.items()
+    ]
+    primary.service.stop()
+    for directory, said in (("backup", "shard 1 has other values of fragment 1, version 1"), ("shard", "")):
+        shard = ShardService(tmp_path / directory, (1, 2), KEY)
+        with pytest.raises(CorruptLogError, match=said) if said else nullcontext():
+            attach(shard, positions=positions)
+        shard.stop()

@@ -19,7 +19,7 @@ from lightning_diloco.syncer.shards.layout import directory_of, num_shards_of
 from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.shards.whole import read_run
 from lightning_diloco.transport.address import JoinAddress, write_join_file
-from tests.learner.fleet import RUN, Fleet, assert_exact, finish
+from tests.learner.fleet import RUN, Fleet, assert_exact, finish, until
 from tests.syncer.shards.test_shards import SIX
 from tests.syncer.test_replay import content, flip
 
@@ -202,3 +202,42 @@ def test_what_stands_in_the_way_of_another_number_is_said(run_dir: Path) -> None
     assert content(run_dir) == before
     with Fleet(run_dir, num_shards=NUM_SHARDS), pytest.raises(StorageError, match="in use by another syncer"):
         settle_num_shards(run_dir, 2)
+
+
+@pytest.mark.seconds
+def test_a_shard_that_was_away_at_a_new_generation_is_dealt_in_that_generation(tmp_path: Path) -> None:
+    with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
+        learners = [fleet.learner(name).go() for name in ("l0", "l1")]
+        fleet.until_commits(12)
+        fleet.shards[0].crash()
+        until(lambda: fleet.service.missing, "the syncer to notice")
+        with fleet.service._board.looking:
+            fleet.service.state._outlived = 0  # as if a learner had proved a lost version
+        until(lambda: fleet.service.state.rounds.generation == 1, "a new generation")
+        for learner in learners:
+            learner.wire.is_cut = True
+        fleet.crash()
+    with Fleet(tmp_path, num_shards=1, run_options=SIX) as fleet:
+        assert [fleet.service._store.anchor(p).generation for p in range(6)] == [1] * 6
+        learners = [fleet.learner(name).go() for name in ("l2", "l3")]
+        before = fleet.versions
+        until(lambda: all(b > a for a, b in zip(before, fleet.versions, strict=True)), "commits of all fragments")
+        finish(*learners)
+
+
+@pytest.mark.seconds
+def test_a_copy_of_a_shard_finds_no_records_of_another_deal(tmp_path: Path) -> None:
+    """A standby that was away follows the shards again after their number was changed twice."""
+
+    def train(num_shards: int) -> tuple[int, int]:
+        with Fleet(tmp_path, num_shards=num_shards, run_options=SIX) as fleet:
+            learner = fleet.learner("l0").go()
+            fleet.until_commits(12)
+            finish(learner)
+            fleet.stop()
+            log = fleet.shards[0].service._disk.log
+            return log.first_lsn, log.last_lsn
+
+    copied = train(2)[1]
+    train(3)
+    assert train(2)[0] > copied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -145,7 +146,7 @@ class Syncer:
 
     def close(self) -> None:
         for shard in self.remote:
-            shard.stop(is_over=False)
+            shard.stop(is_over=False, until_s=time.monotonic() + 10.0)
         for service in self.services:
             service.stop()
         self.durable.close()

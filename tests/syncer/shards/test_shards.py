@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import errno
+import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.protocol.syncer import rounds
 from lightning_diloco.syncer import service
-from lightning_diloco.syncer.shards import remote
+from lightning_diloco.syncer.shards import process, remote
 from lightning_diloco.syncer.shards import store as shard_store
+from lightning_diloco.syncer.shards.layout import tell_token
 from lightning_diloco.syncer.shards.remote import RemoteShard
+from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.base import Bulk
 from tests.learner.fleet import OPTIONS, Fleet, Learner, assert_exact, finish, until
 from tests.storage.faults import POINTS, Faults
@@ -269,3 +274,69 @@ def test_a_new_generation_reaches_a_shard_that_was_away(tmp_path: Path) -> None:
         assert_exact(fleet.stop())
         last = next(learner for learner in learners if learner.is_last)
         assert last.digests() == fleet.digests()
+
+
+@pytest.mark.seconds
+def test_the_log_of_a_shard_stays_short_while_the_disk_of_the_syncer_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "RETRY_S", 0.05)
+    monkeypatch.setattr(rounds, "RETRY_COMMIT_S", 0.05)
+    monkeypatch.setattr(shard_store, "MIN_LOG_BYTES", 0)
+    disk = FullDisk("append:before")
+    with Fleet(tmp_path, num_shards=2, run_options=SIX, faults=disk) as fleet:
+        learners = [fleet.learner(name).go() for name in ("l0", "l1")]
+        fleet.until_commits(12)
+        shard = fleet.shards[0].service._disk
+        disk.is_full = True
+        before = shard.log.last_lsn
+        until(lambda: shard.log.last_lsn > before + 60, "outer gradients that are withdrawn")
+        assert shard.log.nbytes < 2.5 * shard.anchors.nbytes
+        disk.is_full = False
+        fleet.until_commits(12)
+        end(fleet, *learners)
+
+
+@pytest.mark.seconds
+def test_a_shard_whose_disk_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "SHARD_S", 1.0)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(point: str) -> None:
+        if point == "sync:before" and hangs.is_set():
+            hangs.clear()
+            assert goes_on.wait(60.0)
+
+    with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
+        fleet.shards[0].restart(faults=hang)
+        learners = [fleet.learner(name).go() for name in ("l0", "l1")]
+        fleet.until_commits(12)
+        hangs.set()
+        until(lambda: not hangs.is_set(), "a write that hangs")
+        before_s = time.monotonic()
+        fleet.stop()
+        assert time.monotonic() - before_s < 20.0
+        goes_on.set()
+        fleet.restart()
+        fleet.until_commits(12)
+        end(fleet, *learners)
+
+
+def test_a_shard_that_cannot_be_started_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell_token(tmp_path, 1, JoinAddress("127.0.0.1", 1, "run", "token", "0" * 64))
+    popen, fails = subprocess.Popen, [False]
+
+    def start(argv: list[str], **options: Any) -> Any:
+        if fails[0]:
+            fails[0] = False
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return popen(["sleep", "100"], **options)
+
+    monkeypatch.setattr(process, "AGAIN_S", 0.01)
+    monkeypatch.setattr(process.subprocess, "Popen", start)
+    shard = process.ShardProcess(tmp_path, (1, 2), "127.0.0.1:0", "k")
+    shard.start()
+    fails[0], first = True, shard._process
+    first.kill()
+    until(lambda: shard._process is not first and shard._process.poll() is None, "the second attempt")
+    shard.stop()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lightning_diloco.errors import ShardError
 from lightning_diloco.protocol import actions, codec, messages
 from lightning_diloco.protocol.syncer import records
 from lightning_diloco.syncer.merge_worker import DurableCommit
 from lightning_diloco.syncer.service import SyncerOptions, SyncerService
-from lightning_diloco.syncer.standby import announcer
-from lightning_diloco.syncer.standby.requests import STANDBY, HaveLog
+from lightning_diloco.syncer.standby import announcer, replica
+from lightning_diloco.syncer.standby.requests import STANDBY, HaveLog, TookOver
 
 KEY = "key"
 
@@ -148,3 +150,48 @@ def test_a_bounded_number_of_messages_waits(primary: Primary, monkeypatch: pytes
     primary.wait_for(1, 2, 3, 4)
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("end", ["takeover", "stop"])
+def test_a_commit_that_the_standby_lacks_is_not_installed(
+    primary: Primary, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Otherwise a shard in another process would give learners a version that the new primary lacks."""
+    monkeypatch.setattr(replica, "LAST_WAIT_S", 0.0)
+    installed: list[DurableCommit] = []
+    primary.service._announcer._install = installed.append
+    primary.standby_has(primary.lsn)
+    commits = []
+    for _ in range(3):
+        lsn = primary.service._durable.write({"kind": "CommitRecord"}, b"x")
+        commits.append(DurableCommit(lsn, None, None, None, (), None))  # type: ignore[arg-type]
+        primary.service._announcer.commit(commits[-1])
+    primary.standby_has(commits[1].lsn)
+    deadline_s = time.monotonic() + 10.0
+    while len(installed) < 2:
+        assert time.monotonic() < deadline_s
+    if end == "takeover":
+        request = codec.dump(TookOver("127.0.0.1:1", 1, commits[1].lsn))
+        primary.service.on_get({"what": STANDBY, "key": KEY, "request": request, "mark": "2"})
+    primary.service.abandon()
+    assert installed == commits[:2]
+
+
+def test_a_shard_is_attached_when_the_standby_has_what_it_gives_to_learners(
+    primary: Primary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "LAST_WAIT_S", 0.0)
+    primary.standby_has(primary.lsn)
+    lsn = primary.service._durable.write({"kind": "CommitRecord"}, b"decided")
+    said: list[object] = []
+    thread = threading.Thread(target=lambda: said.append(primary.service._attachment((1, 2))))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive()
+    primary.standby_has(lsn)
+    thread.join(10.0)
+    assert len(said) == 1
+    primary.service._durable.write({"kind": "CommitRecord"}, b"another")
+    primary.service.abandon()
+    with pytest.raises(ShardError, match="the standby lacks"):
+        primary.service._attachment((1, 2))
