@@ -208,7 +208,10 @@ def rows(found: dict[str, Any], usual: dict[str, Any]) -> list[dict[str, str]]:
         found: stored results of this benchmark.
         usual: stored results of `quality.py`.
     """
-    usual = {kind: [one for one in usual[kind] if one["model"] == "recipe"] for kind in ("data_parallel", "anchors")}
+    usual = {
+        kind: [one for one in usual[kind] if (one["model"], one["optimizer"]) == ("recipe", "adamw")]
+        for kind in ("data_parallel", "anchors")
+    }
     gaps: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for task in sorted({_task(trial) for trial in found["trials"]}):
         size, learners, period, steps, _ = task

@@ -35,7 +35,7 @@ from tests.bench.trials import outcomes
 Trial = dict[str, Any]
 
 RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "outer_lr", "outer_momentum", "merge", "wire")
-TASK = ("model", "text_mb", "batch_size", "learners", "steps")
+TASK = ("model", "text_mb", "optimizer", "batch_size", "learners", "steps")
 KEYS = (*TASK, *RUN_OPTIONS, "align", "lr", "together")
 MODELS: dict[str, dict[str, int]] = {
     "recipe": {},  # 0.12M parameters
@@ -122,7 +122,7 @@ def _tiny(recipe: Path, trial: Trial) -> Tiny:
     config = Tiny(recipe).recipe["model"]["init_args"]["config"]
     model = {"lr": trial["lr"], "config": config | MODELS[trial["model"]]}
     data = {"batch_size": trial["batch_size"], "max_bytes": round(trial["text_mb"] * 1e6)}
-    return Tiny(recipe, model=model, data=data)
+    return Tiny(recipe, model=model, data=data, optimizer=trial["optimizer"])
 
 
 def _baseline(recipe: Path, trial: Trial) -> Trial:
@@ -210,6 +210,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--baseline-lr", type=float, nargs="+", help="of data parallel; default: the same")
     options.add_argument("--model", choices=MODELS, nargs="+", default=["recipe"])
     options.add_argument("--text-mb", type=float, nargs="+", default=[tiny.text_mb], help="megabytes of text")
+    options.add_argument("--optimizer", choices=("adamw", "muon"), nargs="+", default=["adamw"])
     options.add_argument("--batch-size", type=int, nargs="+", default=[tiny.batch_size])
     options.add_argument("--learners", type=int, nargs="+", default=[2])
     options.add_argument("--steps", type=int, nargs="+", default=[tiny.num_steps])

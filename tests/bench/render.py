@@ -30,14 +30,16 @@ def _checks(found: Results) -> str:
 
 
 def _losses(found: Results) -> str:
-    """Return a table of the runs with default options, one of larger models, and one of all others."""
+    """Return a table of the runs with default options, and one each of larger models, of Muon, and of all others."""
     rows = sorted(quality.compared(found), key=_by_task)
-    usual, larger, other = ([row for row in rows if _kind(row) == kind] for kind in ("usual", "larger", "other"))
-    tables = (usual, ()), (larger, ("model", "learners", "steps")), (other, ())
-    return "\n\n".join(quality.summary(some, always) for some, always in tables if some)
+    always = {"usual": (), "larger": ("model", "learners", "steps"), "muon": ("optimizer", "learners"), "other": ()}
+    tables = [([row for row in rows if _kind(row) == kind], shown) for kind, shown in always.items()]
+    return "\n\n".join(quality.summary(some, shown) for some, shown in tables if some)
 
 
 def _kind(row: dict[str, Any]) -> str:
+    if row["optimizer"] != "adamw":
+        return str(row["optimizer"])
     if row["model"] != "recipe":
         return "larger"
     usual = Tiny().strategy | {

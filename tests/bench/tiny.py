@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_diloco.hf import CausalLM, TextData
 from lightning_diloco.strategy.data.split import split
+from tests.bench.muon import MuonAdamW
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "gpt.yaml"
 Batch = dict[str, Tensor]
@@ -42,10 +43,18 @@ class Tiny:
         path: path of the recipe.
         model: overrides of model options.
         data: overrides of data options.
+        optimizer: "adamw" as in the recipe, or "muon"; see `muon.py`.
     """
 
-    def __init__(self, path: Path = RECIPE, *, model: dict[str, Any] | None = None, data: dict[str, Any] | None = None):
-        self.path = path
+    def __init__(
+        self,
+        path: Path = RECIPE,
+        *,
+        model: dict[str, Any] | None = None,
+        data: dict[str, Any] | None = None,
+        optimizer: str = "adamw",
+    ) -> None:
+        self.path, self._optimizer = path, optimizer
         self.recipe = yaml.safe_load(path.read_text())
         self._model = {**self.recipe["model"]["init_args"], **(model or {})}
         self._data = {**self.recipe["data"]["init_args"], **(data or {})}
@@ -111,21 +120,24 @@ class Tiny:
         """
         L.seed_everything(seed, verbose=False)
         module = CausalLM(**copy.deepcopy(self._model))
-        return Trainee(module, self.data, num_steps, self.recipe["trainer"]["gradient_clip_val"])
+        is_muon = self._optimizer == "muon"
+        return Trainee(module, self.data, num_steps, self.recipe["trainer"]["gradient_clip_val"], is_muon=is_muon)
 
 
 class Trainee:
     """A model that is trained one step at a time."""
 
-    def __init__(self, module: CausalLM, data: TextData, num_steps: int, clip: float) -> None:
+    def __init__(self, module: CausalLM, data: TextData, num_steps: int, clip: float, *, is_muon: bool = False) -> None:
         self.module, self._data, self._clip = module, data, clip
         self._trainer = _Trainer(num_steps, data)
         module._trainer = self._trainer  # type: ignore[assignment]
         module.log = lambda *_, **__: None  # type: ignore[method-assign]
         module.configure_model()
-        configured = module.configure_optimizers()
-        self._optimizer = configured["optimizer"]
-        self._schedule = configured["lr_scheduler"]["scheduler"]
+        options = module.hparams
+        self._optimizer = module.configure_optimizers()["optimizer"]
+        if is_muon:
+            self._optimizer = MuonAdamW(module, options.lr, options.weight_decay, tuple(options.betas))
+        self._schedule = module._schedule(self._optimizer)
 
     def step(self, batch: Batch) -> int:
         """One inner step; returns the batch's tokens."""
