@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
@@ -20,6 +21,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import Module
 from torch.nn import functional as F
 from torchmetrics import Metric
 from transformers import (
@@ -194,7 +196,7 @@ class CausalLM(L.LightningModule):
 
 
 class _TokenLoss(Metric):
-    """Nats per token over batches and ranks.
+    """Nats per token over batches and ranks, summed in float32 whatever the module's dtype.
 
     MeanMetric of torchmetrics does not fit: it checks for NaN on the host in every step, and without that check it
     ignores the weights.
@@ -204,7 +206,7 @@ class _TokenLoss(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("nats", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("nats", torch.tensor(0.0, dtype=torch.float32), dist_reduce_fx="sum")
         self.add_state("num_tokens", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, nats: Tensor, num_tokens: Tensor) -> None:
@@ -213,6 +215,10 @@ class _TokenLoss(Metric):
 
     def compute(self) -> Tensor:
         return self.nats / self.num_tokens
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = ()) -> Module:
+        """Move the states, and keep their dtype: precision="bf16-true" casts the whole module."""
+        return super()._apply(lambda t: fn(t).to(t.dtype), exclude_state)
 
 
 class _Perplexity(_TokenLoss):

@@ -73,6 +73,16 @@ def test_validation_counts_every_token_once(tmp_path: Path, config: dict[str, An
     assert result["val/perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_validation_sums_in_float32_when_the_module_is_cast(dtype: torch.dtype) -> None:
+    model = _built().to(dtype)  # as Lightning does for precision="bf16-true" and "16-true"
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    for metric, expected in [(model.val_loss, 4.161), (model.val_perplexity, math.exp(4.161))]:
+        for _ in range(100):
+            metric.update(torch.tensor(4161.0), torch.tensor(1000))  # the sum is above float16's largest value
+        assert metric.compute().item() == pytest.approx(expected, rel=1e-4)
+
+
 def test_vocabulary_comes_from_the_data_and_stays_in_the_checkpoint(
     tmp_path: Path, texts: Path, cache_dir: Path
 ) -> None:
