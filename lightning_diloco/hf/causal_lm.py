@@ -35,6 +35,7 @@ from transformers import (
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf import adapters
+from lightning_diloco.hf.families import check_causal
 from lightning_diloco.hf.hub import fetched
 from lightning_diloco.strategy.trainer.lr_schedules import FleetTokenLR, warmup_cosine
 
@@ -103,7 +104,7 @@ class CausalLM(L.LightningModule):
         """Build the model once; Lightning calls this before training and before it loads a checkpoint.
 
         Raises:
-            ConfigError: the vocabulary size is unknown, or smaller than the tokenizer's.
+            ConfigError: the vocabulary size is unknown, or smaller than the tokenizer's; or the model is not causal.
         """
         if self.model is not None:
             return
@@ -111,6 +112,7 @@ class CausalLM(L.LightningModule):
         if self.hparams.config is not None:
             self.hparams["config"] = _completed(self.hparams.config, tokenizer)
         model = self._build().train()  # from_pretrained returns eval mode, and Lightning keeps the mode
+        check_causal(model.config)
         if model.loss_type is None:  # a class name that transformers cannot read, such as GPT2LMHeadModel
             model.loss_type = "ForCausalLM"
         if tokenizer is not None:
