@@ -116,12 +116,19 @@ def _save_transformers(model: Any, tokenizer: PreTrainedTokenizerBase | None, fo
         if hasattr(model, "merge_and_unload"):
             model.save_pretrained(folder / ADAPTER)
             model = model.merge_and_unload()
-        model.config.use_cache = True  # off for training, but needed for generation
+        _prepare_for_generation(model)
         model.save_pretrained(folder)
     finally:
         bars.enable_progress_bar()
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _prepare_for_generation(model: Any) -> None:
+    """Turn the cache on, which is off for training, in both configs of a transformers model."""
+    model.config.use_cache = True
+    if getattr(model, "generation_config", None) is not None:  # transformers copied the value when it built the model
+        model.generation_config.use_cache = True
 
 
 def _save_checkpoint(module: L.LightningModule, path: Path) -> None:

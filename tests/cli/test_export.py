@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,12 @@ def test_the_folder_opens_with_the_anchor_of_snapshot_and_log(run: Run, tmp_path
     assert all(same(found[name.removeprefix("model.")], value) for name, value in run.anchor.items())
     assert any(not torch.equal(run.started[name], value) for name, value in run.anchor.items())
     assert model.config.use_cache
+
+
+def test_the_exported_model_generates_with_a_cache(run: Run, tmp_path: Path) -> None:
+    assert export(run, tmp_path / "out") == 0
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text()).get("use_cache", True) is True
 
 
 def test_tied_weights_are_stored_once_and_tied_again(run: Run, tmp_path: Path) -> None:
