@@ -43,6 +43,7 @@ Schedule = Literal["cosine", "constant"]
 Batch = dict[str, Tensor]
 
 IGNORED_LABEL = -100
+ROUTER_LOGITS = "output_router_logits"  # the option with which a mixture of experts computes its balancing term
 
 
 class CausalLM(L.LightningModule):
@@ -56,6 +57,7 @@ class CausalLM(L.LightningModule):
         name: hub name or local path of a model; give this or `config`.
         config: `model_type` and any other fields of that model's config; the weights are random. Missing
             `vocab_size`, `bos_token_id`, `eos_token_id` and `pad_token_id` come from the datamodule's tokenizer.
+            A mixture of experts trains with its balancing term, unless `output_router_logits` is False.
         from_scratch: with `name`, use only its config and start from random weights.
         adapter: freeze the model and train only this adapter, given as fields of a PEFT config, such as
             {"r": 8, "target_modules": "all-linear"}. The default `peft_type` is LoRA. None: train everything.
@@ -113,6 +115,7 @@ class CausalLM(L.LightningModule):
             self.hparams["config"] = _completed(self.hparams.config, tokenizer)
         model = self._build().train()  # from_pretrained returns eval mode, and Lightning keeps the mode
         check_causal(model.config)
+        _balance_experts(model.config, self.hparams.config)
         if model.loss_type is None:  # a class name that transformers cannot read, such as GPT2LMHeadModel
             model.loss_type = "ForCausalLM"
         if tokenizer is not None:
@@ -258,6 +261,13 @@ def _completed(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
             "set vocab_size in config, or fit with a datamodule such as lightning_diloco.hf.TextData"
         )
     return dict(config)
+
+
+def _balance_experts(config: PreTrainedConfig, given: dict[str, Any] | None) -> None:
+    """Let a mixture of experts add its balancing term to the loss, unless the given config says otherwise."""
+    decoder = config.get_text_config()
+    if hasattr(decoder, ROUTER_LOGITS) and ROUTER_LOGITS not in (given or {}):
+        setattr(decoder, ROUTER_LOGITS, True)
 
 
 def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

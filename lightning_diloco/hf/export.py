@@ -26,6 +26,7 @@ from transformers.utils import logging as bars
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.blueprint import default_dtype, instantiate
+from lightning_diloco.hf.causal_lm import ROUTER_LOGITS
 from lightning_diloco.hf.recipe import parse
 from lightning_diloco.strategy.anchor import anchor_values, put_anchor, read_anchor
 
@@ -125,10 +126,13 @@ def _save_transformers(model: Any, tokenizer: PreTrainedTokenizerBase | None, fo
 
 
 def _prepare_for_generation(model: Any) -> None:
-    """Turn the cache on, which is off for training, in both configs of a transformers model."""
+    """Turn the cache on, which is off for training, in both configs, and the balancing term of experts off."""
     model.config.use_cache = True
     if getattr(model, "generation_config", None) is not None:  # transformers copied the value when it built the model
         model.generation_config.use_cache = True
+    decoder = model.config.get_text_config()
+    if hasattr(decoder, ROUTER_LOGITS):
+        setattr(decoder, ROUTER_LOGITS, False)
 
 
 def _save_checkpoint(module: L.LightningModule, path: Path) -> None:

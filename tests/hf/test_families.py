@@ -1,13 +1,16 @@
 """Which models `CausalLM` trains: those whose logits do not depend on later tokens, with shifted labels."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoConfig
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf import CausalLM
+from lightning_diloco.hf.export import _save_transformers
 
 IDS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 SIZES = {**IDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -43,6 +46,21 @@ def test_a_model_that_is_built_sees_no_later_token_and_shifts_its_labels(config:
     aux = getattr(output, "aux_loss", None)
     balancing = 0.0 if aux is None else model.model.router_aux_loss_coef * aux
     torch.testing.assert_close(output.loss, expected + balancing)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_a_mixture_of_experts_trains_with_its_balancing_term_and_is_exported_without(kind: str, tmp_path: Path) -> None:
+    config = {"model_type": kind, **SIZES, "num_key_value_heads": 1}
+    tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
+    model = _built(config)
+    output = model(input_ids=tokens, labels=tokens)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert model.model.router_aux_loss_coef * output.aux_loss > 1e-4
+    torch.testing.assert_close(output.loss, expected + model.model.router_aux_loss_coef * output.aux_loss)
+    _save_transformers(model.model, None, tmp_path)
+    assert not AutoConfig.from_pretrained(tmp_path).output_router_logits
+
+    assert _built({**config, "output_router_logits": False})(input_ids=tokens, labels=tokens).aux_loss is None
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
