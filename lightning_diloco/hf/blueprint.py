@@ -153,7 +153,9 @@ def _without_data(options: dict[str, Any], data: dict[str, Any]) -> dict[str, An
             "plan; set vocab_size in model.config to at least the tokenizer's number of tokens"
         )
     if (config := options.get("config")) is not None and "vocab_size" not in config:
-        options["config"] = {"vocab_size": data["vocab_size"], **config}
+        # None, because the defaults of a family, such as phi3, may lie outside of this vocabulary.
+        special = {f"{kind}_token_id": None for kind in ("bos", "eos", "pad")}
+        options["config"] = {"vocab_size": data["vocab_size"], **special, **config}
     return options
 
 

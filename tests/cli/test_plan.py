@@ -122,6 +122,20 @@ def test_a_wrong_recipe_is_refused_with_what_is_meant(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["phi3", "glm"])  # their default pad_token_id is above 512
+def test_a_vocabulary_below_the_family_s_special_tokens_can_be_planned(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, head_dim: 16"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {class_path: lightning_diloco.hf.CausalLM, init_args: {config: "
+        f"{{model_type: {kind}, num_key_value_heads: 2, {sizes}}}}}}}\n"
+        "data: {class_path: lightning_diloco.hf.TextData, init_args: {vocab_size: 512}}\n"
+    )
+    assert plan(capsys, str(recipe))["parameters"] > 2 * 512 * 32
+
+
 def test_an_unknown_vocabulary_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "recipe.yaml"
     tokenizer = "max_bytes: 4000000\n    tokenizer: some/where"
