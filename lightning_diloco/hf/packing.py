@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.corpus import TEXT, Corpus
+from lightning_diloco.hf.folders import hash_of, tokenizer_files
 from lightning_diloco.hf.hub import fetched
 
 if TYPE_CHECKING:
@@ -60,8 +61,14 @@ class PackingOptions:
 
 
 def prepared_dir(cache_dir: Path, corpus: Corpus, options: PackingOptions) -> Path:
-    """Return the folder for these tokens; its name is a hash of the corpus and all options."""
-    identity = json.dumps([_FORMAT, corpus.fingerprint(), asdict(options)], sort_keys=True)
+    """Return the folder for these tokens; its name is a hash of the corpus and all options.
+
+    A tokenizer in a local folder counts by the content of its files, wherever the folder is.
+    """
+    values = asdict(options)
+    if options.tokenizer is not None and Path(options.tokenizer).is_dir():
+        values["tokenizer"] = hash_of(tokenizer_files(Path(options.tokenizer)))
+    identity = json.dumps([_FORMAT, corpus.fingerprint(), values], sort_keys=True)
     return cache_dir / hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
 

@@ -165,6 +165,22 @@ def test_a_pretrained_tokenizer_is_used_as_it_is(texts: Path, cache_dir: Path, t
     assert data.tokenizer.get_vocab() == trained.get_vocab()
 
 
+def test_a_local_tokenizer_counts_by_its_content_not_its_place(texts: Path, cache_dir: Path, tmp_path: Path) -> None:
+    trained = _ready(texts, cache_dir).tokenizer
+    folders = [tmp_path / name for name in ("tokenizer", "copy")]
+    for folder in folders:
+        trained.save_pretrained(folder)
+        (folder / "model.safetensors").write_text(folder.name)  # weights beside a tokenizer do not count
+    one, copy = (_data(texts, cache_dir, tokenizer=str(folder))._directory for folder in folders)
+    assert one == copy
+
+    trained.add_tokens(["marker"])
+    trained.save_pretrained(folders[0])  # in place
+    data = _ready(texts, cache_dir, tokenizer=str(folders[0]))
+    assert data._directory != one
+    assert data.tokenizer.get_vocab() == trained.get_vocab()
+
+
 def test_a_tokenizer_without_an_end_token_is_refused(texts: Path, cache_dir: Path, tmp_path: Path) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
     bare.save_pretrained(tmp_path / "bare")
