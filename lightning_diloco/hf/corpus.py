@@ -1,7 +1,8 @@
 """Sources of documents: local files, the hub, or the sources of the Python standard library.
 
 1. All files are located before any work begins. The error names all missing files.
-2. A corpus has a fingerprint without being loaded. For files it depends on content and order, not on their location.
+2. A corpus has a fingerprint without being loaded. For files and local folders it depends on content and order, not on
+   their location. A hub dataset has the fingerprint of `datasets`, which needs a download.
 3. Every corpus loads as a dataset with one column, `text`, and one row per document. It can also be streamed.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.hf.folders import add_file, dataset_files, hash_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -27,7 +29,6 @@ STDLIB_PACKAGES = (
     "asyncio", "collections", "concurrent", "email", "http", "importlib", "json", "logging", "multiprocessing",
     "urllib", "xml",
 )  # fmt: skip
-_READ_BYTES = 1 << 20
 
 AnyDataset = TypeVar("AnyDataset", "Dataset", "IterableDataset")
 
@@ -48,10 +49,7 @@ class FileCorpus:
         """Return a hash of the documents that `load` returns, independent of the files' location."""
         digest = hashlib.blake2b(f"{self._builder}:{self.text_column}".encode(), digest_size=16)
         for file in self.files:
-            digest.update(file.stat().st_size.to_bytes(8, "big"))
-            with file.open("rb") as stream:
-                while block := stream.read(_READ_BYTES):
-                    digest.update(block)
+            add_file(digest, file)
         return digest.hexdigest()
 
     def load(self, scratch_dir: Path) -> Dataset:
@@ -107,7 +105,9 @@ class HubCorpus:
     text_column: str
 
     def fingerprint(self) -> str:
-        """Return a hash of the documents that `load` returns; downloads on first use."""
+        """Return a hash of the documents that `load` returns, for a folder from its files; downloads on first use."""
+        if Path(self.path).is_dir():
+            return hash_of(dataset_files(Path(self.path)), self.subset, self.split, self.text_column)
         return self._loaded()._fingerprint
 
     def load(self, scratch_dir: Path) -> Dataset:
@@ -115,8 +115,11 @@ class HubCorpus:
         return self._loaded()
 
     def stream_name(self) -> str:
-        """Return an identity of the stream."""
-        return repr((self.path, self.subset, self.split, self.text_column))
+        """Return an identity of the stream, for a folder from its files' names and sizes, without reading them."""
+        place: object = self.path
+        if Path(self.path).is_dir():
+            place = [(name, file.stat().st_size) for name, file in dataset_files(Path(self.path)).items()]
+        return repr((place, self.subset, self.split, self.text_column))
 
     def stream(self) -> IterableDataset:
         """Return the documents as a stream."""

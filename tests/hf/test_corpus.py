@@ -1,6 +1,8 @@
 """Finding and loading documents."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -43,6 +45,27 @@ def test_fingerprint_follows_content_and_order_not_place(texts: Path, tmp_path: 
     assert FileCorpus(tuple(files)).fingerprint() == before
     files[0].write_text(files[0].read_text() + "!")
     assert FileCorpus(tuple(files)).fingerprint() != before
+
+
+def test_copies_of_a_folder_are_the_same_corpus_and_other_content_is_another(texts: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(texts, copy)
+    os.utime(copy / "00.txt", (1, 1))
+    (copy / ".DS_Store").write_text("hidden")
+
+    def identities(folder: Path, split: str = "train") -> tuple[str, str]:
+        corpus = HubCorpus(str(folder), None, split, TEXT)
+        return corpus.fingerprint(), corpus.stream_name()
+
+    before = identities(texts)
+    assert identities(copy) == before
+    other_split = identities(texts, "test")
+    (copy / "00.txt").write_text((copy / "00.txt").read_text() + "!")
+    longer = identities(copy)
+    (texts / "00.txt").rename(texts / "renamed.txt")
+    renamed = identities(texts)
+    for index in range(2):
+        assert len({found[index] for found in (before, other_split, longer, renamed)}) == 4
 
 
 def test_missing_files_are_all_named(texts: Path) -> None:
