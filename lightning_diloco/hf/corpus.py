@@ -12,7 +12,7 @@ import glob
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -51,6 +51,11 @@ class FileCorpus:
         for file in self.files:
             add_file(digest, file)
         return digest.hexdigest()
+
+    @property
+    def name(self) -> str:
+        """The name of the corpus in errors."""
+        return str(self.files[0]) if len(self.files) == 1 else f"{len(self.files)} files, {self.files[0]} the first"
 
     def load(self, scratch_dir: Path) -> Dataset:
         """Load the documents; the dataset is stored in scratch_dir and must not outlive it."""
@@ -110,6 +115,11 @@ class HubCorpus:
             return hash_of(dataset_files(Path(self.path)), self.subset, self.split, self.text_column)
         return self._loaded()._fingerprint
 
+    @property
+    def name(self) -> str:
+        """The name of the corpus in errors."""
+        return self.path
+
     def load(self, scratch_dir: Path) -> Dataset:
         """Load the documents from the cache of `datasets`; scratch_dir is not used."""
         return self._loaded()
@@ -140,6 +150,26 @@ class HubCorpus:
 
 
 Corpus = FileCorpus | HubCorpus
+
+
+def text_of(row: Mapping[str, object], corpus: Corpus, where: str) -> str:
+    """Return the text of a row.
+
+    Args:
+        row: a row that the corpus has loaded or streamed.
+        corpus: its corpus.
+        where: the number of the row, for the error.
+
+    Raises:
+        ConfigError: the value is missing, or not a string.
+    """
+    text = row[TEXT]
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"{where} (counted from 0) of {corpus.name} has {text!r} in the column {corpus.text_column!r}; every row "
+            "must have a string there; remove the row, or set another text_column"
+        )
+    return text
 
 
 def find_files(patterns: str | Sequence[str], *, text_column: str = TEXT) -> FileCorpus:

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.hf.corpus import TEXT, Corpus
+from lightning_diloco.hf.corpus import TEXT, Corpus, text_of
 from lightning_diloco.hf.folders import hash_of, tokenizer_files
 from lightning_diloco.hf.hub import fetched
 
@@ -78,7 +78,7 @@ def prepare(directory: Path, corpus: Corpus, options: PackingOptions) -> None:
     Several processes may call this at once. One process does the work and the others wait.
 
     Raises:
-        ConfigError: the corpus is too small, or the tokenizer has no end-of-sequence token.
+        ConfigError: the corpus is too small, a row has no text, or the tokenizer has no end-of-sequence token.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(directory.with_suffix(".lock")):
@@ -89,17 +89,17 @@ def prepare(directory: Path, corpus: Corpus, options: PackingOptions) -> None:
         folder = Path(tempfile.mkdtemp(_PARTIAL, f"{directory.name}.", directory.parent))  # new folder, random name
         partial, scratch = folder / "made", folder / "scratch"
         try:
-            _write(partial, corpus.load(scratch), options, scratch)
+            _write(partial, corpus, options, scratch)
             partial.rename(directory)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(directory: Path, documents: Dataset, options: PackingOptions, scratch: Path) -> None:
+def _write(directory: Path, corpus: Corpus, options: PackingOptions, scratch: Path) -> None:
     from datasets import Dataset, DatasetDict, Features, List, Value
 
-    documents = _capped(documents, options.max_bytes)
-    sides, held_out = _split(documents, options.val_fraction, options.seed)
+    documents = _capped(corpus.load(scratch), corpus, options.max_bytes)
+    sides, held_out = _split(documents, corpus, options.val_fraction, options.seed)
     tokenizer = _tokenizer(sides[TRAIN], options)
     tokenizer.save_pretrained(str(directory / TOKENIZER))
     packed = DatasetDict()
@@ -115,10 +115,14 @@ def _write(directory: Path, documents: Dataset, options: PackingOptions, scratch
     (directory / HELD_OUT).write_text(json.dumps(asdict(held_out)))
 
 
-def _capped(documents: Dataset, max_bytes: int | None) -> Dataset:
+def _texts(documents: Dataset, corpus: Corpus) -> Iterator[str]:
+    return (text_of(row, corpus, f"row {index}") for index, row in enumerate(documents))
+
+
+def _capped(documents: Dataset, corpus: Corpus, max_bytes: int | None) -> Dataset:
     if max_bytes is None:
         return documents
-    ends = itertools.accumulate(len(row[TEXT].encode()) for row in documents)
+    ends = itertools.accumulate(len(text.encode()) for text in _texts(documents, corpus))
     return documents.select(range(sum(1 for _ in itertools.takewhile(lambda end: end <= max_bytes, ends))))
 
 
@@ -147,9 +151,9 @@ def _hash(text: str, seed: int) -> bytes:
     return hashlib.blake2b(text.encode(), key=str(seed).encode()).digest()
 
 
-def _split(documents: Dataset, val_fraction: float, seed: int) -> tuple[dict[str, Dataset], HeldOut]:
+def _split(documents: Dataset, corpus: Corpus, val_fraction: float, seed: int) -> tuple[dict[str, Dataset], HeldOut]:
     """Hold out the documents with the lowest seeded hashes, at least one."""
-    hashes = [_hash(row[TEXT], seed) for row in documents]
+    hashes = [_hash(text, seed) for text in _texts(documents, corpus)]
     distinct = sorted(set(hashes))
     if len(distinct) < 2:
         raise ConfigError(

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_diloco.hf.corpus import TEXT, Corpus
+from lightning_diloco.hf.corpus import TEXT, Corpus, text_of
 from lightning_diloco.hf.packing import HeldOut, pack
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
 RANGE_SIZE = 1024
 HEAD_BYTES = 16 << 20
@@ -48,16 +48,27 @@ class StreamHead:
         """Return an identity of the stream, without reading it."""
         return f"stream:{self.corpus.stream_name()}"
 
+    @property
+    def name(self) -> str:
+        """The name of the corpus in errors."""
+        return self.corpus.name
+
+    @property
+    def text_column(self) -> str:
+        """The text column of the corpus."""
+        return self.corpus.text_column
+
     def load(self, scratch_dir: object) -> Dataset:
         """Read documents up to max_bytes."""
         from datasets import Dataset
 
         texts, left = [], self.max_bytes
-        for row in self.corpus.stream():
-            left -= len(row[TEXT].encode())
+        for index, row in enumerate(self.corpus.stream()):
+            text = text_of(row, self.corpus, f"row {index}")
+            left -= len(text.encode())
             if left < 0:
                 break
-            texts.append(row[TEXT])
+            texts.append(text)
         return Dataset.from_dict({TEXT: texts})
 
 
@@ -65,7 +76,7 @@ class StreamedRanges:
     """Ranges of a stream.
 
     Args:
-        documents: stream with the column `text`.
+        corpus: the corpus that is streamed.
         tokenizer: tokenizer with an end-of-sequence token.
         held_out: documents that are excluded from training.
         digest: identity of the stream.
@@ -76,7 +87,7 @@ class StreamedRanges:
 
     def __init__(
         self,
-        documents: IterableDataset,
+        corpus: Corpus,
         *,
         tokenizer: PreTrainedTokenizerBase,
         held_out: HeldOut,
@@ -85,10 +96,11 @@ class StreamedRanges:
         seed: int,
         range_size: int = RANGE_SIZE,
     ) -> None:
-        self._documents, self._tokenizer, self._held_out = documents, tokenizer, held_out
+        self._corpus, self._documents = corpus, corpus.stream()
+        self._tokenizer, self._held_out = tokenizer, held_out
         self._seq_len, self._seed, self._range_size = seq_len, seed, range_size
         self._open: OrderedDict[int, tuple[int, Iterator[dict[str, str]]]] = OrderedDict()
-        self.catalogue = Catalogue(f"{digest}/{range_size}/{seed}", documents.num_shards, None)
+        self.catalogue = Catalogue(f"{digest}/{range_size}/{seed}", self._documents.num_shards, None)
 
     def read(self, lease: Lease) -> tuple[Tensor, bool]:
         """Return the sequences of a lease, int64 (n, seq_len), and whether its shard ends in this range."""
@@ -104,7 +116,8 @@ class StreamedRanges:
         at, documents = self._open.pop(shard, (0, None))
         if documents is None or at > first:
             at, documents = 0, iter(self._documents.shard(self.catalogue.num_sources, shard))
-        texts = [row[TEXT] for row in itertools.islice(documents, first - at, first - at + self._range_size)]
+        rows = itertools.islice(documents, first - at, first - at + self._range_size)
+        texts = [text_of(row, self._corpus, f"row {first + n} of shard {shard}") for n, row in enumerate(rows)]
         self._open[shard] = (first + self._range_size, documents)
         if len(self._open) > _MAX_OPEN:
             self._open.popitem(last=False)

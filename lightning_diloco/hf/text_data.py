@@ -205,7 +205,7 @@ class TextData(L.LightningDataModule):
                 self._sequences[TRAIN], range_size=hparams.range_size or packed_ranges.RANGE_SIZE, **options
             )
         return StreamedRanges(
-            self._corpus.stream(),
+            self._corpus,
             tokenizer=self.tokenizer,
             held_out=HeldOut.read(self._directory),
             seq_len=hparams.seq_len,

@@ -154,6 +154,24 @@ def test_training_data_are_leased_where_the_strategy_leases(texts: Path, cache_d
     assert made.train_dataloader() != "leased"
 
 
+@pytest.mark.parametrize("options", [{}, {"streaming": False}, {"streaming": False, "max_bytes": 10_000}])
+def test_a_row_without_text_is_named(tmp_path: Path, cache_dir: Path, options: dict[str, Any]) -> None:
+    rows = [{"body": None if index == 5 else f"document {index}"} for index in range(10)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = r"row 5 \(counted from 0\) of .*a\.jsonl has None in the column 'body'; .* remove the row"
+    with pytest.raises(ConfigError, match=said):
+        data(str(tmp_path / "a.jsonl"), cache_dir, text_column="body", **options)
+
+
+def test_a_row_without_text_after_the_head_of_a_stream_is_named(tmp_path: Path, cache_dir: Path) -> None:
+    rows = [{"text": None if index == 9 else f"document {index} " * 20} for index in range(10)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = data(str(tmp_path / "a.jsonl"), cache_dir, max_bytes=1500)
+    made._ranges.read(Lease(1, 0, 0, 3))
+    with pytest.raises(ConfigError, match=r"row 9 of shard 0 \(counted from 0\) of .*a\.jsonl has None"):
+        made._ranges.read(Lease(2, 0, 0, 4))
+
+
 def test_a_column_that_is_not_there_is_refused(texts: Path, cache_dir: Path) -> None:
     with pytest.raises(ConfigError, match="text_column='body' is not in"):
         data(stored(texts, "jsonl"), cache_dir, text_column="body")
