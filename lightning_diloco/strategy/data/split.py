@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -77,9 +78,23 @@ class PartSampler(Sampler[Any]):
             for sampler in _layers(self.whole):
                 if isinstance(own := getattr(sampler, "generator", None), torch.Generator):
                     own.manual_seed(self._seed + self._epoch)
-            order = list(self.whole)
+            return iter(self._drawn())
+
+    def _drawn(self) -> Iterable[Any]:
+        """Return this part of the order, and keep no more of it than the sampler needs."""
+        length = len(self)
         began, skip = self.began
-        return iter(order[self._part : len(self) * self._parts : self._parts][skip * (self._epoch == began) :])
+        skip = min(skip, length) * (self._epoch == began)
+        first = self._part + skip * self._parts
+        if type(self.whole) is SequentialSampler:
+            return range(length * self._parts)[first :: self._parts]
+        if type(self.whole) is RandomSampler and self.whole.replacement and self.whole.generator is None:
+            drawn = iter(self.whole)
+            start = list(islice(drawn, 1))  # the sampler takes its seed now and draws the rest later
+            return islice(chain(start, drawn), first, length * self._parts, self._parts)
+        part = list(islice(self.whole, first, None, self._parts))  # to the end, as a sampler may expect
+        del part[length - skip :]
+        return part
 
     def __len__(self) -> int:
         return len(self.whole) // self._parts  # type: ignore[arg-type]

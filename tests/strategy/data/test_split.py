@@ -179,6 +179,45 @@ def test_parts_of_any_sampler_are_disjoint_and_complete(sampler):
     assert len(set().union(*drawn)) == 21
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: SequentialSampler(ITEMS),
+        lambda: RandomSampler(ITEMS),
+        lambda: RandomSampler(ITEMS, replacement=True, num_samples=70),
+        lambda: RandomSampler(ITEMS, replacement=True, generator=torch.Generator().manual_seed(1)),
+        lambda: WeightedRandomSampler([1.0] * 23, 23),
+    ],
+)
+@pytest.mark.parametrize(("part", "parts", "skip"), [(0, 1, 0), (1, 3, 0), (2, 3, 4), (0, 2, 99)])
+def test_a_part_is_a_slice_of_the_whole_order(sampler, part, parts, skip):
+    whole = list(PartSampler(sampler(), 0, 1, seed=5))
+    stop = len(whole) // parts * parts
+    assert list(PartSampler(sampler(), part, parts, seed=5, skip=skip)) == whole[part:stop:parts][skip:]
+    torch.manual_seed(5)
+    own = sampler()
+    if getattr(own, "generator", None) is not None:
+        own.generator.manual_seed(5)
+    assert whole == list(own)
+
+
+class Endless(Sequences):
+    """More samples than fit in memory as a list of their numbers."""
+
+    def __len__(self):
+        return 10**12
+
+
+@pytest.mark.parametrize("draws", [{}, {"sampler": RandomSampler(Endless(), replacement=True)}])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_order_that_is_too_long_for_memory_is_not_drawn_ahead(scenario, model, trainer_for, draws, parts):
+    scenario.data_part = (parts - 1, parts)
+    loader = DataLoader(Endless(), batch_size=4, **draws)
+    trainer_for(max_steps=2, limit_val_batches=0).fit(model, loader)
+    assert len(model.seen) == 8
+    assert draws or model.seen == list(range(parts - 1, 8 * parts, parts))
+
+
 def test_drawing_a_part_leaves_the_global_generator_alone():
     torch.manual_seed(0)
     expected = torch.rand(())
