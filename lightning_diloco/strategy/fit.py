@@ -34,7 +34,7 @@ from lightning_diloco.strategy.recovery.own_state import OwnState, follow
 from lightning_diloco.strategy.trainer.last_step import LastStep
 from lightning_diloco.strategy.trainer.lr_schedules import refresh_schedules
 from lightning_diloco.strategy.trainer.optimizer_copies import ParameterCopies
-from lightning_diloco.strategy.trainer.outermost import Outermost
+from lightning_diloco.strategy.trainer.outermost import AroundValidation, Outermost
 from lightning_diloco.strategy.trainer.parameters import aliases, named_parameters, named_values, trainable_parameters
 from lightning_diloco.strategy.trainer.paths import checkpoint_url, mark_finished
 from lightning_diloco.strategy.trainer.preemption import Preemption
@@ -83,7 +83,8 @@ class FitStrategy(StepStrategy, ValidationStrategy, Protocol):
     def _make_device(self, plan: FragmentPlan, config: RunConfig) -> FragmentDevice[Any, Any]: ...
     def _make_checkpointer(self, owner: Owner, url: str | None) -> LearnerCheckpointer: ...
     def _described(self) -> ModelDescription: ...
-    def _validation_starts(self) -> None: ...
+    def _show_anchor(self) -> None: ...
+    def _show_local(self) -> None: ...
     def _standing(self) -> LearnerStatus | None: ...
     def _leave(self) -> None: ...
     def _end(self) -> None: ...
@@ -206,7 +207,9 @@ class DiLoCoFit:
         chosen = strategy._learner
         self.stopping = Stopping(trainer, chosen.max_fleet_tokens, strategy.evaluates_anchor)
         self.validation = Validation(strategy, trainer, self)
-        outermost = Outermost(strategy._validation_starts, strategy._leave)
+        around = AroundValidation(trainer, strategy._show_anchor, strategy._show_local)
+        self._in_run.callback(around.close)
+        outermost = Outermost(strategy._leave)
         outermost.install(trainer)
         self._in_run.callback(outermost.remove, trainer)
         self.steps = InnerSteps(strategy, trainer, self)

@@ -7,8 +7,8 @@
 3. We change parameters only at the end of an inner step, around validation, and when the run is left. The run is left
    as soon as it is known that no step follows: before the last validation and the last checkpoints, and at the latest
    before the callbacks' `on_train_end` (trainer/last_step.py). After that, the module is an ordinary one.
-4. The start of a validation and the end of training come before every callback's hook (trainer/outermost.py), the end
-   of a validation after them.
+4. The anchor is shown before all hooks of a validation, and the local parameters after all of them
+   (trainer/outermost.py). The end of training comes before every callback's hook.
 5. trainer/lightning_checkpoints.py decides what Lightning's checkpoints hold; data/hooks.py and data/leasing.py decide
    which data this learner reads.
 """
@@ -264,15 +264,20 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
 
     @override
     def on_validation_end(self) -> None:
-        """Show the local parameters again after a validation."""
+        """Note the results of a validation."""
         if self._fit is not None:
             self._fit.validation.ended()
         super().on_validation_end()
 
-    def _validation_starts(self) -> None:
-        """Show the anchor; called before the callbacks' `on_validation_start`."""
+    def _show_anchor(self) -> None:
+        """Show the anchor; called before all hooks of a validation."""
         if self._fit is not None:
-            self._fit.validation.starts()
+            self._fit.validation.show_anchor()
+
+    def _show_local(self) -> None:
+        """Show the local parameters again; called after all hooks of a validation."""
+        if self._fit is not None:
+            self._fit.validation.show_local()
 
     def _set_evaluating(self, evaluating: bool) -> None:
         self._present.validation.set_evaluating(evaluating)

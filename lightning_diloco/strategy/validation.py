@@ -54,16 +54,20 @@ class Validation:
         self._is_final = False
         self._verdict: Verdict = (None, NOT_VALIDATED)
 
-    def starts(self) -> None:
-        """Show the anchor; called when a validation starts."""
+    def show_anchor(self) -> None:
+        """Show the anchor; called before all hooks of a validation."""
         if self._strategy._exchanging and not self._trainer.sanity_checking:
             self._strategy._set_evaluating(True)
             self._fit.stopping.validation_starts(self._fit.link)
 
-    def ended(self) -> None:
-        """Show the local parameters again, or note the loss of the final anchor; called when a validation has ended."""
+    def show_local(self) -> None:
+        """Show the local parameters again; called after all hooks of a validation."""
         if self._strategy._exchanging and not self._trainer.sanity_checking:
             self._strategy._set_evaluating(False)
+
+    def ended(self) -> None:
+        """Note the results of the validation that ends now."""
+        if self._strategy._exchanging and not self._trainer.sanity_checking:
             if self._strategy.evaluates_anchor:
                 self._fit.stopping.anchor_was_validated(self._fit.link)
                 if (loss := val_loss(self._trainer)) is not None:

@@ -106,6 +106,36 @@ def test_average_of_ones_own_is_validated_and_training_goes_on_without_it(scenar
     assert torch.equal(model.body.weight, average.average["body.weight"])
 
 
+class AtModelEval(TinyModel):
+    """Weights that Lightning's hooks for the mode put in place, as for optimizers without a schedule."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        assert not hasattr(self, "local") or torch.equal(self.body.weight, self.local)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.local = self.body.weight.detach().clone()
+
+    def on_validation_model_eval(self):
+        super().on_validation_model_eval()
+        self.found = [*getattr(self, "found", []), self.body.weight.detach().clone()]
+        self.body.weight.data.add_(5)
+
+    def on_validation_model_train(self):
+        super().on_validation_model_train()
+        self.body.weight.data.copy_(self.found[-1])
+
+
+def test_weights_that_are_set_when_the_mode_changes_are_validated_and_not_sent(scenario, trainer_for):
+    keep, module = Keep(), AtModelEval()
+    start = module.body.weight.detach().clone()
+    trainer_for(callbacks=[keep], num_sanity_val_steps=0, **EPOCHS).fit(module)
+    check(scenario, keep)
+    assert all(map(torch.equal, module.found, [start, start, start + 1]))  # the anchor, and at last the drained one
+    assert all(map(torch.equal, module.validated, [each + 5 for each in module.found]))
+    assert torch.equal(module.body.weight, start + 1)
+    assert not vars(module.trainer.fit_loop.epoch_loop.val_loop).keys() & {"_on_evaluation_model_eval"}
+
+
 def test_callbacks_of_the_trainer_are_its_own_again(scenario, model, trainer_for):
     keep = Keep()
     trainer = trainer_for(callbacks=[keep], max_steps=1)
