@@ -27,9 +27,11 @@ from typing_extensions import override
 from lightning_diloco.devices.dense import DenseFragments
 from lightning_diloco.strategy.fit import SavedAs
 from lightning_diloco.strategy.fit_holder import HoldsFit
+from lightning_diloco.strategy.trainer.parameters import aliases
 
 CHECKPOINT_KEY = "decoupled_diloco"
 CHECKPOINT_VERSION = 1
+_CURRENT = "current_model_state"  # of WeightAveraging, which loads it when the callbacks are restored
 _TUNER_CHECKPOINTS = (".lr_find_", ".scale_batch_size_")
 
 
@@ -86,13 +88,18 @@ class AnchorInCheckpoints(HoldsFit):
         """Load the local parameters for a fit, and the anchor for everything else.
 
         A learner that begins a run begins it with the local parameters. A learner that joins a run adopts its anchor.
+        WeightAveraging loads the trained model itself, later; it finds the local parameters in the checkpoint, too.
         """
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._note_built()
         super().load_model_state_dict(checkpoint, strict=strict)
         if self._trainer.state.fn == TrainerFn.FITTING and CHECKPOINT_KEY in checkpoint:
             assert self.lightning_module is not None
-            self.lightning_module.load_state_dict(checkpoint[CHECKPOINT_KEY]["local"], strict=False)
+            local = checkpoint[CHECKPOINT_KEY]["local"]
+            self.lightning_module.load_state_dict(local, strict=False)
+            if (current := checkpoint.get(_CURRENT)) is not None:
+                names = aliases(self.lightning_module)
+                current.update({key: local[names[key]] for key in current if names.get(key) in local})
 
     def _note_built(self) -> None:
         """Note the module as the user's script has built it; called before a checkpoint is loaded."""

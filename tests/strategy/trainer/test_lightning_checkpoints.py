@@ -2,13 +2,19 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 
 from lightning_diloco.strategy.trainer.lightning_checkpoints import CHECKPOINT_KEY
 
 
 @pytest.fixture
-def saved(scenario, model, trainer_for, tmp_path):
+def callbacks():
+    """Further callbacks when it is saved."""
+    return []
+
+
+@pytest.fixture
+def saved(scenario, model, trainer_for, tmp_path, callbacks):
     """A checkpoint after two of three steps: its path, the start value and the local value of body.weight."""
     found = {"path": tmp_path / "mid.ckpt", "start": model.body.weight.detach().clone()}
 
@@ -16,9 +22,10 @@ def saved(scenario, model, trainer_for, tmp_path):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx == 1:
                 found["local"] = pl_module.body.weight.detach().clone()
+                found["tied"] = pl_module.head.weight.detach().clone()
                 trainer.save_checkpoint(found["path"])
 
-    trainer_for(max_steps=3, limit_val_batches=0, callbacks=Save()).fit(model)
+    trainer_for(max_steps=3, limit_val_batches=0, callbacks=[*callbacks, Save()]).fit(model)
     return found
 
 
@@ -33,15 +40,18 @@ def test_checkpoint_holds_anchor_and_local_parameters(saved):
     assert not torch.equal(saved["start"], saved["local"])
 
 
-def test_resume_alone_seeds_with_local_parameters(scenario, saved, model, trainer_for):
+@pytest.mark.parametrize("callbacks", [[], [WeightAveraging()]], ids=["plain", "averaging"])
+def test_resume_alone_seeds_with_local_parameters(scenario, saved, model, trainer_for, callbacks):
     seeds = []
 
     class Keep(Callback):
         def on_train_start(self, trainer, pl_module):
             seeds.append(pl_module.body.weight.detach().clone())
+            assert torch.equal(pl_module.head.weight, saved["tied"])
             assert trainer.global_step == 2
 
-    trainer_for(max_steps=3, limit_val_batches=0, callbacks=Keep()).fit(type(model)(), ckpt_path=saved["path"])
+    callbacks = [*callbacks, Keep()]
+    trainer_for(max_steps=3, limit_val_batches=0, callbacks=callbacks).fit(type(model)(), ckpt_path=saved["path"])
     assert torch.equal(seeds[0], saved["local"])
 
 
