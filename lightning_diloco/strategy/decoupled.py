@@ -86,7 +86,8 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         max_fleet_tokens: tokens of all learners at which the whole run ends. Default: no limit.
         anchor_device: on XLA, anchors are beside the parameters ("device", default) or in "host" memory.
         checkpoint_every: inner steps between two checkpoints, from which this learner continues when it is restarted:
-            optimizer, schedules, random states and data position. 0: none. Default 100.
+            optimizer, schedules, random states, data position, and what callbacks and the module keep by `state_dict`
+            and `on_save_checkpoint`. 0: none. Default 100.
         checkpoint_store: folder or fsspec URL of the checkpoints of all learners. Default: in the run directory.
         drain_s: seconds to wait at the end of training until the last contributions are merged. Default: as long as
             they make progress, each within three times the usual time of a round, or a minute; if the syncer cannot be

@@ -1,6 +1,7 @@
 """The state of a Trainer without the exchanged parameters: taken between two batches, restored in another process.
 
-1. Taking it copies tensors to the host and calls `state_dict` methods; it neither waits nor writes.
+1. Taking it copies tensors to the host and calls `state_dict` methods, and the hooks `on_save_checkpoint` of callbacks
+   and of the module (checkpoint_hooks.py); it neither waits nor writes.
 2. It is taken at the start of a batch, when the batch before is complete. Random states are restored at the same place,
    so that the numbers that a data loader draws while it starts do not matter.
 3. A newcomer takes over the state of a peer without the peer's own parts: random states, callbacks, and the states of
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_diloco.storage.tree import UnstorableError, pack
+from lightning_diloco.strategy.recovery import checkpoint_hooks
 from lightning_diloco.strategy.trainer.parameters import named_parameters
 
 if TYPE_CHECKING:
@@ -48,6 +50,10 @@ class HoldsState(Protocol):
     own_state: OwnState
 
     @property
+    def _holds_all(self) -> bool:
+        """Whether this process holds whole parameters, not shards."""
+
+    @property
     def exchanged(self) -> Mapping[str, nn.Parameter]:
         """Exchanged parameters by name; some may be frozen for now."""
 
@@ -63,7 +69,7 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
 
     Args:
         trainer: a Trainer between two batches.
-        warned: names of callbacks, or DATA, whose state cannot be stored; new ones are added.
+        warned: names of callbacks and hooks, or DATA, whose state cannot be stored; new ones are added.
 
     Returns:
         The state, which shares no memory with the live one, and one sentence for each name added to `warned`.
@@ -86,7 +92,9 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
         "random": _random_state(),
     }
     copied: State = tree_map(_copy, state)
-    return copied, sentences
+    hooks, more = _storable(checkpoint_hooks.take(trainer, state) if strategy._holds_all else {}, warned)
+    copied["hooks"] = tree_map(_copy, hooks)
+    return copied, [*sentences, *more, *([] if strategy._holds_all else _not_called(trainer, warned))]
 
 
 def objection(trainer: pl.Trainer, state: State, *, is_own: bool) -> str | None:
@@ -129,6 +137,8 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     call._call_callbacks_load_state_dict(trainer, {"callbacks": callbacks})
     for each in finetuning:
         each._restarting = False  # else the next fit would restore this fit's groups
+    if is_own:
+        checkpoint_hooks.give(trainer, state)
     if is_own and state["datamodule"]:
         call._call_lightning_datamodule_hook(trainer, "load_state_dict", state["datamodule"])
 
@@ -196,6 +206,12 @@ def _random_state() -> State:
     state = _collect_rng_states()
     name, keys, *rest = state["numpy"]
     return {**state, "numpy": (name, keys.tolist(), *rest)}
+
+
+def _not_called(trainer: pl.Trainer, warned: set[str]) -> list[str]:
+    names = [name for name in checkpoint_hooks.owners(trainer) if name not in warned]
+    warned.update(names)
+    return [f"{name} is not called, because this learner's devices shard the model" for name in names]
 
 
 def _storable(callbacks: Mapping[str, Any], warned: set[str]) -> tuple[State, list[str]]:

@@ -10,13 +10,14 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, EMAWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.storage.checkpoint_store import CheckpointStore
+from lightning_diloco.strategy.hooks import DiLoCoHooks
 from lightning_diloco.strategy.recovery import checkpointer
-from tests.strategy.conftest import Sequences
+from tests.strategy.conftest import Sequences, TinyModel
 from tests.strategy.models import OWN_STATE
 from tests.strategy.optimizers import ScheduleFree
 
@@ -266,6 +267,80 @@ def test_callbacks_that_cannot_be_kept_are_said_once_and_the_rest_is_kept(proces
     process(dies_at=9, callbacks=[Odd(), watch])
     assert [entry.step for entry in store.entries("l0")] == [8, 4]
     assert caplog.text.count(".path is a PosixPath") == 1
+
+
+class KeepsByHooks(TinyModel):
+    """State that Lightning keeps by the module's hooks."""
+
+    num_seen, had = 0, None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.num_seen += 1
+
+    def on_save_checkpoint(self, checkpoint):
+        assert checkpoint["global_step"] == self.trainer.global_step
+        checkpoint["num_seen"] = self.num_seen
+        del checkpoint["state_dict"]["frozen.weight"]  # as people make checkpoints small
+        checkpoint["optimizer_states"].clear()
+
+    def on_load_checkpoint(self, checkpoint):
+        self.had = self.num_seen = checkpoint["num_seen"]
+        assert not torch.equal(checkpoint["state_dict"]["body.weight"], torch.zeros(4, 4))
+
+
+class AverageAt(Callback):
+    """The average at the start of each batch."""
+
+    def __init__(self, average):
+        self.average, self.found, self.weights = average, {}, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.weights.append(pl_module.body.weight.detach().clone())
+        self.found[trainer.global_step] = {k: v.clone() for k, v in self.average._average_model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", [WeightAveraging, EMAWeightAveraging])
+def test_what_hooks_add_to_a_checkpoint_comes_back_and_no_live_state_changes(scenario, process, store, kind):
+    first, second, third = (AverageAt(kind()) for _ in range(3))
+    process(kind=KeepsByHooks, every=0, callbacks=[third.average, third])
+    process(kind=KeepsByHooks, dies_at=6, callbacks=[first.average, first, Watch(6)])
+    assert all(torch.equal(value, third.found[5][name]) for name, value in first.found[5].items())
+    hooks = store.read(store.entries("l0")[0]).state["hooks"]
+    added = {name: set(each["added"]) for name, each in hooks.items()}
+    assert added[f"{first.average.state_key}.on_save_checkpoint"] == {"state_dict", "averaging_state"}
+    assert added["KeepsByHooks.on_save_checkpoint"] == {"num_seen"}
+    scenario.run_values = 0.25  # the average does not overwrite the run's parameters
+    made, _ = process(kind=KeepsByHooks, callbacks=[second.average, second])
+    assert (made.had, made.num_seen, min(second.found)) == (4, MAX_STEPS, 4)
+    assert all(torch.equal(value, first.found[4][name]) for name, value in second.found[4].items())
+    assert second.found[4]["n_averaged"] > 0
+    assert torch.equal(second.weights[0], torch.full((4, 4), 0.25))
+
+
+def test_a_newcomer_does_not_take_over_what_a_peers_hooks_added(scenario, process):
+    process("peer", kind=KeepsByHooks, dies_at=5)
+    scenario.is_late = True
+    made, back = process("other", kind=KeepsByHooks)
+    assert (made.had, back.begins_at) == (None, 4)
+
+
+def test_a_hook_whose_entries_cannot_be_kept_is_said_once_and_not_called_on_load(process, caplog):
+    class Odd(KeepsByHooks):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["num_seen"] = Path("x")
+
+    process(kind=Odd, dies_at=9)
+    made, back = process(kind=Odd)
+    assert (made.had, back.begins_at) == (None, 8)
+    assert caplog.text.count("Odd.on_save_checkpoint.added.num_seen is a PosixPath") == 2  # once in each process
+
+
+def test_hooks_that_are_not_called_for_a_sharded_model_are_named_once(process, caplog, monkeypatch):
+    monkeypatch.setattr(DiLoCoHooks, "_holds_all", False)
+    process(kind=KeepsByHooks, dies_at=9)
+    made, back = process(kind=KeepsByHooks, every=100)
+    assert (made.had, back.begins_at) == (None, 8)
+    assert caplog.text.count("KeepsByHooks.on_save_checkpoint is not called") == 1
 
 
 def test_what_a_datamodule_keeps_comes_back(process, model):
