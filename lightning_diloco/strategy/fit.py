@@ -40,7 +40,7 @@ from lightning_diloco.strategy.trainer.paths import checkpoint_url, mark_finishe
 from lightning_diloco.strategy.trainer.preemption import Preemption
 from lightning_diloco.strategy.trainer.progress_bar import ProgressFields
 from lightning_diloco.strategy.trainer.stopping import Stopping
-from lightning_diloco.strategy.trainer.unfreezing import may_be_unfrozen
+from lightning_diloco.strategy.trainer.unfreezing import may_be_unfrozen, warn_of_untrained
 from lightning_diloco.strategy.validation import Validation, ValidationStrategy
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ class DiLoCoFit:
         self._trainer = trainer
         self._module = module
         self.params = trainable_parameters(module, may_be_unfrozen(trainer))
+        warn_of_untrained(trainer, self.params)
         self.frozen = {name: p for name, p in named_parameters(module).items() if name not in self.params}
         self.aliases = aliases(module)
         self.counter = TokenCounter(token_count_fn)

@@ -1,4 +1,4 @@
-"""Parameters that are frozen when the run is joined and may be trained later in the fit.
+"""Parameters that are frozen when the run is joined and may be trained later in the fit, and the opposite case.
 
 The plan of a run is fixed when it begins, so it contains them from the start. While they are frozen, they contribute
 zeros. They need anchors and bytes on the wire like any other parameter.
@@ -8,6 +8,8 @@ zeros. They need anchors and bytes on the wire like any other parameter.
 3. If any other parameter is unfrozen, or a new optimizer holds one that the module did not have, training stops with an
    error, because each learner would train its own.
 4. If a parameter that is exchanged is frozen during the fit, a warning says that it still moves.
+5. A parameter with `requires_grad` that no optimizer holds is exchanged, because an optimizer may be given it later.
+   A warning names it, because the exchange moves it: it may be a teacher that this learner's code updates.
 """
 
 from __future__ import annotations
@@ -52,6 +54,26 @@ def may_be_unfrozen(trainer: pl.Trainer) -> frozenset[str]:
             sum(frozen[name].numel() for name in found),
         )
     return found
+
+
+def warn_of_untrained(trainer: pl.Trainer, exchanged: Mapping[str, nn.Parameter]) -> None:
+    """Warn of exchanged parameters that no optimizer holds.
+
+    Args:
+        trainer: a Trainer that is about to fit and has optimizers.
+        exchanged: exchanged parameters by name.
+    """
+    if not trainer.lightning_module.automatic_optimization:
+        return  # the module may step optimizers that the Trainer does not know
+    held = _held_by(trainer)
+    names = [name for name, p in exchanged.items() if p.requires_grad and id(p) not in held]
+    if 0 < len(names) < len(exchanged):  # else the optimizers hold copies
+        log.warning(
+            "%s: exchanged, although no optimizer holds them, because they have requires_grad. If your code updates "
+            "them, as with a teacher or torch's AveragedModel, call requires_grad_(False) on them before `fit`: they "
+            "then stay local",
+            _listed(names),
+        )
 
 
 def check_frozen(trainer: pl.Trainer, frozen: Mapping[str, nn.Parameter]) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.trainer.parameters import trainable_parameters
@@ -64,6 +65,27 @@ def test_what_an_optimizer_holds_is_exchanged_and_may_be_unfrozen_by_hand(scenar
     trainer_for(callbacks=Unfreezes("frozen"), **EPOCHS).fit(model)
     assert scenario.link.model.shapes.keys() == HEAD | FROZEN
     assert "2 frozen parameters (20 values) are exchanged, because an optimizer holds them" in caplog.text
+
+
+@pytest.mark.parametrize(("is_frozen", "is_automatic"), [(False, True), (True, True), (False, False)])
+def test_an_average_with_requires_grad_is_exchanged_and_named(scenario, trainer_for, caplog, is_frozen, is_automatic):
+    class WithAverage(TinyModel):
+        def __init__(self):
+            super().__init__()
+            self.average = AveragedModel(self.body).requires_grad_(not is_frozen)
+            self.automatic_optimization = is_automatic
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([*self.embedding.parameters(), *self.body.parameters()], lr=0.1)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.average.update_parameters(self.body)
+
+    trainer_for(max_steps=2, max_epochs=1, limit_val_batches=0).fit(WithAverage())
+    average = {"average.module.weight", "average.module.bias"}
+    assert scenario.link.model.shapes.keys() == HEAD | (set() if is_frozen else average)
+    said = "average.module.weight, average.module.bias: exchanged, although no optimizer holds them"
+    assert caplog.text.count(said) == (is_automatic and not is_frozen)
 
 
 def test_unfreezing_what_is_not_exchanged_stops_training_and_names_it(scenario, model, trainer_for):
