@@ -80,7 +80,8 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
         error_feedback: keep the quantization error for the next contribution. Default True.
         join: join string of a run. Default: DILOCO_JOIN, else a run of its own that others can join.
         learner: learner id. Default: DILOCO_LEARNER, else from the host name.
-        token_count_fn: number of tokens of a host batch. Default: attention mask, input_ids, or samples.
+        token_count_fn: number of tokens of a host batch, finite and >= 0. Default: the sum of an attention mask of
+            bools or integers, the size of input_ids, or samples.
         evaluate: validate the "anchor" (default) or the "local" parameters. The last validation sees the parameters
             that `fit` leaves in the module.
         max_fleet_tokens: tokens of all learners at which the whole run ends. Default: no limit.

@@ -1,16 +1,19 @@
 """Counts the tokens of a training step.
 
 1. The batch is counted on the host before it is moved, because reading a value from an accelerator would wait for it.
-2. A mapping with input_ids counts tokens: the sum of its attention mask if that is on the host, else the size of
-   input_ids. Any other batch counts samples. Their number is found almost as Lightning finds it for `self.log`. A batch
-   without a size counts as one sample, with a warning. `token_count_fn` replaces all of this and counts tokens.
-3. The micro-batches of an accumulated step add up. All batches of a learner count the same unit.
+2. A mapping with input_ids counts tokens: the sum of its attention mask if that is on the host, of a bool or integer
+   dtype, and not zero; else the size of input_ids. Masks of floats are added to attention scores. Any other batch
+   counts samples. Their number is found almost as Lightning finds it for `self.log`; empty tensors are passed over. A
+   batch without a size counts as one sample, with a warning. `token_count_fn` replaces all of this and counts tokens.
+3. A batch counts at least one token, because the syncer gives no weight to work without tokens.
+4. The micro-batches of an accumulated step add up. All batches of a learner count the same unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -58,18 +61,20 @@ class TokenCounter:
         """Count one host batch and return its tokens; 0 for None, which Lightning skips.
 
         Raises:
-            ConfigError: it counts in another unit than the batches before.
+            ConfigError: it counts in another unit than the batches before, or the user's count is no number of
+                tokens.
         """
         if batch is None:
             return 0
         unit: TokenUnit
-        tokens, unit = (int(self._count_fn(batch)), "tokens") if self._count_fn else self._count(batch)
+        tokens, unit = (_counted(self._count_fn, batch), "tokens") if self._count_fn else self._count(batch)
         if self.unit not in (None, unit):
             raise ConfigError(
                 f"this batch counts {unit}, earlier ones counted {self.unit}: one run counts one unit; "
                 "pass token_count_fn to the strategy"
             )
         self.unit = unit
+        tokens = max(1, tokens)
         self._tokens += tokens
         return tokens
 
@@ -82,7 +87,9 @@ class TokenCounter:
         if isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), Tensor):
             mask = batch.get("attention_mask")
             on_host = isinstance(mask, Tensor) and mask.device.type == "cpu" and mask.shape == ids.shape
-            return int(mask.sum()) if on_host else ids.numel(), "tokens"
+            is_mask = on_host and not (mask.is_floating_point() or mask.is_complex())
+            visible = int(mask.sum()) if is_mask else 0
+            return visible if visible > 0 else ids.numel(), "tokens"
         if (size := _batch_size(batch)) is None:
             size = 1
             if not self._has_warned:
@@ -108,6 +115,16 @@ class TokenCounter:
         return tokens, self.unit
 
 
+def _counted(count_fn: TokenCountFn, batch: Any) -> int:
+    count = count_fn(batch)
+    if not 0 <= count < inf:
+        raise ConfigError(
+            f"token_count_fn returned {count}: it must return the number of tokens of a batch, finite and at least 0; "
+            "correct the function, or leave it out"
+        )
+    return int(count)
+
+
 def _batch_size(batch: Any) -> int | None:
     """Return the length of the first tensor or array along dimension 0; else of the first innermost sequence."""
     size = _first_size(batch)
@@ -116,7 +133,7 @@ def _batch_size(batch: Any) -> int | None:
 
 def _first_size(batch: Any) -> int | None:
     if isinstance(batch, Tensor) or isinstance(getattr(batch, "shape", None), tuple):
-        return int(batch.shape[0]) if batch.shape else 1
+        return (int(batch.shape[0]) or None) if batch.shape else 1
     return next((size for part in _parts(batch) if (size := _first_size(part)) is not None), None)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_diloco import DecoupledDiLoCoStrategy
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.strategy.data.token_counter import TokenCounter
 
@@ -35,6 +36,12 @@ class Graph:
         ({"input_ids": IDS, "attention_mask": MASK}, (7, "tokens")),
         ({"input_ids": IDS, "attention_mask": MASK.to("meta")}, (10, "tokens")),
         ({"input_ids": IDS, "attention_mask": MASK[None]}, (10, "tokens")),
+        ({"input_ids": IDS, "attention_mask": MASK.bool()}, (7, "tokens")),
+        ({"input_ids": IDS, "attention_mask": torch.zeros(2, 5)}, (10, "tokens")),  # is added: all are visible
+        ({"input_ids": IDS, "attention_mask": torch.full((2, 5), -torch.inf)}, (10, "tokens")),
+        ({"input_ids": IDS, "attention_mask": torch.zeros(2, 5, dtype=torch.bool)}, (10, "tokens")),
+        ({"input_ids": IDS, "attention_mask": -MASK}, (10, "tokens")),
+        ({"edges": torch.empty(0, 3), "nodes": torch.zeros(4, 3)}, (4, "samples")),
         ({"image": torch.zeros(3, 8)}, (3, "samples")),
         ((torch.zeros(4, 8), torch.zeros(4)), (4, "samples")),
         ([torch.zeros(6)], (6, "samples")),
@@ -60,6 +67,18 @@ def test_function_of_the_user_decides():
     counter.add(IDS)
     counter.add(IDS)
     assert counter.take() == (400, "tokens")
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-2.0)])
+def test_a_count_that_is_no_number_of_tokens_is_refused(count):
+    with pytest.raises(ConfigError, match=r"token_count_fn returned .*: it must return .* finite and at least 0"):
+        TokenCounter(lambda batch: count).add(IDS)
+
+
+def test_a_step_without_a_token_is_not_lost(scenario, model, trainer_for):
+    strategy = DecoupledDiLoCoStrategy(token_count_fn=lambda batch: 0)
+    trainer_for(strategy=strategy, max_steps=2, limit_val_batches=0).fit(model)
+    assert scenario.link.steps == [(1, "tokens")] * 2
 
 
 @pytest.mark.parametrize(
