@@ -67,8 +67,9 @@ _PREEMPTED_AT_THE_END = (
     "from its last checkpoint and trains the steps since then again"
 )
 
-# One of Lightning's checkpoints: state of the loops, whether it holds weights only, storage options.
-SavedAs = tuple[Any, bool, Any]
+# One of Lightning's checkpoints: state of the loops, whether it holds weights only, storage options, and whether it was
+# in a local file when it had been saved; it is not while AsyncCheckpointIO writes it.
+SavedAs = tuple[Any, bool, Any, bool]
 
 
 class FitStrategy(StepStrategy, ValidationStrategy, Protocol):

@@ -3,7 +3,7 @@
 A learner that joins late and finds no checkpoint has the run's parameters but no moments. Without moments, the first
 steps of an adaptive optimizer are as large as the learning rate for every parameter, whatever its gradient. So in step
 k of the first n steps, the rate is multiplied by (k + 1) / (n + 1), where n = sync_every is one exchange period. The
-schedule does not see this.
+schedule does not see this. An optimizer without a learning rate stays as it is.
 
 Source: our choice; the reason is that of Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond" (2019).
 """
@@ -37,11 +37,12 @@ class WarmUp:
         if self._done >= self._num_steps:
             yield
             return
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        groups = [group for group in optimizer.param_groups if "lr" in group]
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * ((self._done + 1) / (self._num_steps + 1))
         try:
             yield
         finally:
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate

@@ -5,7 +5,7 @@
 2. Checkpoints that were saved since the last step are saved again when the run has been left, so they hold the
    parameters that `fit` leaves in the module. A checkpoint that a callback has chosen by a metric stays as it is,
    because the metric is that of its parameters. There is one if training is stopped by a validation, as by
-   EarlyStopping.
+   EarlyStopping. A local file that was deleted meanwhile stays deleted.
 3. A tuner saves a checkpoint before its trial steps and restores it after them. Nothing is exchanged in between.
 
 The checkpoints from which a learner recovers are in recovery/checkpointer.py.
@@ -53,12 +53,14 @@ class AnchorInCheckpoints(HoldsFit):
     ) -> None:
         """Save a checkpoint, with the local parameters unless it holds weights only."""
         if (fit := self._joined) is not None:
-            is_whole = "optimizer_states" in checkpoint
-            fit.saved[os.fspath(filepath)] = (checkpoint.get("loops"), not is_whole, storage_options)
+            loops, is_whole = checkpoint.get("loops"), "optimizer_states" in checkpoint
             if is_whole:
                 checkpoint[CHECKPOINT_KEY] = {"version": CHECKPOINT_VERSION, "local": self._local_parameters()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if fit is not None and Path(filepath).name.startswith(_TUNER_CHECKPOINTS):
+        if fit is None:
+            return
+        fit.saved[os.fspath(filepath)] = (loops, not is_whole, storage_options, os.path.exists(filepath))
+        if Path(filepath).name.startswith(_TUNER_CHECKPOINTS):
             fit.tuner_checkpoint = os.fspath(filepath)
             fit.link.set_evaluating(True)
 
@@ -76,8 +78,9 @@ class AnchorInCheckpoints(HoldsFit):
     def _save_again(self, saved: Mapping[str, SavedAs]) -> None:
         """Write the checkpoints of the last step again, with the present module and the saved state of the loops."""
         chosen = {path for callback in self._trainer.checkpoint_callbacks for path in _chosen_by_metric(callback)}
-        for filepath, (loops, weights_only, storage_options) in saved.items():
-            if filepath in chosen:
+        for filepath, (loops, weights_only, storage_options, was_there) in saved.items():
+            is_deleted = self.broadcast(was_there and not os.path.exists(filepath))  # rank 0 knows
+            if filepath in chosen or is_deleted:
                 continue
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
             self.save_checkpoint({**checkpoint, "loops": loops}, filepath, storage_options)

@@ -1,8 +1,11 @@
 """Checkpoints hold the anchor for everybody, and the local parameters for whoever resumes with the strategy."""
 
+import threading
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_diloco.strategy.trainer.lightning_checkpoints import CHECKPOINT_KEY
 
@@ -113,3 +116,44 @@ def test_checkpoint_after_fit_is_the_drained_anchor(scenario, model, trainer_for
     checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)
     assert torch.equal(checkpoint["state_dict"]["body.weight"], start + 1)
     assert CHECKPOINT_KEY not in checkpoint
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_checkpoint_of_the_last_step_is_saved_again_unless_it_was_deleted(
+    scenario, model, trainer_for, tmp_path, is_deleted
+):
+    path = tmp_path / "uploaded.ckpt"
+
+    class Upload(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(path)
+            if is_deleted:
+                path.unlink()
+
+    trainer_for(max_steps=2, limit_val_batches=0, callbacks=Upload()).fit(model)
+    assert path.exists() != is_deleted
+    if not is_deleted:
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert torch.equal(state["body.weight"], model.body.weight)
+
+
+@pytest.mark.filterwarnings("ignore:`AsyncCheckpointIO` is an experimental feature")
+def test_a_checkpoint_that_is_still_being_written_is_saved_again(scenario, model, trainer_for, tmp_path):
+    path, written = tmp_path / "async.ckpt", threading.Event()
+
+    class Slow(TorchCheckpointIO):
+        def save_checkpoint(self, *args, **kwargs):
+            assert written.wait(10.0)
+            super().save_checkpoint(*args, **kwargs)
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(path)
+
+        def on_train_end(self, trainer, pl_module):
+            written.set()
+
+    plugin = AsyncCheckpointIO(Slow())
+    trainer_for(max_steps=1, limit_val_batches=0, callbacks=Save(), plugins=plugin).fit(model)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert torch.equal(state["body.weight"], model.body.weight)
