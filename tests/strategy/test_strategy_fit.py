@@ -296,6 +296,27 @@ def test_model_without_trainable_parameters_is_refused(scenario, model, trainer_
         trainer_for().fit(model)
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_lazy_parameters_are_refused_by_name(scenario, model, trainer_for, tmp_path, is_resumed):
+    if is_resumed:
+        trainer = trainer_for(max_steps=1, limit_val_batches=0, strategy="auto")
+        trainer.fit(model)
+        trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    lazy = type(model)()
+    lazy.body = torch.nn.LazyLinear(4)
+    with pytest.raises(ConfigError, match=r"'body.weight' has no shape yet: .* materialize a lazy one first"):
+        trainer_for(limit_val_batches=0).fit(lazy, ckpt_path=tmp_path / "plain.ckpt" if is_resumed else None)
+    assert scenario.made == []
+
+
+def test_empty_parameters_are_not_exchanged(scenario, model, trainer_for):
+    model.empty = torch.nn.Parameter(torch.empty(0, 4))
+    trainer_for(max_steps=2, limit_val_batches=0).fit(model)
+    assert scenario.link.model.shapes.keys() == {"embedding.weight", "body.weight", "body.bias"}
+    assert "empty" in scenario.link.model.frozen_digest
+    assert len(scenario.link.steps) == 2
+
+
 def test_metrics_go_to_the_loggers_beside_the_users(scenario, model, trainer_for, tmp_path):
     logger = CSVLogger(tmp_path)
     trainer_for(logger=logger, log_every_n_steps=2, limit_val_batches=0).fit(model)

@@ -2,8 +2,9 @@
 
 1. Names come from `named_parameters()` of the plain LightningModule, without the prefixes of wrappers. Tied weights
    appear once.
-2. Trainable parameters and those that may become trainable (unfreezing.py) are exchanged. All other parameters must be
-   equal on all learners when a script has built them; they are compared by digest. Each learner has its own buffers.
+2. Trainable parameters and those that may become trainable (unfreezing.py) are exchanged, unless they are empty. All
+   other parameters must be equal on all learners when a script has built them; they are compared by digest. Each
+   learner has its own buffers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_diloco.core.fragments import FragmentPlan, scatter
 from lightning_diloco.errors import ConfigError
@@ -24,21 +26,32 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters by name, tied ones once."""
-    return {plain_name(name): p for name, p in module.named_parameters()}
+    """Return all parameters by name, tied ones once.
+
+    Raises:
+        ConfigError: some are lazy, so that they have no shape yet.
+    """
+    found = {plain_name(name): p for name, p in module.named_parameters()}
+    if lazy := [name for name, p in found.items() if is_lazy(p)]:
+        raise ConfigError(
+            [f"parameter {n!r} has no shape yet: it must have one; materialize a lazy one first" for n in lazy]
+        )
+    return found
 
 
 def trainable_parameters(module: nn.Module, also: Collection[str] = ()) -> dict[str, nn.Parameter]:
-    """Return the parameters that learners exchange, by name.
+    """Return the parameters that learners exchange, by name; empty ones are left out.
 
     Args:
         module: module of a learner.
         also: names of frozen parameters that are exchanged as well.
 
     Raises:
-        ConfigError: there are no such parameters, or some are not floating point.
+        ConfigError: there are no such parameters, or some are lazy or not floating point.
     """
-    found = {name: p for name, p in named_parameters(module).items() if p.requires_grad or name in also}
+    found = {
+        name: p for name, p in named_parameters(module).items() if (p.requires_grad or name in also) and not is_empty(p)
+    }
     if not found:
         raise ConfigError(
             f"{type(module).__name__} has no trainable parameter: at least one is needed; "
@@ -50,6 +63,11 @@ def trainable_parameters(module: nn.Module, also: Collection[str] = ()) -> dict[
             [f"parameter {n!r} is {found[n].dtype}: must be a real float type; freeze it or convert it" for n in odd]
         )
     return found
+
+
+def is_empty(param: Tensor) -> bool:
+    """Return whether a parameter has no elements; under FSDP1, a rank may hold none of a parameter that has some."""
+    return param.numel() == 0 and not getattr(param, "_fsdp_flattened", False)
 
 
 def describe(

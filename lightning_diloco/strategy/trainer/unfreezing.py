@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.strategy.trainer.parameters import named_parameters
+from lightning_diloco.strategy.trainer.parameters import is_empty, named_parameters
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -81,12 +81,12 @@ def check_frozen(trainer: pl.Trainer, frozen: Mapping[str, nn.Parameter]) -> Non
 
     Args:
         trainer: a Trainer that has just made an inner step.
-        frozen: parameters that were frozen at the join and are not exchanged, by name.
+        frozen: parameters that are not exchanged, by name; they were frozen at the join, or are empty.
 
     Raises:
         ConfigError: there are some; the message names them.
     """
-    thawed = {name: p for name, p in frozen.items() if p.requires_grad}
+    thawed = {name: p for name, p in frozen.items() if p.requires_grad and not is_empty(p)}
     if not thawed:
         return
     held = _held_by(trainer)
