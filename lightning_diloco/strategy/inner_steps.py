@@ -30,7 +30,7 @@ from lightning_diloco.strategy.trainer.optimizer_copies import ParameterCopies
 from lightning_diloco.strategy.trainer.preemption import Preemption
 from lightning_diloco.strategy.trainer.raw_steps import RawSteps
 from lightning_diloco.strategy.trainer.stopping import Stopping
-from lightning_diloco.strategy.trainer.unfreezing import check_frozen, check_new_optimizers, frozen_later
+from lightning_diloco.strategy.trainer.unfreezing import check_frozen, check_held, frozen_later, held_by
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -80,7 +80,7 @@ class InnerSteps:
         self._trainer = trainer
         self._fit = fit
         self._raw_steps = RawSteps(list(fit.params.values()), self._raw_step)
-        self._optimizers = list(trainer.optimizers)
+        self._known = held_by(trainer).union(map(id, (*fit.params.values(), *fit.frozen.values())))
         self._trained = {name: p for name, p in fit.params.items() if p.requires_grad}
         self._is_closed = False
         self.has_stepped = False
@@ -142,9 +142,7 @@ class InnerSteps:
         """
         trainer, fit = self._trainer, self._fit
         check_frozen(trainer, fit.frozen)
-        if trainer.optimizers != self._optimizers:
-            check_new_optimizers(trainer, (*fit.params.values(), *fit.frozen.values()))
-            self._optimizers = list(trainer.optimizers)
+        check_held(trainer, self._known)
         fit.copies.look(trainer.optimizers)
         fit.checkpointer.step_done()
         fit.preemption.has_trained = True

@@ -137,6 +137,37 @@ def test_a_layer_that_is_replaced_during_the_fit_is_an_error_and_a_new_optimizer
         trainer.fit(model)
 
 
+@pytest.mark.parametrize(("how", "names"), [("add", "added.weight, added.bias"), ("replace", "body.weight")])
+def test_parameters_that_an_optimizer_gets_during_the_fit_are_an_error(scenario, trainer_for, model, how, names):
+    class Change(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            group = trainer.optimizers[0].param_groups[0]
+            if trainer.current_epoch == 1 and how == "add":
+                pl_module.added = nn.Linear(4, 4)
+                trainer.optimizers[0].add_param_group({"params": list(pl_module.added.parameters())})
+            elif trainer.current_epoch == 1:
+                old, pl_module.body.weight = pl_module.body.weight, nn.Parameter(torch.ones(4, 4))
+                group["params"] = [pl_module.body.weight if p is old else p for p in group["params"]]
+
+    with pytest.raises(ConfigError, match=rf"parameters \({names}\): an optimizer trains them.*are not exchanged"):
+        trainer_for(callbacks=Change(), **EPOCHS).fit(model)
+    assert len(scenario.link.steps) == 2
+
+
+def test_a_tensor_of_no_module_that_an_optimizer_held_from_the_start_is_none_of_them(scenario, trainer_for, model):
+    temperature = torch.zeros((), requires_grad=True)
+    model.configure_optimizers = lambda: torch.optim.SGD([model.body.weight, temperature], lr=0.1)
+
+    class Change(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.current_epoch == 1:
+                trainer.strategy.optimizers = [pl_module.configure_optimizers()]
+                trainer.optimizers[0].add_param_group({"params": [pl_module.body.bias]})
+
+    trainer_for(callbacks=Change(), **EPOCHS).fit(model)
+    assert len(scenario.link.steps) == 6
+
+
 @pytest.mark.parametrize("freezes", [True, False])
 def test_a_layer_that_is_frozen_during_the_fit_is_named_once(scenario, trainer_for, model, caplog, freezes):
     class Freeze(Callback):
