@@ -30,7 +30,7 @@ from lightning_diloco.strategy.trainer.optimizer_copies import ParameterCopies
 from lightning_diloco.strategy.trainer.preemption import Preemption
 from lightning_diloco.strategy.trainer.raw_steps import RawSteps
 from lightning_diloco.strategy.trainer.stopping import Stopping
-from lightning_diloco.strategy.trainer.unfreezing import check_frozen, check_held, frozen_later, held_by
+from lightning_diloco.strategy.trainer.unfreezing import FrozenLater, check_frozen, check_held, held_by
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -81,7 +81,7 @@ class InnerSteps:
         self._fit = fit
         self._raw_steps = RawSteps(list(fit.params.values()), self._raw_step)
         self._known = held_by(trainer).union(map(id, (*fit.params.values(), *fit.frozen.values())))
-        self._trained = {name: p for name, p in fit.params.items() if p.requires_grad}
+        self._frozen_later = FrozenLater(fit.params)
         self._is_closed = False
         self.has_stepped = False
 
@@ -92,8 +92,7 @@ class InnerSteps:
 
     def batch_begins(self) -> None:
         """Take a checkpoint if one is due; between two batches, no step is in progress."""
-        if frozen_later(self._trained):
-            self._trained = {}  # said once
+        self._frozen_later.batch_begins()
         self._raw_steps.batch_begins()
         if self._strategy._exchanging and (held_up_s := self._fit.checkpointer.batch_begins()):
             self._fit.link.held_up(held_up_s)
@@ -102,6 +101,7 @@ class InnerSteps:
     def lightning_step(self, optimizer: Optimizer) -> Iterator[None]:
         """Surround a step that Lightning makes."""
         self._raw_steps.is_known = True
+        self._frozen_later.step_begins()
         with nullcontext() if self._is_closed else self._fit.checkpointer.warm_up.slowed(optimizer):
             yield
         self._raw_steps.is_known = False
@@ -120,6 +120,7 @@ class InnerSteps:
     @contextmanager
     def _raw_step(self, optimizer: Optimizer) -> Iterator[None]:
         """Surround a step that Lightning does not see."""
+        self._frozen_later.step_begins()
         if not self._strategy._exchanging or not self._trainer.training:
             yield
             return

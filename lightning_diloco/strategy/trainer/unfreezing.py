@@ -7,7 +7,8 @@ zeros. They need anchors and bytes on the wire like any other parameter.
 2. Otherwise, these are the frozen parameters that an optimizer holds, except in a module with PEFT adapters.
 3. If any other parameter is unfrozen, or an optimizer holds one that neither the module nor an optimizer had at the
    join, training stops with an error, because each learner would train its own.
-4. If a parameter that is exchanged is frozen during the fit, a warning says that it still moves.
+4. If a parameter that is exchanged is frozen during the fit, a warning says that it still moves. It is frozen if it is
+   so before a batch, in the batch's steps and after it: GANs freeze a network only for the other one's step.
 5. A parameter with `requires_grad` that no optimizer holds is exchanged, because an optimizer may be given it later.
    A warning names it, because the exchange moves it: it may be a teacher that this learner's code updates.
 """
@@ -66,7 +67,7 @@ def warn_of_untrained(trainer: pl.Trainer, exchanged: Mapping[str, nn.Parameter]
     """
     if not trainer.lightning_module.automatic_optimization:
         return  # the module may step optimizers that the Trainer does not know
-    held = _held_by(trainer)
+    held = held_by(trainer)
     names = [name for name, p in exchanged.items() if p.requires_grad and id(p) not in held]
     if 0 < len(names) < len(exchanged):  # else the optimizers hold copies
         log.warning(
@@ -100,20 +101,34 @@ def check_frozen(trainer: pl.Trainer, frozen: Mapping[str, nn.Parameter]) -> Non
         )
 
 
-def frozen_later(trained: Mapping[str, nn.Parameter]) -> bool:
-    """Return whether parameters were frozen during the fit, and warn if they were.
+class FrozenLater:
+    """Warns once if parameters are frozen during the fit (rule 4).
 
     Args:
-        trained: parameters that were trained at the join, by name; looked at between two batches.
+        params: exchanged parameters at the join, by name.
     """
-    names = [name for name, p in trained.items() if not p.requires_grad]
-    if names:
-        log.warning(
-            "%s: frozen during the fit, but still exchanged. They move with the anchor, which has momentum and the "
-            "contributions of learners that have not frozen them. To keep a layer as it is, freeze it before `fit`",
-            _listed(names),
-        )
-    return bool(names)
+
+    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+        self._trained = {name: p for name, p in params.items() if p.requires_grad}
+        self._frozen: dict[str, nn.Parameter] = {}  # since the start of a batch
+        self._has_stepped = True
+
+    def batch_begins(self) -> None:
+        """Warn about what was frozen in the whole of the last batch that stepped."""
+        if not self._has_stepped:
+            return
+        if names := _still_frozen(self._frozen):
+            log.warning(
+                "%s: frozen during the fit, but still exchanged. They move with the anchor, which has momentum and the "
+                "contributions of learners that have not frozen them. To keep a layer as it is, freeze it before `fit`",
+                _listed(list(names)),
+            )
+            self._trained = {}  # said once
+        self._frozen, self._has_stepped = _still_frozen(self._trained), False
+
+    def step_begins(self) -> None:
+        """Look at what is frozen in an optimizer's step."""
+        self._frozen, self._has_stepped = _still_frozen(self._frozen), True
 
 
 def check_held(trainer: pl.Trainer, known: Collection[int]) -> None:
@@ -133,6 +148,10 @@ def check_held(trainer: pl.Trainer, known: Collection[int]) -> None:
             f"{len(unknown)} parameters ({_listed(names)}): an optimizer trains them, but they are not exchanged, "
             "because the module did not have them when the fit began. Add or replace layers before `fit`"
         )
+
+
+def _still_frozen(params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in params.items() if not p.requires_grad}
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -177,3 +177,29 @@ def test_a_layer_that_is_frozen_during_the_fit_is_named_once(scenario, trainer_f
     trainer_for(callbacks=Freeze(), **EPOCHS).fit(model)
     said = [text for text in caplog.messages if "frozen during the fit" in text]
     assert [text.partition(":")[0] for text in said] == ["body.weight, body.bias"] * freezes
+
+
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_a_network_that_is_frozen_for_the_step_of_another_optimizer_is_not_named(
+    scenario, trainer_for, model, caplog, is_raw
+):
+    class Adversarial(type(model)):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.body, self.embedding)]
+
+        def training_step(self, batch, batch_idx):
+            both = (self.body, self.embedding)
+            for optimizer, mine, other in zip(self.optimizers(not is_raw), both, both[::-1], strict=True):
+                mine.requires_grad_(True)
+                other.requires_grad_(False)
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+    trainer_for(max_steps=-1, max_epochs=1, limit_val_batches=0).fit(Adversarial())
+    assert len(scenario.link.steps) == 6
+    assert "frozen during the fit" not in caplog.text
