@@ -45,6 +45,10 @@ class DecoupledDiLoCoStrategy(DiLoCoHooks):
     `torch.optim.swa_utils.update_bn` computes those of the anchor. A restarted learner restores its own state from its
     checkpoint; a newcomer takes over that of a peer.
 
+    With manual optimization, an inner step is a `training_step` in which an optimizer stepped. If no torch optimizer
+    holds exchanged parameters, because your code updates them itself, every `training_step` is one. If none was counted
+    in a fit, nothing was exchanged: the module keeps its own parameters, and a warning says so.
+
     The run is left after the last step, before Lightning validates and saves for the last time. The last validation,
     the `last` and `best` checkpoints of that step, and the module after `fit` all have the run's anchor. If the syncer
     cannot be reached then, they have this learner's own parameters, and a warning says so. In a run that others have

@@ -67,6 +67,12 @@ _PREEMPTED_AT_THE_END = (
     "from its last checkpoint and trains the steps since then again"
 )
 
+_NOTHING_COUNTED = (
+    "%d batches were trained, but no inner step was counted, so nothing was exchanged. The module, and checkpoints of "
+    "this step, keep this learner's own parameters. With manual optimization, call step() of the optimizers that "
+    "configure_optimizers returns; if your own code updates the parameters, do not return optimizers that hold them"
+)
+
 # One of Lightning's checkpoints: state of the loops, whether it holds weights only, storage options, and whether it was
 # in a local file when it had been saved; it is not while AsyncCheckpointIO writes it.
 SavedAs = tuple[Any, bool, Any, bool]
@@ -245,7 +251,7 @@ class DiLoCoFit:
         """Leave the run when no step follows.
 
         Send the last contributions and wait until they are merged. The anchor then stays in the module. If they are not
-        merged in time, the local parameters stay.
+        merged in time, or no inner step was counted, the local parameters stay.
 
         Raises:
             SIGTERMException: SIGTERM came meanwhile; the run is left.
@@ -258,13 +264,14 @@ class DiLoCoFit:
             link.stop_run(reason)
         note_last_step(strategy._learner)
         is_last, is_drained = link.finish(asked=self._asked_to_leave), link.is_drained
-        if is_drained:
+        shows_anchor = is_drained and not self.steps.are_missed
+        if shows_anchor:
             self.device.show_anchor()  # for good
         if strategy.is_global_zero:
             self._tell_end(is_drained)
         self._leave_run()
         if is_last:  # the syncer waits for the loss of the final anchor
-            self.validation.anchor_is_final(is_drained=is_drained)
+            self.validation.anchor_is_final(is_drained=shows_anchor)
         else:
             self._linked.close()
         strategy._save_again(self.saved)
@@ -278,6 +285,8 @@ class DiLoCoFit:
         return self.preemption.asked()
 
     def _tell_end(self, is_drained: bool) -> None:
+        if self.steps.are_missed:
+            log.warning(_NOTHING_COUNTED, self.steps.num_batches)
         if self.link.is_preempted:
             log.warning(_PREEMPTED_AT_THE_END, self._trainer.global_step, "after" if is_drained else "before")
         elif is_drained:

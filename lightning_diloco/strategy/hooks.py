@@ -239,12 +239,12 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Make a training step; with manual optimization it ends an inner step if any optimizer stepped in it."""
+        """Make a training step; with manual optimization it may end an inner step (rule 1 of inner_steps.py)."""
         if (fit := self._fit) is None or self._trainer.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         self._begin_inner_step()
         output = super().training_step(*args, **kwargs)
-        if fit.steps.has_stepped:
+        if fit.steps.has_stepped or fit.steps.are_by_hand:
             self._end_inner_step()
         else:
             self._skip_inner_step()
@@ -254,7 +254,7 @@ class DiLoCoHooks(AnchorInCheckpoints, SplitsData, LaunchesInOwnPaths):
         """Begin an inner step whose last batch is known; several ranks agree here on the work of the step."""
 
     def _skip_inner_step(self) -> None:
-        """Undo `_begin_inner_step`, because no optimizer has stepped."""
+        """Undo `_begin_inner_step`, because the inner step goes on."""
 
     def _end_inner_step(self, output: Any = None) -> None:
         if self._fit is not None:

@@ -1,7 +1,8 @@
 """The outer loop's work at a learner's inner steps.
 
 1. An inner step ends after an optimizer's step. With manual optimization, it ends after a `training_step` in which any
-   optimizer stepped, because gradients may be computed with the parameters until then.
+   optimizer stepped, because gradients may be computed with the parameters until then. If no torch optimizer holds
+   exchanged parameters, the user's code changes them itself, and every `training_step` ends an inner step.
 2. Steps that do not pass through Lightning count as well (trainer/raw_steps.py). With automatic optimization, the first
    such step of a batch ends the inner step.
 3. A snapshot that is taken at the end of an inner step may be copied while the next forward and backward are computed.
@@ -73,6 +74,8 @@ class InnerSteps:
 
     Attributes:
         has_stepped: whether an optimizer has stepped since the last inner step ended.
+        num_batches: number of batches that have begun.
+        num_ended: number of inner steps that have ended.
     """
 
     def __init__(self, strategy: StepStrategy, trainer: pl.Trainer, fit: FitParts) -> None:
@@ -83,7 +86,20 @@ class InnerSteps:
         self._known = held_by(trainer).union(map(id, (*fit.params.values(), *fit.frozen.values())))
         self._frozen_later = FrozenLater(fit.params)
         self._is_closed = False
+        self._has_own_optimizer = False
         self.has_stepped = False
+        self.num_batches = self.num_ended = 0
+
+    @property
+    def are_by_hand(self) -> bool:
+        """Whether no torch optimizer that is known trains exchanged parameters; asked with manual optimization."""
+        params = map(id, self._fit.params.values())
+        return not self._has_own_optimizer and held_by(self._trainer).isdisjoint(params)
+
+    @property
+    def are_missed(self) -> bool:
+        """Whether enough batches for an inner step were trained, but none has ended."""
+        return not self.num_ended and self.num_batches >= self._trainer.accumulate_grad_batches
 
     def close(self) -> None:
         """Stop watching steps, because the run is left; idempotent."""
@@ -93,6 +109,7 @@ class InnerSteps:
     def batch_begins(self) -> None:
         """Take a checkpoint if one is due; between two batches, no step is in progress."""
         self._frozen_later.batch_begins()
+        self.num_batches += self._strategy._exchanging
         self._raw_steps.batch_begins()
         if self._strategy._exchanging and (held_up_s := self._fit.checkpointer.batch_begins()):
             self._fit.link.held_up(held_up_s)
@@ -120,6 +137,7 @@ class InnerSteps:
     @contextmanager
     def _raw_step(self, optimizer: Optimizer) -> Iterator[None]:
         """Surround a step that Lightning does not see."""
+        self._has_own_optimizer = True
         self._frozen_later.step_begins()
         if not self._strategy._exchanging or not self._trainer.training:
             yield
@@ -142,6 +160,7 @@ class InnerSteps:
             output: return value of the optimizer's closure; None: unknown.
         """
         trainer, fit = self._trainer, self._fit
+        self.num_ended += 1
         check_frozen(trainer, fit.frozen)
         check_held(trainer, self._known)
         fit.copies.look(trainer.optimizers)

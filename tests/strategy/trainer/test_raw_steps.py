@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.optim import optimizer as optimizer_module
 
+from tests.strategy.conftest import TinyModel
+
 BATCH_TOKENS = 4 * 6
 
 
@@ -92,6 +94,67 @@ def test_optimizers_of_other_parameters_do_not_count(scenario, model, trainer_fo
     module = by_hand(type(model), another)
     trainer_for(max_steps=-1, max_epochs=1, limit_train_batches=2, limit_val_batches=0).fit(module)
     assert scenario.link.steps == []
+
+
+class Updated(TinyModel):
+    """Code of its own updates the parameters in every second batch, without an optimizer of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.body.weight += batch_idx % 2
+
+    def configure_optimizers(self):
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_updates_without_an_optimizer_are_inner_steps(scenario, trainer_for, caplog):
+    module = Updated()
+    before = module.body.weight.detach().clone()
+    trainer_for(max_steps=-1, max_epochs=1, limit_train_batches=4, limit_val_batches=0).fit(module)
+    assert scenario.link.steps == [(BATCH_TOKENS, "tokens")] * 4
+    assert torch.equal(module.body.weight, before + 1)  # the anchor, which has grown by 1
+    assert "no inner step was counted" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_batches_between_the_steps_of_an_optimizer_that_lightning_does_not_know_are_no_inner_steps(
+    scenario, trainer_for
+):
+    class Accumulates(Updated):
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.loss(batch))
+            if batch_idx % 2 == 0:
+                of_its_own(self)[0].step()
+
+    trainer_for(max_steps=-1, max_epochs=1, limit_train_batches=5, limit_val_batches=0).fit(Accumulates())
+    assert len(scenario.link.steps) == 3
+
+
+def test_a_fit_without_an_inner_step_keeps_what_was_trained_and_says_what_to_do(
+    scenario, trainer_for, caplog, tmp_path
+):
+    class Holds(Updated):
+        def configure_optimizers(self):
+            return TinyModel.configure_optimizers(self)
+
+        def on_train_epoch_end(self):
+            self.trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+    module = Holds()
+    trained = module.body.weight.detach() + 2 + 1  # at the end the anchor moves by 1, and carries the module along
+    trainer_for(max_steps=-1, max_epochs=1, limit_train_batches=4, limit_val_batches=0).fit(module)
+    assert scenario.link.steps == []
+    torch.testing.assert_close(module.body.weight.detach(), trained)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(saved["body.weight"], module.body.weight)
+    (warning,) = [text for text in caplog.messages if "no inner step was counted" in text]
+    assert warning.startswith("4 batches were trained")
+    assert "call step() of the optimizers that configure_optimizers returns" in warning
 
 
 def test_no_step_is_seen_after_the_fit(scenario, model, trainer_for):
