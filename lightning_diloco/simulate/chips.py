@@ -21,7 +21,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import dropwhile, takewhile
+from itertools import takewhile
 from typing import Literal
 
 YEAR_S = 365.25 * 86400
@@ -76,9 +76,24 @@ class Pause:
 
 
 def pauses(chips: Chips, chance: random.Random, *, until_s: float = math.inf) -> Iterator[Pause]:
-    """Yield the pauses of a learner that begin from the time 0 on and before `until_s`, in order; none overlap."""
+    """Yield the pauses of a learner that begin before `until_s`, in order; none overlap.
+
+    The last pause that began before the time 0 begins at 0, because its share of the slices holds from then on.
+    """
     found = _of_elastic(chips, chance) if chips.is_elastic else _of_rigid(chips, chance)
-    return takewhile(lambda pause: pause.begins_s < until_s, dropwhile(lambda pause: pause.begins_s < 0, found))
+    return takewhile(lambda pause: pause.begins_s < until_s, _from_zero(found))
+
+
+def _from_zero(found: Iterator[Pause]) -> Iterator[Pause]:
+    earlier: Pause | None = None
+    for pause in found:
+        if pause.begins_s >= 0:
+            if earlier is not None:
+                yield Pause(0.0, max(0.0, earlier.ends_s), earlier.share)
+            yield pause
+            break
+        earlier = pause
+    yield from found
 
 
 def _of_rigid(chips: Chips, chance: random.Random) -> Iterator[Pause]:

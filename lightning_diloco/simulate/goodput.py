@@ -139,7 +139,7 @@ def simulate(scenario: Scenario) -> Outcome:
             links = random.Random(f"{scenario.seed} {k} links")
             member.lose_link(scenario.outage_mtbf_s, scenario.outage_s, links, until_s)
         members.append(member)
-        all_pauses.append(stops)
+        all_pauses.append(_stops_training(stops))
         ideal += until_s / step_s * _TOKENS
     by_name = {member.name: member for member in members}
     fleet.syncer.on_commit = lambda learners: [by_name[x].contributed() for x in learners if x in by_name]
@@ -176,13 +176,14 @@ def data_parallel(scenario: Scenario, *, is_elastic: bool) -> Outcome:
     chips = replace(scenario.chips, count=count, is_elastic=is_elastic)
     until_s = scenario.length_s * scenario.num_learners
     stops = list(pauses(chips, random.Random(f"{scenario.seed} 0"), until_s=until_s))
-    training = _training([stops], until_s)
+    in_training = _stops_training(stops)
+    training = _training([in_training], until_s)
     goodput = trained_s(stops, step_s=max(scenario.step_s), until_s=until_s) / until_s
     return Outcome(
         goodput=goodput,
         work=goodput,
         uptime=_uptime(training, until_s),
-        pauses=len(stops),
+        pauses=len(in_training),
         training=training,
     )
 
@@ -241,7 +242,10 @@ class _Member:
 
     def _interrupt(self, pause: Pause, stops: Iterator[Pause]) -> None:
         self._pace = self.process.pace = replace(self._pace, tokens=round(_TOKENS * pause.share))
-        self._fleet.interrupt(self.process, pause.ends_s - pause.begins_s)
+        if self.process.is_stepping:
+            self._fleet.interrupt(self.process, pause.ends_s - pause.begins_s)
+        else:  # as at the time 0
+            self._fleet.stall(self.process, pause.ends_s - pause.begins_s)
         self.interrupt_at(stops)
 
     def die(self, mtbf_s: float, rejoin_s: float, chance: random.Random, until_s: float) -> None:
@@ -277,6 +281,11 @@ class _Member:
         self._deaths.append((self._fleet.now_s, self._fleet.now_s + rejoin_s))
         join_s = self._fleet.syncer.state.heartbeat_s  # so long the syncer makes sure that the old process is gone
         self.process = self._fleet.start(self.name, replace(self._pace, starts_s=max(0.0, rejoin_s - join_s)))
+
+
+def _stops_training(stops: Sequence[Pause]) -> list[Pause]:
+    """Return the pauses without one that has ended at the time 0, which only tells the share of the slices."""
+    return [pause for pause in stops if pause.ends_s > pause.begins_s]
 
 
 def _training(all_pauses: Sequence[Sequence[Pause]], until_s: float) -> tuple[tuple[float, int], ...]:

@@ -15,7 +15,8 @@ ONE = Chips(count=64 * 100, mtbi_s=64 * 100 * 1000.0)  # a failure every 1000 s
 
 
 def first(chips: Chips, number: int, seed: int = 1) -> list[Pause]:
-    return list(islice(pauses(chips, random.Random(seed)), number))
+    found = (pause for pause in pauses(chips, random.Random(seed)) if pause.begins_s > 0)
+    return list(islice(found, number))
 
 
 def goodput(chips: Chips, num_failures: int = 4000) -> float:
@@ -28,7 +29,6 @@ def goodput(chips: Chips, num_failures: int = 4000) -> float:
 def test_pauses_are_in_order_apart_and_the_same_for_the_same_seed(is_elastic: bool, every_s: float) -> None:
     chips = replace(ONE, is_elastic=is_elastic, mtbi_s=ONE.count * every_s)
     found = first(chips, 500)
-    assert found[0].begins_s >= 0
     assert all(one.begins_s < one.ends_s < other.begins_s for one, other in pairwise(found))
     assert all(0 < pause.share <= 1 for pause in found)
     assert found == first(chips, 500)
@@ -61,6 +61,23 @@ def test_a_learner_without_any_slice_waits_for_the_first_one_that_returns() -> N
     lengths = [pause.ends_s - pause.begins_s for pause in first(alone, 500)]
     assert 400 < median(lengths) < 440, "half of the slices return within 400 s; then it rescales"
     assert all(pause.share == 1 for pause in first(alone, 500))
+
+
+def test_slices_that_are_away_at_the_time_0_do_not_train_before_the_first_pause() -> None:
+    chips = replace(ONE, mtbi_s=ONE.count * 100.0, return_s=1000.0)
+    begin = [next(pauses(chips, random.Random(seed))) for seed in range(200)]
+    assert all(pause.begins_s == 0.0 <= pause.ends_s < 24.0 for pause in begin)
+    assert 0.85 < sum(pause.share for pause in begin) / 200 < 0.93, "as at any later time"
+
+
+def test_a_learner_that_has_lost_all_of_its_chips_trains_as_little_at_the_beginning_as_later() -> None:
+    chips = Chips(count=1, slice_chips=1, mtbi_s=60.0)
+    shares = [
+        trained_s(pauses(chips, random.Random(seed), until_s=until_s), step_s=1.0, until_s=until_s) / until_s
+        for until_s, num_seeds in ((1800.0, 400), (400 * 1800.0, 1))
+        for seed in range(num_seeds)
+    ]
+    assert sum(shares[:400]) / 400 == pytest.approx(shares[400], abs=0.015)
 
 
 def test_slices_that_are_away_do_not_train() -> None:

@@ -79,6 +79,15 @@ def test_failures_cost_what_they_cost_the_learners_alone_and_nobody_waits(often:
     assert often.pauses > 4 * 1500 / 100 * 0.7
 
 
+def test_a_learner_without_chips_at_the_time_0_does_not_train_until_they_are_back() -> None:
+    alone = Chips(count=1, slice_chips=1, mtbi_s=60.0, return_s=5000.0)
+    stops = list(pauses(alone, random.Random(f"{FLEET.seed} 0"), until_s=400.0))
+    assert stops[0].ends_s > 400.0
+    found = simulate(replace(FLEET, num_learners=1, chips=alone))
+    assert found.work < 0.01
+    assert found.uptime == 0.0
+
+
 @pytest.mark.seconds
 def test_the_same_seed_gives_the_same_result_and_another_one_another(often: Outcome) -> None:
     assert simulate(OFTEN) == often
