@@ -209,7 +209,7 @@ class Decoder:
         return native.array(q), native.array(scales_B)
 
 
-def decode(buffer: Tensor, *, numel: int, wire: Wire, block_size: int, out: Tensor | None = None) -> Tensor:
+def decode(buffer: Tensor, *, numel: int, wire: Wire, block_size: int) -> Tensor:
     """Decode a whole vector.
 
     Args:
@@ -217,16 +217,15 @@ def decode(buffer: Tensor, *, numel: int, wire: Wire, block_size: int, out: Tens
         numel: number of values.
         wire: wire precision.
         block_size: values that share a scale.
-        out: (numel,) float32, overwritten; None allocates a new tensor.
 
     Returns:
         (numel,) float32.
 
     Raises:
-        CorruptMessageError: see `Decoder`; out is then unchanged.
+        CorruptMessageError: see `Decoder`.
     """
     decoder = Decoder(buffer, numel, wire, block_size)
-    return decoder.read(0, torch.empty(numel, dtype=torch.float32, device=buffer.device) if out is None else out)
+    return decoder.read(0, torch.empty(numel, dtype=torch.float32, device=buffer.device))
 
 
 def scaled(buffer: Tensor, factor: float, *, numel: int, wire: Wire, block_size: int) -> Tensor:

@@ -121,7 +121,6 @@ class Exchange:
         overlap_s: time that the schedule allows for this: `overlap` steps.
         period_s: time between two fragments.
         adopt_s: download of the whole anchor, for which a joining learner waits.
-        seed_s: upload of the start values.
     """
 
     upload_s: float
@@ -133,7 +132,6 @@ class Exchange:
     overlap_s: float
     period_s: float
     adopt_s: float
-    seed_s: float
 
     @classmethod
     def of(cls, sizes: FragmentSizes, config: RunConfig, fleet: Machines) -> Exchange:
@@ -145,7 +143,7 @@ class Exchange:
         if (standby_bps := fleet.standby_stream_bps) is not None:
             record = _LOG_BYTES * sizes.numel + _RECORD_BYTES
             standby_s = fleet.rtt_s + _BITS * record / standby_bps + record / fleet.disk_bytes_per_s
-        whole_s = _BITS * _FLOAT32_BYTES * sizes.total_numel / fleet.learner_stream_bps
+        adopt_s = _BITS * _FLOAT32_BYTES * sizes.total_numel / fleet.learner_stream_bps
         return cls(
             upload_s=transfer_s,
             download_s=transfer_s,
@@ -155,8 +153,7 @@ class Exchange:
             landing_s=fleet.rtt_s + transfer_s + merge_s + log_s + standby_s + transfer_s,
             overlap_s=config.overlap * fleet.step_s,
             period_s=config.sync_every * fleet.step_s / sizes.count,
-            adopt_s=whole_s,
-            seed_s=whole_s,
+            adopt_s=adopt_s,
         )
 
 

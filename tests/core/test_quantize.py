@@ -102,9 +102,7 @@ def test_decode_inverts_encode_at_the_stated_length(wire: Wire, numel: int) -> N
     x = normal(numel)
     buffer = encode(x, wire=wire, block_size=256, name="x")
     assert (buffer.dtype, buffer.numel()) == (torch.uint8, wire_nbytes(numel, wire, 256))
-    out = torch.empty(numel)
-    back = decode(buffer, numel=numel, wire=wire, block_size=256, out=out)
-    assert back is out
+    back = decode(buffer, numel=numel, wire=wire, block_size=256)
     step = {"int8": 1 / 127, "int4": 1 / 7, "bf16": 2**-7, "fp32": 0.0}[wire]
     assert ((back - x).abs() <= 0.51 * step * 6).all()
     assert wire != "fp32" or torch.equal(back, x)
@@ -157,13 +155,11 @@ def test_wrong_length_is_corrupt_and_names_both_lengths(wire: Wire) -> None:
 
 
 @wires
-def test_values_or_scales_that_are_not_finite_are_corrupt_and_leave_out_alone(wire: Wire) -> None:
+def test_values_or_scales_that_are_not_finite_are_corrupt(wire: Wire) -> None:
     buffer = encode(normal(256), wire=wire, block_size=64, name="x")
     buffer[-2:] = torch.tensor([0xC0, 0x7F], dtype=torch.uint8)  # a bfloat16 or the upper half of a float32: NaN
-    out = torch.full((256,), 7.0)
     with pytest.raises(CorruptMessageError, match="NaN"):
-        decode(buffer, numel=256, wire=wire, block_size=64, out=out)
-    assert torch.equal(out, torch.full((256,), 7.0))
+        decode(buffer, numel=256, wire=wire, block_size=64)
 
 
 def test_negative_scale_is_corrupt() -> None:
