@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import ssl
 
 import pytest
+from cryptography import x509
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.transport.identity import HOSTNAME, ServerIdentity, server_name
@@ -27,6 +29,13 @@ def test_the_fingerprint_is_the_sha256_of_the_der(identity):
     der = ssl.PEM_cert_to_DER_cert(identity.certificate.decode())
     assert identity.fingerprint == hashlib.sha256(der).hexdigest()
     assert server_name(identity.certificate) == HOSTNAME
+
+
+def test_a_new_certificate_is_valid_for_a_learner_whose_clock_is_years_behind_or_ahead(identity):
+    certificate = x509.load_pem_x509_certificate(identity.certificate)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    assert certificate.not_valid_before_utc == datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
+    assert certificate.not_valid_after_utc > now + datetime.timedelta(days=3600)
 
 
 def test_the_key_is_not_shown(identity):
