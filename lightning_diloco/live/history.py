@@ -3,6 +3,7 @@
 1. Curves keep at most MAX_ROWS rows. When they are full, every other row is dropped and the sampling rate is halved, so
    that a run of any length is covered at the resolution of a page.
 2. The past comes from the tape, if there is one. Later rows come from the syncer's answers.
+3. Tape and answers stamp an event at slightly different times. Equal sentences within _SAME_S are therefore one event.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from lightning_diloco.transport.base import Json
 
 MAX_ROWS, MAX_EVENTS = 360, 200
 _MIN_PAUSE_S = 0.5
+_SAME_S = 1.0
 
 
 class Curves:
@@ -41,14 +43,17 @@ class Events:
 
     def __init__(self) -> None:
         self.latest: deque[Json] = deque(maxlen=MAX_EVENTS)
-        self._known_until = 0.0
+        self._known: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Add events of the tape or of a status, except known events and those without a sentence."""
         for line in lines:
-            if line["t"] > self._known_until and (told := sentence(line)) is not None:
-                self._known_until = line["t"]
-                self.latest.append({"t": line["t"], "level": told[0], "text": told[1]})
+            if (told := sentence(line)) is not None and not self._is_known(t := line["t"], text := told[1]):
+                self._known.append((t, text))
+                self.latest.append({"t": t, "level": told[0], "text": text})
+
+    def _is_known(self, t: float, text: str) -> bool:
+        return any(text == known and abs(t - at) < _SAME_S for at, known in self._known)
 
     def say(self, t: float, text: str) -> None:
         """Add the first line of a message about the run's processes."""

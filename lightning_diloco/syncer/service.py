@@ -481,8 +481,9 @@ class SyncerService:
                 self._seeding.begin(action)
             case actions.Note():
                 log.info("%s %s", action.event, action.fields)
-                self._durable.note(action.event, late_s=time.monotonic() - action.at_s, **action.fields)
-                self._board.noted(action.event, action.fields)
+                late_s = time.monotonic() - action.at_s
+                self._durable.note(action.event, late_s=late_s, **action.fields)
+                self._board.noted(action.event, action.fields, late_s=late_s)
 
     def _snapshot_if_quiet(self) -> None:
         """Start a snapshot if one is due and no commit is being written; otherwise start the waiting commits."""

@@ -52,6 +52,17 @@ def test_events_are_told_once_and_in_order() -> None:
     assert (len(events.latest), events.latest[-1]["text"]) == (MAX_EVENTS, f"line {2 * MAX_EVENTS - 1}")
 
 
+def test_events_of_one_time_are_all_told_once_although_tape_and_answer_differ_in_their_stamps() -> None:
+    events = Events()
+    lapses = [{"t": START, "event": "lapse", "learner": f"l{k}", "silent_s": 15.0} for k in range(3)]
+    on_tape = [{**lapse, "t": START - 1e-6 * k} for k, lapse in enumerate(lapses)]
+    events.add(on_tape)
+    events.add([{**lapse, "t": START + 1e-3, "number": k} for k, lapse in enumerate(lapses)])
+    events.add([{**lapses[0], "t": START + 60}])
+    events.add(on_tape)
+    assert [event["text"][:9] for event in events.latest] == ["l0 lapsed", "l1 lapsed", "l2 lapsed", "l0 lapsed"]
+
+
 def test_a_process_that_dies_is_bad_news() -> None:
     events = Events()
     events.say(START, "l1 died (signal SIGKILL); restart 1 of 3")

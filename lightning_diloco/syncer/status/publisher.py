@@ -79,10 +79,10 @@ class StatusPublisher:
         num_learners, fleet_tokens = len(self._state.roster.live()), float(self._state.ledger.seen)
         self._news = News(num_learners, fleet_tokens, standby=standby)
 
-    def noted(self, event: str, fields: Mapping[str, object]) -> None:
-        """Keep an event in `recent` if it is of interest to users."""
+    def noted(self, event: str, fields: Mapping[str, object], *, late_s: float = 0.0) -> None:
+        """Keep an event in `recent` if it is of interest to users; it happened `late_s` seconds ago."""
         if event in _TOLD:
-            self._recent.append({"number": next(self._numbers), "t": time.time(), "event": event, **fields})
+            self._recent.append({"number": next(self._numbers), "t": time.time() - late_s, "event": event, **fields})
 
     def merged(self, sessions: tuple[str, ...], cosines: tuple[float, ...]) -> None:
         """Keep the cosines of the contributions to a commit."""
