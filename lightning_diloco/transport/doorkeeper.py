@@ -4,7 +4,8 @@
    after HANDSHAKE_S seconds. At most MAX_STRANGERS unknown connections may be open. If there are more, the doorkeeper
    ends the oldest.
 2. If an upload receives no data for SILENT_S seconds, the doorkeeper ends its connection, because the server has
-   reserved memory for it (rule 2 of `flight_server`).
+   reserved memory for it (rule 2 of `flight_server`). On a slow link, a slice of an upload may take longer than that.
+   Linux therefore tells when the last byte came; other systems only tell when a slice is complete.
 3. The doorkeeper calls `many_ended` when MANY connections have ended. The syncer then returns their memory to the
    system. Otherwise the process would stay large after many unknown connections.
 4. pyarrow does not offer the connection limits of gRPC's server. The doorkeeper therefore inspects the sockets of the
@@ -16,9 +17,11 @@ Source: our choice.
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +35,7 @@ SILENT_S = 60.0
 MAX_STRANGERS = 512
 MANY = 32
 _MAX_SCANNED = 1 << 16
+_LAST_DATA_RECV = slice(52, 56)  # tcpi_last_data_recv of Linux's struct tcp_info, in milliseconds
 
 Peer = tuple[str, int]
 
@@ -43,7 +47,7 @@ class Doorkeeper:
         max_strangers: limit of connections without a call; None: half of the limit of open files, at most
             MAX_STRANGERS.
         handshake_s: seconds that a connection may stay without a call.
-        silent_s: seconds that an upload may stay without data.
+        silent_s: seconds that an upload may stay without data, see rule 2.
         many_ended: called in the doorkeeper's thread when MANY connections have ended.
     """
 
@@ -116,6 +120,7 @@ class Doorkeeper:
             self._known -= known - here.keys()
             strangers = [peer for peer in here if peer not in self._known]
             silent = [peer for peer, heard_s in self._uploads.values() if now_s - heard_s > self._silent_s]
+        silent = [peer for peer in silent if _since_data_s(here.get(peer)) > self._silent_s]
         before = self._since_s
         self._since_s = {peer: since_s for peer, since_s in before.items() if peer in strangers}
         self._since_s |= {peer: now_s for peer in strangers if peer not in before}
@@ -169,6 +174,17 @@ def _peer_of(number: int, port: int) -> Peer | None:
             return _far_end(line) if line.getsockname()[1] == port else None
         except OSError:  # a listening socket, or closed in the meantime
             return None
+
+
+def _since_data_s(number: int | None) -> float:
+    """Return the seconds since a connection received data; inf if the system does not tell."""
+    if number is None or sys.platform != "linux":
+        return math.inf
+    with _borrowed(number) as line, suppress(OSError):
+        if line is not None:
+            info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV.stop)
+            return int.from_bytes(info[_LAST_DATA_RECV], sys.byteorder) / 1000
+    return math.inf
 
 
 def _end(number: int | None, peer: Peer) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,8 +20,10 @@ from lightning_diloco.errors import CorruptMessageError
 from lightning_diloco.protocol import messages
 from lightning_diloco.syncer import outbox, quota
 from lightning_diloco.syncer.process import SyncerOptions, SyncerService
-from lightning_diloco.transport.address import JoinAddress
+from lightning_diloco.transport.address import JoinAddress, split_host_port
+from lightning_diloco.transport.base import Bulk
 from lightning_diloco.transport.doorkeeper import Doorkeeper
+from lightning_diloco.transport.faults import FaultProxy
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
 from tests.attacks import wire
 from tests.e2e.conftest import Processes, until
@@ -95,6 +98,18 @@ def test_an_upload_that_stops_ends_and_its_memory_is_free_again(serve: Callable[
     began_s = time.monotonic()
     wire.upload_that_stops(address, num_bytes=64 * MIB)
     assert time.monotonic() - began_s < WAIT_S, "it lasted as long as its sender liked"
+
+
+@pytest.mark.seconds
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell when the last byte came")
+def test_an_upload_goes_on_over_a_link_that_is_slow_but_lives(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
+    address = serve(Doorkeeper(silent_s=0.3))
+    with FaultProxy(address.host_port, rate_bps=8 * 2 * MIB) as proxy:
+        host, port = split_host_port(proxy.address)
+        learner = FlightConnection(replace(address, host=host, port=port))
+        learner.status()
+        payload = memoryview(bytes(2 * MIB))
+        assert learner.put(Bulk({}, payload), deadline_s=WAIT_S) is not None
 
 
 def test_compressed_batches_are_refused_before_they_are_inflated(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
