@@ -29,6 +29,7 @@ STDLIB_PACKAGES = (
     "asyncio", "collections", "concurrent", "email", "http", "importlib", "json", "logging", "multiprocessing",
     "urllib", "xml",
 )  # fmt: skip
+_SOURCE_BYTES = 1 << 20
 
 AnyDataset = TypeVar("AnyDataset", "Dataset", "IterableDataset")
 
@@ -68,6 +69,12 @@ class FileCorpus:
     def stream(self) -> IterableDataset:
         """Return the documents as a stream; every file is a shard."""
         return self._read(streaming=True)
+
+    def num_sources(self, num_shards: int) -> int:
+        """Return the number of parts that a stream is read in: small text files are joined to about _SOURCE_BYTES."""
+        if self._builder != TEXT:
+            return num_shards
+        return max(1, min(num_shards, sum(file.stat().st_size for file in self.files) // _SOURCE_BYTES))
 
     def _read(self, **options: object) -> Dataset | IterableDataset:
         from datasets import load_dataset
@@ -134,6 +141,10 @@ class HubCorpus:
     def stream(self) -> IterableDataset:
         """Return the documents as a stream."""
         return self._loaded(streaming=True)
+
+    def num_sources(self, num_shards: int) -> int:
+        """Return the number of parts that a stream is read in: its shards."""
+        return num_shards
 
     def _loaded(self, **options: object) -> Dataset | IterableDataset:
         from datasets import load_dataset

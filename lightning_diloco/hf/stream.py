@@ -1,11 +1,13 @@
 """Ranges of streamed text, which is never stored.
 
-1. A range is a block of consecutive documents of one shard. They are tokenized, joined by the end-of-sequence token and
-   cut into full sequences. The incomplete rest is dropped. The content of a range depends only on the range.
+1. A range is a block of consecutive documents of one source: a shard, or several small text files. They are tokenized,
+   joined by the end-of-sequence token and cut into full sequences. The incomplete rest is dropped. The content of a
+   range depends only on the range.
 2. The prepared head of the stream (packing.py) holds out documents for validation. They are skipped at every position
    in the stream. All other documents whose hash is not above the highest held-out hash are skipped, too.
-3. Every epoch has its own order of shards, and of sequences within a range.
-4. A shard is read on from its current position. It is reopened for a block before that position.
+3. Every epoch has its own order of sources, and of sequences within a range.
+4. A source is read on from its current position. It is reopened for a block before that position.
+5. A reader that has read a whole epoch without a sequence raises an error, because it would never get one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_diloco.errors import ConfigError
 from lightning_diloco.hf.corpus import TEXT, Corpus, text_of
 from lightning_diloco.hf.packing import HeldOut, pack
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease
@@ -100,28 +103,56 @@ class StreamedRanges:
         self._tokenizer, self._held_out = tokenizer, held_out
         self._seq_len, self._seed, self._range_size = seq_len, seed, range_size
         self._open: OrderedDict[int, tuple[int, Iterator[dict[str, str]]]] = OrderedDict()
-        self.catalogue = Catalogue(f"{digest}/{range_size}/{seed}", self._documents.num_shards, None)
+        self._has_read = False
+        self._empty: dict[tuple[int, int], int] = {}  # tokens of each range without a sequence, by source and index
+        self._ends: dict[int, int] = {}  # number of ranges in each source
+        num_sources = corpus.num_sources(self._documents.num_shards)
+        self.catalogue = Catalogue(f"{digest}/{range_size}/{seed}", num_sources, None)
 
     def read(self, lease: Lease) -> tuple[Tensor, bool]:
-        """Return the sequences of a lease, int64 (n, seq_len), and whether its shard ends in this range."""
-        shards = self._permutation(self.catalogue.num_sources, lease.epoch)
-        texts = self._block(int(shards[lease.source]), lease.index * self._range_size)
+        """Return the sequences of a lease, int64 (n, seq_len), and whether its source ends in this range.
+
+        Raises:
+            ConfigError: no range of an epoch has a sequence.
+        """
+        source = int(self._permutation(self.catalogue.num_sources, lease.epoch)[lease.source])
+        texts = self._block(source, lease.index * self._range_size)
+        is_last = len(texts) < self._range_size
         wanted = [text for text in texts if text not in self._held_out]
         sequences = list(pack([wanted] if wanted else [], self._tokenizer, self._seq_len))
+        self._has_read |= len(sequences) > 0
+        if not self._has_read:
+            self._note_empty(source, lease.index, wanted, is_last=is_last)
         rows = torch.tensor(sequences, dtype=torch.int64).reshape(len(sequences), self._seq_len)
         order = self._permutation(len(rows), lease.epoch, lease.source, lease.index)
-        return rows[order][lease.skip :], len(texts) < self._range_size
+        return rows[order][lease.skip :], is_last
 
-    def _block(self, shard: int, first: int) -> list[str]:
-        at, documents = self._open.pop(shard, (0, None))
+    def _block(self, source: int, first: int) -> list[str]:
+        at, documents = self._open.pop(source, (0, None))
         if documents is None or at > first:
-            at, documents = 0, iter(self._documents.shard(self.catalogue.num_sources, shard))
+            at, documents = 0, iter(self._documents.shard(self.catalogue.num_sources, source))
         rows = itertools.islice(documents, first - at, first - at + self._range_size)
-        texts = [text_of(row, self._corpus, f"row {first + n} of shard {shard}") for n, row in enumerate(rows)]
-        self._open[shard] = (first + self._range_size, documents)
+        texts = [text_of(row, self._corpus, f"row {first + n} of source {source}") for n, row in enumerate(rows)]
+        self._open[source] = (first + self._range_size, documents)
         if len(self._open) > _MAX_OPEN:
             self._open.popitem(last=False)
         return texts
+
+    def _note_empty(self, source: int, index: int, wanted: list[str], *, is_last: bool) -> None:
+        tokenized = self._tokenizer(wanted, add_special_tokens=False, verbose=False)["input_ids"] if wanted else []
+        self._empty[source, index] = sum(len(ids) + 1 for ids in tokenized)
+        if is_last:
+            self._ends[source] = min(index + 1, self._ends.get(source, index + 1))
+        num_sources = self.catalogue.num_sources
+        if len(self._ends) < num_sources or any(
+            (each, k) not in self._empty for each, end in self._ends.items() for k in range(end)
+        ):
+            return
+        raise ConfigError(
+            f"a whole epoch of the stream has no sequence of seq_len={self._seq_len} tokens: the longest of its "
+            f"{num_sources} sources has {max(self._empty.values())} tokens per {self._range_size} documents, and a "
+            "sequence does not span two; lower seq_len, give fewer and larger files, or set streaming=False"
+        )
 
     def _permutation(self, size: int, *where: int) -> Tensor:
         seed = 0

@@ -65,7 +65,9 @@ class TextData(L.LightningDataModule):
             the head; None: 16 MiB.
         seed: seed of the split, and of shuffling unless a distributed sampler is inserted.
         num_workers: loader processes, >= 0; a thread reads leased and streamed text instead.
-        streaming: stream the training text without storing it, for texts that are too large to prepare.
+        streaming: stream the training text without storing it, for texts that are too large to prepare. Each range
+            (`range_size` documents of one parquet or JSON lines file, or of text files of about 1 MiB together) is cut
+            into sequences by itself; its rest of less than `seq_len` tokens is dropped.
         leases: lease ranges of the training text from the run; False: each process reads its own fixed part.
         range_size: sequences per lease, >= 1, or documents with `streaming`; None: 128, or 1024 with `streaming`.
         cache_dir: None: `lightning_diloco` in $XDG_CACHE_HOME, else in ~/.cache.

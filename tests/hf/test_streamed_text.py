@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.hf import TextData
+from lightning_diloco.hf import TextData, corpus
 from lightning_diloco.protocol.data_ranges import Lease
 from tests.quiet import QUIET
 
@@ -57,17 +57,44 @@ def words(made: TextData, rows: torch.Tensor) -> set[str]:
     return {marker for marker in MARKERS if marker in text}
 
 
-@pytest.mark.parametrize(("kind", "num_shards"), [("parquet", 3), ("jsonl", 3), ("txt", 12)])
+@pytest.mark.parametrize(("kind", "num_sources"), [("parquet", 3), ("jsonl", 3), ("txt", 1)])
 def test_a_stream_holds_all_training_documents_and_none_for_validation(
-    texts: Path, cache_dir: Path, kind: str, num_shards: int
+    texts: Path, cache_dir: Path, kind: str, num_sources: int
 ) -> None:
     made = data(stored(texts, kind), cache_dir)
-    assert made._ranges.catalogue.num_sources == num_shards
+    assert made._ranges.catalogue.num_sources == num_sources
     trained = set().union(*(words(made, rows) for rows in epoch_of(made).values()))
     validated = words(made, torch.cat([batch["input_ids"] for batch in made.val_dataloader()]))
     assert trained | validated == set(MARKERS)
     assert len(validated) == 3
     assert not trained & validated
+
+
+def test_small_text_files_are_joined_and_only_the_rest_of_a_range_is_dropped(
+    texts: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_SOURCE_BYTES", sum(path.stat().st_size for path in texts.iterdir()) // 3)
+    made = data(stored(texts, "txt"), cache_dir, range_size=100)
+    documents = [path.read_text() for path in texts.iterdir()]
+    trained = [text for text in documents if text not in made._ranges._held_out]
+    num_tokens = sum(len(ids) + 1 for ids in made.tokenizer(trained)["input_ids"])
+    rows = torch.cat(list(epoch_of(made).values()))
+    assert made._ranges.catalogue.num_sources == 3
+    assert num_tokens - 3 * 16 < rows.numel() <= num_tokens
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_a_stream_without_a_full_sequence_is_refused_after_an_epoch(texts: Path, cache_dir: Path, kind: str) -> None:
+    made = data(stored(texts, kind), cache_dir)
+    made._ranges._seq_len = 100_000
+    with pytest.raises(ConfigError, match=r"no sequence of seq_len=100000 tokens: .* has \d+ tokens.*lower seq_len"):
+        next(iter(made.train_dataloader()))
+    made.teardown()
+
+
+def test_an_empty_end_of_a_source_is_no_error(texts: Path, cache_dir: Path) -> None:
+    made = data(stored(texts, "txt"), cache_dir, range_size=12)
+    assert [len(made._ranges.read(Lease(1, epoch, 0, 1))[0]) for epoch in range(3)] == [0, 0, 0]
 
 
 def test_an_epoch_has_an_order_of_its_own_and_the_same_everywhere(texts: Path, cache_dir: Path, tmp_path: Path) -> None:
@@ -168,7 +195,7 @@ def test_a_row_without_text_after_the_head_of_a_stream_is_named(tmp_path: Path, 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = data(str(tmp_path / "a.jsonl"), cache_dir, max_bytes=1500)
     made._ranges.read(Lease(1, 0, 0, 3))
-    with pytest.raises(ConfigError, match=r"row 9 of shard 0 \(counted from 0\) of .*a\.jsonl has None"):
+    with pytest.raises(ConfigError, match=r"row 9 of source 0 \(counted from 0\) of .*a\.jsonl has None"):
         made._ranges.read(Lease(2, 0, 0, 4))
 
 
