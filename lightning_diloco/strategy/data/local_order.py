@@ -1,6 +1,7 @@
 """A learner's own order of ranges, for a stream without a lease table: source by source, epoch by epoch.
 
-1. Several readers of one stream share each source: reader `part` of `parts` takes every `parts`-th range.
+1. Several readers of one stream share each source: each of `parts` readers takes every `parts`-th range. Another reader
+   takes the first range of the next source and of the next epoch, because sources may have fewer ranges than readers.
 2. A reader goes on to the next source when it finds the end of the present one.
 3. The position is that of the next sample to be trained; a reader that begins there continues with it. If all readers
    share one saved position, each continues with the same range number.
@@ -42,7 +43,7 @@ class OwnOrder:
         self._num_taken += 1
         self._taken[self._num_taken] = (at, 0)
         self._next = {**at, "round": at["round"] + 1, "skip": 0}
-        index = at["round"] * self._parts + self._part
+        index = at["round"] * self._parts + (self._part + at["epoch"] + at["source"]) % self._parts
         return Lease(self._num_taken, at["epoch"], at["source"], index, at["skip"])
 
     first = take

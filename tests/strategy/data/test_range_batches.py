@@ -207,16 +207,21 @@ def test_an_own_order_reads_every_source_to_its_end_and_again(made: list[RangeLo
     assert list(islice(loader, 4)) == [[0, 1, 2], [3, 4, 5], [100, 101, 102], [0, 1, 2]]
 
 
-def test_parts_of_an_own_order_are_disjoint_and_complete(made: list[RangeLoader]) -> None:
-    seen = []
-    for part in range(2):
-        epoch = []
-        for (number,) in loader_of(made, Numbers(14, 7), OwnOrder(2, part=part, parts=2), batch_size=1):
-            if number in epoch:
-                break
-            epoch.append(number)
-        seen += epoch
-    assert sorted(seen) == [*range(14), *range(100, 107)]
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_parts_of_an_own_order_are_disjoint_complete_and_none_is_without_data(parts: int) -> None:
+    num_ranges = (4, 1, 1)
+    read: dict[int, list[tuple[int, int, int]]] = {part: [] for part in range(parts)}
+    for part in range(parts):
+        order = OwnOrder(3, part=part, parts=parts)
+        while (lease := order.take()).epoch < 3:
+            if lease.index < num_ranges[lease.source]:
+                read[part].append((lease.epoch, lease.source, lease.index))
+            if lease.index >= num_ranges[lease.source] - 1:
+                order.ended(lease)
+    everything = [(epoch, source, k) for epoch in range(3) for source in range(3) for k in range(num_ranges[source])]
+    assert sorted(where for part in read.values() for where in part) == everything
+    single = {part: {source for _, source, _ in read[part] if source > 0} for part in range(parts)}
+    assert all(single.values()), "a source of one range goes to each of the readers in turn"
 
 
 @pytest.mark.parametrize("num_trained", range(1, 9))
