@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_diloco.cli import recipes, run
 from lightning_diloco.cli.faults.schedule import KINDS, WITHOUT_SHARDS, Kind, draw
+from lightning_diloco.cli.local.claim import claimed
 from lightning_diloco.cli.text.quantities import seconds
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError, StorageError
@@ -33,6 +34,7 @@ _EXAMPLE = """examples:
   diloco chaos recipes/tiny/gpt.yaml --local 2 --faults-per-hour 240 --kinds kill,cut --trainer.max_steps 400"""
 _VALUED = (*run.VALUED, "--faults-per-hour", "--kinds", "--shards", "--seed", "--duration")
 _FLAGS = ("--compare", "--no-table", "-h", "--help")
+_OF_A_RUN = ("chaos", "syncer", "summary.json")
 _CLOCK = "lightning_diloco.cli.faults.step_log.StepClock"
 
 split = partial(run.split, valued=_VALUED, flags=_FLAGS)
@@ -67,19 +69,24 @@ def add_parser(verbs: Any) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Run to the end and write the report; returns the exit code."""
+    asked = _check(arguments)
+    target = recipes.resolve(arguments.target)
+    if target.suffix == ".py" and (asked.duration_s is not None or arguments.compare):
+        raise ConfigError(f"{target}: --duration and --compare need a YAML recipe; pass a script's options after --")
+    run_dir = run.make_run_dir(arguments.run_dir, f"chaos-{target.stem}")
+    if taken := [name for name in _OF_A_RUN if (run_dir / name).exists()]:
+        raise ConfigError(f"{run_dir} holds {', '.join(taken)} of a run; choose a new folder with --run-dir")
+    with claimed(run_dir):
+        return _run(arguments, asked, target, run_dir)
+
+
+def _run(arguments: argparse.Namespace, asked: _Asked, target: Path, run_dir: Path) -> int:
     from rich.console import Console
 
     from lightning_diloco.cli.faults import report as chaos_report
     from lightning_diloco.cli.faults import story as chaos_story
     from lightning_diloco.cli.faults.injector import FaultInjector
 
-    asked = _check(arguments)
-    target = recipes.resolve(arguments.target)
-    if target.suffix == ".py" and (asked.duration_s is not None or arguments.compare):
-        raise ConfigError(f"{target}: --duration and --compare need a YAML recipe; pass a script's options after --")
-    run_dir = run.make_run_dir(arguments.run_dir, f"chaos-{target.stem}")
-    if (run_dir / chaos_story.FAULTS.parent).exists():
-        raise ConfigError(f"{run_dir} already holds a chaos run; choose a new folder with --run-dir")
     console = Console()
     chance = {"faults_per_hour": arguments.faults_per_hour, "seed": arguments.seed}
     faults = draw(asked.kinds, _names(arguments), num_shards=arguments.shards or 1, **chance)
@@ -97,7 +104,10 @@ def call(arguments: argparse.Namespace) -> int:
     (run_dir / "chaos.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     console.print(chaos_report.view(report, run_dir))
     _draw(story, run_dir, console)
-    return ended.exit_code or int(not report["ledger_exact"] or report["replayed"] != "merges")
+    failures = chaos_report.failures(report)
+    for failure in failures:
+        console.print(failure, style="bold red", highlight=False, markup=False, soft_wrap=True)
+    return ended.exit_code or int(bool(failures))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightning_diloco.cli import chaos
+from lightning_diloco.cli.faults.report import failures
 from lightning_diloco.cli.faults.schedule import KINDS
+from lightning_diloco.cli.local.claim import claimed
 from lightning_diloco.cli.main import main
 
 
@@ -51,11 +53,26 @@ def test_what_needs_a_recipe_is_refused_for_a_script(tmp_path: Path, capsys: pyt
     assert "--duration and --compare need a YAML recipe" in capsys.readouterr().err
 
 
-def test_a_folder_with_a_chaos_run_is_not_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "chaos").mkdir()
+@pytest.mark.parametrize("name", ["chaos", "syncer", "summary.json"])
+def test_a_folder_with_a_run_is_not_used_again(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).mkdir()
     words = ["chaos", "tiny/gpt", "--local", "2", "--faults-per-hour", "9", "--run-dir", str(tmp_path)]
     assert main(words) == 2
-    assert "choose a new folder" in capsys.readouterr().err
+    assert f"holds {name} of a run; choose a new folder" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["chaos", "tiny/gpt", "--local", "2", "--faults-per-hour", "9", "--run-dir", str(tmp_path)]
+    with claimed(tmp_path):
+        assert main(words) == 2
+    assert "in use by another `diloco run`" in capsys.readouterr().err
+
+
+def test_failures_are_named_unless_ledger_and_merges_are_exact() -> None:
+    assert failures({"ledger_exact": True, "replayed": "merges"}) == []
+    inexact, unmerged = failures({"ledger_exact": False, "replayed": "outer steps"})
+    assert "ledger is not exact" in inexact
+    assert "only its outer steps" in unmerged
 
 
 def test_options_of_ours_come_first_and_the_rest_is_passed_on() -> None:

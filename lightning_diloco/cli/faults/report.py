@@ -126,6 +126,17 @@ def view(report: Json, run_dir: Path) -> Table:
     return table
 
 
+def failures(report: Json) -> list[str]:
+    """Return why the run has not passed although its processes have finished."""
+    found = []
+    if not report["ledger_exact"]:
+        found.append("failed: the ledger is not exact; see tokens_* in chaos.json")
+    if report["replayed"] != "merges":
+        level = f"only its {report['replayed']}" if report["replayed"] else "nothing"
+        found.append(f"failed: `diloco replay` must reproduce the merges of the run, and reproduces {level}")
+    return found
+
+
 def tokens_per_step(summary: Json) -> float | None:
     """Return the mean tokens per step of the run, from the steps and tokens that processes reported to the syncer."""
     heard = [learner for learner in summary.get("learners", ()) if learner["step"] and learner["tokens"]]
