@@ -34,7 +34,7 @@ from lightning_diloco.cli import (
 )
 from lightning_diloco.cli.ray import scale
 from lightning_diloco.cli.sites import doctor, launch
-from lightning_diloco.cli.text.printable import printable
+from lightning_diloco.cli.text.printable import printable, reason
 from lightning_diloco.cli.text.spelling import did_you_mean
 from lightning_diloco.errors import DiLoCoError, StorageError
 
@@ -78,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DiLoCoError as error:
         print(f"diloco: {printable(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, StorageError) else 2
+    except OSError as error:
+        if error.filename is None:  # of no path, so it says nothing to the user
+            raise
+        said = f"{error.filename}: {reason(error)}; choose another path, or make this one readable and writable"
+        print(f"diloco: {printable(said)}", file=sys.stderr)
+        return 2
 
 
 def _parse(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespace:

@@ -23,6 +23,7 @@ from lightning_diloco.cli.local.claim import claimed
 from lightning_diloco.cli.local.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.cli.ray import options
 from lightning_diloco.cli.syncer import NO_WANDB
+from lightning_diloco.cli.text.printable import reason
 from lightning_diloco.cli.text.spelling import of_recipe, of_script
 from lightning_diloco.cli.verbs import add_verb
 from lightning_diloco.errors import ConfigError
@@ -247,9 +248,7 @@ def make_run_dir(wanted: Path | None, stem: str) -> Path:
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"run directory {run_dir}: {error.strerror}; choose a writable folder with --run-dir"
-        ) from error
+        raise ConfigError(f"run directory {run_dir}: {reason(error)}; choose a folder with --run-dir") from error
     return run_dir.resolve()
 
 

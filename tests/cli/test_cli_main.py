@@ -24,6 +24,7 @@ from lightning_diloco.cli.text.spelling import SECTIONS
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, StorageError, TransportError
 
+ROOT = Path(__file__).parents[2]
 VERBS = ("run", "syncer", "status", "ls", "cp")
 JOIN = "diloco://127.0.0.1:7654/run#secret," + "0" * 64
 
@@ -222,7 +223,7 @@ def test_output_that_nobody_reads_ends_the_command_quietly(project: Path) -> Non
 def test_a_run_directory_that_cannot_be_made_is_said(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "file").touch()
     assert main(["run", "toy/one", "--local", "1", "--run-dir", "file/there"]) == 2
-    assert "file/there: Not a directory" in capsys.readouterr().err
+    assert "file/there: is a file, or inside one" in capsys.readouterr().err
 
 
 def test_a_missing_recipe_names_what_was_looked_for_and_the_nearest(
@@ -348,6 +349,23 @@ def test_a_syncer_started_again_listens_where_it_did(tmp_path: Path, monkeypatch
     assert served.options["embedded_by"] == 1
     main(["syncer", "--run-dir", str(tmp_path), "--listen", "127.0.0.1:0"])
     assert served.options["listen"] == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize("line", ["cp toy/one afile/x.yaml", "launch toy/own.py --engine ssh --learners 2 --to afile"])
+def test_a_file_instead_of_a_folder_is_named_without_a_traceback(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    monkeypatch.setattr(recipes, "roots", lambda: (project / "recipes", ROOT / "recipes"))
+    (project / "afile").touch()
+    assert main([word.replace("toy/own.py", "recipes/toy/own.py") for word in line.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("diloco: afile: is a file, or inside one, and must be a folder; choose another path")
+
+
+def test_a_run_directory_that_is_a_file_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "afile").touch()
+    assert main(["run", "toy/one", "--local", "2", "--run-dir", "afile"]) == 2
+    assert "run directory afile: is a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

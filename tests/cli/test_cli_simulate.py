@@ -73,6 +73,7 @@ def test_a_bad_scenario_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--quorum", "9", "--learners", "8"], "--quorum 9: must be at most --learners, 8"),
         (["--slice", "1M", "--chips", "1M", "--learners", "2"], "slices of 1e+06"),
         (["--plot", "x.pdf", "--duration", "1000h"], "must end in .png or .svg"),
+        (["--plot", "nowhere/x.png", "--duration", "1000h"], "nowhere is no writable folder"),
         (["--explore", "--learners", "2", "--chips", "1k"], "--chips, --learners: not with --explore"),
         (["--for", "2min"], "--for: only with --explore"),
         (["--explore", "--keep", "one"], "numbers of steps"),

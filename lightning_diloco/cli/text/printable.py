@@ -1,4 +1,4 @@
-"""Makes texts from other processes safe to print on a terminal.
+"""Makes texts from other processes, and errors of the operating system, fit to print on a terminal.
 
 Learners choose the names of their metrics and the reasons why they stop. Control characters in these texts could move
 the cursor, change the window's title, or hide a line. Direction marks could reverse text. Such characters are printed
@@ -29,3 +29,10 @@ def printable(said: T) -> T:
 def _shown(character: str) -> str:
     does_something = unicodedata.category(character) in ("Cc", "Cf", "Cs") and character != "\n"
     return character.encode("unicode_escape").decode() if does_something else character
+
+
+def reason(error: OSError) -> str:
+    """Return why the operating system refused a path."""
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return "is a file, or inside one, and must be a folder"
+    return error.strerror or str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,10 +152,13 @@ def painter(path: Path) -> Callable[[Sequence[Row]], None]:
     goodput and participation over this option. Otherwise it draws training over time.
 
     Raises:
-        ConfigError: the format is unknown, or matplotlib is missing; raised before anything is simulated.
+        ConfigError: the format is unknown, the folder cannot be written, or matplotlib is missing; raised before the
+            simulation.
     """
     if path.suffix not in (".png", ".svg"):
         raise ConfigError(f"--plot {path}: must end in .png or .svg")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ConfigError(f"--plot {path}: {path.parent} is no writable folder; create it, or choose another path")
     try:
         from lightning_diloco.plots import forecast
     except ImportError as error:
