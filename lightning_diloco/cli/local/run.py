@@ -237,13 +237,16 @@ class _Run:
         if self._are_training() or self._interruption:
             return
         finished = [name for name in self.learners if self._fleet.outcome(name) == "finished"]
-        if len(finished) == len(self.learners) and self._is_unused(feed):
-            self._screen.say(
-                "no learner took part in the run, so it cannot finish; "
-                'a script must `import lightning_diloco` and use Trainer(strategy="decoupled_diloco")'
-            )
-            return
         deadline_s = time.monotonic() + (self._plan.linger_s if finished else 0.0)
+        if len(finished) == len(self.learners):
+            # Short scripts may end before the first answer of the syncer.
+            self._wait(lambda: feed.latest is not None or not self._is_served() or time.monotonic() > deadline_s, feed)
+            if self._is_unused(feed):
+                self._screen.say(
+                    "no learner took part in the run, so it cannot finish; "
+                    'a script must `import lightning_diloco` and use Trainer(strategy="decoupled_diloco")'
+                )
+                return
         self._wait(lambda: not self._is_served() or (time.monotonic() > deadline_s and not self._is_used(feed)), feed)
 
     def stop(self, feed: StatusFeed) -> None:

@@ -74,14 +74,19 @@ def plan(run_dir: Path, learner: str, syncer: str = SYNCER, **options: Any) -> P
     return Plan(run_dir=run_dir, syncer_argv=argv, learner_argv=python(learner), **options)
 
 
-def run(this: Plan, learners: list[dict[str, Any]] | None = None) -> tuple[Ended, str]:
-    """Execute a plan; the syncer is said to know these learners."""
+def run(this: Plan, learners: list[dict[str, Any]] | None = None, answers_after: str = "") -> tuple[Ended, str]:
+    """Execute a plan; the syncer is said to know these learners, and to answer once this text is printed."""
     said = io.StringIO()
+
+    def fetch() -> dict[str, Any]:
+        while answers_after not in said.getvalue():
+            time.sleep(0.01)
+        return {"learners": learners or []}
 
     @contextmanager
     def ask(address: JoinAddress, join: Path) -> Iterator[Fetch]:
         assert address.join_string() == JOIN
-        yield lambda: {"learners": learners or []}
+        yield fetch
 
     screen = Screen(Console(file=said), live=False, clock=lambda: 0.0, period_s=1e9)
     screen.show(None, "draws nothing from now on")
@@ -117,6 +122,13 @@ def test_who_dies_after_the_end_of_the_run_is_not_started_again(tmp_path: Path, 
 def test_a_run_is_over_if_its_scripts_did_not_take_part(tmp_path: Path) -> None:
     ended, said = run(plan(tmp_path, LEARNER, linger_s=1e9))
     assert ended == Ended(exit_code=1, summary={"status": "interrupted"})
+    assert "no learner took part" in said
+
+
+def test_scripts_that_end_before_the_first_answer_of_the_syncer_did_not_take_part(tmp_path: Path) -> None:
+    only = plan(tmp_path, LEARNER, num_learners=1, linger_s=10.0)
+    ended, said = run(only, answers_after="l0 finished")
+    assert ended.exit_code == 1
     assert "no learner took part" in said
 
 
