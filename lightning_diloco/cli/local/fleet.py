@@ -32,7 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-Outcome = Literal["running", "finished", "gave up", "stopped"]
+Outcome = Literal["running", "finished", "gave up", "refused", "stopped"]
 
 _LEASH = str(Path(__file__).with_name("leash.py"))
 _USAGE_EXIT_CODE = 2
@@ -187,6 +187,7 @@ class Fleet:
             self._give_up(
                 child, f"{name} ended with {how}: its command line or configuration is wrong, so it is not restarted"
             )
+            child.outcome = "refused"
         elif child.command.until is not None and self._children[child.command.until].has_finished:
             self._bury_late(child, code, f"{name} died ({how}) after the end of {child.command.until}")
         elif child.is_done and code > 0 and code != _PREEMPTED_EXIT_CODE:

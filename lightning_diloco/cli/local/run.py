@@ -39,6 +39,7 @@ Via = Callable[[str, JoinAddress], JoinAddress]
 Tell = Callable[[str, str], Mapping[str, str]]
 
 SYNCER = "syncer"
+_FAILED = ("gave up", "refused")
 _GONE = ("left", "lapsed")
 _TICK_S = 0.1
 _STOP_SYNCER_S, _SNAPSHOT_BPS = 10.0, 100e6
@@ -149,8 +150,9 @@ class Ended:
     """The result of a run.
 
     Args:
-        exit_code: 0 if every learner and the run finished; 128 + signal if interrupted; 1 otherwise.
-        summary: the syncer's summary; None if it wrote none.
+        exit_code: 0 if every learner and the run finished; 128 + signal if interrupted; 2 if all learners were refused
+            (exit code 2) before one took part; 1 otherwise.
+        summary: the syncer's summary; None if it wrote none, or if all learners were refused.
     """
 
     exit_code: int
@@ -190,6 +192,8 @@ def execute(
     summary = json.loads(summary_path.read_text(encoding="utf-8")) if _stamp(summary_path) != before else None
     if interruption:
         return Ended(exit_code=interruption.exit_code, summary=summary)
+    if run.is_refused:
+        return Ended(exit_code=2, summary=None)
     all_finished = address is not None and all(processes.outcome(name) == "finished" for name in run.learners)
     is_done = all_finished and summary is not None and summary["status"] == "finished"
     return Ended(exit_code=0 if is_done else 1, summary=summary)
@@ -206,6 +210,7 @@ class _Run:
         self._screen = screen
         self._interruption = interruption
         self._meddle = meddle
+        self.is_refused = False  # the command line or the configuration of all learners, before one took part
         self._echo = Echo({name: plan.log_of(name) for name in plan.learners}, screen.say)
 
     @property
@@ -230,23 +235,27 @@ class _Run:
 
     def train(self, feed: StatusFeed) -> None:
         """Wait until the learners have finished or the syncer has given up."""
-        self._wait(lambda: not self._are_training() or self._fleet.outcome(SYNCER) == "gave up", feed)
+        self._wait(lambda: not self._are_training() or self._fleet.outcome(SYNCER) in _FAILED, feed)
 
     def drain(self, feed: StatusFeed) -> None:
         """Wait for the syncer to end by itself, if learners have finished or learners from elsewhere still use it."""
         if self._are_training() or self._interruption:
             return
-        finished = [name for name in self.learners if self._fleet.outcome(name) == "finished"]
-        deadline_s = time.monotonic() + (self._plan.linger_s if finished else 0.0)
-        if len(finished) == len(self.learners):
-            # Short scripts may end before the first answer of the syncer.
+        outcomes = {self._fleet.outcome(name) for name in self.learners}
+        deadline_s = time.monotonic() + (self._plan.linger_s if outcomes & {"finished", "refused"} else 0.0)
+        if outcomes <= {"finished"} or outcomes <= {"refused"}:
+            # Learners may end before the first answer of the syncer.
             self._wait(lambda: feed.latest is not None or not self._is_served() or time.monotonic() > deadline_s, feed)
             if self._is_unused(feed):
-                self._screen.say(
-                    "no learner took part in the run, so it cannot finish; "
-                    'a script must `import lightning_diloco` and use Trainer(strategy="decoupled_diloco")'
-                )
+                self.is_refused = outcomes == {"refused"}
+                if not self.is_refused:
+                    self._screen.say(
+                        "no learner took part in the run, so it cannot finish; "
+                        'a script must `import lightning_diloco` and use Trainer(strategy="decoupled_diloco")'
+                    )
                 return
+        if "finished" not in outcomes:
+            deadline_s = time.monotonic()
         self._wait(lambda: not self._is_served() or (time.monotonic() > deadline_s and not self._is_used(feed)), feed)
 
     def stop(self, feed: StatusFeed) -> None:

@@ -132,6 +132,15 @@ def test_scripts_that_end_before_the_first_answer_of_the_syncer_did_not_take_par
     assert "no learner took part" in said
 
 
+def test_a_run_whose_learners_are_all_refused_is_refused_unless_one_took_part(tmp_path: Path) -> None:
+    this = plan(tmp_path, "raise SystemExit(2)", linger_s=1e9)
+    ended, said = run(this)
+    assert ended == Ended(exit_code=2, summary=None)
+    assert "its command line or configuration is wrong" in said
+    ended, _ = run(this, [{"id": "l0", "phase": "lapsed"}])
+    assert ended == Ended(exit_code=1, summary={"status": "interrupted"})
+
+
 def test_learners_that_came_and_went_unseen_took_part(tmp_path: Path) -> None:
     trained = LEARNER + "(run_dir / 'learners' / name / 'finished').touch(); (run_dir / f'done-{name}').touch()"
     ended, said = run(plan(tmp_path, trained, linger_s=10.0))  # the syncer was asked before anybody came

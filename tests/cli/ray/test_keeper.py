@@ -115,7 +115,7 @@ def test_a_process_that_dies_is_started_again_for_ever(place: Place, tmp_path: P
 def test_a_wrong_command_line_is_not_tried_again(place: Place) -> None:
     place.order("raise SystemExit(2)")
     place.start("a")
-    until(lambda: place.desk.ended("a") == "gave up")
+    until(lambda: place.desk.ended("a") == "refused")
     assert "exit code 2" in place.said[0]
 
 
