@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from lightning_diloco.cli.local.interruption import Interruption
 from lightning_diloco.cli.local.run import Ended, Plan
 from lightning_diloco.cli.main import main
 from lightning_diloco.cli.run import split
-from lightning_diloco.cli.text.spelling import SECTIONS
+from lightning_diloco.cli.text.spelling import SECTIONS, TRAINER
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, StorageError, TransportError
 
@@ -157,6 +158,9 @@ def test_run_reports_all_problems_at_once(project: Path, capsys: pytest.CaptureF
         ("run toy/one --local 2 --trainer.max_steps 2 --no-page", "--no-page: must come before the options that are"),
         ("run toy/one --local 2 --grace 9", "did you mean --stop-grace or --trainer.strategy.grace?"),
         ("run toy/one --local 2 -- --sync-every 9", "did you mean --trainer.strategy.sync_every?"),
+        ("run toy/one --local 2 --max-steps 60", "did you mean --trainer.max_steps?"),
+        ("run toy/one --local 2 --devices=2", "did you mean --trainer.devices?"),
+        ("run toy/one --local 2 --max_epoch 3", "did you mean --trainer.max_epochs?"),
         ("run recipes/toy/own.py --local 2 --run_dir=x", "--run_dir would be passed on to recipes/toy/own.py; write"),
         ("chaos toy/one --local 2 --fault-per-hour 6", "did you mean --faults-per-hour?"),
     ],
@@ -186,6 +190,12 @@ def test_options_of_recipes_and_scripts_are_passed_on(
 ) -> None:
     assert main(line.split()) == 0
     assert " ".join(plans[0].learner_argv).endswith(f" {passed_on}")
+
+
+def test_arguments_of_the_trainer_are_those_of_lightning() -> None:
+    from lightning.pytorch import Trainer
+
+    assert set(inspect.signature(Trainer).parameters) == set(TRAINER)
 
 
 def test_sections_of_a_recipe_are_those_of_lightning_cli(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,17 @@ from lightning_diloco.config import RunConfig
 # Options of LightningCLI's `fit`.
 SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "weights_only",
             "config", "print_config", "help")  # fmt: skip
+# Arguments of Lightning's Trainer.
+TRAINER = (
+    "accelerator", "strategy", "devices", "num_nodes", "precision", "logger", "callbacks", "fast_dev_run",
+    "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "limit_train_batches",
+    "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches", "val_check_interval",
+    "check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing",
+    "enable_progress_bar", "enable_model_summary", "accumulate_grad_batches", "gradient_clip_val",
+    "gradient_clip_algorithm", "deterministic", "benchmark", "inference_mode", "use_distributed_sampler",
+    "profiler", "detect_anomaly", "barebones", "plugins", "sync_batchnorm", "reload_dataloaders_every_n_epochs",
+    "default_root_dir", "enable_autolog_hparams", "model_registry",
+)  # fmt: skip
 _ALIKE, _VERY_ALIKE = 0.6, 0.85
 
 
@@ -41,14 +52,19 @@ def of_script(arguments: argparse.Namespace) -> list[str]:
 
 def of_recipe(arguments: argparse.Namespace) -> list[str]:
     """Return problems with options that neither `diloco run` nor any recipe takes."""
-    of_run = {f"--{field.name.replace('_', '-')}": field.name for field in dataclasses.fields(RunConfig)}
+    of_run = {_flag(field.name): field.name for field in dataclasses.fields(RunConfig)}
+    of_trainer = {_flag(name): name for name in TRAINER}
     found = []
     for name in map(_name, _options(arguments)):
         if name in arguments.options:
             found.append(f"{name}: must come before the options that are passed on to the recipe")
         elif name[2:].rstrip("+").partition(".")[0] not in SECTIONS:
-            near = [ours] if (ours := nearest(name, arguments.options)) else []
-            near += [f"--trainer.strategy.{of_run[run]}"] if (run := nearest(name, of_run, alike=_VERY_ALIKE)) else []
+            if trainer := nearest(name, of_trainer, alike=_VERY_ALIKE):
+                near = [f"--trainer.{of_trainer[trainer]}"]
+            else:
+                near = [ours] if (ours := nearest(name, arguments.options)) else []
+                run = nearest(name, of_run, alike=_VERY_ALIKE)
+                near += [f"--trainer.strategy.{of_run[run]}"] if run else []
             meant = f"did you mean {' or '.join(near)}?" if near else "see `diloco run --help` and the recipe"
             found.append(f"{name}: unknown; options of a recipe look like --trainer.max_steps or --model.lr; {meant}")
     return found
@@ -56,6 +72,10 @@ def of_recipe(arguments: argparse.Namespace) -> list[str]:
 
 def _options(arguments: argparse.Namespace) -> list[str]:
     return [word for word in arguments.passed_on if word.startswith("--") and word != "--"]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _name(word: str) -> str:
