@@ -61,9 +61,12 @@ def read_anchor(run_dir: Path) -> tuple[Json, AnchorStore]:
     except CorruptLogError:
         raise
     except StorageError as error:
-        raise StorageError(
-            error.errno, f"{run_dir} cannot be read: {error}; wait for the run's end, or stop its syncer (SIGTERM)"
-        ) from error
+        if isinstance(error.__cause__, BlockingIOError):  # the lock of the log
+            raise StorageError(
+                f"{run_dir} is still training (its syncer runs): wait for its end or stop it; `diloco snapshot` copies "
+                "a running one"
+            ) from error
+        raise StorageError(f"{run_dir} cannot be read: {error}") from error
     if store is None or state.manifest is None:
         raise ConfigError(f"the run in {run_dir} has no start values yet: nothing was trained; let a learner join")
     return state.manifest, store
