@@ -18,14 +18,18 @@ def add_parser(verbs: Any) -> None:
     about = "copy a recipe for editing"
     parser = add_verb(verbs, "cp", about, _EXAMPLE)
     parser.add_argument("recipe", metavar="RECIPE", help="name (see `diloco ls`) or path of a recipe")
-    parser.add_argument("path", metavar="PATH", type=Path, help="new file, or a folder; nothing is overwritten")
+    parser.add_argument("path", metavar="PATH", help="new file, or a folder (FOLDER/ is made); nothing is overwritten")
     parser.set_defaults(call=call)
 
 
 def call(arguments: argparse.Namespace) -> int:
     """Copy all files or none, and print their paths."""
     source = recipes.find_file(arguments.recipe)
-    target: Path = arguments.path / source.name if arguments.path.is_dir() else arguments.path
+    wanted = Path(arguments.path)
+    is_folder = wanted.is_dir() or arguments.path.endswith("/")
+    if not is_folder and wanted.suffix != source.suffix:
+        raise ConfigError(f"{wanted}: must end in {source.suffix}, as {source.name} does; a folder ends in /")
+    target = wanted / source.name if is_folder else wanted
     copies = {source: target, **{path: target.with_name(path.name) for path in recipes.modules_beside(source)}}
     if taken := [str(path) for path in copies.values() if path.exists()]:
         raise ConfigError(f"{', '.join(taken)} already exists; choose another path, or remove it first")

@@ -30,6 +30,12 @@ _EXAMPLE = """examples:
   diloco plan recipes/tiny/gpt.yaml --learners 2 --link 1Gbit --step 200ms
   diloco plan gemma/12b-8gpu --learners 8 --link 5Gbit --rtt 40ms --mtbf 6h --json"""
 _RUN_OPTIONS = ("sync_every", "num_fragments", "overlap", "wire")
+_COUNTS = {
+    "num_learners": "--learners",
+    "devices": "--devices",
+    "max_steps": "--max-steps",
+    "syncer_cores": "--syncer-cores",
+}
 _MARK = "# plan:"
 
 
@@ -139,9 +145,9 @@ def scenario_of(drawn: Blueprint, given: Mapping[str, Any]) -> Scenario:
     from lightning_diloco.planner.memory import Training
     from lightning_diloco.planner.plan import Scenario
 
-    for name in ("devices", "max_steps"):
+    for name, option in _COUNTS.items():
         if (number := given.get(name)) is not None and number < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {number}: must be at least 1")
+            raise ConfigError(f"{option} {number}: must be at least 1")
     devices = given.get("devices") or drawn.devices or 1
     shared = _names(Training) & _names(type(drawn)) - {"devices", "batch_size"}
     return Scenario(

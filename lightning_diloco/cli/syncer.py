@@ -64,6 +64,8 @@ def add_parser(verbs: Any) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     """Serve until the run is finished; returns the exit code."""
+    if arguments.expect is not None and arguments.expect < 1:
+        raise ConfigError(f"--expect {arguments.expect}: must be at least 1; without it, the run stays open")
     with kept():
         from lightning_diloco.syncer.process import SyncerOptions, serve
         from lightning_diloco.syncer.shards.process import parsed_part, serve_elsewhere, serve_shard

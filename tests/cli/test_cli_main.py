@@ -282,6 +282,20 @@ def test_cp_copies_a_recipe(project: Path) -> None:
     assert (project / "new/mine.yaml").read_bytes() == (project / "recipes/toy/one.yaml").read_bytes()
     assert main(["cp", "toy/two", "new"]) == 0
     assert (project / "new/two.yaml").exists()
+    assert main(["cp", "toy/two", "newer/sub/"]) == 0
+    assert (project / "newer/sub/two.yaml").exists()
+
+
+def test_cp_refuses_a_target_with_another_suffix(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cp", "toy/one", "new/mine"]) == 2
+    assert "new/mine: must end in .yaml" in capsys.readouterr().err
+    assert not (project / "new").exists()
+
+
+def test_a_syncer_that_expects_no_learner_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["syncer", "--run-dir", str(tmp_path / "run"), "--expect", "0"]) == 2
+    assert "--expect 0: must be at least 1" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_module_that_a_recipe_names_goes_with_it(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

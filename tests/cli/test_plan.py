@@ -171,7 +171,7 @@ def test_quantities_that_cannot_be_meant_are_refused(option: str, capsys: pytest
 @pytest.mark.parametrize("name", ["learners", "devices", "syncer-cores", "max-steps"])
 def test_numbers_below_one_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", TINY, f"--{name}", "0"]) == 2
-    assert "must be at least 1" in capsys.readouterr().err
+    assert f"--{name} 0: must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.slow
