@@ -138,8 +138,11 @@ def _check(arguments: argparse.Namespace) -> _Asked:
         problems.append(f"--faults-per-hour {arguments.faults_per_hour}: must be above 0")
     has_shards = arguments.shards is not None and arguments.shards > 1
     words = arguments.kinds.split(",") if arguments.kinds else KINDS if has_shards else WITHOUT_SHARDS
-    if unknown := [word for word in words if word not in KINDS] or len(set(words)) < len(words):
-        problems.append(f"--kinds {arguments.kinds}: found {unknown}; allowed: {', '.join(KINDS)}, each once")
+    unknown = [word for word in words if word not in KINDS]
+    twice = sorted({word for word in words if words.count(word) > 1})
+    if unknown or twice:
+        found = f"found {unknown}" if unknown else f"{', '.join(twice)} is there more than once"
+        problems.append(f"--kinds {arguments.kinds}: {found}; allowed: {', '.join(KINDS)}, each once")
     if "shard" in words and not has_shards:
         problems.append("--kinds shard: the run has one shard, which is the syncer; add --shards 2, or more")
     duration_s = None

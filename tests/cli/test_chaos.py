@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -36,6 +38,21 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_rate_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", "tiny/gpt", "--local", "2"]) == 2
     assert "--faults-per-hour F is missing" in capsys.readouterr().err
+
+
+def test_a_kind_that_is_named_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "tiny/gpt", "--local", "2", "--faults-per-hour", "9", "--kinds", "kill,stop,kill"]) == 2
+    assert "--kinds kill,stop,kill: kill is there more than once; allowed: kill, stop" in capsys.readouterr().err
+
+
+def test_options_are_checked_before_large_libraries_are_imported() -> None:
+    code = (
+        "import sys; from lightning_diloco.cli.main import main\n"
+        "code = main(['chaos', 'tiny/gpt', '--local', '2'])\n"
+        "raise SystemExit(code if 'torch' not in sys.modules else 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
 
 
 def test_shards_can_be_killed_only_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
