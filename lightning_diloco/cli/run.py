@@ -117,7 +117,7 @@ def call(arguments: argparse.Namespace) -> int:
     if found:
         raise ConfigError(found)
     target = recipes.resolve(arguments.target)
-    _tracking(arguments.wandb, target)  # refuses a missing wandb before anything is created
+    _refuse_unusable(arguments, target)
     run_dir = make_run_dir(arguments.run_dir, target.stem)
     is_served = arguments.engine is not None and _is_left_alone(run_dir, arguments.learners)
     if not is_served:
@@ -126,6 +126,19 @@ def call(arguments: argparse.Namespace) -> int:
         code = _run(arguments, target, run_dir, is_served=is_served)
     let_threads_become_idle()  # those of the connection to the syncer can crash the shutdown of the interpreter
     return code
+
+
+def _refuse_unusable(arguments: argparse.Namespace, target: Path) -> None:
+    """Refuse what cannot be used before anything is created: a missing wandb, the page's address, the snapshot."""
+    _tracking(arguments.wandb, target)
+    if not arguments.no_page:
+        from lightning_diloco.live.server import check_address
+
+        check_address(arguments.page)
+    if arguments.origin is not None:
+        from lightning_diloco.syncer.run_snapshot import check_whole
+
+        check_whole(arguments.origin)
 
 
 def _refuse_finished(run_dir: Path) -> None:

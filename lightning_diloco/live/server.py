@@ -48,6 +48,15 @@ _HEADERS = {
 }
 
 
+def check_address(listen: str) -> None:
+    """Check that a page can be served at host:port.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    _bound(listen, Watch(""), None).server_close()
+
+
 class PageServer:
     """Context manager that serves the page of one run.
 
@@ -62,16 +71,10 @@ class PageServer:
     """
 
     def __init__(self, watch: Watch, listen: str, *, identity_dir: Path, linger_s: float = 0.0) -> None:
-        host, port = split_host_port(listen)
+        host, _ = split_host_port(listen)
         self._linger_s = linger_s
         self.token = None if is_loopback(host) else secrets.token_urlsafe(24)
-        try:
-            self._server = _Server((host, port), watch, self.token)
-        except OSError as error:
-            raise ConfigError(
-                f"{listen}: the page cannot be served there ({error.strerror}); an address of this machine with a free "
-                "port is needed, such as 127.0.0.1:0"
-            ) from error
+        self._server = _bound(listen, watch, self.token)
         if self.token is not None:
             ServerIdentity.load_or_create(identity_dir)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -177,3 +180,13 @@ def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _bound(listen: str, watch: Watch, token: str | None) -> _Server:
+    try:
+        return _Server(split_host_port(listen), watch, token)
+    except OSError as error:
+        raise ConfigError(
+            f"{listen}: the page cannot be served there ({error.strerror}); an address of this machine with a free "
+            "port is needed, such as 127.0.0.1:0"
+        ) from error

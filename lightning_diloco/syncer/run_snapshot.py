@@ -111,8 +111,7 @@ def begin_from(snapshot: Path, run_dir: Path) -> Json:
     Raises:
         ConfigError: the snapshot is missing or incomplete, or the run directory is in use.
     """
-    if not (snapshot / ABOUT).is_file():
-        raise ConfigError(f"{snapshot} has no {ABOUT}: it is not a whole snapshot; take one: diloco snapshot")
+    check_whole(snapshot)
     if taken := [name for name in ("join", "syncer", "checkpoints") if (run_dir / name).exists()]:
         raise ConfigError(f"{run_dir} holds {', '.join(taken)}: a run from a snapshot needs a new directory")
     address = read_join_file(snapshot / "join")
@@ -122,6 +121,16 @@ def begin_from(snapshot: Path, run_dir: Path) -> Json:
             shutil.copytree(snapshot / part, run_dir / part)
     write_join_file(run_dir / "join", replace(address, port=_free_port(address.host)))
     return content
+
+
+def check_whole(snapshot: Path) -> None:
+    """Check that a directory is a whole snapshot.
+
+    Raises:
+        ConfigError: the snapshot is missing or incomplete.
+    """
+    if not (snapshot / ABOUT).is_file():
+        raise ConfigError(f"{snapshot} has no {ABOUT}: it is not a whole snapshot; take one: diloco snapshot")
 
 
 def _cut(run_dir: Path, to: Path) -> RunSnapshot:

@@ -386,6 +386,22 @@ def test_a_file_instead_of_a_folder_is_named_without_a_traceback(
     assert said.startswith("diloco: afile: is a file, or inside one, and must be a folder; choose another path")
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--page 127.0.0.1", "must be host:port"),
+        ("--page 192.0.2.1:0", "the page cannot be served there"),
+        ("--from nowhere", "nowhere has no snapshot.json"),
+    ],
+)
+def test_a_refused_run_leaves_no_folder(
+    project: Path, capsys: pytest.CaptureFixture[str], option: str, said: str
+) -> None:
+    assert main([*["run", "toy/one", "--local", "2"], *option.split()]) == 2
+    assert said in capsys.readouterr().err
+    assert not (project / "runs").exists()
+
+
 def test_a_run_directory_that_is_a_file_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "afile").touch()
     assert main(["run", "toy/one", "--local", "2", "--run-dir", "afile"]) == 2
