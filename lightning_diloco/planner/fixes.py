@@ -26,7 +26,7 @@ class Fix:
     """A change that makes a run feasible.
 
     Args:
-        text: description of the change.
+        text: description of the change; options of the run are those of `diloco plan`.
         options: run options that make every rate fit; empty if only machines must change.
     """
 
@@ -44,7 +44,7 @@ def cheapest_fix(found: Forecast) -> Fix | None:
         options = next((change for change in _changes(found) if _rates_fit(_changed(found, change))), {})
         if not options:
             needs += [r.more for r in found.resources if r.kind == "rate" and not r.is_enough]
-    said = ", ".join(f"{name}={value}" for name, value in options.items())
+    said = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
     return Fix("; ".join(([said] if said else []) + needs), options)
 
 

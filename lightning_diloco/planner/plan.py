@@ -191,15 +191,15 @@ def _rates(sizes: FragmentSizes, config: RunConfig, fleet: Machines, exchange: E
         "rate",
         "learner's link",
         learner_bps / fleet.learner_stream_bps,
-        f"{learner_bps / 1e9:.2f} of {fleet.learner_stream_bps / 1e9:.2f} Gbit/s usable",
-        f"a link of {learner_bps / bandwidth.LINK_SHARE / 1e9:.2f} Gbit/s for each learner",
+        f"{rate(learner_bps)} of {rate(fleet.learner_stream_bps)} usable",
+        f"a link of {rate(learner_bps / bandwidth.LINK_SHARE)} for each learner",
     )
     yield Resource(
         "rate",
         "syncer's link",
         syncer_bps / fleet.syncer_usable_bps,
-        f"{syncer_bps / 1e9:.2f} of {fleet.syncer_usable_bps / 1e9:.2f} Gbit/s usable",
-        f"a link of {syncer_bps / bandwidth.LINK_SHARE / 1e9:.2f} Gbit/s for the syncer",
+        f"{rate(syncer_bps)} of {rate(fleet.syncer_usable_bps)} usable",
+        f"a link of {rate(syncer_bps / bandwidth.LINK_SHARE)} for the syncer",
     )
     yield Resource(
         "rate",
@@ -221,8 +221,8 @@ def _rates(sizes: FragmentSizes, config: RunConfig, fleet: Machines, exchange: E
             "rate",
             "standby's link",
             standby_bps / usable_bps,
-            f"{standby_bps / 1e9:.2f} of {usable_bps / 1e9:.2f} Gbit/s usable",
-            f"a link of {standby_bps / bandwidth.LINK_SHARE / 1e9:.2f} Gbit/s to the standby, or more shards",
+            f"{rate(standby_bps)} of {rate(usable_bps)} usable",
+            f"a link of {rate(standby_bps / bandwidth.LINK_SHARE)} to the standby, or more shards",
         )
     yield Resource(
         "rate",
@@ -246,6 +246,11 @@ def _capacities(scenario: Scenario, items: dict[str, Items]) -> Iterator[Resourc
         of = ", not judged" if capacity is None else f" of {gib(capacity)}"
         load = None if capacity is None else needed / capacity
         yield Resource("capacity", name, load, f"{gib(needed)}{of}", more.format(gib(asked)))
+
+
+def rate(bps: float) -> str:
+    """Format bits per second for display."""
+    return f"{bps / 1e9:.3g} Gbit/s" if bps >= 1e8 else f"{bps / 1e6:.3g} Mbit/s"
 
 
 def gib(nbytes: float) -> str:

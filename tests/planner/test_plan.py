@@ -248,10 +248,13 @@ def test_the_overlap_is_changed_before_anything_else() -> None:
     fix = cheapest_fix(forecast(large(overlap=1)))
     assert fix is not None
     assert fix.options.keys() == {"overlap"}
+    assert fix.text == f"--overlap {fix.options['overlap']}"
 
 
 def test_a_link_that_no_option_helps_asks_for_a_larger_one() -> None:
-    fix = cheapest_fix(forecast(large(link_bps=1e6)))
+    found = forecast(large(link_bps=1e6))
+    assert found.resources[0].needed.endswith(" of 0.8 Mbit/s usable")
+    fix = cheapest_fix(found)
     assert fix is not None
     assert not fix.options
     assert "Gbit/s for each learner" in fix.text

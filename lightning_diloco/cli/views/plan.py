@@ -12,7 +12,7 @@ from rich.text import Text
 from lightning_diloco.planner import bandwidth
 from lightning_diloco.planner.fixes import Fix
 from lightning_diloco.planner.memory import Items
-from lightning_diloco.planner.plan import Forecast, Resource, gib
+from lightning_diloco.planner.plan import Forecast, Resource, gib, rate
 
 _TIGHT = 0.8
 
@@ -64,9 +64,9 @@ def _exchange(found: Forecast) -> Table:
         f"one every {way.period_s:.3g} s (H={config.sync_every}, {fleet.step_s:g} s per step)",
         "one fragment": f"upload {way.upload_s:.2f} s, merge {way.merge_s:.2f} s, log {way.log_s:.2f} s, "
         f"{standby}download {way.download_s:.2f} s; lands after {way.landing_s:.2f} s; overlap {way.overlap_s:.2f} s",
-        "each learner": f"{_rate(each)} each way; data parallel would need {_rate(parallel)}, "
+        "each learner": f"{rate(each)} each way; data parallel would need {rate(parallel)}, "
         f"{parallel / each:.0f} times as much",
-        "syncer": f"{_rate(each * fleet.num_learners)} each way; redo log "
+        "syncer": f"{rate(each * fleet.num_learners)} each way; redo log "
         f"{bandwidth.log_bytes_per_s(sizes, config, fleet) / 1e6:.2f} MB/s",
         "joining": f"{way.adopt_s:.1f} s to adopt the anchors",
         "goodput": f"{found.goodput:.1%} expected; data parallel, one job over all: {found.data_parallel_goodput:.1%}",
@@ -79,10 +79,6 @@ def _exchange(found: Forecast) -> Table:
     for name, said in rows.items():
         table.add_row(f"  {name}", said)
     return table
-
-
-def _rate(bps: float) -> str:
-    return f"{bps / 1e9:.3g} Gbit/s" if bps >= 1e8 else f"{bps / 1e6:.3g} Mbit/s"
 
 
 def _resources(found: Forecast) -> Table:
