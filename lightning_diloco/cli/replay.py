@@ -32,7 +32,11 @@ def call(arguments: argparse.Namespace) -> int:
         return 0
     merges = f"{found.num_merges} merges from received bytes and " if found.level == "merges" else ""
     print(f"verified level: {found.level}")
-    print(f"equal, bit for bit: {merges}{found.num_outer_steps} outer steps from the log")
+    total = sum(found.versions)
+    steps = f"{found.num_outer_steps} outer steps from the log"
+    if found.num_outer_steps < total:
+        steps = f"{found.num_outer_steps} of {total} outer steps from the log; the earlier ones are in a snapshot"
+    print(f"equal, bit for bit: {merges}{steps}")
     print(f"anchors whose digest was on the tape: {found.num_digests}")
     print(f"versions: {min(found.versions)}..{max(found.versions)} in {len(found.versions)} fragments")
     print(f"ledger: {found.tokens_merged} token-fragments merged" + (", none twice" if merges else ""))

@@ -24,6 +24,7 @@ from lightning_diloco.cli.run import split
 from lightning_diloco.cli.text.spelling import SECTIONS, TRAINER
 from lightning_diloco.config import RunConfig
 from lightning_diloco.errors import ConfigError, StorageError, TransportError
+from lightning_diloco.syncer.replay import Replayed
 
 ROOT = Path(__file__).parents[2]
 VERBS = ("run", "syncer", "status", "ls", "cp")
@@ -290,6 +291,22 @@ def test_cp_refuses_a_target_with_another_suffix(project: Path, capsys: pytest.C
     assert main(["cp", "toy/one", "new/mine"]) == 2
     assert "new/mine: must end in .yaml" in capsys.readouterr().err
     assert not (project / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("num_outer_steps", "said"),
+    [
+        (7, ": 7 outer steps from the log\n"),
+        (3, ": 3 of 7 outer steps from the log; the earlier ones are in a snapshot\n"),
+    ],
+)
+def test_replay_says_how_many_steps_the_log_holds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_outer_steps: int, said: str
+) -> None:
+    found = Replayed("outer steps", 0, num_outer_steps, 1, (3, 4), 9, True)
+    monkeypatch.setattr("lightning_diloco.syncer.replay.replay", lambda run_dir: found)
+    assert main(["replay", "run"]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_a_syncer_that_expects_no_learner_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
