@@ -13,6 +13,7 @@
     │   ├── RefusedError      contributions were refused three times in a row
     │   ├── ShardError        a process that holds a part of the fragments has failed or cannot be reached
     │   └── TransportError    a call failed or exceeded its deadline; it may be retried
+    │       ├── BusyError             too many events of a session wait for the syncer
     │       ├── RestoringError        the syncer is reading its disk and will be ready by itself
     │       ├── StandbyError          the syncer is a standby, and does not serve the run
     │       └── CorruptMessageError   wrong length, checksum or fields; the message was dropped
@@ -82,6 +83,10 @@ class RefusedError(RemoteError):
 
 class TransportError(RemoteError):
     """A call failed or exceeded its deadline; it may be retried."""
+
+
+class BusyError(TransportError):
+    """Too many events of a session wait for the syncer; the call may be retried after a pause."""
 
 
 class RestoringError(TransportError):

@@ -4,7 +4,8 @@
 2. While the syncer cannot be reached, messages are dropped. The state machine repeats them after the next hello.
 3. After any failed call the channel is offline, even if the call failed because a certificate or token is no longer
    valid. Training continues, and polls are repeated as long as the learner runs.
-4. The channel is online again when the syncer answers a poll. A RESET means that the syncer lost messages for this
+4. The one exception: if too many events of this session wait for the syncer, the sender tries again, up to BUSY_S.
+5. The channel is online again when the syncer answers a poll. A RESET means that the syncer lost messages for this
    learner. The learner then sends a hello.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
-from lightning_diloco.errors import RemoteError
+from lightning_diloco.errors import BusyError, RemoteError
 from lightning_diloco.process.retry import retry
 from lightning_diloco.process.threads import Crew
 from lightning_diloco.protocol import codec, messages
@@ -32,6 +33,7 @@ LAST_POLLS_S = 0.2
 TICK_S = 0.1
 RECONNECT_S = (0.1, 0.5)
 MAX_BATCH = 64
+BUSY_S = 5.0
 
 
 class ControlChannel:
@@ -111,16 +113,30 @@ class ControlChannel:
 
     def _send_loop(self) -> None:
         next_tick_s = 0.0
+        unsent: list[messages.FromLearner] = []
         while not self._crew.stopping.is_set():
-            batch = self._take_batch()
-            if batch and self.is_online:
-                try:
-                    self._send(batch)
-                except RemoteError as error:
-                    self._went_offline(error)
+            if not unsent:
+                unsent, busy_until_s = self._take_batch(), time.monotonic() + BUSY_S
+            if self._was_used(unsent, busy_until_s):
+                unsent = []
+            else:
+                self._crew.stopping.wait(TICK_S)
             if time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + TICK_S
                 self._tick()
+
+    def _was_used(self, batch: list[messages.FromLearner], busy_until_s: float) -> bool:
+        """Send a batch; return whether the sender is through with it, because it was sent or is dropped."""
+        if batch and self.is_online:
+            try:
+                self._send(batch)
+            except BusyError as error:
+                if time.monotonic() < busy_until_s:
+                    return False
+                self._went_offline(error)
+            except RemoteError as error:
+                self._went_offline(error)
+        return True
 
     def _take_batch(self) -> list[messages.FromLearner]:
         batch: list[messages.FromLearner] = []

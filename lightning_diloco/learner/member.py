@@ -113,7 +113,14 @@ class Member(Driver):
 
     def lease(self, catalogue: Catalogue) -> LeaseClient:
         """See `Link.lease`."""
-        self._desk = LeaseClient(self._machine.lessee, self._changed, catalogue, self._raise_error)
+        self._desk = LeaseClient(
+            self._machine.lessee,
+            self._changed,
+            catalogue,
+            self._raise_error,
+            ask=self._tick,
+            is_online=lambda: self._line.is_online,
+        )
         return self._desk
 
     # -------------------------------------------------------------------------------------------------------- training

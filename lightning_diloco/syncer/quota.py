@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lightning_diloco.errors import TransportError
+from lightning_diloco.errors import BusyError
 from lightning_diloco.protocol import events
 from lightning_diloco.transport.base import Json
 
@@ -63,7 +63,7 @@ class Quota:
             is_member: whether the session has joined the run.
 
         Raises:
-            TransportError: a limit is exceeded; nothing was reserved.
+            BusyError: a limit is exceeded; nothing was reserved.
         """
         taken = [Place(session, size(message), is_member) for message in messages]
         self._take(session, taken, is_member=is_member)
@@ -81,7 +81,7 @@ class Quota:
             waiting, waiting_bytes = self._events[session] + num, self._bytes[session] + num_bytes
             num_strange = 0 if is_member else self._num_strange + num
             if waiting > most or num_strange > MAX_STRANGERS or waiting_bytes > MAX_OWN_BYTES:
-                raise TransportError(
+                raise BusyError(
                     f"{waiting} events of {waiting_bytes} bytes of this session wait for the syncer; at most {most} of "
                     f"{MAX_OWN_BYTES} bytes may, and at most {MAX_STRANGERS} of all sessions that have not joined; "
                     "nothing of the call was used; try again"

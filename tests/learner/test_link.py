@@ -16,6 +16,7 @@ import torch
 from lightning_diloco.config import LearnerConfig
 from lightning_diloco.devices import cpu
 from lightning_diloco.errors import (
+    BusyError,
     ConfigError,
     FencedError,
     JoinError,
@@ -33,6 +34,10 @@ from lightning_diloco.transport.address import JoinAddress
 from lightning_diloco.transport.flight import FlightConnection, FlightServer
 from lightning_diloco.transport.identity import ServerIdentity
 from tests.learner.fleet import JOIN, OPTIONS, RUN, SHAPES, Fleet, assert_exact, finish, until
+
+
+def refuse_as_busy() -> None:
+    raise BusyError("too many events wait; try again")
 
 
 def lose() -> None:
@@ -474,3 +479,21 @@ def test_learners_that_wait_for_the_start_are_shown_as_joining(tmp_path: Path) -
         fleet.until_commits(1)
         assert {m["phase"] for m in fleet.status()["learners"]} == {"stepping"}
         finish(*waiting, third)
+
+
+def test_a_busy_syncer_is_not_taken_for_an_outage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Fleet(tmp_path) as fleet:
+        learner = fleet.learner("a").go()
+        fleet.until_commits(1)
+        refusals = iter(range(3))
+
+        def often() -> None:
+            if next(refusals, None) is not None:
+                refuse_as_busy()
+
+        learner.wire.before["send"] = often
+        until(lambda: next(refusals, None) is None, "refusals")
+        fleet.until_commits(3)
+        finish(learner)
+        assert_exact(fleet.stop())
+    assert "cannot be reached" not in caplog.text

@@ -229,6 +229,7 @@ def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
         "tokens": f"{_count(summary['fleet_tokens'])} seen by the fleet",
         "merged / seen": f"{merged:,} / {seen:,} token-fragments ({_percent(merged / seen if seen else None)})",
         "discarded": discarded or "nothing",
+        **_repeated(summary),
         "pending": f"{summary['tokens_pending']:,}",
         "participation": _percent(summary["participation"]),
         "goodput": _goodput(summary),
@@ -241,6 +242,12 @@ def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
     for name, value in rows.items():
         table.add_row(name, Text(value))
     return table
+
+
+def _repeated(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the row of tokens on samples that were trained more than once in an epoch, if there are any."""
+    repeated, merged = summary.get("tokens_repeated", 0), summary["tokens_merged"]
+    return {"repeated": f"{repeated:,} ({_percent(repeated / merged)} of merged)"} if repeated and merged else {}
 
 
 def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:

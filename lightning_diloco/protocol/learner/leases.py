@@ -1,8 +1,9 @@
 """A learner's data leases, and the tokens trained on each.
 
-1. The learner requests leases ahead, so that training never waits: enough for AHEAD_S at the current pace and for two
-   batches.
-2. If there is no lease, the training thread reads without a lease. These tokens count as repeated when they are merged.
+1. The learner requests leases ahead, so that training seldom waits: enough for AHEAD_S at the current pace and for two
+   batches. If a quarter of them is missing, it asks at once.
+2. If the syncer gives no lease, the training thread reads without a lease. These tokens count as repeated when they are
+   merged.
 3. A contribution names the leases that its tokens were trained on. If the syncer no longer lists a lease as this
    learner's, its tokens count as repeated; if the range is done, none of its tokens are sent again.
 4. Leases arrive in the order of their numbers, and no number is taken twice. Older epochs are read first.
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from lightning_diloco.protocol.data_ranges import Catalogue, Lease, Piece, Span
+from lightning_diloco.protocol.limits import MAX_LEASES
 from lightning_diloco.protocol.messages import AskRanges, Leases
 
 AHEAD_S = 30.0
@@ -34,11 +36,16 @@ class LeaseHolder:
 
     Args:
         drops: the landing rule drops tokens.
+
+    Attributes:
+        num_repeated: tokens trained on without a lease.
+        was_denied: whether the syncer had no lease to give when it was asked last.
     """
 
     def __init__(self, *, drops: bool) -> None:
         self.catalogue: Catalogue | None = None
         self.num_repeated = 0
+        self.was_denied = False
         self._drops = drops
         self._unread: deque[Lease] = deque()
         self._spans: dict[int, Span] = {}
@@ -47,6 +54,8 @@ class LeaseHolder:
         self._range_tokens = 0
         self._least = MIN_AHEAD
         self._asked_s = float("-inf")
+        self._asked_for = 0
+        self._ahead = MIN_AHEAD
         self._waits_for_answer = False
 
     # ---------------------------------------------------------------------------------------------- training thread
@@ -76,6 +85,7 @@ class LeaseHolder:
         if (span := self._spans.get(lease.number)) is not None:
             self._spans[span.number] = replace(span, is_last=True)
         self._asked_s = float("-inf")
+        self.was_denied = False
 
     def trained(self, pieces: Iterable[Piece], at: int) -> None:
         """Note which leases a step was trained on.
@@ -125,21 +135,28 @@ class LeaseHolder:
         """
         if self.catalogue is None:
             return []
-        ahead = self._ahead(tokens_per_s)
+        self._ahead = ahead = self._needed(tokens_per_s)
         wanted = ahead - len(self._unread) if wants else 0
-        is_low = 4 * wanted >= ahead and not self._waits_for_answer
-        if not is_low and now_s - self._asked_s < self._pause_s(wanted, ahead):
+        is_urgent = wants and self.is_low
+        if not is_urgent and now_s - self._asked_s < self._pause_s(wanted, ahead):
             return []
-        self._asked_s, self._waits_for_answer = now_s, True
+        wanted = max(0, min(wanted, MAX_LEASES - len(self._spans) - len(self._unread)))
+        self._asked_s, self._asked_for, self._waits_for_answer = now_s, wanted, True
         unread = tuple(lease.number for lease in self._unread)
-        return [AskRanges(generation, self.catalogue, max(0, wanted), self._drops, self.begun, unread)]
+        return [AskRanges(generation, self.catalogue, wanted, self._drops, self.begun, unread)]
+
+    @property
+    def is_low(self) -> bool:
+        """Whether leases should be requested at once."""
+        missing = self._ahead - len(self._unread)
+        return 4 * missing >= self._ahead and not self._waits_for_answer and not self.was_denied
 
     def _pause_s(self, wanted: int, ahead: int) -> float:
         if 4 * wanted >= ahead:
             return ASK_AGAIN_S
         return REPORT_S if wanted > 0 or any(span.is_whole for span in self._spans.values()) else math.inf
 
-    def _ahead(self, tokens_per_s: float) -> int:
+    def _needed(self, tokens_per_s: float) -> int:
         if not self._range_tokens:
             return self._least
         return min(MAX_AHEAD, max(self._least, math.ceil(AHEAD_S * tokens_per_s / self._range_tokens)))
@@ -156,12 +173,14 @@ class LeaseHolder:
         self._unread = deque(sorted([*self._unread, *fresh], key=lambda lease: lease.epoch))
         if fresh:
             self._highest = fresh[-1].number
+        self.was_denied = self._asked_for > 0 and not message.leases and not self._unread
 
     def welcomed(self, *, is_anew: bool) -> None:
         """Ask again after a reconnect; in a new generation (`is_anew`) all leases were given back."""
         if is_anew:
             self.hear(Leases((), (*self._spans, *(lease.number for lease in self._unread))))
         self._asked_s = float("-inf")
+        self.was_denied = False
 
     def _repeat(self, start: int, stop: int) -> None:
         if start == stop:

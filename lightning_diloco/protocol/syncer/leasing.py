@@ -1,7 +1,8 @@
 """The syncer's answers to learners that ask for data leases.
 
 1. A request names all ranges that the learner holds. The answer has the leases that it did not name, and the numbers
-   that are not its leases. So requests and answers may be lost or repeated.
+   that are not its leases. So requests and answers may be lost or repeated. If there is nothing to lease, the answer
+   says so, and the learner waits no longer.
 2. Each request settles the ranges that were merged meanwhile. A learner that has read a range to its end keeps asking
    until the range is done.
 3. A learner that lapses, leaves or is replaced gives back its unfinished ranges. In a new generation all learners do.
@@ -46,7 +47,7 @@ class Leasing(DurableState):
         held = {holding.lease.number: holding.lease for holding in table.held.of(session)}
         leases = tuple(lease for number, lease in held.items() if number not in named)
         gone = tuple(number for number in named if number not in held)
-        return [*todo, do.Send(session, msg.Leases(leases, gone))] if leases or gone else todo
+        return [*todo, do.Send(session, msg.Leases(leases, gone))] if leases or gone or asked.wanted else todo
 
     def _other_data(self, member: Member, asked: msg.AskRanges) -> list[SyncerAction]:
         text = (

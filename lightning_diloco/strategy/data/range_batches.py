@@ -4,9 +4,10 @@
 2. A background thread prefetches ranges. Batches are cut from them one after another, across their borders.
 3. A batch counts when it was trained. A batch that was handed out and not trained, because a loop ended or a trial was
    undone, comes first the next time.
-4. If there is no lease because the syncer cannot be reached, this learner chooses ranges itself (unleased.py) and logs
-   a warning: training does not wait. The syncer counts these tokens as repeated. Only before the first trained batch,
-   it waits up to START_S for a lease.
+4. If leases have run out, because steps are faster than leases arrive, training waits for the syncer's answer. If the
+   syncer cannot be reached, has no lease to give or does not answer within ANSWER_S, this learner chooses ranges itself
+   (unleased.py) and logs a warning: training goes on. The syncer counts these tokens as repeated. Before the first
+   trained batch, it waits up to START_S for a lease in any case.
 5. It asks for enough leases for two batches of FIRST ranges at the start, if that is a small part of an epoch: its pace
    is not known yet.
 
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 AHEAD = 2
 FIRST = 8
 TELL_AGAIN_S = 60.0
-START_S = 5.0
+START_S = ANSWER_S = 5.0
 
 Batch = tuple[Tensor, tuple[Piece, ...]]
 
@@ -61,6 +62,7 @@ class Desk(Protocol):
     def take(self) -> Lease | None: ...
     def first(self) -> Lease: ...
     def within(self, for_s: float) -> Lease | None: ...
+    def answer(self, for_s: float) -> Lease | None: ...
     def need(self, num_ranges: int) -> None: ...
     def holds(self, number: int) -> bool: ...
     def ended(self, lease: Lease) -> None: ...
@@ -195,9 +197,9 @@ class RangeBatches:
         self._reader.request(self._unleased.next(), is_leased=False)
 
     def _awaited(self) -> Lease | None:
-        """Wait for one more lease, at the start only: the first batches may need more ranges than the first leases."""
+        """Wait for one more lease; in any case at the start, when the first batch may need more than the first leases."""
         if not self._is_starting:
-            return None
+            return self._desk.answer(ANSWER_S)
         now_s = time.monotonic()
         if self._waits_until_s is None:
             self._waits_until_s = now_s + START_S

@@ -198,6 +198,12 @@ def test_the_summary_shows_every_figure_and_where_the_files_are() -> None:
     assert cells(text, "files")[1] == "/runs/gpt"
 
 
+def test_the_summary_shows_repeated_tokens_if_there_are_any() -> None:
+    assert "repeated" not in drawn(summary_view({**SUMMARY, "tokens_repeated": 0}, Path("x")))
+    text = drawn(summary_view({**SUMMARY, "tokens_repeated": 2_376_000}, Path("x")))
+    assert cells(text, "repeated")[1] == "2,376,000 (10.0 % of merged)"
+
+
 def test_a_model_whose_samples_are_counted_has_no_perplexity() -> None:
     assert "perplexity" in drawn(summary_view({**SUMMARY, "eval_loss": 0.5}, Path("x")))
     for unit in ("samples", None):

@@ -41,9 +41,13 @@ class Desk(LeaseClient):
     """The real one, on leases given by hand."""
 
     def __init__(self, *leases: Lease) -> None:
-        self.lessee = LeaseHolder(drops=False)
-        super().__init__(self.lessee, threading.Condition(), Catalogue("numbers", 1, None), lambda: None)
+        self.lessee, self.is_online, self.num_asked = LeaseHolder(drops=False), False, 0
+        options = {"ask": self._count, "is_online": lambda: self.is_online}
+        super().__init__(self.lessee, threading.Condition(), Catalogue("numbers", 1, None), lambda: None, **options)
         self.grant(*leases)
+
+    def _count(self) -> None:
+        self.num_asked += 1
 
     def grant(self, *leases: Lease) -> None:
         self.lessee.hear(Leases(leases))
@@ -178,6 +182,62 @@ def test_leases_that_do_not_come_hold_up_no_more_than_the_start(
     assert next(iter(loader)) == [0, 1, 2, 3, 4, 5]
     loader.trained(6)
     assert [(piece.number, piece.samples) for piece in desk.collect()] == [(1, 4), (None, 2)]
+
+
+def started(made: list[RangeLoader], desk: Desk) -> Iterator[list[int]]:
+    """A learner that has trained on all of its leases."""
+    batches = iter(loader := loader_of(made, Numbers(40), desk, batch_size=4))
+    assert next(batches) == [0, 1, 2, 3]
+    loader.trained(4)
+    return batches
+
+
+def test_leases_that_have_run_out_are_requested_at_once_and_waited_for(made: list[RangeLoader]) -> None:
+    desk = Desk(*leases(0))
+    desk.is_online = True
+    batches, num_asked = started(made, desk), desk.num_asked
+    others = threading.Thread(target=grant_when_awaited, args=(desk, leases(5, first=3)))
+    others.start()
+    assert next(batches) == [20, 21, 22, 23]
+    others.join()
+    assert desk.num_asked > num_asked
+
+
+def test_a_syncer_that_has_none_to_give_is_not_waited_for(made: list[RangeLoader]) -> None:
+    desk = Desk(*leases(0))
+    desk.is_online = True
+    batches = started(made, desk)
+    assert desk.lessee.ask(0.0, 0, 1.0, wants=True)[0].wanted
+    desk.grant()
+    began_s = time.monotonic()
+    assert next(batches) == [4, 5, 6, 7]
+    assert time.monotonic() - began_s < ranges_module.ANSWER_S
+
+
+def test_a_syncer_that_is_silent_is_waited_for_once(made: list[RangeLoader], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges_module, "ANSWER_S", 0.01)
+    desk = Desk(*leases(0))
+    desk.is_online = True
+    batches = started(made, desk)
+    assert next(batches) == [4, 5, 6, 7]
+    monkeypatch.setattr(ranges_module, "ANSWER_S", 600.0)
+    assert next(batches) == [8, 9, 10, 11]
+    desk.grant(*leases(5, first=3))
+    assert next(batches) == [20, 21, 22, 23]
+    others = threading.Thread(target=grant_when_awaited, args=(desk, leases(7, first=4)))
+    others.start()
+    assert next(batches) == [28, 29, 30, 31], "it waits again"
+    others.join()
+
+
+def test_a_syncer_that_cannot_be_reached_any_more_is_not_waited_for(made: list[RangeLoader]) -> None:
+    desk = Desk(*leases(0))
+    desk.is_online = True
+    batches = started(made, desk)
+    goes = threading.Timer(0.05, setattr, (desk, "is_online", False))
+    goes.start()
+    assert next(batches) == [4, 5, 6, 7]
+    goes.join()
 
 
 def test_an_error_of_reading_reaches_the_training_thread(made: list[RangeLoader]) -> None:
