@@ -58,5 +58,6 @@ def call(arguments: argparse.Namespace) -> int:
     print(f"snapshot of run {found.run} in {to}")
     print(f"anchors: versions {min(found.versions)}..{max(found.versions)}, the log up to record {found.lsn}")
     print(f"checkpoints: {json.dumps(found.steps)} (steps by learner)")
-    print(f"ledger: {found.tokens_merged} token-fragments merged, {found.tokens_pending} pending, exact")
+    pending = f"{found.tokens_pending} pending (a run that begins from this snapshot discards them, as lapsed)"
+    print(f"ledger: {found.tokens_merged} token-fragments merged, {pending}, exact")
     return 0

@@ -10,7 +10,8 @@
    trains on the data of these contributions again.
 2. Contributions that were in transit at the cut are in neither part. The ledger of the cut counts them as pending. In a
    run made from the snapshot, each learner gets a new incarnation and adopts the anchors, and the ledger books the
-   pending tokens as lapsed. The ledger stays exact.
+   pending tokens as lapsed. The ledger stays exact. The time from the snapshot to the start of that run counts as
+   paused, as after Ctrl-C.
 3. `take` opens and checks the copy (checksums, ledger) before it accepts it.
 4. The copy has the run id, token and certificate of the run. It is therefore as secret as RUN_DIR, and readable by its
    owner only. The run made from it gets its own port, so that both runs can be served at the same time.
@@ -34,9 +35,11 @@ from lightning_diloco.errors import ConfigError, CorruptLogError, StorageError
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.checkpoint_store import CheckpointStore, Entry
 from lightning_diloco.storage.files import make_directory, storage, write_whole
+from lightning_diloco.storage.tape import Tape
 from lightning_diloco.syncer.shards.layout import directory_of, num_shards_of
 from lightning_diloco.syncer.shards.store import cut_back
 from lightning_diloco.syncer.shards.whole import no_files, read_shard
+from lightning_diloco.syncer.status.history import CLOSED
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import is_loopback, read_join_file, write_join_file
 from lightning_diloco.transport.base import Json
@@ -119,6 +122,7 @@ def begin_from(snapshot: Path, run_dir: Path) -> Json:
     with storage("copy the snapshot to", run_dir):
         for part in ("syncer", "tape", *(["checkpoints"] if content["steps"] else [])):
             shutil.copytree(snapshot / part, run_dir / part)
+    _note_pause(run_dir, content["taken_s"])
     write_join_file(run_dir / "join", replace(address, port=_free_port(address.host)))
     return content
 
@@ -131,6 +135,15 @@ def check_whole(snapshot: Path) -> None:
     """
     if not (snapshot / ABOUT).is_file():
         raise ConfigError(f"{snapshot} has no {ABOUT}: it is not a whole snapshot; take one: diloco snapshot")
+
+
+def _note_pause(run_dir: Path, since_s: float) -> None:
+    """Note on the tape that the run was closed at this unix time, so that it counts as paused until it is continued."""
+    tape = Tape(run_dir / "tape" / "events.jsonl")
+    try:
+        tape.record(CLOSED, lsn=None, late_s=max(0.0, time.time() - since_s))
+    finally:
+        tape.close()
 
 
 def _cut(run_dir: Path, to: Path) -> RunSnapshot:

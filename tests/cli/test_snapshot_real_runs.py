@@ -104,7 +104,9 @@ def test_a_run_goes_on_from_a_snapshot_taken_while_it_trained(
     first, kept = start("first"), tmp_path / "kept"
     first.until_steps(40)
     assert main(["snapshot", str(first.dir), "--to", str(kept)]) == 0
-    assert "exact" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "exact" in said
+    assert "discards them" in said
     about = json.loads((kept / "snapshot.json").read_text())
     assert set(about["steps"]) == {"l0", "l1"}
     first.until_steps(max(about["steps"].values()) + 10)

@@ -73,6 +73,33 @@ def test_a_run_begins_from_a_snapshot_of_one_that_went_on(fleet: Fleet, store: C
     assert summary["tokens_pending"] == 0
 
 
+def test_the_time_since_the_snapshot_counts_as_paused(fleet: Fleet, store: CheckpointStore, tmp_path: Path) -> None:
+    learner, kept = fleet.learner("a").go(), tmp_path / "kept"
+    fleet.until_commits(3)
+    take(fleet.run_dir, kept, store, answering(store, "a"), within_s=5.0)
+    finish(learner)
+    fleet.stop()
+    age(kept, by_s=900.0)
+    begin_from(kept, tmp_path / "second")
+    with Fleet(tmp_path / "second") as again:
+        newcomer = again.learner("a").go()
+        again.until_commits(3)
+        finish(newcomer)
+        summary = again.stop()
+    assert summary["wall_s"] > 900.0
+    assert summary["wall_s"] - 60.0 < summary["paused_s"] < summary["wall_s"]
+    assert summary["goodput_unpaused"] > 5 * summary["goodput"]
+
+
+def age(snapshot: Path, *, by_s: float) -> None:
+    """Change the times in a snapshot to what they would be if it had been taken so many seconds before."""
+    about = json.loads((snapshot / "snapshot.json").read_text())
+    (snapshot / "snapshot.json").write_text(json.dumps({**about, "taken_s": about["taken_s"] - by_s}))
+    tape = snapshot / "tape" / "events.jsonl"
+    lines = [json.loads(line) for line in tape.read_text().splitlines()]
+    tape.write_text("".join(json.dumps({**line, "t": line["t"] - by_s}) + "\n" for line in lines))
+
+
 def test_a_learner_that_does_not_answer_is_named_and_nothing_counts(
     fleet: Fleet, store: CheckpointStore, tmp_path: Path
 ) -> None:

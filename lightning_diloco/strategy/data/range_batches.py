@@ -197,7 +197,7 @@ class RangeBatches:
         self._reader.request(self._unleased.next(), is_leased=False)
 
     def _awaited(self) -> Lease | None:
-        """Wait for one more lease; in any case at the start, when the first batch may need more than the first leases."""
+        """Wait for one more lease; in any case at the start, as the first batch may need more than the first leases."""
         if not self._is_starting:
             return self._desk.answer(ANSWER_S)
         now_s = time.monotonic()
