@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"diloco: {printable(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, StorageError) else 2
     except OSError as error:
-        if error.filename is None:  # of no path, so it says nothing to the user
+        # An error without a path says nothing to the user. `diloco run` restarts a syncer unless it ends with code 2.
+        if error.filename is None or words[0] == "syncer":
             raise
         said = f"{error.filename}: {reason(error)}; choose another path, or make this one readable and writable"
         print(f"diloco: {printable(said)}", file=sys.stderr)

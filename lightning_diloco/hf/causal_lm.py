@@ -57,7 +57,7 @@ class CausalLM(L.LightningModule):
         name: hub name or local path of a model; give this or `config`.
         config: `model_type` and any other fields of that model's config; the weights are random. Missing
             `vocab_size`, `bos_token_id`, `eos_token_id` and `pad_token_id` come from the datamodule's tokenizer.
-            A mixture of experts trains with its balancing term, unless `output_router_logits` is False.
+            A new mixture of experts trains with its balancing term, unless `output_router_logits` is False.
         from_scratch: with `name`, use only its config and start from random weights.
         adapter: freeze the model and train only this adapter, given as fields of a PEFT config, such as
             {"r": 8, "target_modules": "all-linear"}. The default `peft_type` is LoRA. None: train everything.
@@ -115,7 +115,8 @@ class CausalLM(L.LightningModule):
             self.hparams["config"] = _completed(self.hparams.config, tokenizer)
         model = self._build().train()  # from_pretrained returns eval mode, and Lightning keeps the mode
         check_causal(model.config)
-        _balance_experts(model.config, self.hparams.config)
+        if self.hparams.name is None or self.hparams.from_scratch:
+            _balance_experts(model.config, self.hparams.config)
         if model.loss_type is None:  # a class name that transformers cannot read, such as GPT2LMHeadModel
             model.loss_type = "ForCausalLM"
         if tokenizer is not None:

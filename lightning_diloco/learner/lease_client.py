@@ -33,6 +33,7 @@ class LeaseClient:
         raise_error: raises the error that stopped the link, if there is one.
         ask: makes the state machine send the request for leases that is due.
         is_online: returns whether the syncer can be reached.
+        waited: told how many seconds the training thread has waited for an answer.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class LeaseClient:
         *,
         ask: Callable[[], object],
         is_online: Callable[[], bool],
+        waited: Callable[[float], object],
     ) -> None:
         self._lessee = lessee
         self._changed = changed
         self._raise_error = raise_error
-        self._ask, self._is_online = ask, is_online
+        self._ask, self._is_online, self._waited = ask, is_online, waited
         self._may_wait = True
         self._pieces: list[Piece] = []
         with changed:
@@ -88,7 +90,9 @@ class LeaseClient:
         """
         if not self._may_wait:
             return None
+        began_s = time.perf_counter()
         lease = self._await(for_s, lambda: self._lessee.was_denied or not self._is_online())
+        self._waited(time.perf_counter() - began_s)
         self._may_wait = lease is not None or self._lessee.was_denied
         return lease
 

@@ -120,6 +120,7 @@ class Member(Driver):
             self._raise_error,
             ask=self._tick,
             is_online=lambda: self._line.is_online,
+            waited=self.held_up,
         )
         return self._desk
 

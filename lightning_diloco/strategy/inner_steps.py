@@ -86,7 +86,7 @@ class InnerSteps:
         self._known = held_by(trainer).union(map(id, (*fit.params.values(), *fit.frozen.values())))
         self._frozen_later = FrozenLater(fit.params)
         self._is_closed = False
-        self._has_own_optimizer = False
+        self._has_seen_step = False
         self.has_stepped = False
         self.num_batches = self.num_ended = 0
 
@@ -94,7 +94,7 @@ class InnerSteps:
     def are_by_hand(self) -> bool:
         """Whether no torch optimizer that is known trains exchanged parameters; asked with manual optimization."""
         params = map(id, self._fit.params.values())
-        return not self._has_own_optimizer and held_by(self._trainer).isdisjoint(params)
+        return not self._has_seen_step and held_by(self._trainer).isdisjoint(params)
 
     @property
     def are_missed(self) -> bool:
@@ -117,7 +117,7 @@ class InnerSteps:
     @contextmanager
     def lightning_step(self, optimizer: Optimizer) -> Iterator[None]:
         """Surround a step that Lightning makes."""
-        self._raw_steps.is_known = True
+        self._raw_steps.is_known = self._has_seen_step = True
         self._frozen_later.step_begins()
         with nullcontext() if self._is_closed else self._fit.checkpointer.warm_up.slowed(optimizer):
             yield
@@ -137,7 +137,7 @@ class InnerSteps:
     @contextmanager
     def _raw_step(self, optimizer: Optimizer) -> Iterator[None]:
         """Surround a step that Lightning does not see."""
-        self._has_own_optimizer = True
+        self._has_seen_step = True
         self._frozen_later.step_begins()
         if not self._strategy._exchanging or not self._trainer.training:
             yield

@@ -72,7 +72,10 @@ def _serve_to_the_end(options: SyncerOptions) -> int:
     descriptors.allow_all()
     grpc_log.keep_to_errors()
     RunConfig.from_dict(options.run_options)  # a standby would refuse them only when it takes over
-    options.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        options.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run-dir {options.run_dir}: {error.strerror}; choose a writable folder") from error
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lightning_diloco.errors import BusyError
+from lightning_diloco.errors import BusyError, TransportError
 from lightning_diloco.protocol import events
 from lightning_diloco.transport.base import Json
 
@@ -63,7 +63,8 @@ class Quota:
             is_member: whether the session has joined the run.
 
         Raises:
-            BusyError: a limit is exceeded; nothing was reserved.
+            BusyError: a limit is exceeded for now; nothing was reserved.
+            TransportError: the call alone exceeds a limit.
         """
         taken = [Place(session, size(message), is_member) for message in messages]
         self._take(session, taken, is_member=is_member)
@@ -80,6 +81,10 @@ class Quota:
         with self._lock:
             waiting, waiting_bytes = self._events[session] + num, self._bytes[session] + num_bytes
             num_strange = 0 if is_member else self._num_strange + num
+            if num > most:  # also if nothing waited
+                raise TransportError(
+                    f"{num} events at once; at most {most} of this session; nothing of the call was used"
+                )
             if waiting > most or num_strange > MAX_STRANGERS or waiting_bytes > MAX_OWN_BYTES:
                 raise BusyError(
                     f"{waiting} events of {waiting_bytes} bytes of this session wait for the syncer; at most {most} of "

@@ -220,8 +220,9 @@ class SyncerService:
             The run's summary, also written to RUN_DIR/summary.json.
         """
         self._end_threads()
-        # Otherwise the state is ahead of the disk, or the disk is ahead of the standby (`SyncerStore.fleets`).
-        is_quiet = not any(thread.is_alive() for thread in self._merge_threads)
+        # Otherwise the state is ahead of the disk or behind it, or the disk is ahead of the standby.
+        threads = (self._loop_thread, *self._merge_threads)
+        is_quiet = not any(thread.is_alive() for thread in threads) and not self._announcer.has_withheld
         may_rest = self.error is None and is_quiet and not self._todo and not self.replica.lacks_records
         saved = codec.dump(self.state.saved()) if may_rest else {}
         is_finished = self.state.is_finished and self.state.ended_by_finishing and self.error is None
@@ -259,7 +260,7 @@ class SyncerService:
         self._announcer.end_commits()
         _join(self._commits_thread)
         self._inbox.close()  # after the last durable commit was queued
-        _join(self._loop_thread)
+        _join(self._loop_thread, max(1.0, until_s - time.monotonic()) if others else None)
         _join(self._clock_thread)
         self._announcer.end_messages()
         _join(self._messages_thread)
@@ -436,7 +437,7 @@ class SyncerService:
         Raises:
             ShardError: another syncer serves the run, or this one has stopped.
         """
-        self.replica.wait(self._durable.log.last_lsn)
+        self.replica.wait(self._durable.log.durable_lsn)
         if not self.replica.may_announce:
             raise ShardError("the standby lacks versions that this shard would give to learners")
         with self._board.looking:

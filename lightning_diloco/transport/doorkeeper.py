@@ -5,7 +5,8 @@
    ends the oldest.
 2. If an upload receives no data for SILENT_S seconds, the doorkeeper ends its connection, because the server has
    reserved memory for it (rule 2 of `flight_server`). On a slow link, a slice of an upload may take longer than that.
-   Linux therefore tells when the last byte came; other systems only tell when a slice is complete.
+   On Linux, the bytes of the connection therefore count, if they are more than pings have. Elsewhere, only whole slices
+   do.
 3. The doorkeeper calls `many_ended` when MANY connections have ended. The syncer then returns their memory to the
    system. Otherwise the process would stay large after many unknown connections.
 4. pyarrow does not offer the connection limits of gRPC's server. The doorkeeper therefore inspects the sockets of the
@@ -17,14 +18,13 @@ Source: our choice.
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 import resource
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from urllib.parse import unquote
@@ -35,7 +35,8 @@ SILENT_S = 60.0
 MAX_STRANGERS = 512
 MANY = 32
 _MAX_SCANNED = 1 << 16
-_LAST_DATA_RECV = slice(52, 56)  # tcpi_last_data_recv of Linux's struct tcp_info, in milliseconds
+_PINGS_BYTES = 16 << 10  # more than the pings of SILENT_S
+_BYTES_RECEIVED = slice(128, 136)  # tcpi_bytes_received of Linux's struct tcp_info
 
 Peer = tuple[str, int]
 
@@ -66,7 +67,7 @@ class Doorkeeper:
         self._known: set[Peer] = set()
         self._since_s: dict[Peer, float] = {}  # first time each unknown connection was seen, oldest first
         self._num_open = 0  # maximum since the last call of `many_ended`
-        self._uploads: dict[object, tuple[Peer, float]] = {}
+        self._uploads: dict[object, tuple[Peer, float, int | None]] = {}  # last data, and bytes received by then
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -98,7 +99,7 @@ class Doorkeeper:
 
         def came() -> None:
             with self._lock:
-                self._uploads[key] = (whose, time.monotonic())
+                self._uploads[key] = (whose, time.monotonic(), None)
 
         came()
         try:
@@ -119,8 +120,8 @@ class Doorkeeper:
         with self._lock:
             self._known -= known - here.keys()
             strangers = [peer for peer in here if peer not in self._known]
-            silent = [peer for peer, heard_s in self._uploads.values() if now_s - heard_s > self._silent_s]
-        silent = [peer for peer in silent if _since_data_s(here.get(peer)) > self._silent_s]
+            self._uploads = {key: _looked_at(*each, here, now_s) for key, each in self._uploads.items()}
+            silent = [peer for peer, heard_s, _ in self._uploads.values() if now_s - heard_s > self._silent_s]
         before = self._since_s
         self._since_s = {peer: since_s for peer, since_s in before.items() if peer in strangers}
         self._since_s |= {peer: now_s for peer in strangers if peer not in before}
@@ -176,15 +177,25 @@ def _peer_of(number: int, port: int) -> Peer | None:
             return None
 
 
-def _since_data_s(number: int | None) -> float:
-    """Return the seconds since a connection received data; inf if the system does not tell."""
+def _looked_at(
+    peer: Peer, heard_s: float, counted: int | None, here: Mapping[Peer, int], now_s: float
+) -> tuple[Peer, float, int | None]:
+    """Return an upload with the time of its last data, as far as the bytes of its connection tell."""
+    received = _num_received(here.get(peer))
+    if counted is None:
+        return peer, heard_s, received
+    return (peer, now_s, received) if received > counted + _PINGS_BYTES else (peer, heard_s, counted)
+
+
+def _num_received(number: int | None) -> int:
+    """Return the bytes that a connection has received; 0 if the system does not tell."""
     if number is None or sys.platform != "linux":
-        return math.inf
+        return 0
     with _borrowed(number) as line, suppress(OSError):
         if line is not None:
-            info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV.stop)
-            return int.from_bytes(info[_LAST_DATA_RECV], sys.byteorder) / 1000
-    return math.inf
+            info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.stop)
+            return int.from_bytes(info[_BYTES_RECEIVED], sys.byteorder)
+    return 0
 
 
 def _end(number: int | None, peer: Peer) -> None:

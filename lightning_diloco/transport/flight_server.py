@@ -1,8 +1,8 @@
 """The Arrow Flight server; see `flight`.
 
-1. The TLS handshake requires a client certificate made from the token (`token_identity`), or a certificate signed by
-   the user's own authority. Without it, the server reads no byte of a call. The middleware then compares the token in
-   constant time. `doorkeeper` limits the number and the duration of connections that make no call.
+1. The TLS handshake requires a client certificate made from the token (`token_identity`). Without it, the server reads
+   no byte of a call. The middleware then compares the token in constant time. `doorkeeper` limits the number and the
+   duration of connections that make no call.
 2. The server reserves memory for a payload, from a fixed total, before it receives the payload. An upload that does not
    fit waits.
 3. A waiting call checks every `_SLICE_S` seconds whether its caller has disconnected or the server stops.

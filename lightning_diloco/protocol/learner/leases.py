@@ -65,6 +65,8 @@ class LeaseHolder:
         if not self._unread:
             return None
         lease = self._unread.popleft()
+        if not self._unread:  # ask once more
+            self.was_denied = False
         self._spans[lease.number] = Span(lease.number, 0, 0, 0)
         return lease
 
@@ -140,7 +142,9 @@ class LeaseHolder:
         is_urgent = wants and self.is_low
         if not is_urgent and now_s - self._asked_s < self._pause_s(wanted, ahead):
             return []
-        wanted = max(0, min(wanted, MAX_LEASES - len(self._spans) - len(self._unread)))
+        room = max(0, MAX_LEASES - len(self._spans) - len(self._unread))
+        self.was_denied |= wanted > 0 and room == 0
+        wanted = max(0, min(wanted, room))
         self._asked_s, self._asked_for, self._waits_for_answer = now_s, wanted, True
         unread = tuple(lease.number for lease in self._unread)
         return [AskRanges(generation, self.catalogue, wanted, self._drops, self.begun, unread)]
@@ -173,7 +177,7 @@ class LeaseHolder:
         self._unread = deque(sorted([*self._unread, *fresh], key=lambda lease: lease.epoch))
         if fresh:
             self._highest = fresh[-1].number
-        self.was_denied = self._asked_for > 0 and not message.leases and not self._unread
+        self.was_denied = self._asked_for > 0 and not message.leases
 
     def welcomed(self, *, is_anew: bool) -> None:
         """Ask again after a reconnect; in a new generation (`is_anew`) all leases were given back."""

@@ -92,9 +92,13 @@ def take(trainer: pl.Trainer, warned: set[str]) -> tuple[State, list[str]]:
         "random": _random_state(),
     }
     copied: State = tree_map(_copy, state)
-    hooks, more = _storable(checkpoint_hooks.take(trainer, state) if strategy._holds_all else {}, warned)
+    if strategy._holds_all:
+        hooks, failed = checkpoint_hooks.take(trainer, state, warned)
+        hooks, unstorable = _storable(hooks, warned)
+    else:
+        hooks, failed, unstorable = {}, _not_called(trainer, warned), []
     copied["hooks"] = tree_map(_copy, hooks)
-    return copied, [*sentences, *more, *([] if strategy._holds_all else _not_called(trainer, warned))]
+    return copied, [*sentences, *failed, *unstorable]
 
 
 def objection(trainer: pl.Trainer, state: State, *, is_own: bool) -> str | None:
@@ -138,7 +142,7 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     for each in finetuning:
         each._restarting = False  # else the next fit would restore this fit's groups
     if is_own:
-        checkpoint_hooks.give(trainer, state)
+        checkpoint_hooks.give(trainer, state, cast("HoldsState", trainer.strategy).exchanged)
     if is_own and state["datamodule"]:
         call._call_lightning_datamodule_hook(trainer, "load_state_dict", state["datamodule"])
 

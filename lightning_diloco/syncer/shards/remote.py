@@ -131,7 +131,7 @@ class RemoteShard:
         if is_over:
             self.is_over = True
             with contextlib.suppress(ShardError):
-                self._call(ask.Over(), CALL_S)
+                self._call(ask.Over(), min(CALL_S, max(1.0, until_s - time.monotonic())))
         self._attached.clear()
         self._commands.put(None)
         self._is_stopping.set()

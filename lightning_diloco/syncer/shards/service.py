@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -345,27 +345,22 @@ class ShardService:
                 )
             else:
                 self._disk.settle(positions)
-                self._check_digests(request.positions)
                 if (generation := max(each.generation for each in request.positions)) != self._disk.generation:
                     self._disk.regenerate(generation)
+            digests = {} if self._disk.anchors is None else _digests(self._disk.anchors)
+            self._check_digests(request.positions or (), digests)
             self._disk.snapshot_if_due()  # while the syncer's disk is full, each attempt leaves a gradient in the log
             self._own.anchors = self._disk.anchors
             self._admit(ask.Admit(request.admitted))
-            digests = {} if self._own.anchors is None else _digests(self._own.anchors)
             self._attached, self._polled_s = request, time.monotonic()
             self._origin.wake()
         log.info("shard %d of %d works for run %s", *self.part, request.run)
         return Bulk({"digests": digests}, _EMPTY)
 
-    def _check_digests(self, positions: Sequence[ask.Position]) -> None:
-        """Check the values of the versions that `ShardStore.settle` has installed.
-
-        Raises:
-            CorruptLogError: they are not those of the run.
-        """
+    def _check_digests(self, positions: Sequence[ask.Position], found: Mapping[str, str]) -> None:
+        """Check the digests of the versions that were settled. Raises `CorruptLogError`."""
         for each in positions:
-            found = self._disk.anchors.anchor(each.fragment).digest if self._disk.anchors else ""
-            if each.digest not in ("", found):
+            if each.digest not in ("", found[str(each.fragment)]):
                 raise CorruptLogError(
                     f"shard {self.part[0]} has other values of fragment {each.fragment}, version {each.version}, than "
                     "the run; restore the syncer's directory and those of all shards as of one moment"

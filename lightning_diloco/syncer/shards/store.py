@@ -271,22 +271,21 @@ class ShardStore:
     def snapshot_if_due(self) -> None:
         """Begin to write a snapshot if the log has grown as large as the state, and no version is undecided."""
         store = self.anchors
-        is_writing = self._writing is not None and self._writing.is_alive()
-        if store is None or is_writing or time.monotonic() < self._again_s:
+        if store is None or time.monotonic() < self._again_s:
             return
         if self.log.nbytes <= max(MIN_LOG_BYTES, store.nbytes):
             return
         with self.changing:
-            if self.undecided:
+            if self.undecided or (self._writing is not None and self._writing.is_alive()):
                 return
             try:
                 self.log.rotate()
             except StorageError as error:
                 self._snapshot_failed(error)
                 return
-            lsn, frozen = self.log.last_lsn, store.freeze()
-        self._writing = threading.Thread(target=self._snapshot, args=(lsn, frozen), daemon=True)
-        self._writing.start()
+            frozen = store.freeze()
+            self._writing = threading.Thread(target=self._snapshot, args=(self.log.last_lsn, frozen), daemon=True)
+            self._writing.start()
 
     def _snapshot(self, lsn: int, frozen: Any) -> None:
         try:

@@ -53,6 +53,7 @@ class Announcer:
         self._send, self._install = send, install
         self._commits: queue.SimpleQueue[DurableCommit | None] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[_Held | None] = queue.SimpleQueue()
+        self._has_withheld = False
         self._num_held = self._num_sent = 0  # written by the loop thread, and by the messages thread
 
     def wrote(self, lsn: int) -> None:
@@ -82,6 +83,13 @@ class Announcer:
             self._replica.wait(made.lsn)
             if self._replica.may_announce:  # otherwise learners would get a version that the standby lacks
                 self._install(made)
+            else:
+                self._has_withheld = True
+
+    @property
+    def has_withheld(self) -> bool:
+        """Whether a durable commit was not passed on; known after `run_commits` has ended."""
+        return self._has_withheld or not self._commits.empty()
 
     def run_messages(self) -> None:
         """Send messages until `end_messages`. Meanwhile, the loop thread decides more."""

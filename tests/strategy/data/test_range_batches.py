@@ -42,7 +42,8 @@ class Desk(LeaseClient):
 
     def __init__(self, *leases: Lease) -> None:
         self.lessee, self.is_online, self.num_asked = LeaseHolder(drops=False), False, 0
-        options = {"ask": self._count, "is_online": lambda: self.is_online}
+        self.waits: list[float] = []
+        options = {"ask": self._count, "is_online": lambda: self.is_online, "waited": self.waits.append}
         super().__init__(self.lessee, threading.Condition(), Catalogue("numbers", 1, None), lambda: None, **options)
         self.grant(*leases)
 
@@ -228,6 +229,8 @@ def test_a_syncer_that_is_silent_is_waited_for_once(made: list[RangeLoader], mon
     others.start()
     assert next(batches) == [28, 29, 30, 31], "it waits again"
     others.join()
+    assert len(desk.waits) >= 2, "the link counts them as stall"
+    assert desk.waits[0] >= 0.01
 
 
 def test_a_syncer_that_cannot_be_reached_any_more_is_not_waited_for(made: list[RangeLoader]) -> None:

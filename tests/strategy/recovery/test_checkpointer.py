@@ -335,6 +335,56 @@ def test_a_hook_whose_entries_cannot_be_kept_is_said_once_and_not_called_on_load
     assert caplog.text.count("Odd.on_save_checkpoint.added.num_seen is a PosixPath") == 2  # once in each process
 
 
+def test_a_hook_that_loads_trained_parameters_does_not_replace_those_of_the_run(scenario, process):
+    class Backbone(KeepsByHooks):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["backbone"] = self.body.state_dict()
+
+        def on_load_checkpoint(self, checkpoint):
+            self.body.load_state_dict(checkpoint["backbone"])
+            self.had = self.body.weight.detach().clone()
+
+    process(kind=Backbone, dies_at=6)
+    scenario.run_values = 0.25
+
+    class First(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if not hasattr(self, "weight"):
+                self.weight = pl_module.body.weight.detach().clone()
+
+    made, _ = process(kind=Backbone, callbacks=[first := First()])
+    assert not torch.equal(made.had, torch.full((4, 4), 0.25)), "the hook loads older ones"
+    assert torch.equal(first.weight, torch.full((4, 4), 0.25))
+
+
+def test_a_hook_that_fails_is_named_and_training_goes_on(process, caplog):
+    class Broken(KeepsByHooks):
+        def on_save_checkpoint(self, checkpoint):
+            raise RuntimeError("no space")
+
+    made, _ = process(kind=Broken)
+    assert made.num_seen == MAX_STEPS
+    assert caplog.text.count("Broken.on_save_checkpoint failed (RuntimeError: no space)") == 1
+
+
+def test_each_of_two_equal_callbacks_keeps_its_own(process):
+    class Counts(Callback):
+        def __init__(self, number):
+            self.number, self.had = number, None
+
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            assert "epoch_loop.batch_progress" in checkpoint["loops"]["fit_loop"]
+            checkpoint["number"] = self.number
+
+        def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+            self.had = checkpoint["number"]
+
+    process(dies_at=6, callbacks=[Watch(6), Counts(1), Counts(2)])
+    again = [Counts(3), Counts(4)]
+    process(callbacks=[Watch(None), *again])
+    assert [each.had for each in again] == [1, 2]
+
+
 def test_hooks_that_are_not_called_for_a_sharded_model_are_named_once(process, caplog, monkeypatch):
     monkeypatch.setattr(DiLoCoHooks, "_holds_all", False)
     process(kind=KeepsByHooks, dies_at=9)

@@ -175,6 +175,7 @@ def test_a_commit_that_the_standby_lacks_is_not_installed(
         primary.service.on_get({"what": STANDBY, "key": KEY, "request": request, "mark": "2"})
     primary.service.abandon()
     assert installed == commits[:2]
+    assert primary.service._announcer.has_withheld, "so no snapshot may say that it has this record"
 
 
 def test_a_shard_is_attached_when_the_standby_has_what_it_gives_to_learners(
