@@ -117,7 +117,7 @@ class ControlChannel:
         while not self._crew.stopping.is_set():
             if not unsent:
                 unsent, busy_until_s = self._take_batch(), time.monotonic() + BUSY_S
-            if self._was_used(unsent, busy_until_s):
+            if self._is_done_with(unsent, busy_until_s):
                 unsent = []
             else:
                 self._crew.stopping.wait(TICK_S)
@@ -125,8 +125,8 @@ class ControlChannel:
                 next_tick_s = time.monotonic() + TICK_S
                 self._tick()
 
-    def _was_used(self, batch: list[messages.FromLearner], busy_until_s: float) -> bool:
-        """Send a batch; return whether the sender is through with it, because it was sent or is dropped."""
+    def _is_done_with(self, batch: list[messages.FromLearner], busy_until_s: float) -> bool:
+        """Send a batch; return False if it must be sent again, because the syncer is busy."""
         if batch and self.is_online:
             try:
                 self._send(batch)

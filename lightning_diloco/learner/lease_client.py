@@ -80,7 +80,7 @@ class LeaseClient:
 
     def within(self, for_s: float) -> Lease | None:
         """Wait up to for_s seconds for a range; returns None if none came."""
-        return self._await(for_s, lambda: False)
+        return self._await(for_s)
 
     def answer(self, for_s: float) -> Lease | None:
         """Wait up to for_s seconds for the syncer to answer a request.
@@ -96,7 +96,7 @@ class LeaseClient:
         self._may_wait = lease is not None or self._lessee.was_denied
         return lease
 
-    def _await(self, for_s: float, is_hopeless: Callable[[], bool]) -> Lease | None:
+    def _await(self, for_s: float, is_hopeless: Callable[[], bool] = lambda: False) -> Lease | None:
         until_s = time.monotonic() + for_s
         with self._changed:
             while (lease := self.take()) is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -73,9 +74,22 @@ _NOTHING_COUNTED = (
     "configure_optimizers returns; if your own code updates the parameters, do not return optimizers that hold them"
 )
 
-# One of Lightning's checkpoints: state of the loops, whether it holds weights only, storage options, and whether it was
-# in a local file when it had been saved; it is not while AsyncCheckpointIO writes it.
-SavedAs = tuple[Any, bool, Any, bool]
+
+@dataclass(frozen=True, slots=True)
+class SavedAs:
+    """How one of Lightning's checkpoints was saved.
+
+    Args:
+        loops: state of the loops.
+        weights_only: whether it holds weights only.
+        storage_options: as given to the Trainer.
+        was_there: whether it was in a local file afterwards; it is not while AsyncCheckpointIO writes it.
+    """
+
+    loops: Any
+    weights_only: bool
+    storage_options: Any
+    was_there: bool
 
 
 class FitStrategy(StepStrategy, ValidationStrategy, Protocol):

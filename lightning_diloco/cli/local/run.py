@@ -242,7 +242,7 @@ class _Run:
         if self._are_training() or self._interruption:
             return
         outcomes = {self._fleet.outcome(name) for name in self.learners}
-        deadline_s = time.monotonic() + (self._plan.linger_s if outcomes & {"finished", "refused"} else 0.0)
+        deadline_s = time.monotonic() + self._plan.linger_s
         if outcomes <= {"finished"} or outcomes <= {"refused"}:
             # Learners may end before the first answer of the syncer.
             self._wait(lambda: feed.latest is not None or not self._is_served() or time.monotonic() > deadline_s, feed)

@@ -133,7 +133,9 @@ def _batch_size(batch: Any) -> int | None:
 
 def _first_size(batch: Any) -> int | None:
     if isinstance(batch, Tensor) or isinstance(getattr(batch, "shape", None), tuple):
-        return (int(batch.shape[0]) or None) if batch.shape else 1
+        if not batch.shape:
+            return 1
+        return int(batch.shape[0]) or None  # an empty tensor says nothing
     return next((size for part in _parts(batch) if (size := _first_size(part)) is not None), None)
 
 

@@ -59,7 +59,7 @@ class AnchorInCheckpoints(HoldsFit):
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if fit is None:
             return
-        fit.saved[os.fspath(filepath)] = (loops, not is_whole, storage_options, os.path.exists(filepath))
+        fit.saved[os.fspath(filepath)] = SavedAs(loops, not is_whole, storage_options, os.path.exists(filepath))
         if Path(filepath).name.startswith(_TUNER_CHECKPOINTS):
             fit.tuner_checkpoint = os.fspath(filepath)
             fit.link.set_evaluating(True)
@@ -78,12 +78,12 @@ class AnchorInCheckpoints(HoldsFit):
     def _save_again(self, saved: Mapping[str, SavedAs]) -> None:
         """Write the checkpoints of the last step again, with the present module and the saved state of the loops."""
         chosen = {path for callback in self._trainer.checkpoint_callbacks for path in _chosen_by_metric(callback)}
-        for filepath, (loops, weights_only, storage_options, was_there) in saved.items():
-            is_deleted = self.broadcast(was_there and not os.path.exists(filepath))  # rank 0 knows
+        for filepath, found in saved.items():
+            is_deleted = self.broadcast(found.was_there and not os.path.exists(filepath))  # rank 0 knows
             if filepath in chosen or is_deleted:
                 continue
-            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only)
-            self.save_checkpoint({**checkpoint, "loops": loops}, filepath, storage_options)
+            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(found.weights_only)
+            self.save_checkpoint({**checkpoint, "loops": found.loops}, filepath, found.storage_options)
             self.barrier("Trainer.save_checkpoint")
 
     @override

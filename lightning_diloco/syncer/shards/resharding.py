@@ -75,10 +75,8 @@ def deal_anew(run_dir: Path, num_shards: int) -> None:
                 f"--shards {num_shards}: the run in {run_dir} has {len(whole.mine)} fragments; each shard needs one"
             )
         # Above all old records: the shard of a standby that comes back must see that its place is gone.
-        old = [RedoLog(directory_of(run_dir, k) / "log") for k in range(1, num_shards_of(run_dir))]
-        after = max([durable.log.last_lsn, *(each.last_lsn for each in old)]) + 1
-        for each in old:
-            each.close()
+        old = [_last_lsn(directory_of(run_dir, k)) for k in range(1, num_shards_of(run_dir))]
+        after = max([durable.log.last_lsn, *old]) + 1
         copy = replacement.begin(run_dir)
         make_directory(copy / "shards")
         if whole is None or state.manifest is None:
@@ -94,3 +92,12 @@ def deal_anew(run_dir: Path, num_shards: int) -> None:
                 replacement.begin_log(directory / "log", lsn + 1)
         write_num_shards(copy, num_shards)
         replacement.complete(run_dir)
+
+
+def _last_lsn(directory: Path) -> int:
+    """Return the last record of a shard's log."""
+    redo_log = RedoLog(directory / "log")
+    try:
+        return redo_log.last_lsn
+    finally:
+        redo_log.close()
