@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import hmac
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -105,6 +106,7 @@ class FlightServer:
             TransportError: the address is in use, or not one of this machine.
         """
         try:
+            _check_free(self._host, self._port)
             self._service = _Service(
                 f"grpc+tls://{join_host_port(self._host, self._port)}",
                 self._handler,
@@ -115,9 +117,9 @@ class FlightServer:
                 doorkeeper=self._doorkeeper(),
             )
         except (pa.ArrowException, OSError) as error:
-            where = join_host_port(self._host, self._port)
+            where, reason = join_host_port(self._host, self._port), getattr(error, "strerror", None) or error
             raise TransportError(
-                f"cannot listen on {where} ({error}); it must be a free port of an address of this machine; choose "
+                f"cannot listen on {where} ({reason}); it must be a free port of an address of this machine; choose "
                 "another, or port 0 for any"
             ) from error
         self._port = self._service.port
@@ -176,6 +178,14 @@ class _Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         shown = (headers.get("authorization") or [""])[0]
         if not hmac.compare_digest(shown.encode(errors="replace"), self._expected):
             raise flight.FlightUnauthenticatedError("wrong token")
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise the system's error if the address cannot be used; gRPC logs its own, and raises one without the reason."""
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+        probe.bind(place)
 
 
 class _Service(flight.FlightServerBase):  # type: ignore[misc]
