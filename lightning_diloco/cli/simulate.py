@@ -52,7 +52,7 @@ _VARIED: dict[str, tuple[Callable[[str], Any], Any, str]] = {
 _SEARCH = {"for_s", "seeds", "keep"}  # options of --explore alone
 _TIMES = {
     "rescale": "time that an elastic learner needs to go on with other slices",
-    "hold": "longest time that a slice which is back waits for the next failure",
+    "hold": "longest time that a recovered slice waits before its learner uses it",
     "return": "median time until a failed slice is back",
     "restart": "time from a failure to the next step of training that is not elastic",
 }
@@ -66,9 +66,15 @@ def add_parser(verbs: Any) -> None:
     add("scenario", nargs="?", type=Path, metavar="SCENARIO.yaml", help="options by name")
     for name, (parse, _, what) in _VARIED.items():
         add(f"--{name}", nargs="+", type=parse, metavar="X", help=what)
-    add("--step", nargs="+", type=seconds, metavar="TIME", help="an inner step; of several, learners take turns (1s)")
-    add("--spread", type=share, metavar="SHARE", help="by which learners' steps are longer, at most (0)")
-    add("--jitter", type=share, metavar="SHARE", help="by which steps of one learner vary (0)")
+    add(
+        "--step",
+        nargs="+",
+        type=seconds,
+        metavar="TIME",
+        help="time of an inner step; of several, each learner has one, in turn (1s)",
+    )
+    add("--spread", type=share, metavar="SHARE", help="maximum by which a learner's steps are longer, such as 20%% (0)")
+    add("--jitter", type=share, metavar="SHARE", help="variation of the steps of one learner (0)")
     add("--parameters", type=count, metavar="N", help="parameters of the model, which are transferred (5B)")
     add("--rtt", type=seconds, metavar="TIME", help="round-trip time between learner and syncer (40ms)")
     add("--slice", type=count, metavar="N", help="chips that are lost together (64)")
@@ -107,7 +113,9 @@ def call(arguments: argparse.Namespace) -> int:
 
     given = _given(arguments)
     if stray := given.keys() & _SEARCH:
-        raise ConfigError(f"{_names(stray)}: only with --explore, which searches for holes instead of a forecast")
+        raise ConfigError(
+            f"{_names(stray)}: needs --explore, which searches for broken invariants and makes no forecast"
+        )
     if arguments.scenario is not None:
         given = {**_of_file(arguments.scenario, arguments.parser), **given}
     draw = view.painter(given["plot"]) if "plot" in given else lambda rows: None

@@ -160,7 +160,7 @@ class Member(Driver):
         self._wait_for_leave(LEAVE_S if within_s is None else GOODBYE_S, asked)
         self._raise_error()
         if self._left is None:
-            log.info("the syncer did not take note of this leave in time; what was not merged counts as lapsed")
+            log.info("the syncer did not confirm in time that this learner left; its unmerged tokens count as lapsed")
         has_finished = reason == "finished" and not self.is_preempted
         is_last = has_finished and self._left is not None and self._left.is_last
         if is_last and self.is_drained:

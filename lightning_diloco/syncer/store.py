@@ -52,8 +52,8 @@ class SyncerStore:
 
     Attributes:
         past: history of the run before this process; set by `restore`.
-        fleets: who takes part, and who did before the last record that may have changed it; set by `restore`. A
-            standby has all records that change the fleet before that one, and before a snapshot.
+        fleets: learners in the run now, and learners before the last record that may have changed them. Set by
+            `restore`. A standby may lack this last record, but no earlier one that changed the fleet.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def test_a_bad_scenario_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--plot", "x.pdf", "--duration", "1000h"], "must end in .png or .svg"),
         (["--plot", "nowhere/x.png", "--duration", "1000h"], "nowhere is no writable folder"),
         (["--explore", "--learners", "2", "--chips", "1k"], "--chips, --learners: not with --explore"),
-        (["--for", "2min"], "--for: only with --explore"),
+        (["--for", "2min"], "--for: needs --explore"),
         (["--explore", "--keep", "one"], "numbers of steps"),
     ],
 )

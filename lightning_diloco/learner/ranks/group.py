@@ -138,7 +138,7 @@ class Ranks:
         return int(number)
 
     def all_come(self, within_s: float) -> bool:
-        """Return whether all ranks call this after the same step. All ranks that call it get the same result.
+        """Return whether every rank calls this within `within_s` after the same step. All callers get the same result.
 
         This is not a collective operation. A rank may leave it out.
 

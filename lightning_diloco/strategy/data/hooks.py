@@ -202,9 +202,9 @@ def _say_share(slot: int, parts: int) -> None:
         )
     elif parts > 1:
         rank_zero_warn(
-            f"The training data are split in {parts} parts, and all of them are given to learners: this one reads part "
-            f"{slot % parts}, as another learner does, in an order of its own. To give each a part, start the run with "
-            "as many parts as there will be learners (diloco syncer --data-parts N)."
+            f"There are more learners than parts of the training data ({parts}). This learner reads part "
+            f"{slot % parts} like another learner, in a different order. To avoid this, start the syncer with "
+            "--data-parts N, N being the number of learners."
         )
     elif slot:
         rank_zero_warn(

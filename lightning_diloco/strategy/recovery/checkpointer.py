@@ -155,7 +155,9 @@ class LearnerCheckpointer:
             # Lightning does not know that the loader resumes, and warns that it does not.
             warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
         elif self._begins:
-            log.warning("where its training data goes on is the datamodule's to know; else its epoch begins anew")
+            log.warning(
+                "the data loader cannot resume: unless the datamodule restores its position, the epoch begins again"
+            )
 
     def _find(self) -> Found | None:
         """Return the best checkpoint that fits this Trainer; None if there is none."""

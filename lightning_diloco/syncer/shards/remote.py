@@ -184,7 +184,7 @@ class RemoteShard:
         return request.nonce
 
     def _with_decided(self, said: ask.Attach) -> ask.Attach:
-        """Add a nonce, and the commits that the run's log has, but the state machine does not know yet."""
+        """Add a nonce, and commits that are in the log but not yet applied by the state machine."""
         positions, merged = said.positions, said.merged
         for p, commit in self._decided.items():
             at = next((each for each in positions or () if each.fragment == p), None)

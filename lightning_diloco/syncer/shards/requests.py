@@ -82,7 +82,7 @@ class Follow(Tagged, frozen=True):
 
     Args:
         shard, num_shards: what this shard must be.
-        following: name under which the standby makes such requests. One that is late, after its `Attach`, is refused.
+        following: name of the standby's requests. After the standby has sent `Attach`, this name is refused.
         invitation: address and key of the primary's shard, with its secrets.
         wait_s: how long to wait for a record, if there is none.
         decided: versions that may be installed; the shard has their outer gradients.

@@ -182,7 +182,7 @@ class ShardStore:
                 self._follow(record, in_place=False)
 
     def decided(self, p: int, version: int) -> None:
-        """Install the undecided version of a fragment if it is not later than this one, which was decided."""
+        """Install the undecided version of fragment p if it is at most `version`, the decided version."""
         with self.changing:
             if (found := self.undecided.get(p)) is not None and found.version <= version:
                 self._apply(p, in_place=False)

@@ -81,7 +81,11 @@ def end_of_stage(state: SyncerState, p: int, now_s: float) -> tuple[list[str], f
         quorum = state.rounds.effective_quorum(r)
         if len(f.held) < quorum:
             left_s = max(0.0, r.answers_until_s - now_s)
-            return sorted(missing), left_s, f"the round closes when {quorum} are ready, or with those that are"
+            return (
+                sorted(missing),
+                left_s,
+                f"the round closes with those that are ready, but at least one, if {quorum} are not ready in time",
+            )
         until_s = max(r.until_s, state.rounds.waits_for_owed_until_s(r, missing))
         return sorted(missing), max(0.0, until_s - now_s), "the round closes with those that are ready"
     if r.stage == "transferring":

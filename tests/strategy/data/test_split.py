@@ -230,7 +230,7 @@ def test_drawing_a_part_leaves_the_global_generator_alone():
     "case",
     [
         ((1, 3), 1, "split in 3 fixed parts; this learner reads part 1"),
-        ((1, 3), 4, "all of them are given to learners: this one reads part 1, as another learner does"),
+        ((1, 3), 4, "This learner reads part 1 like another learner, in a different order"),
         (None, 1, "all of its learners read all of it, each in an order of its own"),
     ],
 )
@@ -370,7 +370,7 @@ def test_orders_follow_the_runs_seed_and_the_slot(scenario, model, trainer_for):
     first = seen()
     assert seen(own_seed=6) == first, "a learner's own seed decides nothing"
     assert seen(data_seed=2) != first
-    with pytest.warns(UserWarning, match="all of them are given to learners"):
+    with pytest.warns(UserWarning, match="more learners than parts of the training data"):
         assert seen(slot=2) != first, "another learner of the same part has an order of its own"
     whole = seen(data_part=None)
     with pytest.warns(UserWarning, match="not split"):
