@@ -162,6 +162,7 @@ def test_run_reports_all_problems_at_once(project: Path, capsys: pytest.CaptureF
         ("run toy/one --local 2 --max-steps 60", "did you mean --trainer.max_steps?"),
         ("run toy/one --local 2 --devices=2", "did you mean --trainer.devices?"),
         ("run toy/one --local 2 --max_epoch 3", "did you mean --trainer.max_epochs?"),
+        ("run toy/one --local 2 --trainer.max_stepz 3", "Trainer has no max_stepz; did you mean --trainer.max_steps?"),
         ("run recipes/toy/own.py --local 2 --run_dir=x", "--run_dir would be passed on to recipes/toy/own.py; write"),
         ("chaos toy/one --local 2 --fault-per-hour 6", "did you mean --faults-per-hour?"),
     ],

@@ -56,16 +56,22 @@ def of_recipe(arguments: argparse.Namespace) -> list[str]:
     of_trainer = {_flag(name): name for name in TRAINER}
     found = []
     for name in map(_name, _options(arguments)):
+        section, _, argument = name[2:].rstrip("+").partition(".")
+        argument = argument.partition(".")[0]
         if name in arguments.options:
             found.append(f"{name}: must come before the options that are passed on to the recipe")
-        elif name[2:].rstrip("+").partition(".")[0] not in SECTIONS:
+        elif section == "trainer" and argument not in ("", *TRAINER):
+            near = nearest(_flag(argument), of_trainer)
+            meant = f"; did you mean --trainer.{of_trainer[near]}?" if near else ""
+            found.append(f"{name}: Lightning's Trainer has no {argument}{meant}")
+        elif section not in SECTIONS:
             if trainer := nearest(name, of_trainer, alike=_VERY_ALIKE):
-                near = [f"--trainer.{of_trainer[trainer]}"]
+                likely = [f"--trainer.{of_trainer[trainer]}"]
             else:
-                near = [ours] if (ours := nearest(name, arguments.options)) else []
+                likely = [ours] if (ours := nearest(name, arguments.options)) else []
                 run = nearest(name, of_run, alike=_VERY_ALIKE)
-                near += [f"--trainer.strategy.{of_run[run]}"] if run else []
-            meant = f"did you mean {' or '.join(near)}?" if near else "see `diloco run --help` and the recipe"
+                likely += [f"--trainer.strategy.{of_run[run]}"] if run else []
+            meant = f"did you mean {' or '.join(likely)}?" if likely else "see `diloco run --help` and the recipe"
             found.append(f"{name}: unknown; options of a recipe look like --trainer.max_steps or --model.lr; {meant}")
     return found
 
