@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_diloco.strategy.trainer.parameters import optimizer_parameters
+
 State = dict[str, Any]
 
 SHARDED = "sharded"
@@ -27,7 +29,7 @@ def held(optimizer: Optimizer) -> State:
     """
     if hasattr(optimizer, "consolidate_state_dict"):
         return {"state": optimizer}
-    state, params = optimizer.state_dict(), _params(optimizer)
+    state, params = optimizer.state_dict(), optimizer_parameters(optimizer)
     sharded = [
         (index, key)
         for index, values in state["state"].items()
@@ -46,17 +48,12 @@ def give(optimizer: Optimizer, state: State, device: torch.device) -> None:
     """Load a state of `held` into an optimizer of the same parameters with the same layout."""
     state, params = (
         {**state, "state": {index: dict(values) for index, values in state["state"].items()}},
-        _params(optimizer),
+        optimizer_parameters(optimizer),
     )
     for index, key in state.pop(SHARDED, ()):
         state["state"][index][key] = _like(state["state"][index][key], params[index])
     optimizer.load_state_dict(state)
     _optimizer_to_device(optimizer, device)
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters in the order of their numbers in a state."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _local(value: DTensor, param: Tensor) -> object:

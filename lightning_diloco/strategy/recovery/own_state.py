@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_diloco.strategy.trainer.parameters import named_parameters, plain_name
+from lightning_diloco.strategy.trainer.parameters import local, named_parameters, plain_name
 
 NUM_SAMPLED = 4096
 
@@ -100,11 +100,6 @@ def follow(module: nn.Module, copies: Mapping[str, str], names: Collection[str])
         for name in names:
             if name in copies:
                 params[name].copy_(params[copies[name]])
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, as the live tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.strategy.trainer.parameters import local, optimizer_parameters
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +63,9 @@ class ParameterCopies:
         param = self._params[name]
         states = ((optimizer.state.get(param, {}), self._keys[id(optimizer)]) for optimizer in self._optimizers)
         found = [
-            _local(state[key]) for state, keys in states for key in sorted(keys) if isinstance(state.get(key), Tensor)
+            local(state[key]) for state, keys in states for key in sorted(keys) if isinstance(state.get(key), Tensor)
         ]
-        own = _local(param).data_ptr()  # the parameter itself is no copy
+        own = local(param).data_ptr()  # the parameter itself is no copy
         return list({copy.data_ptr(): copy for copy in found if copy.data_ptr() != own}.values())
 
     def look(self, optimizers: Iterable[Optimizer]) -> None:
@@ -109,19 +109,19 @@ class ParameterCopies:
         """
         if not (keys := self._keys.get(id(optimizer))):
             return state
-        params, values = _params(optimizer), {index: dict(each) for index, each in state["state"].items()}
+        params, values = optimizer_parameters(optimizer), {index: dict(each) for index, each in state["state"].items()}
         found = [(i, key) for i in values for key in sorted(keys) if isinstance(values[i].get(key), Tensor)]
         for index, key in found:
-            values[index][key] = values[index][key].detach() - _local(params[index])
+            values[index][key] = values[index][key].detach() - local(params[index])
         return {**state, "state": values, RELATIVE: [list(each) for each in found]}
 
     @staticmethod
     def restore(optimizer: Optimizer, state: State) -> None:
         """Turn the differences in a loaded state into copies again."""
-        params = _params(optimizer)
+        params = optimizer_parameters(optimizer)
         with torch.no_grad():
             for index, key in state.get(RELATIVE, ()):
-                _local(optimizer.state[params[index]][key]).add_(_local(params[index]))
+                local(optimizer.state[params[index]][key]).add_(local(params[index]))
 
 
 def _points_along(optimizer: Optimizer, key: str) -> bool | None:
@@ -141,10 +141,10 @@ def _points_along(optimizer: Optimizer, key: str) -> bool | None:
 
 
 def _sampled(optimizer: Optimizer, key: str) -> Iterator[tuple[Tensor, Tensor]]:
-    for param in _params(optimizer):
+    for param in optimizer_parameters(optimizer):
         kept = optimizer.state.get(param, {}).get(key)
         if isinstance(kept, Tensor) and kept.is_floating_point() and kept.shape == param.shape:
-            flat = [_local(each).detach().reshape(-1) for each in (param, kept)]
+            flat = [local(each).detach().reshape(-1) for each in (param, kept)]
             step = max(1, flat[0].numel() // NUM_SAMPLED)
             param_part, kept_part = (each[::step].float() for each in flat)
             yield param_part, kept_part
@@ -164,12 +164,3 @@ def _with_wrapped(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
     for optimizer in optimizers:
         yield optimizer
         yield from (each for each in vars(optimizer).values() if isinstance(each, Optimizer))
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters in the order of their numbers in a state."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

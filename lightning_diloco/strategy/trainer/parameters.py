@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_diloco.core.fragments import FragmentPlan, scatter
 from lightning_diloco.errors import ConfigError
@@ -63,6 +64,16 @@ def trainable_parameters(module: nn.Module, also: Collection[str] = ()) -> dict[
             [f"parameter {n!r} is {found[n].dtype}: must be a real float type; freeze it or convert it" for n in odd]
         )
     return found
+
+
+def optimizer_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer in the order of their numbers in its state."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, as the live tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def is_empty(param: Tensor) -> bool:

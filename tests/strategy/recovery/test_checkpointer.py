@@ -175,8 +175,8 @@ def test_the_position_that_a_loader_keeps_is_its_learners_own(scenario, process,
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("place", [(2, 2, "reads part 0, as another"), (None, 1, "not split")])
-@pytest.mark.filterwarnings("ignore:The training data:UserWarning", "ignore:.*all of them are given:UserWarning")
+@pytest.mark.parametrize("place", [(2, 2, "reads part 0 like another"), (None, 1, "not split")])
+@pytest.mark.filterwarnings("ignore:The training data:UserWarning", "ignore:There are more learners:UserWarning")
 def test_a_newcomer_reads_other_batches_than_the_peer_it_goes_on_from(scenario, process, place, recwarn):
     parts, slot, said = place
     scenario.data_part = parts and (0, parts)
