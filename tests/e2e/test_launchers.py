@@ -61,10 +61,10 @@ def test_learners_of_several_ranks_read_each_sample_once(processes: Processes) -
 
 
 def test_settings_that_differ_between_ranks_are_named_by_all(processes: Processes) -> None:
-    join, named = "diloco://127.0.0.1:1/run#token," + "0" * 64, {"learner": "l0", "overlap": 1}
+    place, pin, named = "diloco://127.0.0.1:1/run", "0" * 64, {"learner": "l0", "overlap": 1}
     options = [
-        {**named, "sync_every": 4, "join": f"{join}Of0"},
-        {**named, "sync_every": 6, "join": f"{join}Of1", "evaluate": "local"},
+        {**named, "sync_every": 4, "join": f"{place}#tokenOf0,{pin}"},
+        {**named, "sync_every": 6, "join": f"{place}#tokenOf1,{pin}", "evaluate": "local"},
     ]
     started = srun(processes, "mixed", options=options)
     assert all(processes.end(process) for process in started)
