@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-State = dict[str, Any]
+from lightning_diloco.strategy.recovery.optimizer_state import State
 
 _SAVE, _LOAD, _MODEL = "on_save_checkpoint", "on_load_checkpoint", "state_dict"
 

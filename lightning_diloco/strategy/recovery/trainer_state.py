@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_diloco.storage.tree import UnstorableError, pack
 from lightning_diloco.strategy.recovery import checkpoint_hooks
+from lightning_diloco.strategy.recovery.optimizer_state import State
 from lightning_diloco.strategy.trainer.parameters import named_parameters
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from lightning_diloco.strategy.recovery.own_state import OwnState
 
-State = dict[str, Any]
 Groups = list[list[list[str | None]]]
 
 DATA = "datamodule"
@@ -142,7 +142,7 @@ def give(trainer: pl.Trainer, state: State, *, is_own: bool) -> None:
     for each in finetuning:
         each._restarting = False  # else the next fit would restore this fit's groups
     if is_own:
-        checkpoint_hooks.give(trainer, state, cast("HoldsState", trainer.strategy).exchanged)
+        checkpoint_hooks.give(trainer, state, strategy.exchanged)
     if is_own and state["datamodule"]:
         call._call_lightning_datamodule_hook(trainer, "load_state_dict", state["datamodule"])
 

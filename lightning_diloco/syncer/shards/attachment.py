@@ -25,8 +25,7 @@ def attachment(state: SyncerState, part: tuple[int, int]) -> Attach:
     mine = fragments_of(part, len(fragments))
     positions = None
     if state.manifest is not None:
-        positions = tuple(
-            Position(p, generation, f.version, f.digests.get(f.version, "")) for p in mine for f in (fragments[p],)
-        )
+        of_mine = [(p, fragments[p]) for p in mine]
+        positions = tuple(Position(p, generation, f.version, f.digests.get(f.version, "")) for p, f in of_mine)
     merged = tuple(each for each in merged_by(state.roster.in_state("active")) if each[1] in mine)
     return Attach("", state.run, *part, state.secret, positions, merged, admitted(state))

@@ -20,7 +20,7 @@ from lightning_diloco.syncer.shards.resharding import settle_num_shards
 from lightning_diloco.syncer.shards.whole import read_run
 from lightning_diloco.transport.address import JoinAddress, write_join_file
 from tests.learner.fleet import RUN, Fleet, assert_exact, finish, until
-from tests.syncer.shards.test_shards import SIX
+from tests.syncer.shards.test_shards import SIX, miss_a_generation
 from tests.syncer.test_replay import content, flip
 
 NUM_SHARDS = 3
@@ -209,11 +209,7 @@ def test_a_shard_that_was_away_at_a_new_generation_is_dealt_in_that_generation(t
     with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(12)
-        fleet.shards[0].crash()
-        until(lambda: fleet.service.missing, "the syncer to notice")
-        with fleet.service._board.looking:
-            fleet.service.state._outlived = 0  # as if a learner had proved a lost version
-        until(lambda: fleet.service.state.rounds.generation == 1, "a new generation")
+        miss_a_generation(fleet)
         for learner in learners:
             learner.wire.is_cut = True
         fleet.crash()

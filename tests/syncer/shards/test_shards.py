@@ -64,6 +64,15 @@ def end(fleet: Fleet, *learners: Learner) -> None:
     assert last.digests() == digests
 
 
+def miss_a_generation(fleet: Fleet) -> None:
+    """Kill the first shard, and begin a generation while it is away."""
+    fleet.shards[0].crash()
+    until(lambda: fleet.service.missing, "the syncer to notice")
+    with fleet.service._board.looking:
+        fleet.service.state._outlived = 0  # as if a learner had proved a lost version
+    until(lambda: fleet.service.state.rounds.generation == 1, "a new generation")
+
+
 @pytest.mark.seconds
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_learners_train_and_end_with_the_anchors_of_all_shards(tmp_path: Path, num_shards: int) -> None:
@@ -261,11 +270,7 @@ def test_a_new_generation_reaches_a_shard_that_was_away(tmp_path: Path) -> None:
     with Fleet(tmp_path, num_shards=2, run_options=SIX) as fleet:
         learners = [fleet.learner(name).go() for name in ("l0", "l1")]
         fleet.until_commits(12)
-        fleet.shards[0].crash()
-        until(lambda: fleet.service.missing, "the syncer to notice")
-        with fleet.service._board.looking:
-            fleet.service.state._outlived = 0  # as if a learner had proved a lost version
-        until(lambda: fleet.service.state.rounds.generation == 1, "a new generation")
+        miss_a_generation(fleet)
         fleet.shards[0].restart()
         until(lambda: fleet.store_of(1).anchor(1).generation == 1, "the generation of the shard")
         before = fleet.versions[1]
