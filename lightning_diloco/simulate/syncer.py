@@ -96,7 +96,7 @@ class SimulatedSyncer:
         self.payloads: dict[tuple[str, int, int], int] = {}
         self.boot = 0
         self._world, self._config, self._timeline, self._chance = world, config, timeline, chance
-        self._expect, self._merge_s, self._guard = expect, merge_s, guard
+        self._expect, self._merge_s, self.guard = expect, merge_s, guard
         self._gradients: dict[tuple[int, int], int] = {}
         self._num_lost: Counter[int] = Counter()  # restarts of its shard, by fragment
         self._inbox: deque[tuple[float, on.SyncerEvent]] = deque()
@@ -285,7 +285,7 @@ class SimulatedSyncer:
             self._handle_own(event, boot)
 
     def _kept_by_guard(self) -> float:
-        return self._chance.random() if self._guard and self._chance.random() < self._guard else 1.0
+        return self._chance.random() if self.guard and self._chance.random() < self.guard else 1.0
 
     def _commit(self, action: do.Apply, boot: int) -> None:
         if boot != self.boot:
