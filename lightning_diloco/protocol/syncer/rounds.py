@@ -88,7 +88,9 @@ class Rounds:
     def intent(self, member: Member, intent: msg.Intent, now_s: float) -> list[SyncerAction]:
         p, f = intent.fragment, self.fragments[intent.fragment]
         member.heard_stepping(intent.step_s, now_s)
-        if member.phase == "draining" and not self.contributions.has_unmerged(member, p):
+        if member.phase != "draining":
+            intent = replace(intent, patience_s=0.0)  # the others do not wait for a learner that trains on
+        elif not self.contributions.has_unmerged(member, p):
             return []  # the learner sent the intent before it received the fate of its last tokens
         if f.round is None:
             if intent.patience_s > 0 and self._somebody_evaluates():

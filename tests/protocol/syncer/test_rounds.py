@@ -73,6 +73,15 @@ def test_a_drainer_waits_for_who_evaluates_as_long_as_it_can(syncer: Syncer, pat
     assert (syncer.round() is not None) == opens
 
 
+def test_nobody_waits_for_the_patience_of_a_learner_that_does_not_drain(syncer: Syncer) -> None:
+    """A learner that asks for it at every step, and never answers, had stalled every round that it opened."""
+    syncer.tell("a", msg.Intent(0, 1.0, 60.0))
+    syncer.tell("b", ready(stop=10))
+    syncer.tick(3.0)
+
+    assert syncer.round().stage != "collecting"
+
+
 def test_the_round_of_a_drainer_opens_once_nobody_evaluates_without_being_asked_for_again(syncer: Syncer) -> None:
     syncer.beat("a", tokens=120, phase="draining")
     syncer.beat("b", phase="evaluating")
@@ -117,7 +126,7 @@ def test_the_round_of_a_drainer_waits_for_everybody_as_long_as_it_can(syncer: Sy
 
 
 def test_nobody_has_a_round_wait_for_ever(syncer: Syncer) -> None:
-    syncer.beat("b")
+    syncer.beat("a", tokens=120, phase="draining")
     syncer.tell("a", msg.Intent(0, 1.0, 1e300))
 
     assert syncer.round().until_s == pytest.approx(syncer.now_s + MAX_PATIENCE_S)
