@@ -20,6 +20,7 @@ from lightning_diloco.protocol.learner.leases import LeaseHolder
 from lightning_diloco.protocol.messages import AskFate, Ready
 
 ASK_AGAIN_S = 3.0
+INTENT_AGAIN_S = 0.1
 ASK_AGAIN_IF_HELD_S = 30.0
 
 
@@ -80,6 +81,7 @@ class Fragment:
         fetches_to_adopt: the update that is being fetched will replace the parameters.
         must_adopt: the next update replaces the parameters; their progress is discarded for this cause.
         is_due: the schedule asks for a round.
+        intent_s: when the last intent was created.
         announced: round that waits for this learner's snapshot.
         last_round: newest round announced.
         outlived: version of this learner's anchor, if its generation is over and the new one is not adopted yet.
@@ -100,11 +102,23 @@ class Fragment:
     fetches_to_adopt: bool = False
     must_adopt: Literal["refused", "restored"] | None = None
     is_due: bool = False
+    intent_s: float = float("-inf")
     announced: int | None = None
     last_round: int = -1
     outlived: int | None = None
     answered_with_old: int | None = None
     proof: str = ""
+
+    def wants_intent(self, now_s: float) -> bool:
+        """Return whether to announce now that the fragment is due, at a step boundary.
+
+        The intent may be lost, so it is repeated until it is answered. Steps may take a millisecond: intents of each
+        step would flood the syncer.
+        """
+        if not self.is_due or now_s - self.intent_s < INTENT_AGAIN_S:
+            return False
+        self.intent_s = now_s
+        return True
 
     @property
     def held(self) -> int:

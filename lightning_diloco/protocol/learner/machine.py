@@ -180,8 +180,9 @@ class LearnerState:
         p = self._due(event.step + 1)
         if p is not None:
             f = self.fragments[p]
-            f.is_due |= event.step + 1 - f.snapshot_step >= self._min_period_steps
-        return todo + [do.Say(self._intent(p)) for p, f in enumerate(self.fragments) if f.is_due]
+            if not f.is_due and event.step + 1 - f.snapshot_step >= self._min_period_steps:
+                f.is_due, f.intent_s = True, float("-inf")
+        return todo + [do.Say(self._intent(p)) for p, f in enumerate(self.fragments) if f.wants_intent(now_s)]
 
     def _intent(self, p: int, patience_s: float = 0.0) -> msg.Intent:
         return msg.Intent(p, self.step_s, patience_s, self.long_step_s)

@@ -31,6 +31,17 @@ def test_an_intent_is_said_one_step_ahead_and_every_step_until_announced(learner
     assert msg.Intent(1, 0.0) not in learner.says
 
 
+def test_intents_of_fast_steps_do_not_flood_the_syncer(learner: Learner) -> None:
+    learner.step(3)
+    said = [len(learner.says)]
+    for _ in range(50):
+        learner.handle(on.StepDone(learner.state.step + 1, learner.state.tokens + 10), 0.001)
+        said.append(sum(message == msg.Intent(1, 0.0) for message in learner.says))
+    assert sum(said) == 1
+    learner.step()
+    assert msg.Intent(1, 0.0) in learner.says, "it may have been lost"
+
+
 def test_an_intent_says_how_long_steps_take(learner: Learner) -> None:
     learner.state.step_s, learner.state.long_step_s = 0.5, 2.0
     learner.step(3)
