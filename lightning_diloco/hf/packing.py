@@ -104,6 +104,11 @@ def _write(directory: Path, corpus: Corpus, options: PackingOptions, scratch: Pa
     tokenizer.save_pretrained(str(directory / TOKENIZER))
     packed = DatasetDict()
     for name, side in sides.items():
+        if next(_sequences(side, tokenizer, options.seq_len), None) is None:
+            raise ConfigError(
+                f"the {name} split has fewer than seq_len={options.seq_len} tokens; "
+                "give more text, lower seq_len, or change val_fraction or seed"
+            )
         packed[name] = Dataset.from_generator(
             _sequences,
             features=Features({"input_ids": List(Value("int32"))}),

@@ -206,6 +206,11 @@ def test_too_little_text_for_a_batch_says_so(texts: Path, cache_dir: Path) -> No
         _ready(texts, cache_dir, batch_size=4096).train_dataloader()
 
 
+def test_a_split_without_one_sequence_says_so(texts: Path, cache_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="the train split has fewer than seq_len=100000 tokens"):
+        _data(texts, cache_dir, seq_len=100_000).prepare_data()
+
+
 def test_bad_options_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         TextData(path="a", files="b", vocab_size=100, seq_len=1, val_fraction=1.0, max_bytes=0)
