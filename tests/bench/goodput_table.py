@@ -105,23 +105,23 @@ def controls(duration: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def real_runs() -> list[dict[str, Any]]:
-    """Return a row per real run with kills: goodput simulated and measured."""
+def real_runs(duration: str = "30min") -> list[dict[str, Any]]:
+    """Return a row per real run with kills: goodput simulated for so long, and measured."""
     stored = json.loads((RECIPE.parent / "results" / "forecast.json").read_text())
     rows = []
     for name, run in stored["runs"].items():
         told = run["told"]
-        if told["mtbf"] is None:
+        if told["mtbf_s"] is None:
             continue
-        options = {"step": told["step"], "mtbf": told["mtbf"], "rejoin": told["restart"]}
+        options = {"step": told["step_s"], "mtbf": told["mtbf_s"], "rejoin": told["restart_s"]}
         words = [word for option, time_s in options.items() for word in (f"--{option}", f"{time_s:.6f}s")]
-        (found,) = simulated("--learners", str(told["learners"]), "--chips", "8", "--mtbi", "1000000y", *words,
-                             "--parameters", "100k", "--rtt", "1ms", "--duration", "30min")  # fmt: skip
+        (found,) = simulated("--learners", str(told["num_learners"]), "--chips", "8", "--mtbi", "1000000y", *words,
+                             "--parameters", "100k", "--rtt", "1ms", "--duration", duration)  # fmt: skip
         goodput = found["goodput"] * (1 - told["pauses"])
         rows.append(
             {
                 "run": f"real: {name}",
-                "learners": told["learners"],
+                "learners": told["num_learners"],
                 "goodput simulated": goodput,
                 "goodput measured": run["measured"],
                 "off by": goodput / run["measured"] - 1,

@@ -28,6 +28,7 @@ from tests.bench import (
     exchange,
     fleets,
     forecast,
+    goodput_table,
     loop,
     loss_by_participation,
     memory,
@@ -431,6 +432,13 @@ def test_a_simulation_shows_kills_slow_learners_and_slow_links(monkeypatch: pyte
     lowest = {name: value and 0.5 * value for name, value in others[0].items()}
     assert simulated.misses(others[0], [calm, lowest | {"recovery [s]": 99.0}, {**calm, "recovery [s]": 1.0}]) == []
     assert others[2]["participation"] < 0.7
+
+
+@pytest.mark.seconds
+def test_the_measured_runs_with_kills_are_simulated_again() -> None:
+    rows = goodput_table.real_runs("1min")
+    assert [row["run"] for row in rows] == ["real: killed learners", "real: all kinds of faults"]
+    assert all(abs(row["off by"]) < 0.1 for row in rows), rows
 
 
 @pytest.mark.seconds
