@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.live.history import Curves, Events
-from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.storage.tape import TAPE, read_tape
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.transport.base import Json
 
@@ -41,11 +41,8 @@ class Watch:
 
     def read_past(self, run_dir: Path) -> None:
         """Read the history from the tape of a run directory, if there is one."""
-        path = run_dir / "tape" / "events.jsonl"
-        if not path.is_file():
-            return
         with self._mutex:
-            for line in read_tape(path):
+            for line in read_tape(run_dir / TAPE):
                 if line["event"] == PROGRESS:
                     self._curves.add(line["t"], line)
                 self._events.add([line])

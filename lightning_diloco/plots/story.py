@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.errors import ConfigError
-from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.storage.tape import TAPE, read_tape
 
 Points = list[tuple[float, float]]
 
@@ -108,7 +108,7 @@ def read(run_dir: Path) -> Story:
         ConfigError: there is no tape, or no learner has joined yet.
         CorruptLogError: the tape is damaged.
     """
-    path = run_dir / "tape" / "events.jsonl"
+    path = run_dir / TAPE
     if not path.is_file():
         raise ConfigError(
             f"{path} is not there: a run directory has a tape; give the RUN_DIR that `diloco run` printed"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import shutil
@@ -170,6 +171,13 @@ def write_whole(path: Path, data: Buffer) -> None:
         finally:
             partial.unlink(missing_ok=True)
         sync_directory(path.parent)
+
+
+def whole_lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a file from byte `start` on, without an incomplete last line, which may still be written."""
+    with path.open("rb") as file:
+        file.seek(start)
+        yield from itertools.takewhile(lambda line: line.endswith(b"\n"), file)
 
 
 def remove_tree(path: Path) -> None:

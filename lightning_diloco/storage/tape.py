@@ -25,9 +25,10 @@ from pathlib import Path
 import msgspec
 
 from lightning_diloco.errors import CorruptLogError, StorageError
-from lightning_diloco.storage.files import AppendFile, make_directory, storage
+from lightning_diloco.storage.files import AppendFile, make_directory, storage, whole_lines
 from lightning_diloco.transport.base import Json
 
+TAPE = "tape/events.jsonl"  # in a run directory
 _MAX = sys.maxsize
 _decode = msgspec.json.Decoder().decode
 _END_BYTES = 1 << 16
@@ -178,21 +179,30 @@ class Tape:
 
 
 def read_tape(path: str | os.PathLike[str]) -> Iterator[Json]:
-    """Yield the lines of a tape, which may still be written; skip an incomplete last line.
+    """Yield the lines of a tape, which may still be written, without an incomplete last line; none if there is no file.
 
     Raises:
         CorruptLogError: a line other than the last is not JSON.
     """
-    for line, _ in _lines(Path(path)):
-        yield line
+    if os.path.exists(path):
+        for line, _ in _lines(Path(path)):
+            yield line
 
 
-def _lines(path: Path) -> Iterator[tuple[Json, int]]:
-    end = 0
-    with storage("read", path), path.open("rb") as file:
-        for number, text in enumerate(file, start=1):
-            if not text.endswith(b"\n"):
-                return
+def read_new(path: Path, start: int) -> tuple[list[Json], int]:
+    """Return the lines from byte `start` on, and the byte at which the next one begins.
+
+    If the tape is shorter, because it was cut, that is its new end. Errors count the lines from `start`.
+    """
+    if not path.exists() or path.stat().st_size < start:
+        return [], path.stat().st_size if path.exists() else 0
+    lines = list(_lines(path, start))
+    return [line for line, _ in lines], lines[-1][1] if lines else start
+
+
+def _lines(path: Path, end: int = 0) -> Iterator[tuple[Json, int]]:
+    with storage("read", path):
+        for number, text in enumerate(whole_lines(path, end), start=1):
             end += len(text)
             yield _parse(path, number, text), end
 

@@ -37,7 +37,7 @@ from lightning_diloco.storage.files import Buffer
 from lightning_diloco.storage.local_runs import last_summary
 from lightning_diloco.storage.log_reader import held, log_records
 from lightning_diloco.storage.snapshots import Snapshot, SnapshotStore
-from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.storage.tape import TAPE, read_tape
 from lightning_diloco.syncer.anchors import AnchorStore, fragments_of
 from lightning_diloco.syncer.contribution_archive import Recorded, read_commit, read_seed
 from lightning_diloco.syncer.shards.layout import directory_of, num_shards_of
@@ -143,8 +143,8 @@ class _Replay:
 
     def _read_tape(self) -> int:
         """Collect the digests on the tape; return its last lsn."""
-        path, last_lsn = self._run_dir / "tape" / "events.jsonl", 0
-        for line in read_tape(path) if path.exists() else ():
+        last_lsn = 0
+        for line in read_tape(self._run_dir / TAPE):
             last_lsn = max(last_lsn, line["lsn"] or 0)
             if line["event"] == "commit" and "digest" in line:
                 self._told[line["fragment"], line["version"]] = line["digest"]

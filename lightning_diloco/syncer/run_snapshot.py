@@ -35,7 +35,7 @@ from lightning_diloco.errors import ConfigError, CorruptLogError, StorageError
 from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.storage.checkpoint_store import CheckpointStore, Entry
 from lightning_diloco.storage.files import make_directory, storage, write_whole
-from lightning_diloco.storage.tape import Tape
+from lightning_diloco.storage.tape import TAPE, Tape
 from lightning_diloco.syncer.shards.layout import directory_of, num_shards_of
 from lightning_diloco.syncer.shards.store import cut_back
 from lightning_diloco.syncer.shards.whole import no_files, read_shard
@@ -139,7 +139,7 @@ def check_whole(snapshot: Path) -> None:
 
 def _note_pause(run_dir: Path, since_s: float) -> None:
     """Note on the tape that the run was closed at this unix time, so that it counts as paused until it is continued."""
-    tape = Tape(run_dir / "tape" / "events.jsonl")
+    tape = Tape(run_dir / TAPE)
     try:
         tape.record(CLOSED, lsn=None, late_s=max(0.0, time.time() - since_s))
     finally:

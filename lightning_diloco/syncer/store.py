@@ -29,7 +29,7 @@ from lightning_diloco.protocol.syncer.succession import IN_FLIGHT, Fleets
 from lightning_diloco.storage.files import Buffer, Faults, no_faults
 from lightning_diloco.storage.redo_log import Record, RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
-from lightning_diloco.storage.tape import Tape, read_tape
+from lightning_diloco.storage.tape import TAPE, Tape, read_tape
 from lightning_diloco.syncer.anchors import WHOLE, AnchorStore
 from lightning_diloco.syncer.status.history import History, Recollection
 from lightning_diloco.transport.base import Json
@@ -69,7 +69,7 @@ class SyncerStore:
         self._tell = tell
         self.log = RedoLog(run_dir / "syncer" / "log", faults=faults, locked=locked, tell=tell)
         self.snapshots = SnapshotStore(run_dir / "syncer" / "snapshot", faults=faults)
-        self.tape = Tape(run_dir / "tape" / "events.jsonl")
+        self.tape = Tape(run_dir / TAPE)
         self.past = History()
         self._recollection = Recollection()
         self._in_log: list[Json] = []  # joins and leaves in the log that may be missing on the tape

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from lightning_diloco.storage.tape import TAPE, read_new
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.tracking.session import AXIS, Session
 from lightning_diloco.transport.address import read_join_file
@@ -29,7 +30,7 @@ _PERIOD_S = 1.0
 @contextmanager
 def tracked(run_dir: Path, project: str) -> Iterator[None]:
     """Return a context that logs the run in this directory while the block serves it."""
-    join, tape = run_dir / "join", run_dir / "tape" / "events.jsonl"
+    join, tape = run_dir / "join", run_dir / TAPE
     began, over = time.time(), threading.Event()
 
     def work() -> None:
@@ -41,7 +42,7 @@ def tracked(run_dir: Path, project: str) -> Iterator[None]:
         rows, position, is_last = Rows(), 0, False
         while not is_last:
             is_last = over.wait(_PERIOD_S)
-            lines, position = _new_lines(tape, position)
+            lines, position = read_new(tape, position)
             for row in rows.of([line for line in lines if line["t"] >= began]):
                 session.log(row)
         summary = run_dir / "summary.json"
@@ -124,14 +125,3 @@ def _evaluated(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ROWS = {PROGRESS: _progress, "commit": _commit, "outer": _outer, "evaluated": _evaluated}
-
-
-def _new_lines(tape: Path, position: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the whole lines after a position, and the next position. A truncated tape is read from its new end on."""
-    if not tape.exists() or tape.stat().st_size < position:
-        return [], tape.stat().st_size if tape.exists() else 0
-    with tape.open("rb") as file:
-        file.seek(position)
-        whole, _, _ = file.read().rpartition(b"\n")
-    lines = [json.loads(line) for line in whole.splitlines()]
-    return lines, position + len(whole) + bool(whole)

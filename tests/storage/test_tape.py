@@ -14,7 +14,7 @@ import pytest
 
 from lightning_diloco.errors import CorruptLogError, StorageError
 from lightning_diloco.storage import tape as tape_module
-from lightning_diloco.storage.tape import Tape, read_tape
+from lightning_diloco.storage.tape import Tape, read_new, read_tape
 
 
 @pytest.fixture
@@ -72,6 +72,25 @@ def test_tape_ahead_of_the_log_is_cut_to_it(path: Path, tape: Tape) -> None:
     assert events(path) == ["join", "commit", "stall", "leave"]
     tape.truncate_after(0)
     assert (events(path), tape.last_lsn) == ([], 0)
+
+
+def test_new_lines_are_read_once_and_from_the_new_end_of_a_tape_that_was_cut(path: Path) -> None:
+    assert (list(read_tape(path)), read_new(path, 0)) == ([], ([], 0))
+    tape = Tape(path)
+    for lsn in (1, 2):
+        tape.record("commit", lsn=lsn)
+    tape.close()
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    path.write_bytes(whole[:-3])
+    lines, position = read_new(path, 0)
+    assert ([line["lsn"] for line in lines], position) == ([1], first)
+    path.write_bytes(whole)
+    lines, position = read_new(path, position)
+    assert ([line["lsn"] for line in lines], position) == ([2], len(whole))
+    assert read_new(path, position) == ([], position)
+    path.write_bytes(whole[:first])
+    assert read_new(path, position) == ([], first)
 
 
 def test_damaged_line_is_named(path: Path) -> None:

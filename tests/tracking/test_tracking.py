@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from lightning_diloco.errors import ConfigError
 from lightning_diloco.tracking import Wandb
-from lightning_diloco.tracking.syncer import Rows, _new_lines, tracked
+from lightning_diloco.tracking.syncer import Rows, tracked
 from tests.plots.conftest import commit, event
 from tests.tracking.offline import read
 
@@ -141,18 +141,6 @@ def test_rows_of_rounds_split_the_wait_into_quorum_and_grace() -> None:
     assert rows[0]["fleet/grace_s"] == pytest.approx(0.1)
     assert [rows[1][f"outer/{name}"] for name in ("lr", "cosine", "smallest_cosine")] == [0.58, 0.625, 0.5]
     assert rows[2:] == [{"fleet/num_joins": 1}, {"fleet/num_joins": 2}]
-
-
-def test_a_tape_is_read_line_by_line_and_from_its_new_end_when_it_was_cut(tmp_path: Path) -> None:
-    tape = tmp_path / "events.jsonl"
-    assert _new_lines(tape, 0) == ([], 0)
-    tape.write_text('{"a": 1}\n{"a": 2')
-    lines, position = _new_lines(tape, 0)
-    assert (lines, position) == ([{"a": 1}], 9)
-    tape.write_text('{"a": 1}\n{"a": 2}\n')
-    assert _new_lines(tape, position) == ([{"a": 2}], 18)
-    tape.write_text("")
-    assert _new_lines(tape, 18) == ([], 0)
 
 
 def test_only_the_first_process_of_a_learner_opens_a_run(model: Any) -> None:

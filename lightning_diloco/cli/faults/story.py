@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.cli.faults.step_log import PATTERN, read_steps
-from lightning_diloco.storage.tape import read_tape
+from lightning_diloco.storage.files import whole_lines
+from lightning_diloco.storage.tape import TAPE, read_tape
 from lightning_diloco.syncer.shards.layout import num_shards_of
 
 Json = dict[str, Any]
@@ -101,9 +102,8 @@ class Story:
 
 def read(run_dir: Path) -> Story:
     """Read the records of a run."""
-    tape = list(read_tape(path)) if (path := run_dir / "tape" / "events.jsonl").exists() else []
-    done = (run_dir / FAULTS).read_text(encoding="utf-8") if (run_dir / FAULTS).exists() else ""
-    lines = [json.loads(line) for line in done.splitlines()]
+    tape = list(read_tape(run_dir / TAPE))
+    lines = [json.loads(line) for line in whole_lines(run_dir / FAULTS)] if (run_dir / FAULTS).exists() else []
     ends = {line["number"]: line["t"] for line in lines if line["what"] == "end"}
     faults = [{**line, "until_s": ends.get(line["number"], line["t"])} for line in lines if line["what"] == "begin"]
     left = {line["learner"]: line["t"] for line in tape if line["event"] == "leave" and line["reason"] == "finished"}

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from lightning_diloco.storage.files import whole_lines
+
 _OURS = re.compile(r"\S*lightning_diloco/\S+\.py:\d+: (?:\w*Warning: )?(.+)")
 _NUMBER = re.compile(r"\d+")
 
@@ -45,10 +47,7 @@ class Echo:
         """Return complete new lines; an incomplete line is read again later."""
         if not log.exists() or log.stat().st_size <= self._read_bytes[name]:
             return []
-        with log.open("rb") as file:
-            file.seek(self._read_bytes[name])
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
+        whole = b"".join(whole_lines(log, self._read_bytes[name]))
         self._read_bytes[name] += len(whole)
         # A progress bar redraws its line after "\r".
         return [line.rpartition("\r")[2] for line in whole.decode(errors="replace").replace("\r\n", "\n").split("\n")]

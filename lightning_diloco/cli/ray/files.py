@@ -26,6 +26,7 @@ from typing import Any, Literal
 from lightning_diloco.cli.local.claim import is_claimed
 from lightning_diloco.cli.local.feed import answers
 from lightning_diloco.cli.local.fleet import Command
+from lightning_diloco.storage.files import whole_lines
 from lightning_diloco.transport.address import read_join_file
 
 Wish = Literal["run", "leave", "kill"]
@@ -139,13 +140,10 @@ class Desk:
     def events(self, start: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return the events from byte `start`, and the byte at which the next one begins; none if there is no file."""
         try:
-            with self._events.open("rb") as file:
-                file.seek(start)
-                new = file.read()
+            whole = list(whole_lines(self._events, start))
         except OSError:  # also while a network file system does not answer
             return [], start
-        whole = new[: new.rfind(b"\n") + 1]
-        return [json.loads(line) for line in whole.splitlines()], start + len(whole)
+        return [json.loads(line) for line in whole], start + sum(map(len, whole))
 
     def newest(self) -> str | None:
         """Return the mark of the newest keeper; None if there was none."""

@@ -28,6 +28,7 @@ from lightning_diloco.protocol.syncer.machine import SyncerState
 from lightning_diloco.protocol.syncer.succession import Standby
 from lightning_diloco.storage.files import storage, sync_directory
 from lightning_diloco.storage.log_frames import Record
+from lightning_diloco.storage.tape import TAPE
 from lightning_diloco.syncer.anchors import AnchorStore
 from lightning_diloco.syncer.shards.layout import num_shards_of
 from lightning_diloco.syncer.shards.remote import RemoteShard
@@ -35,7 +36,7 @@ from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.reign import forget_reign_after, reign, set_reign
 from lightning_diloco.syncer.standby.replica import forget_standby
 from lightning_diloco.syncer.standby.shards import StandbyShards
-from lightning_diloco.syncer.standby.source import TAPE, Source, copy_run, cut_to_common, is_copied
+from lightning_diloco.syncer.standby.source import Source, copy_run, cut_to_common, is_copied
 from lightning_diloco.syncer.store import SyncerStore
 from lightning_diloco.transport.address import write_private
 

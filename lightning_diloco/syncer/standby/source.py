@@ -24,6 +24,7 @@ from lightning_diloco.storage.files import make_directory, storage, sync_directo
 from lightning_diloco.storage.log_frames import Record, read_at
 from lightning_diloco.storage.redo_log import RedoLog
 from lightning_diloco.storage.snapshots import SnapshotStore
+from lightning_diloco.storage.tape import TAPE
 from lightning_diloco.syncer import replacement
 from lightning_diloco.syncer.standby.invitation import Invitation
 from lightning_diloco.syncer.standby.requests import STANDBY, AskFile, AskListing, AskLog, HaveLog, Request, TookOver
@@ -38,7 +39,6 @@ BULK_S = 600.0
 LOG_S = 60.0  # for at most BATCH_BYTES, or a portion of one record
 NOT_YET_S = 0.5
 IDENTITY = "syncer/identity.pem"
-TAPE = "tape/events.jsonl"
 
 
 class Source:
