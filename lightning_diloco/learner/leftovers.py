@@ -10,13 +10,12 @@ Source: our choice.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 from lightning_diloco.errors import DiLoCoError
 from lightning_diloco.storage.files import remove_tree
-from lightning_diloco.storage.local_runs import is_over
+from lightning_diloco.storage.local_runs import is_over, summary_of
 from lightning_diloco.storage.log_reader import held
 
 log = logging.getLogger(__name__)
@@ -44,8 +43,7 @@ def tidy(folder: Path) -> None:
 
 def _has_finished(run: Path) -> bool:
     try:
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-        return (run / "syncer" / "snapshot").is_dir() and is_over(run, summary["run"])
+        return (run / "syncer" / "snapshot").is_dir() and is_over(run, (summary_of(run) or {})["run"])
     except (OSError, ValueError, KeyError, TypeError):
         return False  # not a run directory
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.storage.local_runs import summary_of
 from lightning_diloco.storage.tape import TAPE, read_tape
 
 Points = list[tuple[float, float]]
@@ -122,14 +122,13 @@ def read(run_dir: Path) -> Story:
     lanes = {name: _lane(name, lines, notes, end_s) for name in _names(lines)}
     for lane in lanes.values():
         _add_losses(lane, run_dir / "learners" / lane.name, notes)
-    summary = run_dir / "summary.json"
     return Story(
         lanes=lanes,
         commits=[_commit(line) for line in lines if line["event"] == "commit"],
         **{name: _whole_run(notes, name) for name in ("fleet_tokens", "bytes_up", "bytes_down")},
         goodput=[(note["t"], note["goodput"]) for note in notes if note["goodput"] is not None],
         end_s=end_s,
-        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {},
+        summary=summary_of(run_dir) or {},
     )
 
 

@@ -37,6 +37,12 @@ def _folder() -> Path:
     return Path(tempfile.gettempdir()) / f"lightning_diloco-{os.getuid()}"
 
 
+def summary_of(run_dir: Path) -> dict[str, Any] | None:
+    """Return the latest summary of a run; None if it has none."""
+    path = run_dir / "summary.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
 def last_summary(run_dir: Path) -> dict[str, Any] | None:
     """Return the summary of a run that has finished or was stopped; None if it has none, or was served again since.
 
@@ -46,8 +52,7 @@ def last_summary(run_dir: Path) -> dict[str, Any] | None:
     join, path = run_dir / "join", run_dir / "summary.json"
     if not path.exists() or (join.exists() and join.stat().st_mtime_ns > path.stat().st_mtime_ns):
         return None
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return summary
+    return summary_of(run_dir)
 
 
 def is_over(run_dir: Path, run: str) -> bool:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from lightning_diloco.storage.local_runs import summary_of
 from lightning_diloco.storage.tape import TAPE, read_new
 from lightning_diloco.syncer.status.progress import EVENT as PROGRESS
 from lightning_diloco.tracking.session import AXIS, Session
@@ -45,8 +45,7 @@ def tracked(run_dir: Path, project: str) -> Iterator[None]:
             lines, position = read_new(tape, position)
             for row in rows.of([line for line in lines if line["t"] >= began]):
                 session.log(row)
-        summary = run_dir / "summary.json"
-        session.finish(summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {})
+        session.finish(summary=summary_of(run_dir) or {})
 
     def guarded() -> None:
         try:

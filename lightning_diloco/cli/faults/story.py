@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_diloco.cli.faults.step_log import PATTERN, read_steps
 from lightning_diloco.storage.files import whole_lines
+from lightning_diloco.storage.local_runs import summary_of
 from lightning_diloco.storage.tape import TAPE, read_tape
 from lightning_diloco.syncer.shards.layout import num_shards_of
 
@@ -107,7 +108,6 @@ def read(run_dir: Path) -> Story:
     ends = {line["number"]: line["t"] for line in lines if line["what"] == "end"}
     faults = [{**line, "until_s": ends.get(line["number"], line["t"])} for line in lines if line["what"] == "begin"]
     left = {line["learner"]: line["t"] for line in tape if line["event"] == "leave" and line["reason"] == "finished"}
-    summary = run_dir / "summary.json"
     learners = {}
     for folder in sorted((run_dir / "learners").glob("*/")):
         stops = tuple((f["t"], f["until_s"]) for f in faults if (f["target"], f["kind"]) == (folder.name, "stop"))
@@ -119,7 +119,7 @@ def read(run_dir: Path) -> Story:
         num_skipped=sum(line["what"] == "skip" for line in lines),
         commits=[Commit(x["t"], x["learners"], x["fragment"]) for x in tape if x["event"] == "commit"],
         num_shards=num_shards_of(run_dir),
-        summary=json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else None,
+        summary=summary_of(run_dir),
     )
 
 

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -31,6 +30,7 @@ from lightning_diloco.cli.local.fleet import Command, Fleet, Outcome
 from lightning_diloco.cli.local.interruption import CTRL_C_GRACE_S, GRACE_S, Interruption
 from lightning_diloco.learner.name import FINISHED
 from lightning_diloco.process.machine import cores_here
+from lightning_diloco.storage.local_runs import summary_of
 from lightning_diloco.transport.address import JoinAddress, read_join_file
 
 Ask = Callable[[JoinAddress, Path], AbstractContextManager[Fetch]]
@@ -189,7 +189,7 @@ def execute(
                 run.train(feed)
                 run.drain(feed)
                 run.stop(feed)
-    summary = json.loads(summary_path.read_text(encoding="utf-8")) if _stamp(summary_path) != before else None
+    summary = summary_of(plan.run_dir) if _stamp(summary_path) != before else None
     if interruption:
         return Ended(exit_code=interruption.exit_code, summary=summary)
     if run.is_refused:
