@@ -8,20 +8,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import re
 import socket
-import tempfile
-from pathlib import Path
 
 from lightning_diloco.config import LearnerConfig
+from lightning_diloco.process.machine import lock_here
 from lightning_diloco.transport.address import JoinAddress
 
 FINISHED = "finished"  # a file that a learner leaves in its folder of the run directory when its training is done
 
-_held: dict[str, tuple[str, int]] = {}  # run -> name, and the open lock file
+_held: dict[str, str] = {}  # run -> name
 
 
 def given_address(learner: LearnerConfig) -> JoinAddress | None:
@@ -41,20 +39,7 @@ def own_name(run: str) -> str:
         run: run id.
     """
     if run not in _held:
-        folder = Path(tempfile.gettempdir()) / f"lightning_diloco-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
         host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0])[:48].lstrip("_-") or "host"
-        slots = ((f"{host}-{slot}", folder / f"{run}.{slot}.lock") for slot in itertools.count())
-        _held[run] = next((name, lock) for name, path in slots if (lock := _locked(path)) is not None)
-    return _held[run][0]
-
-
-def _locked(path: Path) -> int | None:
-    """Lock a file until the process ends; returns the descriptor, or None if another process holds the lock."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        os.close(lock)
-        return None
-    return lock
+        slot = next(slot for slot in itertools.count() if lock_here(f"{run}.{slot}.lock"))
+        _held[run] = f"{host}-{slot}"
+    return _held[run]

@@ -1,8 +1,10 @@
-"""Memory and cores of this machine or container."""
+"""This machine or container: its memory and cores, and what this user's processes on it share."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 from pathlib import Path
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -18,3 +20,25 @@ def memory_here() -> int:
 def cores_here() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def private_folder() -> Path:
+    """Return the folder that the processes of this user on this machine share."""
+    folder = Path(tempfile.gettempdir()) / f"lightning_diloco-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def lock_here(name: str) -> bool:
+    """Lock a name for this process until it ends; child processes do not inherit the lock.
+
+    Returns:
+        Whether no other process of this user on this machine holds it.
+    """
+    fd = os.open(private_folder() / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(fd)
+        return False
+    return True

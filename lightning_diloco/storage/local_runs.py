@@ -11,16 +11,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from lightning_diloco.process.machine import private_folder
 
 
 def note(run: str, run_dir: Path) -> None:
     """Record the directory of a run; errors are ignored."""
     with contextlib.suppress(OSError):
-        _folder().mkdir(mode=0o700, exist_ok=True)
-        link = _folder() / f"{run}.run"
+        link = private_folder() / f"{run}.run"
         link.unlink(missing_ok=True)
         link.symlink_to(run_dir.resolve())
 
@@ -28,13 +28,9 @@ def note(run: str, run_dir: Path) -> None:
 def find(run: str) -> Path | None:
     """Return the directory of a run that this user served on this machine; None if it is unknown."""
     try:
-        return Path(os.readlink(_folder() / f"{run}.run"))
+        return Path(os.readlink(private_folder() / f"{run}.run"))
     except OSError:
         return None
-
-
-def _folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"lightning_diloco-{os.getuid()}"
 
 
 def summary_of(run_dir: Path) -> dict[str, Any] | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.storage.files import lock_directory
 from lightning_diloco.storage.log_frames import Record, read_at, was_durable
 
 
@@ -42,14 +42,12 @@ def held(directory: Path) -> Iterator[None]:
     """Lock the log against syncers during the block."""
     if not directory.is_dir():
         raise StorageError(f"{directory} does not exist; a run directory must have it; give RUN_DIR")
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
+    if (fd := lock_directory(directory, shared=True)) is None:
         raise StorageError(
             f"{directory} is in use by a syncer; replay needs a run that is not served; stop the syncer first"
-        ) from error
+        )
+    try:
+        yield
     finally:
         os.close(fd)
 

@@ -19,7 +19,6 @@ Source: our choice, after write-ahead logs.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from lightning_diloco.storage.files import (
     AppendFile,
     Buffer,
     Faults,
+    lock_directory,
     make_directory,
     no_faults,
     storage,
@@ -76,7 +76,7 @@ class RedoLog:
         self._mutex = threading.RLock()
         make_directory(self.directory)
         with contextlib.ExitStack() as undo:
-            self._lock_fd = _lock_directory(self.directory)
+            self._lock_fd = _locked(self.directory)
             undo.callback(os.close, self._lock_fd)
             locked()
             self._segments = self._find_segments()
@@ -309,19 +309,12 @@ def _damaged(path: Path, offset: int, lsn: int) -> CorruptLogError:
     )
 
 
-def _lock_directory(directory: Path) -> int:
-    """Lock a directory against other processes. The system releases the lock when this process ends."""
+def _locked(directory: Path) -> int:
     with storage("lock", directory):
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise StorageError(
-                f"{directory} is in use by another syncer; a run directory can serve only one; stop the other one or "
-                f"choose another run directory"
-            ) from error
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
+        fd = lock_directory(directory)
+    if fd is None:
+        raise StorageError(
+            f"{directory} is in use by another syncer; a run directory can serve only one; stop the other one or "
+            f"choose another run directory"
+        )
+    return fd

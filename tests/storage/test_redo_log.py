@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_diloco.errors import CorruptLogError, StorageError
+from lightning_diloco.storage.log_reader import held
 from lightning_diloco.storage.redo_log import Record, RedoLog
 from tests.storage.faults import Crash, Faults
 
@@ -99,6 +100,12 @@ def test_directory_in_use_is_refused(log: RedoLog, folder: Path) -> None:
         RedoLog(folder)
     log.close()
     RedoLog(folder).close()
+
+
+def test_an_error_while_the_log_is_held_is_not_taken_for_another_syncer(log: RedoLog, folder: Path) -> None:
+    log.close()
+    with pytest.raises(BlockingIOError), held(folder):
+        raise BlockingIOError
 
 
 @pytest.mark.usefixtures("fast_fsync")

@@ -18,7 +18,7 @@ JOIN = "diloco://127.0.0.1:1/{run}#secret," + "0" * 64
 @pytest.fixture(autouse=True)
 def _slots(tmp_path, monkeypatch):
     monkeypatch.setattr(naming, "_held", {})
-    monkeypatch.setattr(naming.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in ("DILOCO_LEARNER", "DILOCO_JOIN"):
         monkeypatch.delenv(name, raising=False)
 

@@ -5,13 +5,13 @@ The operating system releases the lock when the process ends, also after a crash
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.storage.files import lock_directory
 
 
 @contextmanager
@@ -25,9 +25,9 @@ def claimed(run_dir: Path, *, is_served: bool = False) -> Iterator[None]:
     Raises:
         ConfigError: another `diloco run` or a syncer uses it.
     """
-    claim = _locked(run_dir)
+    claim = lock_directory(run_dir)
     log = run_dir / "syncer" / "log"
-    syncers = _locked(log) if claim is not None and log.is_dir() and not is_served else claim
+    syncers = lock_directory(log) if claim is not None and log.is_dir() and not is_served else claim
     try:
         if claim is None or syncers is None:
             who = "`diloco run`" if claim is None else "syncer"
@@ -45,18 +45,7 @@ def claimed(run_dir: Path, *, is_served: bool = False) -> Iterator[None]:
 
 def is_claimed(run_dir: Path) -> bool:
     """Return whether a `diloco run` uses this run directory."""
-    claim = _locked(run_dir)
+    claim = lock_directory(run_dir)
     if claim is not None:
         os.close(claim)
     return claim is None
-
-
-def _locked(folder: Path) -> int | None:
-    """Open and lock the folder; returns None if another process holds the lock."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(opened)
-        return None
-    return opened

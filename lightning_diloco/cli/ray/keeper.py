@@ -14,12 +14,10 @@ Source: our choice.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from pathlib import Path
 from lightning_diloco.cli.local.fleet import Fleet
 from lightning_diloco.cli.local.interruption import GRACE_S
 from lightning_diloco.cli.ray.files import Desk, Order
+from lightning_diloco.process.machine import lock_here
 
 _TICK_S, _AGAIN_S = 0.2, 2.0
 
@@ -107,16 +106,9 @@ class Keeper:
         return self._is_asked_to_end or not self._is_newest
 
     def _wait_for_older_ones(self) -> None:
-        folder = Path(tempfile.gettempdir()) / f"lightning_diloco-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
         known_as = hashlib.sha256(f"{self._run_dir}\n{self._name}".encode()).hexdigest()[:24]
-        lock = os.open(folder / f"{known_as}.keeper", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        while not self._must_go:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the end of this process
-                return
-            except BlockingIOError:
-                time.sleep(_TICK_S)
+        while not self._must_go and not lock_here(f"{known_as}.keeper"):
+            time.sleep(_TICK_S)
 
     def _tell(self, event: str, text: str) -> None:
         while True:
