@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_diloco.errors import ConfigError
+from lightning_diloco.protocol.metric_names import TRAIN_LOSSES, VAL_LOSSES
 from lightning_diloco.storage.local_runs import summary_of
 from lightning_diloco.storage.tape import TAPE, read_tape
 
 Points = list[tuple[float, float]]
-
-TRAIN_LOSS = ("train/loss", "train_loss", "train_loss_step", "loss")
-VAL_LOSS = ("val/loss", "val_loss", "eval/loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +229,8 @@ def _read_losses(lane: Lane, path: Path, seconds_at: Points, left_s: float | Non
     if rows and seconds_at and left_s is not None and rows[-1][0] > seconds_at[-1][0] and left_s > seconds_at[-1][1]:
         seconds_at = [*seconds_at, (rows[-1][0], left_s)]  # the notes do not include its last steps
     for step, row in rows:
-        lane.train_loss += [(at(seconds_at, step), loss) for loss in _first(row, TRAIN_LOSS)]
-        lane.val_loss += [(at(seconds_at, step), loss) for loss in _first(row, VAL_LOSS)]
+        lane.train_loss += [(at(seconds_at, step), loss) for loss in _first(row, TRAIN_LOSSES)]
+        lane.val_loss += [(at(seconds_at, step), loss) for loss in _first(row, VAL_LOSSES)]
 
 
 def _first(row: Mapping[str, str | None], names: Iterable[str]) -> list[float]:

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_diloco.devices.streams import to_be_read
+from lightning_diloco.protocol.metric_names import TRAIN_LOSSES, VAL_LOSSES
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 
-_TRAIN_NAMES = ("train/loss", "train_loss", "loss")
-_VAL_NAMES = ("val/loss", "val_loss")
 # A loss and None, or None and the reason why there is no loss.
 Verdict = tuple[float | None, str | None]
 
@@ -52,13 +51,13 @@ def train_loss(trainer: pl.Trainer, output: object) -> Callable[[], float | None
         whole = output.full_tensor() if isinstance(output, DTensor) else output
         read, times = to_be_read(whole), trainer.accumulate_grad_batches
         return lambda: _finite(read() * times)
-    named = _named_loss(trainer.callback_metrics, _TRAIN_NAMES)
+    named = _named_loss(trainer.callback_metrics, TRAIN_LOSSES)
     return lambda: _finite(named)
 
 
 def val_loss(trainer: pl.Trainer) -> float | None:
     """Return the loss of the validation that has just ended; None if there is none, or if it is not finite."""
-    return _finite(_named_loss(trainer.callback_metrics, _VAL_NAMES))
+    return _finite(_named_loss(trainer.callback_metrics, VAL_LOSSES))
 
 
 def validate_final(trainer: pl.Trainer) -> str | None:
@@ -84,7 +83,7 @@ def validate_final(trainer: pl.Trainer) -> str | None:
 def verdict(trainer: pl.Trainer) -> Verdict:
     """Return the loss of the validation that ends now, without metrics of training."""
     metrics = validated_metrics(trainer)
-    loss = _named_loss(metrics, (*_VAL_NAMES, *(name for name in metrics if "loss" in name)))
+    loss = _named_loss(metrics, (*VAL_LOSSES, *(name for name in metrics if "loss" in name)))
     if loss is None:
         return None, f"validation logs no loss: no name contains 'loss' (found: {', '.join(metrics) or 'nothing'})"
     return (loss, None) if math.isfinite(loss) else (None, f"the loss is {loss}")

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
+from lightning_diloco.protocol.metric_names import VAL_LOSSES
 from lightning_diloco.strategy.trainer.losses import NOT_VALIDATED, train_loss
 
 
@@ -103,9 +104,10 @@ def test_fit_that_trained_nothing_reports_nothing(scenario, model, trainer_for):
     assert scenario.link.events == ["start", "finish", "close"]
 
 
-def test_preferred_names_win_over_other_losses(scenario, model, trainer_for, monkeypatch):
+@pytest.mark.parametrize("name", VAL_LOSSES)
+def test_preferred_names_win_over_other_losses(scenario, model, trainer_for, monkeypatch, name):
     def validation_step(self, batch, batch_idx):
-        self.log_dict({"aux_loss": 3.0, "val/loss": 2.0})
+        self.log_dict({"aux_loss": 3.0, name: 2.0})
 
     monkeypatch.setattr(type(model), "validation_step", validation_step)
     trainer_for(num_sanity_val_steps=0, max_steps=6).fit(model)
