@@ -61,9 +61,9 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None
         label_end(axes, right, y, text, color, offset=below - (y - low) * points)
 
 
-def quantity(value: float, _: object = None) -> str:
-    """Format a number for an axis: 1.2M, 340k, 0.5."""
+def quantity(value: float, _: object = None, *, digits: int = 3) -> str:
+    """Format a number, also for an axis: 1.2M, 340k, 0.5."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
+            return f"{value / size:.{digits}g}{unit}"
+    return f"{value:.{digits}g}"

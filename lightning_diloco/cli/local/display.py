@@ -21,6 +21,7 @@ from rich.text import Text
 
 from lightning_diloco.cli.local.feed import Status
 from lightning_diloco.cli.text.printable import printable
+from lightning_diloco.plots.style import quantity
 
 if TYPE_CHECKING:
     from lightning_diloco.live.watch import Watch
@@ -43,7 +44,6 @@ _NUM_WAITS_LIVE = 4
 _REDRAW_S = 0.25
 _SILENT_S = 3.0
 _LARGE_NATS = 20.0
-_UNITS = (("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 class Screen:
@@ -271,10 +271,7 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 
 def _count(value: float | None) -> str:
-    if value is None:
-        return "-"
-    unit, size = next(((unit, size) for unit, size in _UNITS if abs(value) >= size), ("", 1.0))
-    return f"{value / size:.4g}{unit}"
+    return "-" if value is None else quantity(value, digits=4)
 
 
 def _bytes(value: float) -> str:

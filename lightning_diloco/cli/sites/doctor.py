@@ -162,7 +162,7 @@ def _traffic(recipe: Path, round_trip_s: float, rate: Rate) -> Iterator[Check]:
     """Compare the recipe's traffic with the link."""
     from lightning_diloco.planner.bandwidth import LINK_SHARE
     from lightning_diloco.planner.fixes import cheapest_fix
-    from lightning_diloco.planner.plan import OVERLAP
+    from lightning_diloco.planner.plan import OVERLAP, gib
 
     # The measured rate is that of streams, including the syncer's link. The forecast takes a share of a link's rate.
     machines = {
@@ -174,7 +174,7 @@ def _traffic(recipe: Path, round_trip_s: float, rate: Rate) -> Iterator[Check]:
     exchange, step_s = found.exchange, found.scenario.fleet.step_s
     yield Check(
         "a fragment",
-        f"{found.sizes.nbytes / 2**20:.1f} MiB: up {exchange.upload_s:.2f} s, down {exchange.download_s:.2f} s; "
+        f"{gib(found.sizes.nbytes)}: up {exchange.upload_s:.2f} s, down {exchange.download_s:.2f} s; "
         f"one every {exchange.period_s:.2f} s, steps of {step_s:g} s",
     )
     judged = [resource for resource in found.resources if resource.name in ("learner's link", OVERLAP)]

@@ -204,6 +204,12 @@ def test_the_summary_shows_repeated_tokens_if_there_are_any() -> None:
     assert cells(text, "repeated")[1] == "2,376,000 (10.0 % of merged)"
 
 
+def test_a_long_run_is_summarized_in_large_units() -> None:
+    text = drawn(summary_view({**SUMMARY, "fleet_tokens": 1.5e12, "bytes_up": 25e12}, Path("x")))
+    assert cells(text, "tokens")[1] == "1.5T seen by the fleet"
+    assert cells(text, "received")[1] == "25 TB / 11 MB"
+
+
 def test_a_model_whose_samples_are_counted_has_no_perplexity() -> None:
     assert "perplexity" in drawn(summary_view({**SUMMARY, "eval_loss": 0.5}, Path("x")))
     for unit in ("samples", None):
