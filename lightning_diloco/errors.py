@@ -20,12 +20,20 @@
     └── StorageError          a write to disk failed, or data on disk is missing or damaged
         └── CorruptLogError   a durable record cannot be read back
 
-A message has three parts: what was found (with values), what is allowed, and what to do.
+A message has three parts: what was found (with values), what is allowed, and what to do. For an unknown name,
+`did_you_mean` suggests what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return a question with the known name that is most similar to this one; None if none is similar."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else None
 
 
 class DiLoCoError(Exception):

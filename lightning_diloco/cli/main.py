@@ -35,7 +35,7 @@ from lightning_diloco.cli import (
 from lightning_diloco.cli.ray import scale
 from lightning_diloco.cli.sites import doctor, launch
 from lightning_diloco.cli.text.printable import printable, reason
-from lightning_diloco.cli.text.spelling import did_you_mean
+from lightning_diloco.cli.text.spelling import hint
 from lightning_diloco.errors import DiLoCoError, StorageError
 
 _EXAMPLE = "example:\n  diloco run recipes/tiny/gpt.yaml --local 2"
@@ -92,11 +92,11 @@ def _parse(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespac
     parser = build_parser()
     names = [verb.__name__.rpartition(".")[2] for verb in _VERBS]
     if words[0] not in names and not words[0].startswith("-"):
-        parser.error(f"no verb {words[0]!r}{did_you_mean(words[0], names)}; verbs: {', '.join(names)}")
+        parser.error(f"no verb {words[0]!r}{hint(words[0], names)}; verbs: {', '.join(names)}")
     arguments, unknown = parser.parse_known_args(words, known)
     if unknown:
         options: Sequence[str] = arguments.options
-        said = [f"{word}{did_you_mean(word, options)}" for word in unknown if word.startswith("-")] or unknown
+        said = [f"{word}{hint(word, options)}" for word in unknown if word.startswith("-")] or unknown
         parser.error(f"{words[0]} takes no {', '.join(said)}; see `diloco {words[0]} --help`")
     return arguments
 

@@ -8,11 +8,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning_diloco.errors import ConfigError
+from lightning_diloco.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -62,5 +61,4 @@ def add_adapter(model: PreTrainedModel, adapter: Mapping[str, Any]) -> PeftModel
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return did_you_mean(name, known) or f"known: {', '.join(known)}"

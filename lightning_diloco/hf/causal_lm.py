@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 import lightning as L
@@ -33,7 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lightning_diloco.errors import ConfigError
+from lightning_diloco.errors import ConfigError, did_you_mean
 from lightning_diloco.hf import adapters
 from lightning_diloco.hf.families import check_causal
 from lightning_diloco.hf.hub import fetched
@@ -322,9 +321,9 @@ def _model_problems(hparams: Any) -> list[str]:
 def _misspelt(config: dict[str, Any], known: PreTrainedConfig) -> list[str]:
     """Return a sentence for each unknown field, which transformers would ignore, that resembles a known field."""
     names = {*known.to_dict(), *known.attribute_map}
-    near = {name: get_close_matches(name, names, n=1, cutoff=0.75) for name in config if not hasattr(known, name)}
+    near = {name: did_you_mean(name, names, cutoff=0.75) for name in config if not hasattr(known, name)}
     return [
-        f"config.{name}={config[name]!r}: a {known.model_type} model has no such field; did you mean {found[0]!r}?"
-        for name, found in near.items()
-        if found
+        f"config.{name}={config[name]!r}: a {known.model_type} model has no such field; {question}"
+        for name, question in near.items()
+        if question
     ]

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
@@ -20,7 +19,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lightning_diloco.errors import ConfigError
+from lightning_diloco.errors import ConfigError, did_you_mean
 
 _SECTIONS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path")
 
@@ -103,8 +102,7 @@ def _nearest(problem: str) -> str | None:
         name, names = path[0], _SECTIONS
     else:
         name, names = path[-1], _arguments_of(L.Trainer)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]!r}?" if near else None
+    return did_you_mean(name, names)
 
 
 def _arguments_of(made: type) -> tuple[str, ...]:

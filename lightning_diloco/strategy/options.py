@@ -7,12 +7,11 @@ YAML tools pass every default explicitly, so only None can mark an option as uns
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning_diloco.config import LearnerConfig, RunConfig
-from lightning_diloco.errors import ConfigError
+from lightning_diloco.errors import ConfigError, did_you_mean
 
 RUN_NAMES = frozenset(field.name for field in dataclasses.fields(RunConfig))
 _LEARNER_NAMES = frozenset(field.name for field in dataclasses.fields(LearnerConfig))
@@ -47,6 +46,5 @@ def resolve(
 
 
 def _unknown(name: str, known: Collection[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1)
-    advice = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(sorted(known))}"
+    advice = did_you_mean(name, known) or f"known: {', '.join(sorted(known))}"
     return f"unknown option {name!r}: {advice}"

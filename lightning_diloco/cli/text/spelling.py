@@ -32,7 +32,7 @@ def nearest(word: str, names: Iterable[str], *, alike: float = _ALIKE) -> str | 
     return near[0] if near else None
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
+def hint(word: str, names: Iterable[str]) -> str:
     """Return a question to append to a message about this word; empty if no name is similar."""
     near = nearest(word, names)
     return f" (did you mean {near}?)" if near else ""
