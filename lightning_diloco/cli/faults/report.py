@@ -21,16 +21,18 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
-from rich.text import Text
 
 from lightning_diloco.cli.faults.schedule import SHARD, SYNCER
 from lightning_diloco.cli.faults.story import Json, Story, span
+from lightning_diloco.cli.local.display import named_values, percent
 
 NEEDED_WITHIN_S = 3.0
 EQUAL_TOKENS = 0.01
+_percent = partial(percent, digits=2)
 _SHARES = ("step_efficiency", "merged_of_seen", "availability", "goodput", "participation")
 
 
@@ -100,9 +102,6 @@ def compared(report: Json, calm: Json) -> Json:
 
 def view(report: Json, run_dir: Path) -> Table:
     """Return the report as a table."""
-    table = Table(title="chaos", title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
     kinds = ", ".join(f"{kind} {count}" for kind, count in report["num_faults_by_kind"].items())
     rows = {
         "status": f"{report['status']}, exit code {report['exit_code']}",
@@ -121,9 +120,7 @@ def view(report: Json, run_dir: Path) -> Table:
             f"{report['eval_loss_calm']:.4f} after {_percent(share)} of the tokens; "
             f"with faults it is {_percent(report['eval_loss_excess'])} above"
         )
-    for name, value in {**rows, "files": str(run_dir)}.items():
-        table.add_row(name, Text(value))
-    return table
+    return named_values("chaos", {**rows, "files": str(run_dir)})
 
 
 def failures(report: Json) -> list[str]:
@@ -178,10 +175,6 @@ def _adds_up(summary: Json) -> bool:
 
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2f} %"
 
 
 def _seconds(values: Mapping[str, float | None], form: str) -> str:

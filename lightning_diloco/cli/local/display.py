@@ -137,7 +137,7 @@ def _learners(status: Status) -> Table:
                 _number(learner["metrics"].get("loss"), ".4f"),
                 _count(learner["tokens_per_s"]),
                 str(learner["staleness_versions"]),
-                _ago(learner["last_contribution_s_ago"]),
+                _number(learner["last_contribution_s_ago"], ".1f", " s ago"),
             )
         table.add_section()
     return table
@@ -158,7 +158,8 @@ def status_lines(status: Status, age_s: float) -> list[str]:
     return [stamp + run_line(status)] + [
         f"{stamp}{learner['id']} {_phase(learner)}: step {learner['trainer_step']}, "
         f"loss {_number(learner['metrics'].get('loss'), '.4f')}, {_count(learner['tokens_per_s'])} tokens/s, "
-        f"staleness {learner['staleness_versions']}, last contribution {_ago(learner['last_contribution_s_ago'])}"
+        f"staleness {learner['staleness_versions']}, last contribution "
+        f"{_number(learner['last_contribution_s_ago'], '.1f', ' s ago')}"
         for learner in status["learners"]
     ]
 
@@ -177,7 +178,7 @@ def _parts(status: Status) -> dict[str, list[str]]:
     why = f" ({status['reason']})" if status["reason"] else ""
     word = _WORDS.get(status["state"], status["state"])
     fleet = (
-        f"{_count(status['fleet_tokens'])} tokens, participation {_percent(status['participation'])}, "
+        f"{_count(status['fleet_tokens'])} tokens, participation {percent(status['participation'])}, "
         f"goodput {_goodput(status)}"
     )
     standby = status.get("standby")
@@ -220,18 +221,15 @@ def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
     discarded = ", ".join(
         f"{cause} {_count(tokens)}" for cause, tokens in summary["tokens_discarded"].items() if tokens
     )
-    table = Table(title="summary", title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
     rows = {
         "status": str(summary["status"]),
         "wall time": f"{summary['wall_s']:.1f} s" + (f", of which {paused_s:.1f} s stopped" if paused_s else ""),
         "tokens": f"{_count(summary['fleet_tokens'])} seen by the fleet",
-        "merged / seen": f"{merged:,} / {seen:,} token-fragments ({_percent(merged / seen if seen else None)})",
+        "merged / seen": f"{merged:,} / {seen:,} token-fragments ({percent(merged / seen if seen else None)})",
         "discarded": discarded or "nothing",
         **_repeated(summary),
         "pending": f"{summary['tokens_pending']:,}",
-        "participation": _percent(summary["participation"]),
+        "participation": percent(summary["participation"]),
         "goodput": _goodput(summary),
         "received / sent": f"{_bytes(summary['bytes_up'])} / {_bytes(summary['bytes_down'])}",
         "joins / lapses": f"{summary['joins']} / {summary['lapses']}",
@@ -239,15 +237,13 @@ def summary_view(summary: Mapping[str, Any], run_dir: Path) -> Table:
         **_evaluated(summary),
         "files": str(run_dir),
     }
-    for name, value in rows.items():
-        table.add_row(name, Text(value))
-    return table
+    return named_values("summary", rows)
 
 
 def _repeated(summary: Mapping[str, Any]) -> dict[str, str]:
     """Return the row of tokens on samples that were trained more than once in an epoch, if there are any."""
     repeated, merged = summary.get("tokens_repeated", 0), summary["tokens_merged"]
-    return {"repeated": f"{repeated:,} ({_percent(repeated / merged)} of merged)"} if repeated and merged else {}
+    return {"repeated": f"{repeated:,} ({percent(repeated / merged)} of merged)"} if repeated and merged else {}
 
 
 def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -263,7 +259,7 @@ def _evaluated(summary: Mapping[str, Any]) -> dict[str, str]:
 def _goodput(told: Mapping[str, Any]) -> str:
     """Format the goodput; for a run that was stopped for a while, with and without that time."""
     whole, unpaused = told["goodput"], told.get("goodput_unpaused", told["goodput"])
-    return _percent(whole) + (f" ({_percent(unpaused)} without the time it was stopped)" if unpaused != whole else "")
+    return percent(whole) + (f" ({percent(unpaused)} without the time it was stopped)" if unpaused != whole else "")
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
@@ -279,9 +275,16 @@ def _bytes(value: float) -> str:
     return f"{number[:-1]} {number[-1]}B" if number[-1].isalpha() else f"{number} B"
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+def percent(share: float | None, *, digits: int = 1) -> str:
+    """Format a share."""
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
-def _ago(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.1f} s ago"
+def named_values(title: str, rows: Mapping[str, str]) -> Table:
+    """Return a table of names and values."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return table
