@@ -1,4 +1,4 @@
-"""Whether a process still runs."""
+"""Check whether a process still runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import psutil
 
 
 def is_running(pid: int) -> bool:
-    """Whether it runs; a zombie that nobody has reaped does not."""
+    """Return whether the process runs; a zombie counts as ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,6 +1,6 @@
-"""What a learner that has the token may send and claim; each attack is a function of a peer that has joined.
+"""Attacks by a learner that has the token: false contributions and false claims. Each attack takes a joined peer.
 
-None of them ends by itself with an error: what the syncer says to them is passed over.
+No attack raises an error by itself, because the answers of the syncer are ignored.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Values = Callable[[int, int], Tensor]  # of so many elements, the nth contributi
 
 
 class Contributor(Peer):
-    """Asks for rounds and contributes to them, whatever it likes.
+    """Opens rounds and sends arbitrary contributions to them.
 
     Args:
-        connection: its own.
-        learner: its id.
+        connection: its connection.
+        learner: its learner id.
     """
 
     def __init__(self, connection: Connection, learner: str = "mad") -> None:
@@ -39,12 +39,12 @@ class Contributor(Peer):
         self.versions: tuple[int, ...] = ()
         self.newest: list[int] = []
         self._starts: dict[int, int] = {}
-        self._merged: dict[int, int] = {}  # up to where; nothing lands here
+        self._merged: dict[int, int] = {}  # end of the merged tokens; nothing lands here
         self._refused = 0
         self._seqs = itertools.count(1)
 
     def join(self) -> messages.Welcome:
-        """Hello to active."""
+        """Join the run."""
         welcome = super().join()
         self.plan, self.config = plan_of(welcome.manifest)
         self.versions, self.newest = tuple(welcome.versions), list(welcome.versions)
@@ -60,7 +60,7 @@ class Contributor(Peer):
                 return heard
 
     def heartbeat(self, step_s: float = STEP_S) -> messages.Heartbeat:
-        """That it steps."""
+        """Report that this learner steps."""
         pending = tuple(
             tuple((a, b) for a, b in ((0, self._merged.get(p, 0)), (self._starts.get(p, 0), self.tokens)) if a < b)
             for p in range(len(self.versions))
@@ -69,7 +69,7 @@ class Contributor(Peer):
         return messages.Heartbeat("stepping", books, step_s, 1e3)
 
     def contribute(self, values: Values, *, times: int, tokens: int = TOKENS, steps: int = STEPS) -> None:
-        """Send so many contributions to each fragment."""
+        """Send this number of contributions to each fragment."""
         for _ in range(times):
             self.step, self.tokens = self.step + STEPS, self.tokens + tokens
             self.say(self.heartbeat())
@@ -110,27 +110,27 @@ def _random(norm: float) -> Values:
 
 
 def random_directions(peer: Contributor) -> None:
-    """A thousand times as long as what anybody trains."""
+    """Send contributions that are a thousand times longer than usual."""
     peer.contribute(_random(1e4), times=4)
 
 
 def huge_values(peer: Contributor) -> None:
-    """Finite, and that is all."""
+    """Send finite but huge values."""
     peer.contribute(_random(HUGE), times=4)
 
 
 def zeros(peer: Contributor) -> None:
-    """Work that was not done."""
+    """Send contributions of zeros."""
     peer.contribute(lambda numel, number: torch.zeros(numel), times=4)
 
 
 def many_steps(peer: Contributor) -> None:
-    """Long contributions, excused by as many steps."""
+    """Send long contributions that claim many steps."""
     peer.contribute(_random(1e4), times=4, steps=2**40)
 
 
 def many_tokens(peer: Contributor) -> None:
-    """A counter that nobody's batches could fill."""
+    """Report a token counter that no batch size can explain."""
     peer.tokens, peer.step = CLAIMED, 1
     for _ in range(5):
         peer.say(peer.heartbeat())
@@ -139,7 +139,7 @@ def many_tokens(peer: Contributor) -> None:
 
 
 def generation_claims(peer: Contributor) -> None:
-    """Generations and versions that never were, of its own session and of one that is joining."""
+    """Claim generations and versions that do not exist, in its own session and in one that is joining."""
     for connection in range(2, 30):
         known = tuple(messages.Mark(connection, 2**30, "0" * 64, "0" * 32) for _ in peer.versions)
         peer.say(messages.Hello(peer.learner, connection, 1, {}, known=known, proof="0" * 32))
@@ -150,7 +150,7 @@ def generation_claims(peer: Contributor) -> None:
 
 
 def long_steps(peer: Contributor, is_enough: Callable[[], bool] = lambda: False) -> None:
-    """An hour a step, so that everybody waits; and it is never ready."""
+    """Report steps of an hour, so that rounds wait, and never become ready."""
     until_s, cursor = time.monotonic() + 10.0, 0
     while time.monotonic() < until_s and not is_enough():
         peer.step += 1

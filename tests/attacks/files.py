@@ -1,4 +1,4 @@
-"""What somebody else on the machine plants in a folder, and what a learner says to whoever reads of it."""
+"""Attacks through files and texts: links planted by another user, and control characters sent by a learner."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J\r\u202efin\x9b31m"
 
 
 def plant_link(path: Path, victim: Path) -> None:
-    """Where a file is about to be written there is a link to another one."""
+    """Put a link at a path that will be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(victim)
 
 
 def odd_words(num_fragments: int) -> list[messages.FromLearner]:
-    """Everything that a learner can say of itself in words."""
+    """Return all texts that a learner can send about itself."""
     progress = messages.Progress(4, 64, (0,) * num_fragments, (((0, 64),),) * num_fragments)
     return [messages.Heartbeat("stepping", progress, 0.01, 1e3, {ESCAPES: 1.0}), messages.Evaluated(None, ESCAPES)]
 
 
 def speak_in_control_characters(peer: Peer) -> None:
-    """Say all of it."""
+    """Send all of these texts with control characters."""
     peer.say(*odd_words(NUM_FRAGMENTS))

@@ -1,4 +1,4 @@
-"""What makes the syncer deaf, slow or busy, each as a function of its own."""
+"""Faults that make the syncer unresponsive or slow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 
 def freeze(pid: int, for_s: float) -> None:
-    """Stop a process for so long; then it goes on."""
+    """Suspend a process for this time."""
     os.kill(pid, signal.SIGSTOP)
     try:
         threading.Event().wait(for_s)
@@ -17,7 +17,7 @@ def freeze(pid: int, for_s: float) -> None:
 
 
 class StuckDisk:
-    """A fault hook of the disk: while `is_stuck` is set, whatever is written takes until it is cleared."""
+    """A fault hook of the disk: while `is_stuck` is set, each write blocks."""
 
     def __init__(self) -> None:
         self._works = threading.Event()

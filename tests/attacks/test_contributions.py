@@ -1,6 +1,7 @@
-"""One learner of four sends and claims what it likes, beside three that train: real service, links and devices.
+"""One of four learners sends false contributions and claims; the other three train. Service, links and devices are
+real.
 
-What a broken learner does to the loss is measured by `tests/bench/broken_learner.py`.
+`tests/bench/broken_learner.py` measures the effect of a broken learner on the loss.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def told(fleet: Fleet) -> list[str]:
 
 
 def assert_unharmed(fleet: Fleet, *, num_merged: int | None = 0) -> None:
-    """Honest learners go on, end in good order, and the run can be computed again."""
+    """Check that honest learners finish and that the run can be replayed."""
     fleet.until_commits(6)
     assert fleet.service.state.rounds.generation == 0
     largest = max(float(values.abs().max()) for values in fleet.published())
@@ -67,7 +68,7 @@ def assert_unharmed(fleet: Fleet, *, num_merged: int | None = 0) -> None:
         pytest.param("many_steps", marks=pytest.mark.slow),
     ],
 )
-def test_far_too_long_contributions_are_refused_told_and_lead_to_quarantine(fleet: Fleet, attack: str) -> None:
+def test_contributions_that_are_too_long_are_refused_with_a_reason_and_lead_to_quarantine(fleet: Fleet, attack: str) -> None:
     ATTACKS[attack](mad(fleet))
 
     assert told(fleet) == ["refused", "refused", "quarantine"]
@@ -78,7 +79,7 @@ def test_far_too_long_contributions_are_refused_told_and_lead_to_quarantine(flee
 
 
 @pytest.mark.slow
-def test_contributions_with_nothing_in_them_lead_to_quarantine(fleet: Fleet) -> None:
+def test_contributions_of_zeros_lead_to_quarantine(fleet: Fleet) -> None:
     contributions.zeros(mad(fleet))
 
     assert told(fleet) == ["quarantine"]
@@ -86,7 +87,7 @@ def test_contributions_with_nothing_in_them_lead_to_quarantine(fleet: Fleet) -> 
 
 
 @pytest.mark.slow
-def test_a_counter_that_cannot_be_is_not_counted(fleet: Fleet) -> None:
+def test_an_impossible_token_counter_is_ignored(fleet: Fleet) -> None:
     contributions.many_tokens(mad(fleet))
 
     assert set(told(fleet)) <= {"rejected", "refused"}
@@ -95,7 +96,7 @@ def test_a_counter_that_cannot_be_is_not_counted(fleet: Fleet) -> None:
 
 
 @pytest.mark.seconds
-def test_claims_without_a_proof_move_no_generation(fleet: Fleet) -> None:
+def test_claims_without_a_proof_do_not_begin_a_generation(fleet: Fleet) -> None:
     contributions.generation_claims(mad(fleet))
 
     assert_unharmed(fleet)
@@ -104,7 +105,7 @@ def test_claims_without_a_proof_move_no_generation(fleet: Fleet) -> None:
 
 
 @pytest.mark.seconds
-def test_rounds_wait_for_nobody_who_says_that_its_steps_are_long(fleet: Fleet) -> None:
+def test_rounds_do_not_wait_for_a_learner_that_claims_long_steps(fleet: Fleet) -> None:
     wanted = fleet.num_commits + 15
     contributions.long_steps(mad(fleet), lambda: fleet.num_commits >= wanted)
 

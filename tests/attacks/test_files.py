@@ -1,4 +1,4 @@
-"""What a run writes is its owner's alone, wherever links were planted; what it shows does nothing to a terminal."""
+"""Files of a run are accessible to their owner only, also with planted links; texts cannot control a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.fuzz.target import Target
 PRECIOUS = "what is there stays"
 
 
-def test_what_a_learner_says_reaches_the_terminal_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_a_learner_are_shown_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = Target(tmp_path)
     speak_in_control_characters(target.mallory)
     target.settle()
@@ -42,13 +42,13 @@ def test_what_a_learner_says_reaches_the_terminal_as_text(tmp_path: Path, capsys
     assert set(shown) <= {"\n", *filter(str.isprintable, shown)}
 
 
-def test_text_that_does_nothing_is_shown_as_it_is() -> None:
+def test_ordinary_text_is_shown_unchanged() -> None:
     said = {"id": "l0", "why": ["größer als 2 × 3\nzwei Zeilen", 1.5, None, True]}
     assert printable(said) == said
     assert printable(ESCAPES).isprintable()
 
 
-def test_an_infinite_cosine_is_told_to_nobody_and_breaks_no_answer() -> None:
+def test_an_infinite_cosine_is_not_reported_and_breaks_no_answer() -> None:
     board = StatusPublisher(SyncerState(run="run"), Payloads())
     board.merged(("a", "b"), (0.5, math.inf))
     assert [json.loads(dumps(codec.dump(board.news(session))))["cosine"] for session in ("a", "b")] == [0.5, None]
@@ -77,7 +77,7 @@ def test_planted_links_are_not_written_through(tmp_path: Path, write: Callable[[
     assert victim.read_text() == PRECIOUS
 
 
-def test_a_run_directory_and_the_logs_in_it_are_made_for_their_owner(tmp_path: Path) -> None:
+def test_a_run_directory_and_its_logs_are_accessible_to_their_owner_only(tmp_path: Path) -> None:
     run_dir = cli_run.make_run_dir(tmp_path / "runs" / "mine", "recipe")
     Harness(run_dir).run("print('a learner')")
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (run_dir, run_dir / "l0" / "log.txt")}
@@ -86,7 +86,7 @@ def test_a_run_directory_and_the_logs_in_it_are_made_for_their_owner(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of its parser's own libraries
-def test_the_configuration_that_a_recipe_leaves_does_not_let_anyone_in(
+def test_the_configuration_that_a_recipe_writes_does_not_contain_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token, recipe = new_token(), tmp_path / "recipe.yaml"

@@ -1,4 +1,4 @@
-"""Nothing that holds the syncer up costs a learner its lease, and nobody can keep it busy."""
+"""A blocked syncer does not make learners lapse."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEASE_S = SyncerState(run="any").config.lease_s
 
 
 class Clock:
-    """In place of the time module, for the inbox."""
+    """Replaces the time module of the inbox."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1e6
@@ -36,7 +36,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("may_wait", [service.MAX_WAITING, 3], ids=["heartbeats wait", "heartbeats are refused"])
-def test_a_disk_that_is_stuck_for_longer_than_a_lease_lapses_nobody_who_was_heard(
+def test_a_disk_that_blocks_for_longer_than_a_lease_lapses_no_learner_that_sends_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_wait: int
 ) -> None:
     disk, clock = StuckDisk(), Clock(monkeypatch)
@@ -62,7 +62,7 @@ def test_a_disk_that_is_stuck_for_longer_than_a_lease_lapses_nobody_who_was_hear
     target.stop()
 
 
-def test_a_syncer_that_stood_still_gives_everybody_a_whole_lease() -> None:
+def test_a_suspended_syncer_renews_all_leases() -> None:
     syncer = Syncer("a", "b")
     syncer.now_s += 10 * LEASE_S
     syncer.handle(events.StoodStill(10 * LEASE_S))
@@ -80,7 +80,7 @@ def told(tape: Path, event: str) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_a_frozen_syncer_lapses_nobody(processes: Processes) -> None:
+def test_no_learner_lapses_at_a_frozen_syncer(processes: Processes) -> None:
     syncer = processes.syncer(lease_s=2.0)
     for name in ("l0", "l1"):
         processes.learner(name, deadline_s=1.0)
@@ -95,7 +95,7 @@ def test_a_frozen_syncer_lapses_nobody(processes: Processes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_a_frozen_embedded_syncer_goes_on_with_those_who_joined_its_starter(processes: Processes) -> None:
+def test_a_frozen_embedded_syncer_keeps_the_learners_that_joined_its_starter(processes: Processes) -> None:
     starter = processes.alone()
     tape = eventually(lambda: [*processes.root.glob("diloco/*/tape/events.jsonl")], "its tape", processes)[0]
     eventually(lambda: told(tape, "commit"), "commits", processes)

@@ -1,4 +1,4 @@
-"""After its token is replaced, the old one lets nobody into a run, and who may read its directory goes on."""
+"""After a rotation, the old token is refused, and learners that can read the run directory continue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def asks(address: JoinAddress) -> dict:
         connection.close()
 
 
-def test_the_old_token_lets_nobody_in_once_it_is_replaced(tmp_path: Path) -> None:
+def test_the_old_token_is_refused_after_it_is_replaced(tmp_path: Path) -> None:
     target, door = Target(tmp_path), RestoringHandler()
     door.open(target.service)
     front = Front(door, tmp_path, "127.0.0.1:0", OLD, None)
@@ -66,7 +66,7 @@ def _answers(address: JoinAddress) -> bool:
 
 
 class Refused:
-    """A connection to an address where nobody answers, unless told otherwise; notes what was dialled."""
+    """A connection to an address without an answer, unless configured otherwise; records the dialled addresses."""
 
     def __init__(self, dialled: list[JoinAddress], address: JoinAddress, *, answering: Collection[str] = ()) -> None:
         dialled.append(address)
@@ -98,7 +98,7 @@ def test_a_join_file_of_another_run_or_a_broken_one_changes_nothing(tmp_path: Pa
     assert dialled[-1].token == read_join_file(join).token
 
 
-def test_a_syncer_that_moved_is_followed_but_a_proxy_before_it_is_not_left(tmp_path: Path) -> None:
+def test_a_syncer_that_moved_is_followed_but_a_proxy_is_still_used(tmp_path: Path) -> None:
     join, dialled, proxy = tmp_path / "join", [], replace(OLD, host="proxy", port=9)
     write_join_file(join, OLD)
     answering = ["proxy"]
@@ -135,7 +135,7 @@ def test_a_directory_that_was_never_served_has_no_token_to_replace(tmp_path: Pat
         rotate(tmp_path)
 
 
-def test_a_run_that_is_not_served_has_its_next_syncer_take_the_token(
+def test_the_next_syncer_of_a_run_uses_the_new_token(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_join_file(tmp_path / "join", OLD)
@@ -148,7 +148,7 @@ def test_a_run_that_is_not_served_has_its_next_syncer_take_the_token(
 
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_learners_that_share_the_directory_go_on_with_the_new_token(processes: Processes) -> None:
+def test_learners_that_share_the_directory_continue_with_the_new_token(processes: Processes) -> None:
     processes.syncer(lease_s=5.0)
     before = processes.address
     for name in ("here", "elsewhere"):

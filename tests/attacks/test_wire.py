@@ -1,4 +1,4 @@
-"""What is sent to a syncer's address hurts nobody but the sender; the attacks are in `wire`."""
+"""Attacks on a syncer's address affect only their sender; the attacks are in `wire`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def has_ended(line: socket.socket) -> bool:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Doorkeeper], JoinAddress]]:
-    """Starts servers with a doorkeeper of one's own, and stops them at the end."""
+    """Starts servers with a given doorkeeper, and stops them at the end."""
     servers: list[FlightServer] = []
 
     def start(doorkeeper: Doorkeeper) -> JoinAddress:
@@ -70,7 +70,7 @@ def serve() -> Iterator[Callable[[Doorkeeper], JoinAddress]]:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("hold", [wire.idle_sockets, wire.unfinished_handshakes])
-def test_connections_that_ask_for_nothing_end_and_those_of_learners_stay(
+def test_connections_without_a_call_are_closed_and_those_of_learners_stay(
     serve: Callable[[Doorkeeper], JoinAddress], hold: Held
 ) -> None:
     address = serve(Doorkeeper(handshake_s=0.3))
@@ -84,7 +84,7 @@ def test_connections_that_ask_for_nothing_end_and_those_of_learners_stay(
     assert learner.status() == {"status": "running"}
 
 
-def test_beyond_the_number_of_strangers_the_oldest_has_to_go(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
+def test_too_many_unknown_connections_close_the_oldest_one(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
     address = serve(Doorkeeper(max_strangers=3, handshake_s=3600.0))
     with wire.idle_sockets(address, 8) as lines:
         assert all(map(has_ended, lines[:5]))
@@ -93,7 +93,7 @@ def test_beyond_the_number_of_strangers_the_oldest_has_to_go(serve: Callable[[Do
 
 
 @pytest.mark.seconds
-def test_an_upload_that_stops_ends_and_its_memory_is_free_again(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
+def test_an_upload_that_stops_is_ended_and_its_memory_is_freed(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
     address = serve(Doorkeeper(silent_s=0.3))
     began_s = time.monotonic()
     wire.upload_that_stops(address, num_bytes=64 * MIB)
@@ -102,7 +102,7 @@ def test_an_upload_that_stops_ends_and_its_memory_is_free_again(serve: Callable[
 
 @pytest.mark.seconds
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell when the last byte came")
-def test_an_upload_goes_on_over_a_link_that_is_slow_but_lives(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
+def test_an_upload_over_a_slow_link_continues(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
     address = serve(Doorkeeper(silent_s=0.3))
     with FaultProxy(address.host_port, rate_bps=8 * 2 * MIB) as proxy:
         host, port = split_host_port(proxy.address)
@@ -120,7 +120,7 @@ def test_compressed_batches_are_refused_before_they_are_inflated(serve: Callable
     assert memory().rss - before < 64 * MIB
 
 
-def test_no_answer_tells_where_the_syncer_lies(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
+def test_no_answer_contains_a_path_of_the_syncer(serve: Callable[[Doorkeeper], JoinAddress]) -> None:
     answers = wire.odd_calls(serve(Doorkeeper()))
     assert len(answers) == 8
     assert not [answer for answer in answers if str(Path(lightning_diloco.__file__).parent) in answer]
@@ -162,13 +162,13 @@ LIES = {
 
 
 @pytest.mark.parametrize("lies", LIES.values(), ids=LIES)
-def test_a_seed_that_cannot_be_is_refused_and_the_next_one_seeds(
+def test_an_impossible_seed_is_refused_and_the_next_learner_seeds(
     service: SyncerService, lies: dict[str, object]
 ) -> None:
     transport = MemoryTransport(service)
     mallory, honest = Peer(transport.connect(), "mallory"), Honest(transport.connect())
     mallory.say(wire.hello(mallory))
-    honest.say(wire.hello(honest))  # waits for the seed of the other one
+    honest.say(wire.hello(honest))  # waits for the other learner's seed
     began_s = time.monotonic()
     wire.lying_seed(mallory, **lies)
     honest.join()
@@ -178,13 +178,13 @@ def test_a_seed_that_cannot_be_is_refused_and_the_next_one_seeds(
     honest.leave()
 
 
-def test_json_of_many_levels_is_refused(service: SyncerService) -> None:
+def test_deeply_nested_json_is_refused(service: SyncerService) -> None:
     mallory = Peer(MemoryTransport(service).connect(), "mallory")
     with pytest.raises(CorruptMessageError, match="levels"):
         mallory.connection.send(mallory.session, [{"kind": "SeedPlan", "lease": 1, "manifest": nested(700)}])
 
 
-def test_a_flood_makes_its_own_sender_wait_and_nobody_else(service: SyncerService) -> None:
+def test_a_flood_delays_only_its_sender(service: SyncerService) -> None:
     transport, may_go_on = MemoryTransport(service), threading.Event()
     honest, mallory = Honest(transport.connect()), Peer(transport.connect(), "mallory")
     honest.join()
@@ -202,7 +202,7 @@ def test_a_flood_makes_its_own_sender_wait_and_nobody_else(service: SyncerServic
     honest.leave()
 
 
-def test_sessions_that_somebody_makes_up_take_no_place_of_a_learner(
+def test_invented_sessions_do_not_take_the_place_of_a_learner(
     service: SyncerService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "MAX_SESSIONS", 10)
@@ -216,7 +216,7 @@ def test_sessions_that_somebody_makes_up_take_no_place_of_a_learner(
     honest.leave()
 
 
-def test_the_name_of_a_learner_that_is_still_joining_is_its_own(service: SyncerService) -> None:
+def test_the_name_of_a_joining_learner_is_reserved(service: SyncerService) -> None:
     transport = MemoryTransport(service)
     honest = Honest(transport.connect())
     honest.join()
@@ -247,7 +247,7 @@ def limited_syncer(processes: Processes, max_files: int) -> psutil.Process:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads sizes as Linux tells them")
-def test_strangers_neither_fill_a_syncer_nor_shut_newcomers_out(processes: Processes) -> None:
+def test_strangers_do_not_fill_a_syncer_or_block_new_learners(processes: Processes) -> None:
     syncer = limited_syncer(processes, FEW_FILES)
     address = processes.address
     honest = Honest(FlightConnection(address))

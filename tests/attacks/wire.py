@@ -1,4 +1,4 @@
-"""What somebody does to a syncer's address, without the token or with it; nothing here says what should come of it."""
+"""Attacks on a syncer's address, without the token or with it. The tests state the expected effects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALL_S = 10.0
 
 
 def large_calls(address: JoinAddress, *, num: int = 4, num_bytes: int = 200 << 20, token: str = "guess") -> None:
-    """Calls with a body that fills memory, all at once, from somebody who has another token."""
+    """Send large calls at the same time, with a wrong token."""
 
     def call() -> None:
         options = flight.FlightCallOptions(timeout=CALL_S, headers=[(b"authorization", b"Bearer " + token.encode())])
@@ -43,14 +43,14 @@ def large_calls(address: JoinAddress, *, num: int = 4, num_bytes: int = 200 << 2
 
 @contextlib.contextmanager
 def idle_sockets(address: JoinAddress, num: int) -> Iterator[list[socket.socket]]:
-    """Connections on which nothing is ever said."""
+    """Open connections that send nothing."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(_connected(address)) for _ in range(num)]
 
 
 @contextlib.contextmanager
 def unfinished_handshakes(address: JoinAddress, num: int) -> Iterator[list[socket.socket]]:
-    """Connections whose TLS handshake begins and does not go on."""
+    """Open connections whose TLS handshake stops."""
     with idle_sockets(address, num) as lines:
         for line in lines:
             with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def unfinished_handshakes(address: JoinAddress, num: int) -> Iterator[list[socke
 
 @contextlib.contextmanager
 def unfinished_calls(address: JoinAddress, num: int, token: str = "guess") -> Iterator[list[ssl.SSLSocket]]:
-    """HTTP/2 connections of somebody with another token: a large frame is announced, and comes in part."""
+    """Open HTTP/2 connections with a wrong token that announce a large frame and send a part of it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -75,7 +75,7 @@ def unfinished_calls(address: JoinAddress, num: int, token: str = "guess") -> It
 
 
 def upload_that_stops(address: JoinAddress, *, num_bytes: int) -> None:
-    """An upload of somebody with the token that declares this much, and sends nothing; returns when it has ended."""
+    """Start an upload with the token that declares this size and sends nothing; return when it has ended."""
     envelope = Envelope({"session": "stranger"}, num_bytes, 0)
     descriptor = flight.FlightDescriptor.for_command(envelope.encode())
     with stranger(address, address.token) as client:
@@ -85,7 +85,7 @@ def upload_that_stops(address: JoinAddress, *, num_bytes: int) -> None:
 
 
 def compressed_upload(address: JoinAddress, *, num_bytes: int) -> str:
-    """A batch of zeros in a thousandth of its size, of somebody with the token; returns the refusal."""
+    """Send a compressed batch of zeros with the token; return the refusal."""
     schema = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
     zeros = pa.Array.from_buffers(pa.uint8(), num_bytes, [None, pa.py_buffer(bytes(num_bytes))])
     options = _with_token(address, write_options=pa.ipc.IpcWriteOptions(compression="zstd"))
@@ -108,7 +108,7 @@ def _with_token(address: JoinAddress, *, deadline_s: float = CALL_S, **options: 
 
 
 def stranger(address: JoinAddress, token: str) -> flight.FlightClient:
-    """Whoever has this token, and found the syncer's certificate."""
+    """Return a client with this token that trusts the syncer's certificate."""
     return raw_client(replace(address, token=token))
 
 
@@ -117,7 +117,7 @@ def _connected(address: JoinAddress) -> socket.socket:
 
 
 def _client_hello() -> bytes:
-    """The first bytes of a handshake, without the last one of them."""
+    """Return the beginning of a handshake, without its last byte."""
     said = ssl.MemoryBIO()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with contextlib.suppress(ssl.SSLWantReadError):
@@ -126,7 +126,7 @@ def _client_hello() -> bytes:
 
 
 def odd_calls(address: JoinAddress) -> list[str]:
-    """Calls that nobody here makes, of somebody with the token; returns all that was answered to them."""
+    """Make calls that no learner makes, with the token; return all answers."""
     options, path = _with_token(address), flight.FlightDescriptor.for_path("odd")
 
     def put(client: flight.FlightClient) -> None:
@@ -158,7 +158,7 @@ def odd_calls(address: JoinAddress) -> list[str]:
 
 
 def lying_seed(peer: Peer, **lies: object) -> messages.Rejected:
-    """The first learner of a run sends a manifest that is not true, and then asks to go on; returns the refusal."""
+    """Send a false manifest as the first learner of a run, then try to continue; return the refusal."""
     peer.say(hello(peer))
     grant = peer.hear(messages.SeedGrant, hello(peer))
     manifest, plan = make_manifest(MODEL, {**grant.options, **OPTIONS})
@@ -172,7 +172,7 @@ def lying_seed(peer: Peer, **lies: object) -> messages.Rejected:
 
 
 def flood(peer: Peer, *, num_calls: int, num_at_once: int = 50) -> int:
-    """One session says more than anybody can hear; returns how many of its calls were refused."""
+    """Send more messages than the syncer can process; return the number of refused calls."""
     num_refused, said = 0, [messages.encode(messages.AskFate(0, 1))] * num_at_once
     for _ in range(num_calls):
         try:
@@ -183,7 +183,7 @@ def flood(peer: Peer, *, num_calls: int, num_at_once: int = 50) -> int:
 
 
 def made_up_sessions(peer: Peer, num: int) -> None:
-    """Hellos and polls of processes that do not exist."""
+    """Send hellos and polls of processes that do not exist."""
     for number in range(num):
         with contextlib.suppress(DiLoCoError):
             said = messages.Hello(f"nobody{number}", 1, PROTOCOL_VERSION + 1, {})

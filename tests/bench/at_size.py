@@ -1,12 +1,13 @@
 """One large fragment over the real wire, through a real syncer process: `python -m tests.bench.at_size`.
 
 1. Four peers (threads of this process) join a syncer over TLS, seed a model of one fragment, and contribute to it in
-   several rounds. The default size is that of a 12B model in 24 fragments. Peers train nothing and send the same.
+   several rounds. The default size is that of a 12B model in 24 fragments. Peers do not train; all of them send the
+   same values.
 2. Seconds are measured here: from the return of the last upload to the first commit message that arrives, when the
    record has been fsynced and the update can be fetched. Then all peers fetch it at once.
-3. The syncer's memory is what the kernel says, its log is measured on disk. "disk alone" is the time in which the same
-   disk takes as many bytes as the log of a round. The machine is shared with the peers, so uploads and downloads are
-   slower than between machines.
+3. The kernel reports the syncer's memory; its log is measured on disk. "disk alone" is the time that the same disk
+   takes to write the log of one round. The machine is shared with the peers, so uploads and downloads are slower than
+   between machines.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Large(Peer):
         self.tokens = self.version = self.round = 0
 
     def beat(self) -> None:
-        """Report to be stepping, so that a round waits for this contributor."""
+        """Report that this peer is stepping, so that rounds wait for it."""
         progress = messages.Progress(self.round * STEPS, self.tokens, (self.version,), ((),), {}, 0)
         self.say(messages.Heartbeat("stepping", progress, STEP_S, TOKENS / STEPS / STEP_S))
 
@@ -82,7 +83,7 @@ class Large(Peer):
         return time.monotonic()
 
     def committed(self) -> float:
-        """Wait for the commit with this contribution; returns when it came."""
+        """Wait for the commit with this contribution; return the time of its arrival."""
         # A round that closed before the bytes were here, as the first one does, is followed by another one.
         again, learners = messages.Intent(0, STEP_S), set[str]()
         while self.learner not in learners:
@@ -98,7 +99,7 @@ class Large(Peer):
 
 
 def measure(numel: int, contributors: int, threads: int, *, rounds: int) -> dict[str, Any]:
-    """One syncer, several rounds."""
+    """Measure several rounds of one syncer."""
     numel = numel // WIDTH * WIDTH
     # Two in turn: a contribution that equals the one before it is refused.
     payloads = [encode(torch.randn(numel), wire="int8", block_size=256, name="x") for _ in range(2)]

@@ -2,10 +2,10 @@
 
 1. A syncer and three honest learners are real processes. The attacks are those of `tests/attacks`; they come from this
    process, over the same TLS connections that learners use, one after another.
-2. After each attack the run is looked at from outside: the syncer answers, rounds go on, no honest learner has lapsed,
-   has been refused or is in quarantine, and the anchors stay within the range of the targets.
-3. Control: between attacks nothing is sent for a while. Steps of honest learners are compared between the two.
-4. The looking glass has a control, too: an honest learner that is stopped must be seen as an effect.
+2. After each attack, the run is checked from outside: the syncer answers, rounds go on, no honest learner has lapsed,
+   was refused or is in quarantine, and the anchors stay within the range of the targets.
+3. Control: between attacks, nothing is sent for a while. The steps of honest learners in both phases are compared.
+4. The check has a control, too: a suspended honest learner must count as an effect.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ BLAMED = ("refused", "quarantine", "rejected")
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One of them.
+    """One attack.
 
     Args:
         name: for the table.
         needs_token: whether it comes from a learner of the run.
-        launch: does it, to an address, as a learner of this name.
+        launch: runs the attack on an address, as a learner of this name.
     """
 
     name: str
@@ -89,10 +89,10 @@ ATTACKS = (
 
 @dataclass(slots=True)
 class Launch:
-    """One attack, made by calling this.
+    """Runs one attack when called.
 
     Attributes:
-        error: how it ended, if with an error.
+        error: the error that ended it, if any.
     """
 
     attack: Attack
@@ -108,7 +108,7 @@ class Launch:
 
 
 class Watch:
-    """Looks at a run from outside.
+    """Checks a run from outside.
 
     Args:
         processes: of the run.
@@ -121,7 +121,7 @@ class Watch:
         return (learner for learner in status["learners"] if learner["id"] in HONEST)
 
     def effect(self) -> str | None:
-        """What is wrong with the run, if anything."""
+        """Return what is wrong with the run; None if nothing is."""
         began_s = time.monotonic()
         try:
             before = self._processes.status()
@@ -141,13 +141,13 @@ class Watch:
         return sum(int(learner["step"]) for learner in self.honest(self._processes.status()))
 
     def named(self, name: str) -> str | None:
-        """What the events say of this attacker."""
+        """Return the fate of this attacker according to the events."""
         told = [e["event"] for e in self._processes.status()["recent"] if e.get("learner") == name]
         return next((event for event in BLAMED[::-1] if event in told), None)
 
 
 def run(root: Path, attacks: Sequence[Attack] = ATTACKS) -> dict[str, Any]:
-    """One row for each attack, and the checks."""
+    """Run all attacks; return a row for each, and the checks."""
     processes = Processes(root)
     try:
         return _run(processes, attacks)
@@ -192,7 +192,7 @@ def _run(processes: Processes, attacks: Sequence[Attack]) -> dict[str, Any]:
 
 
 def _speed(watch: Watch, act: Callable[[], object]) -> float:
-    """Steps per second of the honest learners meanwhile."""
+    """Return the steps per second of the honest learners in this time."""
     began_s, before = time.monotonic(), watch.steps()
     act()
     return (watch.steps() - before) / (time.monotonic() - began_s)
@@ -225,7 +225,7 @@ def _checked(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, store; 1 if a check fails."""
+    """Run, print and store; return 1 if a check fails."""
     args = report.options(__doc__).parse_args(argv)
     with tempfile.TemporaryDirectory() as root:
         return report.conclude(args.out, **run(Path(root)))

@@ -1,13 +1,13 @@
-"""Does one broken learner of four move the anchor's loss?
+"""Measures whether one broken learner of four changes the anchor's loss.
 
 python -m tests.bench.broken_learner                          every way to be broken, three seeds
 python -m tests.bench.broken_learner --kinds "sign flipped" --seeds 1 --merge median
 
-1. The real machines and the real arithmetic, in one process with a simulated clock (`training_fleet.py`). What the
-   last learner sends is spoilt on its way, from the first step on, or from half time on.
-2. Compared with the other three alone, on their parts of the data. Where what is broken cannot be seen, because all
-   numbers are usual ones, that is said.
-3. The control has neither judge nor caps: what is finite is merged, what is claimed is believed.
+1. The real state machines and arithmetic run in one process with a simulated clock (`training_fleet.py`). The
+   contributions of the last learner are changed in transit, from the first step on, or from half time on.
+2. The reference is a run of the other three learners alone, on their parts of the data. If a defect cannot be detected,
+   because all numbers are usual, the table says so.
+3. The control has neither judge nor limits: all finite contributions are merged, and all claims are believed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS, LEARNERS = 800, 4
 BOUND = 0.02
 HUGE, CLAIMED = 6.7e33, 2**40
 
-Spoil = Callable[[Tensor, int], Tensor]  # values as trained, and how many were spoilt before: values as sent
+Spoil = Callable[[Tensor, int], Tensor]  # from trained values and the number of earlier changes to the sent values
 
 
 def _random(values: Tensor, times: float) -> Tensor:
@@ -52,7 +52,7 @@ def _huge(values: Tensor, number: int) -> Tensor:
 
 
 class _Stale:
-    """The first values of each fragment, for ever."""
+    """Repeats the first values of each fragment."""
 
     def __init__(self) -> None:
         self._first: dict[int, Tensor] = {}
@@ -66,9 +66,9 @@ class Kind:
     """One way to be broken.
 
     Args:
-        spoil: makes what is sent of what was trained.
-        tokens: counted for each step, whatever was trained on.
-        is_bounded: the loss may be off by BOUND at most; else what remains is shown.
+        spoil: computes the sent values from the trained ones.
+        tokens: tokens counted for each step, whatever the batch.
+        is_bounded: whether the loss may differ by at most BOUND; otherwise the difference is only shown.
     """
 
     spoil: Callable[[], Spoil] = lambda: lambda values, number: values
@@ -116,11 +116,11 @@ class Counted:
 
 
 class BrokenFleet(TrainingFleet):
-    """A fleet whose last learner sends something else than it has trained.
+    """A fleet whose last learner sends other values than it has trained.
 
     Args:
         spoil: makes what is sent.
-        from_s: before that it works.
+        from_s: time at which the defect begins.
     """
 
     def __init__(self, *args: Any, spoil: Spoil, from_s: float, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ class BrokenFleet(TrainingFleet):
         return encode(self._spoil(values, p), name="spoilt", **about)
 
     def events(self, kind: str) -> list[tuple[float, do.Note]]:
-        """What was told of the culprit; fails if of anybody else."""
+        """Return the events about the broken learner; fail if there are events about another one."""
         found = [(at_s, note) for at_s, note in self.syncer.notes if note.event == kind]
         assert all(note.fields["learner"] == self.culprit.name for _, note in found), found
         return found
@@ -145,7 +145,7 @@ class BrokenFleet(TrainingFleet):
 def outcome(
     task: Task, kind: Kind | None, *, steps: int, guarded: bool = True, from_step: int = 0, **options: Any
 ) -> dict[str, Any]:
-    """The anchor's loss, and what became of the culprit; without a kind, of the others alone."""
+    """Return the anchor's loss and the fate of the broken learner; without a kind, the loss of the others alone."""
     torch.manual_seed(task.seed)
     config = RunConfig(num_fragments=6, grace=10.0, **options)
     learners = LEARNERS if kind else LEARNERS - 1
@@ -198,7 +198,7 @@ ARMS = ("from the start", "from half time on", "control")
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each kind and arm: means over the seeds."""
+    """Return a row for each kind and arm, with means over the seeds."""
     options = {"merge": args.merge} if args.merge else {}
     wanted: list[tuple[str | None, str]] = [(None, ARMS[0]), *((kind, arm) for kind in args.kinds for arm in args.arms)]
     found = by_seed(_trial, wanted, args.seeds, args.steps, options, jobs=args.jobs)
@@ -217,7 +217,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    """What must hold of the table."""
+    """Return the checks of the table."""
     broken = [row for row in rows if row["fourth learner"] not in ("none", "nothing")]
     ours = [row for row in broken if row["broken"] != "control" and KINDS[row["fourth learner"]].is_bounded]
     if not ours:
@@ -232,7 +232,7 @@ def checks(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, store; 1 if a check fails."""
+    """Run, print and store; return 1 if a check fails."""
     parser = report.options(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))

@@ -5,8 +5,8 @@ python -m tests.bench.exchange
 The run has a model of 25M parameters in 4 fragments, two learners that sleep 50 ms per step instead of computing, and a
 syncer. Two controls must fail the same checks: float32 on the wire, and a link that works on the training thread.
 
-The stall of an exchange is its time on the training thread. This includes its part of the hook that snapshots and of
-the hook that lands, and the copies that remain when the optimizer is about to change parameters.
+The stall of an exchange is its time on the training thread. It includes its part of the hooks that snapshot and land,
+and the copies that remain when the optimizer is about to change parameters.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ python -m tests.bench.goodput_table   # 6 minutes
 2. Controls: half and double of the fitted times must miss the bound on the mean error.
 3. Real runs with killed learners (`forecast.py`, stored) are simulated with their measured step times, times between
    kills and restart times. Time that the run without kills has lost to longer steps is taken off.
-4. Learners of two speeds: in the paper a round that waits for all of its learners stops the faster ones. Here nobody
-   waits; the quorum only decides how many contributions are merged together.
-5. Scavenging: more learners come, in the middle of the run. They stay until half of the tokens are trained. Compared is
-   the time that the same tokens take. The paper does not say how it models data parallel training, which its table has,
-   too.
+4. Learners of two speeds: in the paper a round that waits for all of its learners stops the faster ones. Here no
+   learner waits; the quorum only decides how many contributions are merged together.
+5. Scavenging: more learners join in the middle of the run. They stay until half of the tokens are trained. The table
+   compares the time that the same tokens take. The paper's table also has data parallel training, but the paper does
+   not say how it models this.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the learners of benches record while they train, and when each update of the anchor landed."""
+"""Records of the learners of benches: files of numbers, and the time at which each update of the anchor landed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATTERN = "landings-*.f64"
 
 
 class Numbers:
-    """A file of float64 for this process, like that of the step clock; it survives SIGKILL.
+    """A file of float64 numbers of this process, like that of the step clock; it survives SIGKILL.
 
     Args:
         folder: folder of the file.
@@ -27,7 +27,7 @@ class Numbers:
         self._fd: int | None = None
 
     def append(self, *values: float) -> None:
-        """Add some in one write; the first of them makes the file."""
+        """Append numbers in one write; the first write creates the file."""
         if self._fd is None:
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.write(self._fd, array("d", values).tobytes())

@@ -1,4 +1,4 @@
-"""A run on this machine, as `diloco run` makes it, while somebody looks on or meddles."""
+"""A run on this machine, as `diloco run` makes it, with a function that observes or disturbs it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""CPU seconds that the syncer's loop thread takes for each second of a run, by the number of learners.
+"""CPU seconds of the syncer's loop thread per second of a run, by the number of learners.
 
 python -m tests.bench.loop --learners 16 64 256 --out tests/bench/results/loop.json
 
-1. The service that serves runs, with its log and tape on a disk, and the learners' own machines, which say what they
-   say in a run: heartbeats, questions for leases, intents, readies, payloads. A step takes a second.
-2. Time is virtual, so that a busy machine measures the same fleet. What is measured is the CPU time of what the loop
-   thread does: handling events and ticks, carrying out actions, the figures for `status`. Arithmetic and the reading of
-   messages are other threads', and not done or not counted here.
-3. Measured after WARM_UP_PERIODS of H steps, when leases come and go. All in one thread, one fleet after the other.
+1. The service is that of real runs, with its log and tape on disk. The learners' state machines send what they send in
+   a run: heartbeats, requests for leases, intents, readies and payloads. A step takes a second.
+2. Time is virtual, so that a busy machine measures the same fleet. The bench measures the CPU time of the loop thread's
+   work: events, ticks, actions, and the figures for `status`. Arithmetic and the decoding of messages belong to other
+   threads; they are not done or not counted here.
+3. The measurement begins after WARM_UP_PERIODS of H steps, when leases come and go. Everything runs in one thread, one
+   fleet after another.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ BOUND_AT = 64
 
 
 class TimedService(SyncerService):
-    """A service without threads, whose tensors are somebody else's.
+    """A service without threads and tensors.
 
     Attributes:
-        aside: actions that others have to hear of, and those that other threads would carry out.
+        aside: actions that send messages, and those that other threads would carry out.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -51,7 +52,7 @@ class TimedService(SyncerService):
         self.aside: list[do.SyncerAction] = []
 
     def handle(self, event: on.SyncerEvent, now_s: float) -> None:
-        """What the loop thread does with an event."""
+        """Handle an event as the loop thread does."""
         (self._tick if isinstance(event, on.Tick) else self._handle)(event, now_s)
 
     def _carry_out(self, action: do.SyncerAction) -> None:
@@ -61,7 +62,7 @@ class TimedService(SyncerService):
 
 
 class TimedSyncer(SimulatedSyncer):
-    """The service in the place of a simulated syncer.
+    """The service in place of a simulated syncer.
 
     Attributes:
         cpu_s: of the loop so far.
@@ -73,7 +74,7 @@ class TimedSyncer(SimulatedSyncer):
         self.cpu_s = 0.0
 
     def handle(self, event: on.SyncerEvent) -> None:
-        """What the loop thread does with an event, and others with the actions that it leaves to them."""
+        """Handle an event as the loop thread does, then carry out the actions of other threads."""
         began_s = time.thread_time()
         self.service.handle(event, self._timeline.now_s)
         self.cpu_s += time.thread_time() - began_s
@@ -84,7 +85,7 @@ class TimedSyncer(SimulatedSyncer):
 
 
 class LoopFleet(Fleet):
-    """Learners that train in virtual time, and the service, whose CPU time is counted."""
+    """Learners that train in virtual time, and a service whose CPU time is counted."""
 
     syncer: TimedSyncer
 
@@ -117,7 +118,7 @@ def _nothing(*_: object) -> None:
 
 
 def measure(num_learners: int, *, leases: int, num_fragments: int, measured_s: float) -> dict[str, Any]:
-    """One fleet.
+    """Measure one fleet.
 
     Returns:
         CPU seconds of the loop per second, events per second, leases held per learner.
@@ -147,7 +148,7 @@ def measure(num_learners: int, *, leases: int, num_fragments: int, measured_s: f
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if the bound is not kept."""
+    """Print the table; return 1 if the bound is missed."""
     parser = report.options(__doc__)
     parser.add_argument("--learners", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--leases", type=int, default=128, help="that each learner holds, about")

@@ -33,7 +33,7 @@ class Fleet:
         package: the package.
         python: interpreter of its environment.
         root: an empty folder.
-        learners: what each learner is given, but for rank, folder and meeting.
+        learners: options of each learner, except rank, folder and meeting.
     """
 
     def __init__(self, package: str, python: Path, root: Path, learners: Sequence[Mapping[str, Any]]) -> None:
@@ -79,7 +79,7 @@ class Fleet:
         return [(at_s, landed == 1.0) for at_s, landed in zip(values[::2], values[1::2], strict=True)]
 
     def until_step(self, num_steps: int, within_s: float) -> int:
-        """Wait until the first learner has made so many steps, or for a time; return the loopback's bytes."""
+        """Wait until the first learner has made this number of steps, or for a time; return the loopback's bytes."""
         self._until(lambda: len(self.clock()) >= num_steps, within_s)
         return self.loopback_bytes()
 
@@ -97,7 +97,7 @@ class Fleet:
         return [float((self._root / str(rank) / "loss").read_text()) for rank in range(len(self.learners))]
 
     def _meet(self) -> tuple[str, dict[str, str]]:
-        """Start what the learners of a package meet at; return its address, and variables for the learners."""
+        """Start the rendezvous of a package's learners; return its address, and variables for the learners."""
         if self._package == "torchft":
             options = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
             program = self._python.with_name("torchft_lighthouse")
@@ -138,7 +138,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def namespace() -> Iterator[None]:
-    """Make NAMESPACE, and delete it at the end, with what still runs in it; so is one that was left behind."""
+    """Make NAMESPACE, after deleting one that was left behind; at the end, delete it with all of its processes."""
     _delete_namespace()
     make(NAMESPACE)
     try:

@@ -2,9 +2,9 @@
 
 PYTHON tests/bench/peer_learner.py PACKAGE '{"rank": 0, "folder": ..., ...}'
 
-1. It is run by the interpreter of the package's own environment. Therefore it imports torch and that package only.
+1. The interpreter of the package's own environment runs it. Therefore it imports torch and that package only.
 2. `task="sleep"`: a step sleeps, then changes one matrix by plain SGD. All others change only when an exchange lands.
-   So the clock sees landings in the parameters, whatever the package.
+   So the clock can detect landings in the parameters of any package.
 3. `task="text"`: a small transformer learns the bytes of Python's standard library.
 4. Each package gets the options of its own examples, and the period and the fragments of the comparison.
 """

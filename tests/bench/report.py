@@ -1,4 +1,4 @@
-"""What all benchmarks have at both ends: options, and results as JSON, as Markdown, and in READMEs.
+"""Common parts of all benchmarks: options, and results as JSON, as Markdown, and in READMEs.
 
 1. Tables are always made from stored results. No number is typed by hand.
 2. Generated text in a README is between `<!-- bench NAME -->` and `<!-- /bench NAME -->`.

@@ -1,11 +1,11 @@
 """A run whose fragments are shared by several processes on one machine: `python -m tests.bench.shards`.
 
 1. Four peers (threads of this process) join a syncer with S shards over TLS, seed a model of four fragments, and
-   contribute to all of them in waves. Each process may use one thread. Peers train nothing.
+   contribute to all of them in waves. Each process may use one thread. Peers do not train.
 2. Seconds are measured here: a wave lasts from the first intent to the last commit message. "last byte to last offer"
    begins when the last upload has returned.
-3. Memory is what the kernel says of each process, its log is measured on disk. Bytes are counted here, for each process
-   that they were sent to and came from.
+3. The kernel reports the memory of each process; its log is measured on disk. Bytes sent to and received from each
+   process are counted here.
 4. The digests of all versions must be the same for each S. The control gives one peer another contribution in the last
    wave; its digests must differ.
 """
@@ -109,7 +109,7 @@ class Several(Peer):
         return time.monotonic()
 
     def offered(self) -> float:
-        """Wait for the commits of all fragments; returns when the last one came."""
+        """Wait for the commits of all fragments; return the arrival time of the last one."""
         missing, again = set(range(NUM_FRAGMENTS)), time.monotonic() + 2.0
         while missing:
             polled = self.connection.poll(self.session, self._cursor, 0.1)
@@ -138,7 +138,7 @@ def contributions(numel: int, wave: int, peer: int, *, odd: bool) -> list[Tensor
 
 
 def measure(numel: int, num_shards: int, *, waves: int = NUM_WAVES, is_control: bool = False) -> dict[str, Any]:
-    """One syncer with some shards, several waves."""
+    """Measure several waves of one syncer with this number of shards."""
     numel, counts, found = numel // WIDTH * WIDTH, Counter[int](), list[dict[str, float]]()
     with tempfile.TemporaryDirectory(prefix="diloco-bench-") as root, ThreadPoolExecutor(NUM_PEERS) as together:
         run_dir = Path(root) / "run"
@@ -200,7 +200,7 @@ def _key(commit: Json) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table, and whether all gave the same bits; returns 1 if not."""
+    """Print the table, and whether all runs gave the same bits; return 1 if they did not."""
     parser = report.options(__doc__)
     parser.add_argument("--numel", type=float, default=64e6, help="parameters of each of the four fragments")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])

@@ -4,14 +4,15 @@ python tests/bench/run.py simulated
 
 1. Three learners sleep in each step. In one scenario learners are killed (SIGKILL) at random times, in one a learner is
    four times slower, and in one each link is slower than the exchanges need. Each scenario runs three times.
-2. The simulation is told the mean and the spread of each learner's steps, the times between kills, the times from a
-   kill to the next step, and the rate of the links. Everything else follows from the state machines. Simulations take
-   as long as a run; the figures are means of twenty. Their rounds are those that twice the time adds, without a drain.
+2. The simulation gets the mean and the spread of each learner's steps, the times between kills, the times from a kill
+   to the next step, and the rate of the links. Everything else follows from the state machines. Simulations take as
+   long as a run; the figures are means of twenty. Rounds are counted as the difference between a simulation of twice
+   the time and one of the time, so the drain does not count.
 3. Participation and recovery are those of `diloco chaos`. Rounds are counted between the first and the last step of the
-   fleet. Goodput: tokens merged, of those that all learners would have trained in this time. Links have a delay, but in
-   the runs with kills.
+   fleet. Goodput: tokens merged, of those that all learners would have trained in this time. Links have a delay, except
+   in the runs with kills.
 4. A simulated figure must be within 5 % of the median of the real runs, or between the lowest and the highest of them.
-5. The controls are simulations that are told of no kills, no slow learner and full links. They must miss a bound.
+5. The controls are simulations without kills, without a slow learner and with full links. They must miss a bound.
 
 Source: bounds are our choice.
 """
@@ -71,7 +72,7 @@ def faults(name: str, seed: int) -> Iterator[Fault]:
 
 
 def real(name: str, seed: int, run_s: float) -> Row:
-    """Run a scenario for real; return what was measured, and what a simulation is told."""
+    """Run a scenario for real; return the measurements, and the inputs of a simulation."""
     until_s = time.time() + START_S + run_s
     model = ("--step-s", STEP_S, "--matrices", NUM_MATRICES, "--dense", WIDTH)
     learner = ["tests.bench.idle_learner", "--until-s", until_s, *model]
@@ -107,7 +108,7 @@ def real(name: str, seed: int, run_s: float) -> Row:
 
 
 def simulated(runs: Sequence[Row], duration_s: float) -> Row:
-    """Return the mean figures of SIMULATIONS simulations that are told the means of these runs."""
+    """Return the mean figures of SIMULATIONS simulations with the means of these runs as inputs."""
     kills = [run["mtbf_s"] for run in runs if run["mtbf_s"]]
     transfer_s = 8 * fragment_bytes() / runs[0]["rate_bps"] if runs[0]["rate_bps"] else 0.02
     scenario = Scenario(

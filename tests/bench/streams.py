@@ -1,12 +1,12 @@
-"""How much of a far link is used: `python -m tests.bench.streams`, as root on Linux.
+"""Measures the used share of a far link: `python -m tests.bench.streams`, as root on Linux.
 
 1. Two processes in network namespaces have a link between them (`far_link.py`): 1 Gbit/s in each direction, buffers of
    half a round trip, so that packets are lost, and a round-trip time of 40 or 120 ms.
-2. One has the server of the package, and drops the payloads that come. The other one has the connection of the package.
-   In each direction, two threads send payloads of 64 MB without a break, with TLS. So one payload is on its way while
-   the answer to another one comes back.
-3. Bytes are those that the kernel counts at the end of the link, in both directions at once.
-4. A control message is sent every 50 ms beside that. Its time is measured from the call to the answer.
+2. One process has the server of the package, and drops received payloads. The other one has the connection of the
+   package. In each direction, two threads send payloads of 64 MB without a break, with TLS. So one payload is in
+   transit while the answer to another one returns.
+3. The kernel counts the bytes at the end of the link, in both directions at once.
+4. Meanwhile, a control message is sent every 50 ms. Its time is measured from the call to the answer.
 5. Control: with one stream for each payload, the link is not used.
 """
 
@@ -43,7 +43,7 @@ MIN_USED, MAX_BEAT_S = 0.85, 1.0
 
 
 class Keeper:
-    """The server's side: notes which bytes of payloads came, and gives one payload."""
+    """The server's side: records which bytes of payloads have arrived, and sends one payload."""
 
     def __init__(self) -> None:
         self._payload = memoryview(bytearray(PAYLOAD_BYTES))
@@ -125,14 +125,14 @@ def send(join: str, seconds: float, streams: int | None) -> dict[str, Any]:
 
 
 def _counted() -> tuple[int, int]:
-    """Bytes received and sent by the device of this namespace."""
+    """Return the bytes received and sent by the device of this namespace."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     (counts,) = (line.split(":")[1].split() for line in lines if not line.strip().startswith("lo:"))
     return int(counts[0]), int(counts[8])
 
 
 def measure(streams: int | None, *, mbit_s: float, round_trip_s: float, congestion: str, seconds: float) -> report.Row:
-    """One link; streams: a fixed number, or None for what the package chooses."""
+    """Measure one link; `streams` is a fixed number, or None if the package chooses."""
     links = FarLinks(1, mbit_s=mbit_s, round_trip_s=round_trip_s, congestion=congestion)
     with tempfile.TemporaryDirectory() as root, links:
         join = Path(root) / "join"

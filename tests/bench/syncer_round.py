@@ -51,7 +51,7 @@ FORECAST = 0.15
 
 
 def measure(numel: int, contributors: int, threads: int, *, repeats: int, compiled: bool) -> dict[str, Any]:
-    """One row, in this process."""
+    """Measure one row in this process."""
     torch.set_num_threads(threads)
     if compiled and (problem := native.load()) is not None:
         raise SystemExit(f"numba cannot be used ({problem}): pip install 'lightning-diloco[syncer]'")
@@ -99,7 +99,7 @@ def measure(numel: int, contributors: int, threads: int, *, repeats: int, compil
 
 
 def _of_learner(store: AnchorStore, contributors: int, repeats: int) -> tuple[float, dict[str, float], list[Tensor]]:
-    """Seed the store; returns the seconds of a memcpy, of encoding and of decoding, and the payloads of a round."""
+    """Seed the store; return the seconds of a memcpy, of encoding and of decoding, and the payloads of a round."""
     numel = store.layouts[0].padded_numel
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     out = torch.empty_like(values)
@@ -123,7 +123,7 @@ def _median(call: Callable[[], object], repeats: int) -> float:
 
 
 def _row(numel: float, contributors: int, threads: int, repeats: int, *, compiled: bool = True) -> dict[str, Any]:
-    """One row, measured in a process of its own."""
+    """Measure one row in a new process."""
     options = f"{int(numel)}, {contributors}, {threads}, repeats={repeats}, compiled={compiled}"
     code = f"import json; from tests.bench.syncer_round import measure; print(json.dumps(measure({options})))"
     done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)

@@ -3,7 +3,8 @@
 1. `Classifier` learns the labels of a random teacher, which no model learns fully.
 2. `Gan` trains two networks against each other with two optimizers, the usual case of manual optimization. Its loss is
    the energy distance between its samples and the data (a ring of eight Gaussians).
-3. Learner m of M reads every Mth sample, in its own order. Or data are leased: whoever is next reads the next samples.
+3. Learner m of M reads every Mth sample, in its own order. If data are leased, the learner that asks next reads the
+   next samples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the benchmarks at toy size, and of their assumptions."""
+"""Tests of the benchmarks with small sizes, and of their assumptions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_fleet_without_a_trainer_takes_part_in_every_round(monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_fragment_goes_over_the_wire_and_back() -> None:
+def test_a_fragment_is_uploaded_and_downloaded_over_the_wire() -> None:
     found = at_size.measure(200_000, 2, 1, rounds=3)
     assert found["last byte to offer [s]"] > 0
     assert 2 <= found["log bytes per parameter"] < 2.1
@@ -83,7 +83,7 @@ def test_shards_share_the_bytes_and_give_the_same_bits() -> None:
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Tiny:
-    """The recipe with a few short sequences of its own text."""
+    """Return the recipe with a few short sequences of its own text."""
     text = tmp_path / "texts"
     text.mkdir()
     for k in range(8):
@@ -117,7 +117,7 @@ def test_a_broken_learner_does_not_move_the_loss(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_attacks_beside_a_live_run_have_no_effect_and_a_stopped_learner_is_one(tmp_path: Path) -> None:
+def test_attacks_have_no_effect_on_a_live_run_and_a_stopped_learner_counts_as_an_effect(tmp_path: Path) -> None:
     wanted = ("a batch that inflates to 256 MiB", "random directions")
     found = attacks.run(tmp_path, [attack for attack in attacks.ATTACKS if attack.name in wanted])
     assert [row["effect"] for row in found["rows"]] == ["none", "none"]
@@ -127,7 +127,7 @@ def test_attacks_beside_a_live_run_have_no_effect_and_a_stopped_learner_is_one(t
 
 
 @pytest.mark.slow
-def test_without_guards_a_broken_learner_moves_it() -> None:
+def test_a_broken_learner_moves_the_loss_without_guards() -> None:
     task, kind = Classifier(1), broken_learner.KINDS["random direction, 100x the norm"]
     alone = broken_learner.outcome(task, None, steps=240)
     assert broken_learner.outcome(task, kind, steps=240, guarded=False)["loss"] > 1.2 * alone["loss"]
@@ -150,7 +150,7 @@ def test_honest_learners_are_not_odd(task: type[Task], arm: str, monkeypatch: py
     assert not any(verdict.odd for verdict in said)
 
 
-def test_at_the_computed_bandwidth_training_computes_for_the_share_that_was_asked_for() -> None:
+def test_the_computed_bandwidth_gives_the_requested_utilization() -> None:
     for method in bandwidth.METHODS.values():
         for share in bandwidth.UTILIZATIONS:
             rate = method.gbps(share, 1e10, 0.8)
@@ -187,7 +187,7 @@ def test_missing_options_of_a_sweep_are_those_of_a_run() -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_the_trials_that_are_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_skips_stored_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--steps", "2", "--batch-size", "1", "--learners", "1", "--outer-lr", "0.5", "--out", str(tmp_path / "it")]
     quality.main([*size, "--seed", "1"])
     stored = json.loads((tmp_path / "it").read_text())
@@ -202,7 +202,7 @@ def test_a_sweep_goes_on_after_the_trials_that_are_stored(tmp_path: Path, capsys
 
 
 @pytest.mark.slow
-def test_the_anchor_does_not_depend_on_how_many_take_part() -> None:
+def test_the_anchor_does_not_depend_on_participation() -> None:
     task, size = Classifier(1), {"learners": 4, "steps": 400}
     arms = loss_by_participation.ARMS
     everybody, some, control = (
@@ -258,7 +258,7 @@ def test_a_control_must_fail_its_own_checks(must_fail: set[str], failed: set[str
     assert exchange.is_right(case, failed) is is_right
 
 
-def test_tables_go_between_the_markers_of_a_readme(tmp_path: Path) -> None:
+def test_tables_are_inserted_between_the_markers_of_a_readme(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- bench x -->\nold\n<!-- /bench x -->\nafter\n")
     for _ in range(2):
@@ -279,7 +279,7 @@ def test_real_processes_exchange_and_controls_fail(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(("slope_bps", "is_flat"), [(0.0, True), (2000.0, False)])
-def test_memory_that_grows_is_told_from_memory_that_varies(slope_bps: float, is_flat: bool) -> None:
+def test_growing_memory_is_distinguished_from_varying_memory(slope_bps: float, is_flat: bool) -> None:
     chance = random.Random(1)
     times_s = [1200.0 + 2.0 * k for k in range(600)]
     values = [2e8 + slope_bps * t + chance.gauss(0.0, 2e6) for t in times_s]
@@ -287,7 +287,7 @@ def test_memory_that_grows_is_told_from_memory_that_varies(slope_bps: float, is_
 
 
 @pytest.mark.parametrize(("slope_bps", "is_flat"), [(0.0, True), (1000.0, False)])
-def test_memory_that_grows_is_told_from_memory_that_is_kept(slope_bps: float, is_flat: bool) -> None:
+def test_growing_memory_is_distinguished_from_kept_memory(slope_bps: float, is_flat: bool) -> None:
     """Memory that an allocator keeps is the running maximum of a varying demand, so it rises less and less often."""
     chance = random.Random(1)
     taken = [3e8 + chance.gauss(0.0, 5e4) for _ in range(1500)]
@@ -297,7 +297,7 @@ def test_memory_that_grows_is_told_from_memory_that_is_kept(slope_bps: float, is
 
 
 @pytest.mark.parametrize(("longest_ms", "holds"), [(70.0, True), (130.0, False)])
-def test_a_step_that_a_fault_made_longer_is_seen(longest_ms: float, holds: bool) -> None:
+def test_a_step_that_a_fault_made_longer_is_detected(longest_ms: float, holds: bool) -> None:
     calm, faulty = ({"faults": said, "exit code": 0} for said in ("none", "kill 1"))
     rows = [{**calm, "longest [ms]": 70.0}, {**faulty, "longest [ms]": longest_ms}, {**calm, "longest [ms]": 60.0}]
     assert [*survivors.checks_of(rows, {**faulty, "longest [ms]": 2000.0}).values()] == [holds, True, True]
@@ -330,7 +330,7 @@ def seen(*, step_s: float = 0.05, hook_s: float = 0.003, is_back: bool = True) -
     ],
     ids=["as before", "faster", "within", "hooks", "steps", "never back"],
 )
-def test_a_busy_survivor_that_notices_is_seen(survivor: dict[str, Any], failed: list[str]) -> None:
+def test_a_busy_survivor_that_slows_down_is_detected(survivor: dict[str, Any], failed: list[str]) -> None:
     runs = [
         (busy_survivors.DEAD, seen(is_back=False), seen(is_back=False)),
         (busy_survivors.AGAIN, seen(**survivor), seen()),
@@ -363,13 +363,13 @@ def test_hooks_of_a_recipe_s_learner_are_timed_from_outside(tmp_path: Path) -> N
     [(0.0515, 0.053, [True, True]), (0.0517, 0.053, [False, True]), (0.0515, 0.0514, [True, False])],
     ids=["within", "slower", "blind"],
 )
-def test_steps_that_the_strategy_makes_longer_are_seen(with_s: float, control_s: float, holds: list[bool]) -> None:
+def test_steps_that_the_strategy_makes_longer_are_detected(with_s: float, control_s: float, holds: list[bool]) -> None:
     steps_s = {"without": [0.05, 0.05, 0.09], "with": [with_s, 0.05, 0.2], "control": [control_s] * 3}
     assert [*ranks_step.checks_of(ranks_step.figures("ddp", steps_s, 0.16)).values()] == [True, *holds]
     assert [*ranks_step.checks_of(ranks_step.figures("ddp", steps_s, 0.14)).values()] == [False, *holds]
 
 
-def test_steps_on_xla_that_the_strategy_makes_longer_are_seen() -> None:
+def test_steps_on_xla_that_the_strategy_makes_longer_are_detected() -> None:
     def row(steps_s: list[float], landings: float = 1.0, graphs: int = 0) -> dict[str, Any]:
         found = {"landings per step": landings, "graphs after warm-up": graphs}
         return xla_step.figures("with", [1.0, 1.1, 1.5], steps_s, found)
@@ -405,14 +405,14 @@ def test_a_chaos_run_beyond_a_bound_fails(changed: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(("at_the_end", "grew"), [((15, 16), "-"), ((17, 17), "threads")])
-def test_threads_that_pile_up_are_told_from_one_that_comes_and_goes(at_the_end: tuple[int, int], grew: str) -> None:
+def test_accumulating_threads_are_distinguished_from_one_that_comes_and_goes(at_the_end: tuple[int, int], grew: str) -> None:
     before = [(2.0 * k, 1 << 28, 15 + k % 2, 21) for k in range(290)]
     samples = before + [(2.0 * k, 1 << 28, at_the_end[k % 2], 21) for k in range(290, 310)]
     assert soak._row("a run", samples, is_kept=False)["grew"] == grew
 
 
 @pytest.mark.seconds
-def test_goodput_that_is_planned_is_that_of_the_measured_runs() -> None:
+def test_planned_goodput_agrees_with_measured_runs() -> None:
     found = json.loads((RECIPE.parent / "results" / "forecast.json").read_text())
     checks = forecast.checks_of(found["runs"])
     assert list(checks.values()) == [True] * (len(found["runs"]) + 1), checks
@@ -442,7 +442,7 @@ def test_the_measured_runs_with_kills_are_simulated_again() -> None:
 
 
 @pytest.mark.seconds
-def test_memory_that_is_not_as_planned_is_seen() -> None:
+def test_memory_that_differs_from_the_plan_is_detected() -> None:
     planned = {size: memory.planned_of(memory.forecast_of(size)) for size in (320, 640)}
     assert list(memory.checks_of(planned).values()) == [True] * 6
     taken = {size: (learner, round(1.2 * syncer)) for size, (learner, syncer) in planned.items()}

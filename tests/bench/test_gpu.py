@@ -1,4 +1,4 @@
-"""The gpu bench, tried on the CPU with small sizes: its parts run to the end, and what they store is whole."""
+"""The gpu bench on the CPU with small sizes: all parts run to their end, and their results are complete."""
 
 from __future__ import annotations
 

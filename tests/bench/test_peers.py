@@ -1,4 +1,4 @@
-"""The comparison with other packages, with this package only: they are not installed here."""
+"""The comparison with other packages, with this package only, because the others are not installed here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_rows_have_a_column_for_each_package_and_checks_compare_medians() -> Non
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="makes a network namespace")
-def test_landings_and_bytes_of_real_learners_are_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_landings_and_bytes_of_real_learners_are_measured_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_fleet, "NAMESPACE", f"diloco-test-{os.getpid()}")
     python = Path(sys.executable)
     bench = peers.Bench({peers.OURS: python, peers.PLAIN: python}, {})

@@ -39,7 +39,7 @@ def restart(**changed: Any) -> dict[str, Any]:
     return {name: row[name] for name in CHECKS}
 
 
-def test_what_comes_back_as_it_was_passes() -> None:
+def test_an_exact_recovery_passes() -> None:
     assert restart() == dict.fromkeys(CHECKS, True)
 
 
@@ -54,7 +54,7 @@ def test_what_comes_back_as_it_was_passes() -> None:
         ({"booked": {"lapsed": 8}}, {"discarded"}),
     ],
 )
-def test_what_comes_back_otherwise_fails(changed: dict[str, Any], fails: set[str]) -> None:
+def test_an_inexact_recovery_fails(changed: dict[str, Any], fails: set[str]) -> None:
     assert {name for name, holds in restart(**changed).items() if not holds} == fails
 
 

@@ -6,11 +6,11 @@ from tests.bench import round_trip
 from tests.bench.round_trip import NUM_FRAGMENTS, STEP_S, Trip
 
 
-def test_the_picture_was_drawn_from_what_the_machines_do_today() -> None:
+def test_the_picture_shows_the_current_behavior_of_the_machines() -> None:
     assert round_trip.stored() == round_trip.trace()
 
 
-def test_a_round_trip_goes_as_the_readme_says() -> None:
+def test_a_round_trip_has_the_documented_order() -> None:
     moments = round_trip.trace()
     for p in range(NUM_FRAGMENTS):
         trip = Trip(moments, p)

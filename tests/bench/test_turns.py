@@ -33,7 +33,7 @@ def program(tmp_path: Path) -> tuple[str, str]:
     return sys.executable, str(path)
 
 
-def test_nobody_is_stopped_for_so_long_that_its_calls_fail(tmp_path: Path, program: tuple[str, str]) -> None:
+def test_no_program_is_stopped_for_longer_than_its_calls_allow(tmp_path: Path, program: tuple[str, str]) -> None:
     with turns.playing({"a": program, "b": program}, tmp_path, env={}, warm_up=3) as players:
         with pytest.raises(ValueError, match="2 players in turns of 10 s: each is stopped for 10 s"):
             turns.take_turns(players.values(), rounds=2, turn_s=10.0)
@@ -41,7 +41,7 @@ def test_nobody_is_stopped_for_so_long_that_its_calls_fail(tmp_path: Path, progr
 
 
 @pytest.mark.seconds
-def test_only_one_plays_at_a_moment(tmp_path: Path, program: tuple[str, str]) -> None:
+def test_only_one_program_runs_at_a_time(tmp_path: Path, program: tuple[str, str]) -> None:
     names = ("a", "b")
     with turns.playing(dict.fromkeys(names, program), tmp_path, env={}, warm_up=3) as players:
         turns.take_turns(players.values(), rounds=3, turn_s=0.5)
@@ -59,7 +59,7 @@ def test_only_one_plays_at_a_moment(tmp_path: Path, program: tuple[str, str]) ->
     assert not any(map(is_running, pids))
 
 
-def test_a_program_that_fails_is_told_of(tmp_path: Path) -> None:
+def test_a_failing_program_is_reported(tmp_path: Path) -> None:
     failing = (sys.executable, "-c", "raise SystemExit('no such device')")
     with (
         pytest.raises(RuntimeError, match="a program failed:\nno such device"),

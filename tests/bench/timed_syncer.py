@@ -3,7 +3,7 @@
 python -m tests.bench.timed_syncer '{"out": FILE, "slow_s": 0}' syncer OPTIONS
 
 It writes, at its end, when each event was finished and how long the loop thread was busy with it. With `slow_s`, one of
-EVERY events takes so much longer, which is the control. As root, it has priority over the learners of its machine.
+EVERY events takes this much longer, which is the control. As root, it has priority over the learners of its machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PRIORITY = -10
 
 
 def time_loop(found: list[tuple[float, float]], slow_s: float) -> None:
-    """Time the handlers of the loop thread; one that another one calls is a part of that one."""
+    """Time the handlers of the loop thread; the time of a nested call belongs to its caller."""
     is_inside = False
 
     def timed(handler: Any) -> Any:

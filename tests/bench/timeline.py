@@ -1,4 +1,4 @@
-"""What a Chrome trace of a GPU says about training and exchanges: how long each takes, how much is at the same time.
+"""Times of training and exchanges in a Chrome trace of a GPU: how long each takes, and how much they overlap.
 
 Training is the stream with the longest work. All other streams are those of exchanges.
 """

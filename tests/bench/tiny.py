@@ -140,7 +140,7 @@ class Trainee:
         self._schedule = module._schedule(self._optimizer)
 
     def step(self, batch: Batch) -> int:
-        """One inner step; returns the batch's tokens."""
+        """Make one inner step; return the batch's tokens."""
         loss = self.module.training_step(batch, 0)
         self._optimizer.zero_grad()
         loss.backward()

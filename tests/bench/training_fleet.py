@@ -54,7 +54,7 @@ class Trains(Protocol):
     module: nn.Module
 
     def step(self, batch: Any) -> int:
-        """Make one inner step; returns the tokens or samples of the batch."""
+        """Make one inner step; return the tokens or samples of the batch."""
 
     def validation_loss(self) -> float:
         """Return the loss of the current parameters."""
@@ -133,7 +133,7 @@ class TrainingFleet(Fleet):
 
     @property
     def correlation(self) -> float:
-        """The mean cosine of two successive outer gradients of a fragment; NaN before there are two."""
+        """Mean cosine of two successive outer gradients of a fragment; NaN before there are two."""
         cosines = self.syncer.cosines
         return statistics.fmean(cosines) if cosines else math.nan
 
@@ -204,13 +204,13 @@ class TrainingFleet(Fleet):
         crew.staged[p] = staged, full if action.adopt else None
 
     def _sent(self, learner: SimulatedLearner, p: int, payload: Tensor) -> Tensor:
-        """What reaches the syncer of a contribution."""
+        """Return the payload of a contribution that reaches the syncer."""
         return payload
 
     # ------------------------------------------------------------------------------------------------------- messages
 
     def _hears(self, session: str, announced: messages.Announce) -> bool:
-        """Whether a learner is in the group that opened the round, which sent the last intent before it."""
+        """Return whether a learner is in the group that opened the round."""
         opener = self._openers.setdefault(announced.round, self._groups[self._speaker])
         return self._groups[session] == opener
 
@@ -234,7 +234,7 @@ class TrainingSyncer(SimulatedSyncer):
         is_guarded: whether contributions are compared with each other.
 
     Attributes:
-        cosines: of each two successive outer gradients of a fragment.
+        cosines: cosines of successive outer gradients of a fragment.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""Learners in four regions, scaled down: does anybody wait for the network, and is everything merged?
+"""Learners in four regions, scaled down: checks that no learner waits for the network, and that all tokens are merged.
 
 python -m tests.bench.wide_area   # 11 minutes
 
 1. The ratio of traffic to compute is that of a 12B decoder at the paper's settings (H = P = 24, overlap 2, int8, steps
    of 2 s). Model and links are smaller by the same factor, steps are half as long. Round trips of 40 ms are not scaled
    down, so they weigh twice as much.
-2. Learners sleep instead of computing. Bytes are real, over TLS and through a proxy of each learner's own, which delays
-   and limits each direction.
+2. Learners sleep instead of computing. Bytes are real: they travel over TLS and through a proxy for each learner, which
+   delays and limits each direction.
 3. utilization: share of a learner's time outside of the link's hooks, measured around them. merged: tokens merged, of
    the tokens seen. exchanges per step: fragments that landed in a step, after the first H + 2 steps and without the
    drain; 1 is the schedule.

@@ -7,12 +7,12 @@ PJRT_DEVICE=CPU python -m tests.bench.xla_step [--shared] [--as-it-comes]
    compared with that of its neighbor. The speed is the median over these pairs.
 3. The control uses the strategy, but waits for the device at the end of each step. The host's work then no longer
    overlaps with the device's, and the same check must fail.
-4. PJRT's CPU device has dedicated cores in all modes (cores.py). With --shared it has not, and the link's threads and
-   the syncer compete for its cores, which they would not do on a TPU. The table shows the CPU time of each per step.
+4. PJRT's CPU device has dedicated cores in all modes (cores.py). With --shared, the link's threads and the syncer
+   compete for its cores, which they would not do on a TPU. The table shows the CPU time of each per step.
 5. In all modes, the device queues graphs ahead, as a TPU does, and the host is at most two steps ahead of it. With
-   --as-it-comes, PJRT's CPU does not do that. A graph that uses buffers which another one updates in place then waits,
-   with its host, for the other one to end. A copy to the host waits for a thread of the device, which has as many as
-   cores. So the first graph of a hook waits for the step, and the device is idle while the next step is traced.
+   --as-it-comes, PJRT's CPU does not queue graphs. If a graph uses buffers that another graph updates in place, the
+   graph and its host wait for the other one to end. A copy to the host waits for a thread of the device, which has as
+   many as cores. So the first graph of a hook waits for the step, and the device is idle while the next step is traced.
 6. An exchange costs the host some milliseconds, independent of the step time. The default batch makes steps of a
    second; its rows are an eighth of the tokens per step of one GPU in the 12B recipes.
 """
